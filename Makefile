@@ -1,0 +1,92 @@
+# Every target works from a clean clone: what it needs is installed first, once, into .venv.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+BENCH ?= queue
+PYTEST := $(BIN)/python -m pytest
+
+# Where torch comes from on Linux without an NVIDIA device, when pip has no index of its own set:
+# the CPU build is 0.2 GB, the one on PyPI brings 3 GB of CUDA. Empty: always the one on PyPI.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# With it set, every start would compile 700 modules of torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup demo up check test test-fast bench lock clean distclean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@echo 'options:    make demo ARGS="--environment guess-the-number"    make bench BENCH=overhead ARGS=--json'
+
+demo: $(VENV)/.demo ## the whole fabric on this machine, learning FrozenLake, in three minutes
+	@$(BIN)/rollfab demo $(ARGS)
+
+up: $(VENV)/.demo ## start every role on this machine, for a trainer of your own
+	@$(BIN)/rollfab up $(ARGS)
+
+setup: $(VENV)/.dev ## everything for working on rollfab, with git hooks
+	@if [ -e .git ]; then $(BIN)/pre-commit install; fi
+
+check: $(VENV)/.dev ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check ## check, then every test
+	$(PYTEST) tests $(ARGS)
+
+test-fast: $(VENV)/.dev ## unit and contract tests
+	$(PYTEST) tests/unit tests/contracts -m "not slow" $(ARGS)
+
+bench: $(VENV)/.dev .venv-arq/.done ## rollfab bench $(BENCH), beside its peers
+	@$(BIN)/rollfab bench $(BENCH) $(ARGS)
+
+lock: $(VENV)/.dev ## write lock/*.txt from what is installed in .venv
+	$(BIN)/python lock/relock.py
+
+clean: ## remove what tools and builds made
+	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove the environments
+	rm -rf $(VENV) .venv-arq
+
+# ---- installing: a stamp per layer, so that the second time costs nothing
+
+$(BIN)/python:
+	@for python in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
+	    echo "making $(VENV) with $$($$python --version)"; \
+	    exec $$python -m venv --clear $(VENV); \
+	  fi; \
+	done; \
+	echo "rollfab needs Python 3.11 or newer with venv (found: $$(python3 --version 2>&1 | tail -1)); install it or name it: make demo PYTHON=/path/to/python3.11" >&2; \
+	exit 1
+
+$(VENV)/.demo: lock/demo.txt lock/games.txt pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV), once: one to three minutes"
+	@if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ]; then \
+	  case "$$($(PIP) config list)" in *index*|*find-links*) exit 0;; esac; \
+	  $(PIP) install -qq --retries 1 --timeout 15 --no-deps --index-url $(TORCH_INDEX) $$(grep '^torch==' lock/demo.txt) \
+	    || echo "no CPU build of torch at $(TORCH_INDEX); taking the one on PyPI"; \
+	fi
+	@$(PIP) install -qq -r lock/demo.txt
+	@$(PIP) install -qq -r lock/games.txt \
+	  || echo "gem-llm could not be installed (it needs Python 3.11 and a C compiler): all works but guess-the-number"
+	@$(PIP) install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo lock/dev.txt
+	@echo "installing the tools for tests and checks into $(VENV), once"
+	@$(PIP) install -qq -r lock/demo.txt -r lock/dev.txt
+	@touch $@
+
+.venv-arq/.done: lock/arq.txt | $(BIN)/python
+	@$(BIN)/python -m venv --clear .venv-arq
+	@.venv-arq/bin/python -m pip --disable-pip-version-check install -qq -r lock/arq.txt
+	@touch $@

@@ -1,0 +1,312 @@
+"""Is the house in order? Names, sizes, imports and packaging that no other test would miss."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+UMBRELLA = ROOT / "src" / "rollfab"
+ROOMS = ("api", "bench", "commands", "fabric", "trainer", "workers")
+MODULE_LINE_COUNT_MAX = 400
+FUNCTION_LINE_COUNT_MAX = 70
+INIT_LINE_COUNT_MAX = 40
+LUA_LINE_COUNT_MAX = 60
+GENERATED = {"__pycache__", ".venv", ".venv-arq", ".git", "build", "dist"}
+
+
+@cache
+def source_files() -> tuple[Path, ...]:
+    """Every file that is or would be tracked, relative to the root; a tree without git is walked."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode == 0 and listing.stdout:
+        found = {Path(name) for name in listing.stdout.split("\0") if name}
+    else:
+        found = {path.relative_to(ROOT) for path in ROOT.rglob("*")}
+    return tuple(
+        sorted(
+            path
+            for path in found
+            if (ROOT / path).is_file() and not GENERATED & {*path.parts} and ".egg-info" not in str(path)
+        )
+    )
+
+
+def room_files(suffix: str = "") -> list[Path]:
+    """Files of the rooms, by suffix."""
+    return [path for path in source_files() if path.parts[0] in ROOMS and path.name.endswith(suffix)]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+def line_count(path: Path) -> int:
+    return len((ROOT / path).read_text().splitlines())
+
+
+def python(code: str, *, cwd: Path = ROOT, path: Path | None = ROOT / "src") -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh interpreter, with `path` in front of everything installed."""
+    prelude = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
+    return subprocess.run([sys.executable, "-c", prelude + code], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+# ---------------------------------------------------------------- one identity
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_link_leads_to_the_room(room: str) -> None:
+    link = UMBRELLA / room
+
+    assert link.is_symlink()
+    assert not link.readlink().is_absolute()
+    assert link.resolve() == ROOT / room
+
+
+def test_the_umbrella_holds_the_import_name_and_nothing_else() -> None:
+    names = {path.name for path in UMBRELLA.iterdir()} - {"__pycache__"}
+
+    assert names == {"__init__.py", "__main__.py", "aio.py", "py.typed", *ROOMS}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_refuses_to_be_imported_under_its_bare_name(room: str) -> None:
+    done = python(f"import {room}", path=ROOT)
+
+    assert done.returncode != 0
+    assert f"import this room as rollfab.{room}" in done.stderr
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_under_our_name(room: str) -> None:
+    done = python(f"import rollfab.{room}")
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_inside_the_rooms_are_relative() -> None:
+    offences = [
+        f"{path}:{node.lineno} imports {name}"
+        for path in room_files(".py")
+        for node in ast.walk(tree(path))
+        for name in absolute_imports(node)
+        if name.split(".")[0] in {"rollfab", *ROOMS}
+    ]
+
+    assert offences == []
+
+
+def test_tests_and_examples_import_under_our_name() -> None:
+    outside = [path for path in source_files() if path.parts[0] in {"tests", "examples"} and path.suffix == ".py"]
+
+    offences = [
+        f"{path}:{node.lineno} imports {name}"
+        for path in outside
+        for node in ast.walk(tree(path))
+        for name in absolute_imports(node)
+        if name.split(".")[0] in ROOMS
+    ]
+
+    assert offences == []
+
+
+def absolute_imports(node: ast.AST) -> list[str]:
+    """Modules that `node` imports by their full names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        return [node.module]
+    return []
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_no_module_is_longer_than_a_sitting() -> None:
+    long = {str(path): line_count(path) for path in room_files(".py") if line_count(path) > MODULE_LINE_COUNT_MAX}
+
+    assert long == {}
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    long = {
+        f"{path}:{name}": lines
+        for path in room_files(".py")
+        for name, lines in functions(path)
+        if lines > FUNCTION_LINE_COUNT_MAX
+    }
+
+    assert long == {}
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of each function, docstring included."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_every_package_file_is_docstring_guard_and_exports() -> None:
+    long = {str(path): line_count(path) for path in room_files("__init__.py") if line_count(path) > INIT_LINE_COUNT_MAX}
+
+    assert long == {}
+
+
+def test_every_script_is_one_transition_with_a_head() -> None:
+    scripts = room_files(".lua")
+
+    long = {str(path): line_count(path) for path in scripts if line_count(path) > LUA_LINE_COUNT_MAX}
+    headless = [str(path) for path in scripts if not (ROOT / path).read_text().startswith("-- ")]
+
+    assert scripts
+    assert long == {}
+    assert headless == []
+
+
+def test_every_module_says_what_it_owns() -> None:
+    modules = [path for path in source_files() if path.suffix == ".py" and path.parts[0] in {*ROOMS, "src"}]
+
+    silent = [str(path) for path in modules if not ast.get_docstring(tree(path))]
+
+    assert silent == []
+
+
+# ---------------------------------------------------------------- exports and names
+
+
+def test_everything_exported_exists() -> None:
+    missing = []
+    for path in room_files(".py"):
+        if "__all__" in (ROOT / path).read_text():
+            module = importlib.import_module(
+                "rollfab." + ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+            )
+            missing += [f"{path}: {name}" for name in module.__all__ if not hasattr(module, name)]
+
+    assert missing == []
+
+
+def test_the_import_name_exports_what_it_says() -> None:
+    import rollfab
+    import rollfab.aio
+
+    assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == {"connect", "__version__"}
+    assert callable(rollfab.connect)
+    assert callable(rollfab.aio.connect)
+    with pytest.raises(AttributeError, match=r"rollfab.*'conect'"):
+        _ = rollfab.conect
+
+
+def test_every_entry_point_leads_somewhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    targets = [*project["scripts"].values()]
+    targets += [target for group in project["entry-points"].values() for target in group.values()]
+
+    for target in targets:
+        module, _, attribute = target.partition(":")
+
+        assert hasattr(importlib.import_module(module), attribute), target
+
+
+def test_every_key_in_the_broker_is_documented() -> None:
+    from rollfab.fabric.bus import keys
+
+    shard, weights = keys.ShardKeys("run", 0), keys.WeightKeys("run")
+    holders = [vars(keys), vars(shard), vars(weights)]
+    holders += [{name: getattr(shard.turn, name) for name in shard.turn.__slots__}]
+    names = {value for holder in holders for value in holder.values() if isinstance(value, str)}
+    document = keys.__doc__ or ""
+
+    undocumented = []
+    for name in sorted(name for name in names if re.fullmatch(r"rf:\{[^}]*\}:.+", name)):
+        general = name.replace("{run.0}", "{run.s}")
+        if general not in document and re.sub(r":turn:", ":K:", general) not in document:
+            undocumented.append(name)
+
+    assert undocumented == []
+
+
+def test_the_version_is_the_changelogs_newest() -> None:
+    import rollfab
+
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+    assert newest is not None
+    assert newest[1] == rollfab.__version__
+
+
+# ---------------------------------------------------------------- weight
+
+
+@pytest.mark.parametrize(
+    "module", ["rollfab", "rollfab.trainer.client", "rollfab.trainer.aio", "rollfab.fabric.memory"]
+)
+def test_a_trainer_pays_for_no_engine(module: str) -> None:
+    heavy = ("fastapi", "gymnasium", "matplotlib", "numba", "rq", "torch", "transformers", "uvicorn", "vllm")
+
+    done = python(f"import {module}\nprint([name for name in {heavy!r} if name in sys.modules])")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_bare_import_loads_no_room() -> None:
+    done = python("import rollfab\nprint([name for name in sys.modules if name.startswith('rollfab.')])")
+
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# ---------------------------------------------------------------- packaging
+
+
+@pytest.mark.timeout(120)  # 2 s on a laptop; a cold disk takes its time
+def test_a_wheel_built_from_the_sdist_is_whole(tmp_path: Path) -> None:
+    # Given a copy of the tree, so that the build leaves nothing behind here
+    copy = tmp_path / "tree"
+    for path in source_files():
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, copy / path)
+    for room in ROOMS:
+        (copy / "src" / "rollfab" / room).symlink_to(Path("..", "..", room))
+
+    # When the wheel is built as a package index would have it: from the sdist
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(copy)],
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+
+    # Then every file of the rooms is in it under our name, and nothing lies outside
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    wanted = {f"rollfab/{path.as_posix()}" for path in room_files()}
+    wanted |= {path.relative_to("src").as_posix() for path in source_files() if path.parts[:2] == ("src", "rollfab")}
+    foreign = {name for name in names if not re.match(r"rollfab(-[\d.]+\.dist-info)?/", name)}
+    assert wanted - names == set()
+    assert names - wanted == {name for name in names if ".dist-info/" in name}
+    assert foreign == set()
+
+    # And it works without the tree
+    done = python("import rollfab.fabric.wire as it; print(it.__file__)", cwd=tmp_path, path=tmp_path / "installed")
+    assert done.stdout.strip() == str(tmp_path / "installed" / "rollfab" / "fabric" / "wire.py"), done.stderr
