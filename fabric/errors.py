@@ -1,0 +1,145 @@
+"""Every error that rollfab raises on purpose.
+
+FabricError
+├─ ConfigError(ValueError)          a setting is missing or impossible
+│   ├─ EnvironmentUnknown           no agent worker offers this environment
+│   ├─ RunUnknown                   the run was never created
+│   └─ RunMismatch                  the run exists with other settings
+├─ InputError(ValueError)           a task, tensor or reward that cannot be accepted; nothing was written
+│   └─ PayloadTooLarge              carries size and limit
+├─ WireError(ValueError)            bytes we cannot read
+│   └─ SchemaUnknown
+├─ BrokerError                      the broker refused, is unreachable, or is not fit
+│   └─ BrokerFull                   out of memory at the broker; nothing was written
+├─ QueueError
+│   ├─ QueueFull                    retry later; carries depth and limit
+│   ├─ ClaimLost                    someone else holds the job now; drop the work
+│   └─ JobDead                      the job is in the dead letters
+├─ WeightError
+│   ├─ VersionConflict              another publisher moved the head, or the version is not newer
+│   ├─ VersionUnknown               that version was never published or is no longer held
+│   ├─ ChainBroken                  fetch a keyframe
+│   ├─ LayoutMismatch               tensor names, shapes or dtypes differ
+│   └─ DigestMismatch               refetch; never apply
+├─ EnvironmentFailed                user code raised, hung or gave an impossible answer
+└─ EngineError
+    └─ EngineTimeout
+
+Operating errors are these; programmer errors are `assert`. Facts are attributes, not only text, and every
+error survives pickling (job runners carry them between processes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FabricError(Exception):
+    """Root of the tree. `facts` holds what the text says, for programs.
+
+    The text names the thing, the cause and, where there is one, the next step.
+    """
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.facts)
+
+
+def _rebuild(kind: type[FabricError], message: str, facts: dict[str, Any]) -> FabricError:
+    return kind(message, **facts)
+
+
+class ConfigError(FabricError, ValueError):
+    """A setting is missing or impossible."""
+
+
+class EnvironmentUnknown(ConfigError):
+    """No agent worker offers this environment, and none is installed here."""
+
+
+class RunUnknown(ConfigError):
+    """The run was never created on this broker."""
+
+
+class RunMismatch(ConfigError):
+    """The run exists with other settings than those given now."""
+
+
+class InputError(FabricError, ValueError):
+    """A task, tensor or reward that cannot be accepted; nothing was written."""
+
+
+class PayloadTooLarge(InputError):
+    """A payload above its limit; facts: size_bytes, limit_bytes."""
+
+
+class WireError(FabricError, ValueError):
+    """Bytes that are not a record of ours."""
+
+
+class SchemaUnknown(WireError):
+    """A record of a schema this version does not know."""
+
+
+class BrokerError(FabricError):
+    """The broker refused, is unreachable, or is not fit for use."""
+
+
+class BrokerFull(BrokerError):
+    """The broker is at its memory limit; nothing was written."""
+
+
+class QueueError(FabricError):
+    """A queue could not take or give."""
+
+
+class QueueFull(QueueError):
+    """The queue is at its bound; facts: depth, limit. Retry after consuming."""
+
+
+class ClaimLost(QueueError):
+    """Someone else holds the job now; drop the work. Facts: job_id, fence."""
+
+
+class JobDead(QueueError):
+    """The job is in the dead letters."""
+
+
+class WeightError(FabricError):
+    """Weights could not be published, fetched or applied."""
+
+
+class VersionConflict(WeightError):
+    """Another publisher moved the head, or the version is not newer than it."""
+
+
+class VersionUnknown(WeightError):
+    """That version was never published, or is no longer held."""
+
+
+class ChainBroken(WeightError):
+    """A delta's base is missing; fetch a keyframe."""
+
+
+class LayoutMismatch(WeightError):
+    """Tensor names, shapes or dtypes differ from the run's layout."""
+
+
+class DigestMismatch(WeightError):
+    """Bytes do not have the digest their manifest promises; refetch, never apply."""
+
+
+class EnvironmentFailed(FabricError):
+    """An environment or reward function raised, hung or gave an impossible answer. Facts: reason, traceback."""
+
+
+class EngineError(FabricError):
+    """The inference engine failed."""
+
+
+class EngineTimeout(EngineError):
+    """The inference engine did not answer in time."""

@@ -1,0 +1,69 @@
+"""Identifiers: who is called what, and where new names come from.
+
+- A group id is made by the client, so a push can be repeated safely.
+- A trajectory id is `<group_id>.<index>`, a turn id `<trajectory_id>.<index>`: parents are read off the name.
+- Names that people choose (runs, workers) are checked, because they become parts of keys.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from zlib import crc32
+
+from .errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")  # no dot, brace or colon: those separate the parts of keys
+
+
+def check_name(kind: str, name: str) -> str:
+    """Return `name` if it may be part of a key.
+
+    Raises:
+        ConfigError: names the kind of thing and the rule it breaks.
+    """
+    if not isinstance(name, str) or not NAME.match(name):
+        raise ConfigError(
+            f"{kind} {name!r} is not a valid name: use 1 to 63 letters, digits, '-' or '_', starting with a letter or digit",
+            kind=kind,
+            name=name,
+        )
+    return name
+
+
+def new_group_id() -> str:
+    """A name no other client will make: 80 random bits."""
+    return secrets.token_hex(10)
+
+
+def new_worker_id(kind: str) -> str:
+    """Readable and unique on one broker: kind, host, process, and 24 random bits."""
+    host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:20].strip("-") or "host"
+    return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def trajectory_id(group_id: str, index: int) -> str:
+    """The name of a group's `index`-th trajectory."""
+    return f"{group_id}.{index}"
+
+
+def turn_id(trajectory: str, turn_index: int) -> str:
+    """The name of a trajectory's `turn_index`-th turn."""
+    return f"{trajectory}.{turn_index}"
+
+
+def group_of(job_id: str) -> str:
+    """The group a trajectory or turn belongs to."""
+    return job_id.split(".", 1)[0]
+
+
+def trajectory_of(turn: str) -> str:
+    """The trajectory a turn belongs to."""
+    return turn.rsplit(".", 1)[0]
+
+
+def shard_of(group_id: str, shard_count: int) -> int:
+    """The shard that holds a group and everything in it; stable across processes and versions."""
+    return crc32(group_id.encode()) % shard_count

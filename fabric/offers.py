@@ -1,0 +1,10 @@
+"""What is installed under an entry-point group: names only, nothing is imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+
+def installed(group: str) -> list[str]:
+    """Names that installed packages register under `group`, sorted."""
+    return sorted({point.name for point in entry_points(group=group)})

@@ -1,0 +1,279 @@
+"""The ports: what the rest of the system may ask of a broker. Two implementations: bus (Redis) and memory (its twin).
+
+One trajectory passes them in this order: RolloutStream.push → TrajectoryQueue.claim → TurnQueue.push →
+TurnQueue.exchange (claim, renew, settle) → TrajectoryQueue.settle → RolloutStream.receive → acknowledge.
+
+Every method is atomic on its own. A call whose answer was lost may be repeated: pushes are known by their ids,
+settling by its fence. Errors: BrokerError when the broker cannot be reached, WireError for bytes not ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .records import (
+    DeadLetter,
+    Group,
+    Lease,
+    Rollout,
+    RunConfig,
+    TokenLog,
+    TrajectoryJob,
+    TurnJob,
+    TurnResult,
+    WorkerInfo,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryClaim:
+    """An agent's hold on one trajectory. `turns`: what earlier claims of this attempt settled, to be replayed."""
+
+    job: TrajectoryJob
+    fence: int
+    attempt: int
+    loss: int
+    snapshot: bytes | None = None
+    turns: tuple[TurnResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnClaim:
+    """A rollout worker's hold on one turn. `log`: tokens that earlier claims made."""
+
+    job: TurnJob
+    fence: int
+    loss: int
+    log: TokenLog | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPush:
+    """An agent asks for a turn of a trajectory that it holds."""
+
+    trajectory_id: str
+    fence: int
+    job: TurnJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSettle:
+    """A worker hands in a finished turn."""
+
+    claim: TurnClaim
+    result: TurnResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnProgress:
+    """A worker still runs a turn; `log`, where given, replaces what was saved of it."""
+
+    claim: TurnClaim
+    log: TokenLog | None = None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What one round trip of a rollout worker brought.
+
+    claims: new turns. lost: ids whose claim is gone (abort them). refused: ids whose settling was stale.
+    has_lease: False when the broker knows no such lease. behind: head version, when the weights are too old to claim.
+    """
+
+    claims: list[TurnClaim] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    has_lease: bool = True
+    behind: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaped:
+    """What a reaper took back. scoring: reward jobs to be asked for again, as (trajectory_id, fence)."""
+
+    ready_count: int = 0
+    scoring: tuple[tuple[str, int], ...] = ()
+    dead_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPush:
+    """A group on its way in: all its trajectories at once."""
+
+    group_id: str
+    task_id: str
+    task: dict[str, Any]
+    jobs: tuple[TrajectoryJob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A complete group as received, with what acknowledging it takes."""
+
+    group: Group
+    shard: int
+    entry_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """A run in numbers; O(1) in its history. `counters` are totals since it began."""
+
+    config: RunConfig
+    head_version: int
+    depth: int
+    trajectories: Mapping[str, int]
+    turns: Mapping[str, int]
+    groups_waiting: int
+    dead_count: int
+    counters: Mapping[str, int]
+
+
+class TrajectoryQueue(Protocol):
+    """Trajectories of one run, as an agent worker sees them."""
+
+    async def claim(self, worker_id: str, want: int) -> list[TrajectoryClaim]: ...
+    async def renew(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> list[str]:
+        """Extend claims; returns the ids that are lost."""
+        ...
+
+    async def save(self, worker_id: str, claim: TrajectoryClaim, snapshot: bytes) -> bool:
+        """Keep an environment's snapshot with the claim; False when the claim is lost."""
+        ...
+
+    async def settle(self, claim: TrajectoryClaim, rollout: Rollout, *, is_scored: bool) -> bool:
+        """Hand in a finished trajectory; False when the claim is lost."""
+        ...
+
+    async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
+        """Complete a trajectory that waits for its reward; False when it no longer does."""
+        ...
+
+    async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
+        """Task and rollout of a trajectory that waits for its reward."""
+        ...
+
+    async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
+        """One attempt has failed; returns "retry", "dead" or "lost"."""
+        ...
+
+    async def release(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> None:
+        """Give claims back unharmed (the agent is leaving)."""
+        ...
+
+    async def reap(self, worker_id: str) -> Reaped: ...
+    async def wait(self, timeout_s: float) -> None:
+        """Return when a trajectory may be waiting, or after `timeout_s`."""
+        ...
+
+
+class TurnQueue(Protocol):
+    """Turns of one run: pushed by agents, exchanged by rollout workers."""
+
+    async def push(self, agent_id: str, pushes: Sequence[TurnPush]) -> list[str]:
+        """Ask for turns; returns ids of turns whose trajectory claim is lost."""
+        ...
+
+    async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
+        """Settled turns for this agent, each once per settling; waits up to `timeout_s` for the first."""
+        ...
+
+    async def exchange(
+        self,
+        worker_id: str,
+        *,
+        settles: Sequence[TurnSettle] = (),
+        progress: Sequence[TurnProgress] = (),
+        want: int = 0,
+        lease_epoch: int = 0,
+        active_version: int = -1,
+    ) -> Exchange:
+        """Hand in what finished, keep what runs, take what is ready: one round trip."""
+        ...
+
+    async def release(self, worker_id: str, progress: Sequence[TurnProgress]) -> None:
+        """Give turns back with their tokens so far: revoked, drained or leaving."""
+        ...
+
+    async def reap(self, worker_id: str) -> Reaped: ...
+    async def wait(self, timeout_s: float) -> None: ...
+
+
+class RolloutStream(Protocol):
+    """Groups of one run, as a trainer sees them."""
+
+    async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
+        """Take groups in; False for those already known. Raises QueueFull with nothing of that group written."""
+        ...
+
+    async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
+        """Complete groups; first those this consumer received but did not acknowledge, marked redelivered."""
+        ...
+
+    def put_back(self, delivery: Delivery) -> None:
+        """The group was not used after all: it comes again, marked redelivered."""
+        ...
+
+    async def acknowledge(self, delivery: Delivery) -> bool:
+        """The group was used; False when it was acknowledged or cancelled before."""
+        ...
+
+    async def cancel(self, group_id: str) -> bool: ...
+    async def dead_letters(self, count: int) -> list[DeadLetter]: ...
+    async def discard(self, trajectory_id: str) -> bool: ...
+
+
+class LeaseBoard(Protocol):
+    """Runs, workers and leases: the control plane."""
+
+    async def create_run(self, config: RunConfig) -> RunConfig:
+        """Create the run, or return it if it exists with the same settings. Raises RunMismatch."""
+        ...
+
+    async def runs(self) -> dict[str, RunConfig]: ...
+    async def delete_run(self, run_id: str) -> None: ...
+    async def run_status(self, run_id: str) -> RunStatus:
+        """Raises RunUnknown."""
+        ...
+
+    async def heartbeat(self, info: WorkerInfo) -> Lease | None:
+        """Say that a worker lives; returns its lease, if it has one that has not ended."""
+        ...
+
+    async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:
+        """Every known worker and the age of its last heartbeat in ms."""
+        ...
+
+    async def forget_worker(self, worker_id: str) -> None: ...
+    async def lead(self, controller_id: str, duration_ms: int) -> int:
+        """Become or stay leader; returns the term, 0 when another leads."""
+        ...
+
+    async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
+        """Publish a lease (duration None: standing); False when a newer epoch is in place."""
+        ...
+
+    async def end_lease(self, lease: Lease) -> None: ...
+    async def leases(self, run_id: str) -> dict[str, Lease]: ...
+    async def set_lend(self, worker_id: str, value: str) -> None:
+        """The serving team's switch: "on", "off", or a slot limit; worker "*" is all of them."""
+        ...
+
+    async def lends(self) -> dict[str, str]: ...
+    async def add_event(self, kind: str, facts: Mapping[str, Any]) -> None: ...
+    async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:
+        """Events after id `after` as (id, kind, facts)."""
+        ...
+
+
+class Fabric(Protocol):
+    """All ports of one broker; the queues are made per run."""
+
+    @property
+    def board(self) -> LeaseBoard: ...
+    def trajectories(self, run: RunConfig) -> TrajectoryQueue: ...
+    def turns(self, run: RunConfig) -> TurnQueue: ...
+    def rollouts(self, run: RunConfig) -> RolloutStream: ...
+    async def close(self) -> None: ...

@@ -1,0 +1,266 @@
+"""The records: every noun of the fabric, as it travels.
+
+- All are frozen; arrays are one-dimensional numpy arrays, read-only when they come from the wire.
+- A trajectory's tokens are one growing sequence: `prompt_ids` (the first observation), then `completion_ids`, in which
+  the model's tokens have mask 1 and later observations mask 0. Nothing is ever re-tokenised.
+- Validation happens when a record is made from user input (`check_*`), not when it is read back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import EnvironmentFailed, InputError
+from .wire import Record
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+NO_IDS: Int32 = np.zeros(0, dtype=np.int32)
+NO_LOGPROBS: Float32 = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a completion, made by one worker at one policy version."""
+
+    start: int
+    end: int
+    worker_id: str
+    policy_version: int
+
+
+def spans_from(rows: list[Any]) -> tuple[Span, ...]:
+    """Spans of plain rows as they arrive in metadata."""
+    return tuple(Span(**row) if isinstance(row, dict) else Span(*row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a turn is sampled. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    max_tokens: int = 16
+    stop_ids: tuple[int, ...] = ()
+
+
+def sampling_from(row: dict[str, Any]) -> Sampling:
+    """Sampling of a plain row as it arrives in metadata."""
+    return Sampling(**{**row, "stop_ids": tuple(row.get("stop_ids", ()))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Record):
+    """What a run is: fixed when the run is created."""
+
+    KIND: ClassVar[int] = 1
+
+    run_id: str
+    model: str  # preset, path or hub name; workers serve runs of the model they hold
+    environment: str
+    environment_options: dict[str, Any] = field(default_factory=dict)
+    reward: str | None = None  # registered reward function; None: the environment's own reward
+    staleness: int = 1  # policy versions behind the head that may still generate
+    sampling: dict[str, Any] = field(default_factory=dict)  # overrides of the environment's own sampling
+    turn_count_max: int = 64
+    attempt_count_max: int = 3
+    trajectory_count_max: int = 100_000  # submitted and not yet consumed: above it a push is refused
+    shard_count: int = 1
+    weight: float = 1.0  # share of the pool among runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryJob(Record):
+    """A trajectory waiting to be run: what it starts from."""
+
+    KIND: ClassVar[int] = 2
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    index: int
+    task: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnJob(Record):
+    """A turn waiting for a worker: continue `prompt_ids`, the whole context so far."""
+
+    KIND: ClassVar[int] = 3
+    ARRAYS: ClassVar[dict[str, str]] = {"prompt_ids": "i4"}
+    NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from}
+
+    turn_id: str
+    agent_id: str
+    sampling: Sampling
+    prompt_ids: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLog(Record):
+    """A running turn's tokens so far, saved as they are made.
+
+    completion_ids: int32, shape (T,). logprobs: float32, shape (T,), natural log. spans cover [0, T).
+    """
+
+    KIND: ClassVar[int] = 4
+    ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
+    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
+
+    spans: tuple[Span, ...] = ()
+    completion_ids: Int32 = field(default_factory=lambda: NO_IDS)
+    logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnResult(Record):
+    """A settled turn. `finish_reason`: stop, length, or error (then `error` says which)."""
+
+    KIND: ClassVar[int] = 5
+    ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
+    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
+
+    turn_id: str
+    finish_reason: str
+    spans: tuple[Span, ...]
+    completion_ids: Int32
+    logprobs: Float32
+    resumed: bool = False  # its tokens were made in more than one claim
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Record):
+    """A completed, scored trajectory as the trainer consumes it.
+
+    prompt_ids: int32 (P,). completion_ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is 0.
+    completion_mask: uint8 (T,), 1 where the policy made the token. Spans index completion_ids.
+    """
+
+    KIND: ClassVar[int] = 6
+    ARRAYS: ClassVar[dict[str, str]] = {
+        "prompt_ids": "i4",
+        "completion_ids": "i4",
+        "logprobs": "f4",
+        "completion_mask": "u1",
+    }
+    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    reward: float | None  # None only while it waits for its reward function
+    finish_reason: str  # terminated, truncated, or turns (turn_count_max reached)
+    turn_count: int
+    attempt: int
+    seed: int
+    spans: tuple[Span, ...]
+    prompt_ids: Int32
+    completion_ids: Int32
+    logprobs: Float32
+    completion_mask: UInt8
+    info: dict[str, Any] = field(default_factory=dict)  # what the environment said last, and its rewards by turn
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that made one of its tokens: staleness counts from here."""
+        return min((span.policy_version for span in self.spans), default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetter(Record):
+    """A trajectory given up: why, and all that is needed to try it again."""
+
+    KIND: ClassVar[int] = 7
+
+    trajectory_id: str
+    run_id: str
+    worker_id: str
+    reason: str
+    traceback: str
+    attempt: int
+    job: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The trajectories of one task, complete: what `Run.groups` yields.
+
+    `failures` names trajectories that ended in the dead letters; they are never scored as reward 0.
+    """
+
+    group_id: str
+    task_id: str
+    rollouts: tuple[Rollout, ...]
+    failures: tuple[str, ...] = ()
+    redelivered: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo(Record):
+    """What a worker says of itself with every heartbeat."""
+
+    KIND: ClassVar[int] = 8
+
+    worker_id: str
+    role: str  # agent, dedicated, serving, reward, controller, trainer
+    pid: int
+    host: str
+    model: str | None = None
+    slot_count: int = 0  # turns (rollout workers) or environments (agents) it can run at once
+    running_count: int = 0
+    run_id: str | None = None
+    active_version: int = -1
+    token_count: int = 0  # generated since it started
+    environments: list[str] = field(default_factory=list)
+    headroom_fraction: float | None = None  # serving workers: distance to the SLO, None where nothing is measured
+    state: str = "ready"  # ready, loading, draining, failed
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to run up to `slot_count` turns of one run on one worker until a time.
+
+    `lease_until_ms` is the broker's clock; None: standing, until another lease replaces it.
+    """
+
+    worker_id: str
+    run_id: str
+    lease_epoch: int
+    slot_count: int
+    lease_until_ms: int | None
+    remaining_ms: int | None = None  # when it was read
+    reason: str = ""
+
+
+def check_reward(reward: Any, where: str) -> float:
+    """A reward as a float.
+
+    Raises:
+        EnvironmentFailed: not a finite number; the trajectory is retried, never scored as 0.
+    """
+    try:
+        value = float(reward)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"{where} gave reward {reward!r}: not a number", reason="reward") from error
+    if not math.isfinite(value):
+        raise EnvironmentFailed(f"{where} gave reward {value}: rewards must be finite", reason="reward")
+    return value
+
+
+def check_task(task: Any, index: int) -> dict[str, Any]:
+    """A task as the wire carries it.
+
+    Raises:
+        InputError: names the task and what is wrong.
+    """
+    if not isinstance(task, dict) or not all(isinstance(key, str) for key in task):
+        raise InputError(f"task {index} is {type(task).__name__}, expected a dict with string keys", index=index)
+    return task

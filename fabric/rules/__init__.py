@@ -1,0 +1,1 @@
+"""Decisions as functions of facts: no clock, no dice, no IO."""

@@ -1,0 +1,188 @@
+"""What travels: one binary form for every record.
+
+    offset  size  content
+    0       2     b"rf"
+    2       1     schema number (1)
+    3       1     record kind (one per class, see records.py)
+    4       4     length of the metadata, little-endian
+    8       m     metadata: JSON object (orjson); arrays appear as [dtype, length]
+    8+m     …     the arrays in the order of their fields, little-endian, each padded to 8 bytes
+
+- Token ids, log-probabilities and masks travel as ids and floats in raw arrays, never as text, so they are exact;
+  decoding makes read-only views, no copies (measured: 7 us against 1.5 ms for JSON lists of 4,096).
+- Metadata carries plain values only: str, int, float, bool, None, list, dict. NaN and infinity are refused.
+- A reader refuses what it does not know: other magic, other schema, other kind, missing or extra bytes.
+
+Which classes exist and what they mean is records.py's; who stores them is bus's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import orjson
+
+from .errors import InputError, PayloadTooLarge, SchemaUnknown, WireError
+
+MAGIC = b"rf"
+SCHEMA = 1
+HEADER = struct.Struct("<2sBBI")
+ALIGNMENT = 8  # numpy views need aligned starts; 8 covers every dtype we send
+ARRAY_DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+
+R = TypeVar("R", bound="Record")
+
+
+class Record:
+    """Base of everything that travels. Subclasses are frozen dataclasses with a `KIND` and `ARRAYS`.
+
+    Attributes:
+        KIND: number of the class on the wire, 1-255, never reused.
+        ARRAYS: field name → dtype code ("i4", "f4", "u1"), for fields that hold one-dimensional arrays.
+        NESTED: field name → decoder for fields that hold other plain dataclasses (spans, sampling).
+    """
+
+    KIND: ClassVar[int]
+    ARRAYS: ClassVar[dict[str, str]] = {}
+    NESTED: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+
+    def encode(self) -> bytes:
+        """The record as bytes.
+
+        Raises:
+            InputError: a value that JSON cannot carry exactly (NaN, bytes, foreign objects).
+        """
+        meta: dict[str, Any] = {}
+        parts: list[bytes] = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            code = self.ARRAYS.get(field.name)
+            if code is None:
+                meta[field.name] = value
+                continue
+            raw = np.ascontiguousarray(value, dtype=ARRAY_DTYPES[code]).tobytes()
+            meta[field.name] = [code, len(raw) // ARRAY_DTYPES[code].itemsize]
+            parts.append(raw + b"\0" * (-len(raw) % ALIGNMENT))
+        head = dump_json(meta)
+        head += b" " * (-(HEADER.size + len(head)) % ALIGNMENT)
+        return b"".join((HEADER.pack(MAGIC, SCHEMA, self.KIND, len(head)), head, *parts))
+
+    @classmethod
+    def decode(cls: type[R], data: bytes | memoryview) -> R:
+        """The record in `data`; arrays are read-only views into it.
+
+        Raises:
+            SchemaUnknown: made by a version with another schema.
+            WireError: not such a record.
+        """
+        meta, body = _split(cls, data)
+        try:
+            arrays, end = _views(cls, meta, body)
+            if end != len(body):
+                raise WireError(f"{cls.__name__}: {len(body) - end} bytes too many after the last array")
+            for name, make in cls.NESTED.items():
+                meta[name] = make(meta[name])
+            return cls(**{**meta, **arrays})
+        except WireError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"{cls.__name__}: fields do not fit: {error}") from error
+
+
+def _split(cls: type[Record], data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
+    """Metadata and array bytes of `data`, after checking the header."""
+    view = memoryview(data)
+    if len(view) < HEADER.size:
+        raise WireError(f"{cls.__name__}: {len(view)} bytes are too few for a record")
+    magic, schema, kind, length = HEADER.unpack_from(view)
+    if magic != MAGIC:
+        raise WireError(f"{cls.__name__}: starts with {bytes(magic)!r}, not {MAGIC!r}: not a rollfab record")
+    if schema != SCHEMA:
+        raise SchemaUnknown(f"{cls.__name__}: schema {schema}, this version reads {SCHEMA}: upgrade the older side")
+    if kind != cls.KIND:
+        raise WireError(f"{cls.__name__}: kind {kind}, expected {cls.KIND}")
+    if len(view) < HEADER.size + length:
+        raise WireError(f"{cls.__name__}: cut off inside its metadata")
+    meta = load_json(view[HEADER.size : HEADER.size + length])
+    if not isinstance(meta, dict):
+        raise WireError(f"{cls.__name__}: metadata is not an object")
+    return meta, view[HEADER.size + length :]
+
+
+def _views(cls: type[Record], meta: dict[str, Any], body: memoryview) -> tuple[dict[str, Any], int]:
+    """Arrays of a record as views into `body`, and the offset behind the last."""
+    arrays: dict[str, Any] = {}
+    offset = 0
+    for name, code in cls.ARRAYS.items():
+        sent, length = meta[name]
+        if sent != code or not isinstance(length, int) or length < 0:
+            raise WireError(f"{cls.__name__}.{name}: {sent!r} of length {length!r}, expected {code!r}")
+        dtype = ARRAY_DTYPES[code]
+        size = length * dtype.itemsize
+        end = offset + size + (-size % ALIGNMENT)
+        if end > len(body):
+            raise WireError(f"{cls.__name__}.{name}: cut off, needs {size} bytes")
+        arrays[name] = np.frombuffer(body, dtype=dtype, count=length, offset=offset)
+        offset = end
+    return arrays, offset
+
+
+def dump_json(value: Any) -> bytes:
+    """JSON bytes of plain values, dataclasses included.
+
+    Raises:
+        InputError: NaN or infinity, or a type that JSON has no word for.
+    """
+    try:
+        check_finite(value)
+        return orjson.dumps(value)
+    except (TypeError, RecursionError) as error:
+        raise InputError(f"value cannot be sent as JSON: {error}") from error
+
+
+def load_json(data: bytes | memoryview | str) -> Any:
+    """Plain values of JSON bytes.
+
+    Raises:
+        WireError: not JSON.
+    """
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise WireError(f"not JSON: {error}") from error
+
+
+def check_finite(value: Any, path: str = "value") -> None:
+    """Refuse NaN and infinity anywhere in plain values: JSON would silently turn them into null.
+
+    Raises:
+        InputError: names the place.
+    """
+    if isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise InputError(f"{path} is {value}: only finite numbers can be sent", path=path)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_finite(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            check_finite(item, f"{path}[{index}]")
+
+
+def check_size(name: str, data: bytes, limit_bytes: int) -> bytes:
+    """Return `data` if it is within its bound.
+
+    Raises:
+        PayloadTooLarge: names the thing, its size and the limit.
+    """
+    if len(data) > limit_bytes:
+        raise PayloadTooLarge(
+            f"{name} is {len(data):,} bytes, the limit is {limit_bytes:,}: send a reference instead, or raise the limit",
+            size_bytes=len(data),
+            limit_bytes=limit_bytes,
+        )
+    return data

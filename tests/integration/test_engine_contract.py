@@ -1,0 +1,400 @@
+"""What every engine promises (workers/engines/base.py). Another engine joins by a branch in `new_engine`.
+
+Weights are replaced by larger random ones, version 0: as initialised, a model says one token for ever.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.errors import EngineError, LayoutMismatch
+from rollfab.fabric.models import model_config
+from rollfab.fabric.records import Int32, Sampling
+from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from rollfab.workers.engines import transformers_loop  # noqa: E402, F401  imported here, or the first test pays for it
+from rollfab.workers.engines.transformers import TransformersConfig, TransformersEngine  # noqa: E402
+
+SLOT_COUNT, CONTEXT_TOKENS = 8, 256
+PROMPT = np.arange(5, 45, dtype=np.int32)  # two and a half blocks of KV cache
+
+
+@dataclass
+class Staged:
+    version: int
+    tensors: dict[str, tuple[Any, Any]]
+
+    def writes(self) -> Mapping[str, tuple[Any, Any]]:
+        return self.tensors
+
+
+def random_weights(engine: Engine, version: int, scale: float = 0.25) -> Staged:
+    """Absolute values for every tensor, the same for the same version."""
+    dice = np.random.default_rng(version)
+    tensors = {}
+    for spec in engine.layout.tensors:
+        values = dice.normal(0, scale, spec.element_count).astype(np.float32)
+        if "norm" in spec.name:
+            values = 1 + values
+        tensors[spec.name] = (None, values.view(np.uint32))
+    return Staged(version, tensors)
+
+
+def new_engine(kind: str) -> Engine:
+    assert kind == "transformers"
+    return TransformersEngine(
+        TransformersConfig(model="tiny", slot_count=SLOT_COUNT, context_tokens_max=CONTEXT_TOKENS, seed=0)
+    )
+
+
+@pytest.fixture(params=["transformers"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def engine(kind: str) -> AsyncIterator[Engine]:
+    engine = new_engine(kind)
+    await engine.start()
+    await engine.apply(random_weights(engine, 0))
+    yield engine
+    await engine.close()
+
+
+def greedy(request_id: str, max_tokens: int, prompt: Int32 = PROMPT, **options: Any) -> GenerationRequest:
+    stop_ids = options.pop("stop_ids", ())
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, stop_ids=stop_ids)
+    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling, **options)
+
+
+async def gather(engine: Engine, count: int) -> dict[str, Generation]:
+    """The next `count` that end."""
+    ended: dict[str, Generation] = {}
+    while len(ended) < count:
+        batch = await engine.finished(5.0)
+        assert batch, "nothing ended in time"
+        for generation in batch:
+            assert generation.request_id not in ended
+            ended[generation.request_id] = generation
+    assert len(ended) == count
+    return ended
+
+
+async def run(engine: Engine, *requests: GenerationRequest) -> list[Generation]:
+    for request in requests:
+        engine.generate(request)
+    ended = await gather(engine, len(requests))
+    return [ended[request.request_id] for request in requests]
+
+
+async def tokens_of(engine: Engine, request_id: str, at_least: int) -> Generation:
+    """Progress of a running request, once it has some."""
+    while True:
+        for generation in engine.progress([request_id]):
+            if len(generation.completion_ids) >= at_least:
+                return generation
+        await asyncio.sleep(0.001)
+
+
+def reference_logprobs(engine: Engine, prompt: Int32, completion: Int32, temperature: float) -> Any:
+    """float32 (T, V): log-softmax of a plain forward pass over the engine's own weights."""
+    options = model_config("tiny")
+    config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    bits = engine.weight_bits()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(bits[name].view(np.float32).copy()).view(parameter.shape))
+        ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1).numpy()
+
+
+async def test_every_request_ends_once_with_its_tokens(engine: Engine) -> None:
+    requests = [
+        GenerationRequest(request_id=f"g.{i}.0", prompt_ids=PROMPT[: 1 + i], sampling=Sampling(max_tokens=1 + i % 7))
+        for i in range(30)  # more than slots
+    ]
+    ended = await run(engine, *requests)
+    for request, generation in zip(requests, ended, strict=True):
+        count = request.sampling.max_tokens
+        assert generation.finish_reason == "length" and generation.error is None
+        assert generation.completion_ids.shape == generation.logprobs.shape == (count,)
+        assert generation.completion_ids.dtype == np.int32 and generation.logprobs.dtype == np.float32
+        assert generation.versions == ((0, count, 0),)
+    assert await engine.finished(0.02) == []
+    stats = engine.stats()
+    assert (stats.running_count, stats.waiting_count, stats.active_version) == (0, 0, 0)
+    assert stats.token_count == sum(request.sampling.max_tokens for request in requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
+async def test_logprobs_are_those_of_the_distribution_sampled_from(engine: Engine, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, max_tokens=60)
+    requests = [GenerationRequest(request_id=f"{i}", prompt_ids=PROMPT[i:], sampling=sampling) for i in range(6)]
+    for request, generation in zip(requests, await run(engine, *requests), strict=True):
+        logprobs = reference_logprobs(engine, request.prompt_ids, generation.completion_ids, temperature or 1.0)
+        expected = np.take_along_axis(logprobs, generation.completion_ids[:, None].astype(np.int64), axis=1)[:, 0]
+        np.testing.assert_allclose(generation.logprobs, expected, rtol=1e-5, atol=1e-5)
+        if temperature == 0.0:
+            assert (logprobs.argmax(axis=1) == generation.completion_ids).all()
+
+
+async def test_greedy_and_sampled_requests_share_a_batch(engine: Engine) -> None:
+    (alone,) = await run(engine, greedy("alone", 40))
+    hot = [
+        GenerationRequest(request_id=f"hot{i}", prompt_ids=PROMPT, sampling=Sampling(temperature=2.0, max_tokens=40))
+        for i in range(6)
+    ]
+    together, *others = await run(engine, greedy("together", 40), *hot)
+    assert (together.completion_ids == alone.completion_ids).all()
+    assert len({generation.completion_ids.tobytes() for generation in others}) == len(others)
+
+
+async def test_a_stop_token_ends_only_its_own_request_and_is_part_of_it(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 40))
+    stop_id = int(full.completion_ids[20])
+    first = full.completion_ids.tolist().index(stop_id)
+    stopped, other = await run(engine, greedy("stopped", 40, stop_ids=(stop_id,)), greedy("other", 40))
+    assert stopped.finish_reason == "stop" and other.finish_reason == "length"
+    assert (stopped.completion_ids == full.completion_ids[: first + 1]).all()
+    assert (other.completion_ids == full.completion_ids).all()
+
+
+async def test_a_resumed_request_makes_the_rest_of_its_tokens(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 40))
+    for count in (1, 17, 39):
+        (rest,) = await run(engine, greedy(f"rest{count}", 40, prior_ids=full.completion_ids[:count]))
+        assert (rest.completion_ids == full.completion_ids[count:]).all()
+        np.testing.assert_allclose(rest.logprobs, full.logprobs[count:], rtol=1e-4, atol=1e-5)
+        assert rest.versions == ((0, 40 - count, 0),)
+
+
+async def test_a_resumed_request_with_nothing_left_to_make_ends_at_once(engine: Engine) -> None:
+    at_limit, at_stop = await run(
+        engine,
+        greedy("at-limit", 3, prior_ids=np.array([7, 8, 9], dtype=np.int32)),
+        greedy("at-stop", 30, prior_ids=np.array([7, 8, 9], dtype=np.int32), stop_ids=(9,)),
+    )
+    assert (at_limit.finish_reason, at_stop.finish_reason) == ("length", "stop")
+    assert at_limit.completion_ids.size == at_stop.completion_ids.size == 0
+
+
+async def test_an_abort_keeps_every_token_made(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 150))
+    engine.generate(greedy("cut", 150))
+    seen = await tokens_of(engine, "cut", 10)
+    (cut,) = await engine.abort(["cut", "never-started"])
+    count = len(cut.completion_ids)
+    assert cut.finish_reason == "abort" and len(seen.completion_ids) <= count < 150
+    assert (cut.completion_ids == full.completion_ids[:count]).all()
+    np.testing.assert_allclose(cut.logprobs, full.logprobs[:count], rtol=1e-4, atol=1e-5)
+    assert cut.versions == ((0, count, 0),)
+    (rest,) = await run(engine, greedy("cut", 150, prior_ids=cut.completion_ids))  # the same id may run again
+    assert (np.concatenate([cut.completion_ids, rest.completion_ids]) == full.completion_ids).all()
+    assert await engine.finished(0.02) == [] and engine.stats().token_count == 300
+
+
+async def test_an_aborted_request_that_waits_has_made_nothing(engine: Engine) -> None:
+    engine.set_limits(EngineLimits(running_count=1))
+    engine.generate(greedy("first", 100))
+    engine.generate(greedy("second", 10))
+    await tokens_of(engine, "first", 1)
+    assert (engine.stats().running_count, engine.stats().waiting_count) == (1, 1)
+    (second,) = await engine.abort(["second"])
+    assert second.finish_reason == "abort" and second.completion_ids.size == 0 and second.versions == ()
+    assert engine.stats().waiting_count == 0
+    assert list(await gather(engine, 1)) == ["first"]
+
+
+async def test_a_request_that_just_ended_is_handed_out_once_also_when_aborted(engine: Engine) -> None:
+    engine.generate(greedy("done", 2))
+    while engine.stats().token_count < 2:  # noqa: ASYNC110  the engine tells nobody before it hands out
+        await asyncio.sleep(0.001)
+    (done,) = await engine.abort(["done"])
+    assert done.finish_reason == "length" and len(done.completion_ids) == 2
+    assert await engine.finished(0.02) == []
+
+
+async def test_nothing_is_generated_while_any_reason_holds_the_engine(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 100))
+    engine.generate(greedy("held", 100))
+    await tokens_of(engine, "held", 5)
+    await engine.pause("lease")
+    await engine.pause("weights")
+    before = engine.stats()
+    await engine.pause("weights")  # twice for one reason holds once
+    engine.generate(greedy("later", 3))
+    await asyncio.sleep(0.05)
+    await engine.resume("weights")
+    await asyncio.sleep(0.05)
+    after = engine.stats()
+    assert before.paused_by == ("lease", "weights") and after.paused_by == ("lease",)
+    assert (before.step_count, before.token_count) == (after.step_count, after.token_count)
+    (progress,) = engine.progress(["held", "later"])
+    assert 5 <= len(progress.completion_ids) < 100
+    await engine.resume("lease")
+    held = (await gather(engine, 2))["held"]
+    assert (held.completion_ids == full.completion_ids).all()
+    np.testing.assert_allclose(held.logprobs, full.logprobs, rtol=1e-4, atol=1e-5)
+
+
+async def test_a_held_engine_still_aborts_and_takes_weights(engine: Engine) -> None:
+    engine.generate(greedy("cut", 100))
+    await tokens_of(engine, "cut", 5)
+    await engine.pause("test")
+    (progress,) = engine.progress(["cut"])
+    await engine.apply(random_weights(engine, 1))
+    (cut,) = await engine.abort(["cut"])
+    assert (cut.completion_ids == progress.completion_ids).all()
+    assert engine.stats().active_version == 1 and engine.stats().kv_used_fraction == 0.0
+
+
+async def test_applied_weights_answer_like_a_fresh_engine_that_holds_them(engine: Engine, kind: str) -> None:
+    requests = [greedy(f"{i}", 40, prompt=np.roll(PROMPT, i)) for i in range(4)]
+    old = await run(engine, *requests)  # leaves prompts of the old weights in the cache
+    addresses = {name: bits.ctypes.data for name, bits in engine.weight_bits().items()}
+    pause_s = await engine.apply(random_weights(engine, 1))
+    assert 0 < pause_s < 1
+    assert addresses == {name: bits.ctypes.data for name, bits in engine.weight_bits().items()}
+    new = await run(engine, *requests)
+    fresh_engine = new_engine(kind)
+    await fresh_engine.start()
+    await fresh_engine.apply(random_weights(fresh_engine, 1))
+    fresh = await run(fresh_engine, *requests)
+    await fresh_engine.close()
+    for before, after, expected in zip(old, new, fresh, strict=True):
+        assert (after.completion_ids == expected.completion_ids).all()
+        assert (after.completion_ids != before.completion_ids).any()
+        np.testing.assert_allclose(after.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+        assert after.versions == ((0, 40, 1),)
+
+
+async def test_what_a_request_computed_before_a_commit_is_never_shared_after_it(engine: Engine) -> None:
+    engine.generate(greedy("lives-through", 120))
+    await tokens_of(engine, "lives-through", 3)
+    await engine.apply(random_weights(engine, 1))
+    await tokens_of(engine, "lives-through", 60)  # it has filled blocks since, behind a prompt of the old weights
+    (same_prompt,) = await run(engine, greedy("same-prompt", 20))
+    expected = reference_logprobs(engine, PROMPT, same_prompt.completion_ids, 1.0)
+    assert (expected.argmax(axis=1) == same_prompt.completion_ids).all()
+    await engine.abort(["lives-through"])
+
+
+async def test_a_request_without_a_token_starts_over_with_the_new_weights(engine: Engine) -> None:
+    engine.set_limits(EngineLimits(step_tokens=1))
+    engine.generate(greedy("half-read", 20))
+    while engine.stats().kv_used_fraction == 0:  # noqa: ASYNC110  the engine tells nobody
+        await asyncio.sleep(0.001)
+    await engine.pause("test")
+    assert engine.progress(["half-read"])[0].completion_ids.size == 0, "the test is too slow: the prompt was read whole"
+    await engine.apply(random_weights(engine, 1))
+    await engine.resume("test")
+    ended = (await gather(engine, 1))["half-read"]
+    expected = reference_logprobs(engine, PROMPT, ended.completion_ids, 1.0)
+    assert (expected.argmax(axis=1) == ended.completion_ids).all() and ended.versions == ((0, 20, 1),)
+
+
+async def test_versions_say_exactly_which_weights_made_which_token(engine: Engine) -> None:
+    engine.generate(greedy("spans", 120))
+    counts = []
+    for version in (1, 2):
+        await tokens_of(engine, "spans", 20 * version)
+        await engine.pause("test")  # so that progress is exact
+        counts.append(len(engine.progress(["spans"])[0].completion_ids))
+        await engine.apply(random_weights(engine, version))
+        await engine.apply(random_weights(engine, version))  # twice at the same token
+        await engine.resume("test")
+    spans = (await gather(engine, 1))["spans"]
+    first, second = counts
+    assert spans.versions == ((0, first, 0), (first, second, 1), (second, 120, 2))
+
+
+async def test_a_sparse_write_changes_only_its_elements(engine: Engine) -> None:
+    name = engine.layout.tensors[0].name
+    before = engine.weight_bits()[name].copy()
+    indices = np.array([0, 3, before.size - 1], dtype=np.int64)
+    values = np.array([1, 2, 3], dtype=before.dtype)
+    await engine.apply(Staged(1, {name: (indices, values)}))
+    after = engine.weight_bits()[name]
+    assert after[indices].tolist() == [1, 2, 3]
+    assert (np.delete(after, indices) == np.delete(before, indices)).all()
+    with pytest.raises(ValueError, match="read-only"):
+        after[0] = 0
+
+
+async def test_weights_of_another_model_are_refused_before_anything_is_written(engine: Engine) -> None:
+    spec = engine.layout.tensors[0]
+    before = engine.weight_bits()[spec.name].copy()
+    good = np.zeros(spec.element_count, dtype=spec.bits_dtype)
+    for name, bits in (("no.such.tensor", good), (engine.layout.tensors[1].name, good[:-1])):
+        with pytest.raises(LayoutMismatch, match=name):
+            await engine.apply(Staged(1, {spec.name: (None, good), name: (None, bits)}))
+    assert (engine.weight_bits()[spec.name] == before).all()
+    assert engine.stats().active_version == 0
+    assert (await run(engine, greedy("alive", 3)))[0].finish_reason == "length"
+
+
+async def test_limits_bound_what_runs_and_lifting_them_lets_everything_end(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 60))
+    engine.set_limits(EngineLimits(running_count=3))
+    for i in range(6):
+        engine.generate(greedy(f"{i}", 60))
+    await tokens_of(engine, "2", 2)
+    assert (engine.stats().running_count, engine.stats().waiting_count) == (3, 3)
+    engine.set_limits(EngineLimits(running_count=0))
+    await asyncio.sleep(0.02)
+    steps = engine.stats().step_count
+    await asyncio.sleep(0.05)
+    assert engine.stats().step_count == steps
+    engine.set_limits(EngineLimits(running_count=1))  # two keep their KV and wait
+    first = await gather(engine, 1)
+    assert list(first) == ["0"] and engine.stats().running_count >= 2
+    engine.set_limits(EngineLimits(step_tokens=7))
+    rest = await gather(engine, 5)
+    for generation in [*first.values(), *rest.values()]:
+        assert (generation.completion_ids == full.completion_ids).all()
+
+
+async def test_a_kv_limit_admits_only_what_can_be_held(engine: Engine) -> None:
+    engine.set_limits(EngineLimits(kv_tokens=2 * (len(PROMPT) + 80)))
+    for i in range(4):
+        engine.generate(greedy(f"{i}", 80))
+    await tokens_of(engine, "1", 2)
+    assert (engine.stats().running_count, engine.stats().waiting_count) == (2, 2)
+    assert 0 < engine.stats().kv_used_fraction < 2.2 * (len(PROMPT) + 80) / (SLOT_COUNT * CONTEXT_TOKENS)
+    assert len(await gather(engine, 4)) == 4
+
+
+async def test_a_request_that_can_not_fit_is_refused_with_its_sizes(engine: Engine) -> None:
+    prompt = np.full(CONTEXT_TOKENS, 7, dtype=np.int32)
+    with pytest.raises(EngineError, match=rf"\b{CONTEXT_TOKENS} tokens"):
+        engine.generate(greedy("long", 1, prompt=prompt))
+    with pytest.raises(EngineError, match="0 tokens"):
+        engine.generate(greedy("empty", 1, prompt=prompt[:0]))
+    with pytest.raises(EngineError, match="tokenizer"):
+        engine.generate(greedy("alien", 1, prompt=np.array([10_000], dtype=np.int32)))
+    engine.generate(greedy("twice", 1))
+    with pytest.raises(EngineError, match="already running"):
+        engine.generate(greedy("twice", 1))
+    assert list(await gather(engine, 1)) == ["twice"]
+
+
+async def test_a_request_that_outgrows_the_context_is_cut_there(engine: Engine) -> None:
+    prompt = np.resize(PROMPT, CONTEXT_TOKENS - 5)
+    (cut,) = await run(engine, greedy("cut", 50, prompt=prompt))
+    assert cut.finish_reason == "length" and len(cut.completion_ids) == 5
+
+
+async def test_a_closed_engine_takes_no_requests(engine: Engine) -> None:
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(greedy("late", 1))
+    assert await engine.finished(0.01) == [] and await engine.abort(["late"]) == []

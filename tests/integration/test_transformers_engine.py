@@ -1,0 +1,199 @@
+"""What is particular to the transformers engine: its thread, how it fails, how it draws. The rest is the contract."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.errors import ConfigError, EngineError, WeightError
+from rollfab.fabric.records import Sampling
+from rollfab.workers.engines.base import Generation, GenerationRequest
+from rollfab.workers.engines.transformers import TransformersConfig, TransformersEngine
+from rollfab.workers.engines.transformers_request import stretches
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rollfab.workers.engines import transformers_loop  # noqa: E402, F401  imported here, or the first test pays for it
+from rollfab.workers.engines.transformers_sampler import draw  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+class Staged:
+    def __init__(self, version: int, **tensors: Any) -> None:
+        self.version, self.tensors = version, {name.replace("__", "."): value for name, value in tensors.items()}
+
+    def writes(self) -> Mapping[str, Any]:
+        return self.tensors
+
+
+async def started(**options: Any) -> TransformersEngine:
+    engine = TransformersEngine(TransformersConfig(slot_count=4, **options))
+    await engine.start()
+    return engine
+
+
+def ask(request_id: str, max_tokens: int = 200) -> GenerationRequest:
+    prompt = np.arange(5, 25, dtype=np.int32)
+    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=Sampling(max_tokens=max_tokens))
+
+
+async def until_it_runs(engine: TransformersEngine, request_id: str) -> None:
+    while True:
+        if any(len(generation.completion_ids) for generation in engine.progress([request_id])):
+            return
+        await asyncio.sleep(0.001)
+
+
+async def gather(engine: TransformersEngine, count: int) -> list[Generation]:
+    ended: list[Generation] = []
+    while len(ended) < count:
+        batch = await engine.finished(2.0)
+        assert batch, "nothing ended in time"
+        ended += batch
+    return ended
+
+
+# a number that is not one, as every element of the embedding: the next step has no distribution to draw from
+BROKEN = (None, np.full(104 * 64, 0x7FC00000, dtype=np.uint32))
+# the second tensor's write fails when the first is already done
+TORN = (np.array([0, 10**9]), np.zeros(2, dtype=np.uint32))
+
+
+async def test_a_crash_ends_everything_with_an_error_and_hangs_nobody() -> None:
+    engine = await started()
+    for i in range(6):  # four run, two wait
+        engine.generate(ask(f"{i}"))
+    await until_it_runs(engine, "3")
+    await engine.apply(Staged(1, model__embed_tokens__weight=BROKEN))
+    ended = await gather(engine, 6)
+    assert {generation.finish_reason for generation in ended} == {"error"}
+    assert all("not numbers" in (generation.error or "") for generation in ended)
+    by_id = {generation.request_id: generation for generation in ended}
+    assert len(by_id["0"].completion_ids) == len(by_id["0"].logprobs) > 0, "what it had made is still handed out"
+    assert by_id["0"].versions == ((0, len(by_id["0"].completion_ids), -1),)
+    with pytest.raises(EngineError, match="crashed"):
+        engine.generate(ask("late"))
+    with pytest.raises(EngineError, match="crashed"):
+        await engine.pause("test")
+    assert await engine.abort(["0"]) == [] and await engine.finished(0.01) == []
+    await engine.close()
+
+
+async def test_a_torn_write_fails_the_engine_rather_than_generating_with_it() -> None:
+    engine = await started()
+    engine.generate(ask("running"))
+    with pytest.raises(WeightError, match="version 1"):
+        await engine.apply(Staged(1, model__norm__weight=TORN))
+    (ended,) = await gather(engine, 1)
+    assert ended.finish_reason == "error"
+    with pytest.raises(EngineError, match="crashed"):
+        engine.generate(ask("late"))
+    await engine.close()
+
+
+async def test_close_ends_the_thread_within_two_seconds_whatever_it_is_doing() -> None:
+    for state in ("idle", "busy", "held"):
+        engine = await started()
+        if state != "idle":
+            for i in range(8):
+                engine.generate(ask(f"{i}"))
+        if state == "held":
+            await engine.pause("test")
+        async with asyncio.timeout(2.0):
+            await engine.close()
+        await asyncio.sleep(0.05)
+        assert not [thread for thread in threading.enumerate() if thread.name == "rollfab-engine"]
+        await engine.close()  # twice is once
+
+
+@pytest.mark.timeout(40)  # a fresh process imports torch first
+async def test_a_process_whose_event_loop_dies_ends_all_the_same() -> None:
+    program = """
+import asyncio, numpy
+from rollfab.fabric.records import Sampling
+from rollfab.workers.engines.base import GenerationRequest
+from rollfab.workers.engines.transformers import TransformersEngine
+async def main():
+    engine = TransformersEngine()
+    await engine.start()
+    prompt = numpy.arange(5, 25, dtype=numpy.int32)
+    for i in range(200):
+        engine.generate(GenerationRequest(request_id=str(i), prompt_ids=prompt, sampling=Sampling(max_tokens=400)))
+    await asyncio.sleep(0.2)
+    print("generated", engine.stats().token_count > 0, flush=True)
+    raise RuntimeError("mishap")
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, cwd=ROOT / "src", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert b"generated True" in output, errors.decode()
+    assert process.returncode == 1 and b"mishap" in errors, errors.decode()
+
+
+async def test_a_model_that_can_not_be_loaded_says_so() -> None:
+    with pytest.raises(EngineError, match="no-such-dtype"):
+        await started(dtype="no-such-dtype")
+    with pytest.raises(EngineError, match="/no/such/path"):
+        await started(model="/no/such/path")
+    with pytest.raises(ConfigError, match="page_size"):
+        TransformersConfig(page_size=1)
+
+
+async def test_bfloat16_weights_are_written_as_the_bits_they_are() -> None:
+    engine = await started(dtype="bfloat16")
+    spec = next(spec for spec in engine.layout.tensors if spec.name == "model.norm.weight")
+    bits = np.arange(spec.element_count, dtype=np.uint16) + 0x3F00
+    assert (spec.dtype, engine.weight_bits()[spec.name].dtype) == ("bfloat16", np.uint16)
+    await engine.apply(Staged(3, model__norm__weight=(None, bits)))
+    assert (engine.weight_bits()[spec.name] == bits).all()
+    engine.generate(ask("one", max_tokens=8))
+    (one,) = await gather(engine, 1)
+    assert one.versions == ((0, 8, 3),)
+    await engine.close()
+
+
+async def test_one_seed_gives_one_answer_whatever_others_do_with_torch() -> None:
+    answers = []
+    for _ in range(2):
+        engine = await started(seed=7)
+        torch.manual_seed(len(answers))
+        engine.generate(ask("one", max_tokens=30))
+        answers += await gather(engine, 1)
+        await engine.close()
+    assert (answers[0].completion_ids == answers[1].completion_ids).all()
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
+    logits = torch.tensor([[2.0, 0.0, -200.0, 1.0, -float("inf")]])
+    count = 40_000
+    temperature = torch.full((count,), 2.0)
+    tokens, logprobs = draw(logits.expand(count, -1), temperature, torch.Generator().manual_seed(0))
+    expected = torch.softmax(logits[0] / 2.0, dim=-1)
+    frequency = torch.bincount(tokens, minlength=5) / count
+    assert (frequency - expected).abs().max() < 0.01 and frequency[4] == 0
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
+
+
+def test_greedy_takes_the_first_largest_logit_and_reports_it_at_temperature_one() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 0.0]])
+    tokens, logprobs = draw(logits, torch.zeros(2), None)
+    assert tokens.tolist() == [1, 0]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_versions_cover_every_token_once() -> None:
+    assert stretches([(0, 4)], 3) == ((0, 3, 4),)
+    assert stretches([(0, 4), (2, 5), (3, 6)], 5) == ((0, 2, 4), (2, 3, 5), (3, 5, 6))
+    assert stretches([(0, 4), (2, 5)], 2) == ((0, 2, 4),), "a version that began after the last token made none"
+    assert stretches([(0, 4), (2, 5)], 1) == ((0, 1, 4),)
+    assert stretches([(0, 4)], 0) == stretches([], 0) == ()
