@@ -1,0 +1,1 @@
+"""Every port on a real broker (Redis or Valkey): the only room that says `redis`."""

@@ -1,0 +1,129 @@
+"""Every key in the broker: name, type, fields, lifetime, and who deletes it.
+
+Keys of one script share a hash tag, so they share a slot of a Redis Cluster. There are three tags:
+
+    {rf}          the fabric as a whole      (workers, runs, controller)
+    {run.s}       shard `s` of a run         (jobs, groups, leases of that run)
+    {run.w}       a run's weights            (head, manifests, chunks)
+
+Values written `a b c` are words joined by one blank; times are integer milliseconds of the broker's clock.
+
+Fabric: tag {rf}
+  rf:{rf}:runs              HASH  run_id → RunConfig. No TTL; deleted by `delete_run`.
+  rf:{rf}:workers           HASH  worker_id → WorkerInfo. Deleted by the controller when the heartbeat is too old.
+  rf:{rf}:heartbeats        ZSET  worker_id → time of the last heartbeat. As above.
+  rf:{rf}:lends             HASH  worker_id (or "*") → "on" | "off" | a slot limit: the serving team's switch. Theirs to delete.
+  rf:{rf}:assignments       HASH  worker_id → "run_id lease_epoch": which run's leases to look at. Controller; with the worker.
+  rf:{rf}:leader            STRING controller id, PX: the leader's time. Expires by itself.
+  rf:{rf}:lease_epoch       STRING counter, only grows; also the leader's fence. Never deleted.
+  rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: a log for people, owed to nobody.
+
+Run shard: tag {run.s}
+  rf:{run.s}:run            HASH  shard facts: head_version, staleness, depth (trajectories not yet consumed), depth_max, attempt_count_max.
+                                  Deleted with the run.
+  rf:{run.s}:counters       HASH  totals since the run began (groups_submitted, turns_settled, tokens, …). With the run.
+  rf:{run.s}:leases         HASH  worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
+  rf:{run.s}:group:<id>     HASH  size, closed (trajectories that ended), failed, state (open|complete|cancelled), task (JSON).
+                                  Deleted by acknowledge or cancel.
+  rf:{run.s}:rollouts:<id>  HASH  trajectory_id → Rollout. As above.
+  rf:{run.s}:completed      STREAM group: complete groups, consumer group "trainer". Entry deleted by acknowledge.
+  rf:{run.s}:dead           HASH  trajectory_id → DeadLetter. Deleted by retry or discard; bounded with depth, see bus/queue.py.
+  rf:{run.s}:consumed       ZSET  group_id → time of acknowledgement, the newest CONSUMED_COUNT_MAX: makes pushes repeatable.
+
+  For each kind of job, K = trajectory | turn:
+  rf:{run.s}:K:ready        STREAM id: jobs that wait, consumer group "workers". Entry deleted by claim.
+  rf:{run.s}:K:job          HASH  id → TrajectoryJob | TurnJob. Deleted when the job ends.
+  rf:{run.s}:K:record       HASH  id → "state fence attempt loss worker". Trajectories: deleted with the group.
+                                  Turns: deleted when their trajectory ends.
+  rf:{run.s}:K:deadline     ZSET  id → claim_until_ms. Member deleted when the claim ends.
+  rf:{run.s}:K:held         HASH  worker_id → claims it holds. Field deleted at zero.
+  rf:{run.s}:K:bell         LIST  wakes one idle worker; bounded to 64 (lua/use/ring.lua): more would only
+                                  cost empty claims.
+  rf:{run.s}:K:log          HASH  id → what an unfinished job has made so far: a turn's TokenLog, a trajectory's environment
+                                  snapshot (JSON). Deleted when the job ends.
+  rf:{run.s}:turn:agent     HASH  turn_id → agent_id that waits for it. Deleted when its trajectory ends.
+  rf:{run.s}:turn:result    HASH  turn_id → TurnResult, for the trajectory's recovery. Deleted when its trajectory ends.
+  rf:{run.s}:inbox:<agent>  STREAM id, result: settled turns for one agent worker. Entries deleted by it; TTL INBOX_TTL_MS.
+
+Weights: tag {run.w}
+  rf:{run.w}:head           HASH  version, epoch (the publisher's fence), kind. Deleted with the run.
+  rf:{run.w}:manifests      HASH  "<version>:<kind>" → WeightManifest. Publisher, when no longer reachable.
+  rf:{run.w}:chunk:<version>:<kind>:<i>   STRING encoded blocks. As its manifest.
+  rf:{run.w}:announcements  STREAM version: a hint that the head moved; truth is head. Bounded to 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFIX = "rf"
+CONSUMER_GROUP_WORKERS = "workers"
+CONSUMER_GROUP_TRAINER = "trainer"
+EVENT_COUNT_MAX = 10_000
+CONSUMED_COUNT_MAX = 100_000  # a trainer that repeats an older push than this many groups would be believed
+INBOX_TTL_MS = 3_600_000  # an agent that has been gone for an hour reads its turns from turn:result instead
+
+RUNS = f"{PREFIX}:{{rf}}:runs"
+WORKERS = f"{PREFIX}:{{rf}}:workers"
+HEARTBEATS = f"{PREFIX}:{{rf}}:heartbeats"
+LENDS = f"{PREFIX}:{{rf}}:lends"
+ASSIGNMENTS = f"{PREFIX}:{{rf}}:assignments"
+LEADER = f"{PREFIX}:{{rf}}:leader"
+LEASE_EPOCH = f"{PREFIX}:{{rf}}:lease_epoch"
+EVENTS = f"{PREFIX}:{{rf}}:events"
+
+
+@dataclass(frozen=True, slots=True)
+class JobKeys:
+    """Keys of one kind of job on one shard."""
+
+    ready: str
+    job: str
+    record: str
+    deadline: str
+    held: str
+    bell: str
+    log: str
+
+
+class ShardKeys:
+    """Keys of shard `shard` of a run."""
+
+    def __init__(self, run_id: str, shard: int) -> None:
+        self.base = f"{PREFIX}:{{{run_id}.{shard}}}"
+        self.run = f"{self.base}:run"
+        self.counters = f"{self.base}:counters"
+        self.leases = f"{self.base}:leases"
+        self.completed = f"{self.base}:completed"
+        self.dead = f"{self.base}:dead"
+        self.consumed = f"{self.base}:consumed"
+        self.trajectory = self._jobs("trajectory")
+        self.turn = self._jobs("turn")
+        self.turn_agent = f"{self.base}:turn:agent"
+        self.turn_result = f"{self.base}:turn:result"
+
+    def _jobs(self, kind: str) -> JobKeys:
+        names = ("ready", "job", "record", "deadline", "held", "bell", "log")
+        return JobKeys(*(f"{self.base}:{kind}:{name}" for name in names))
+
+    def group(self, group_id: str) -> str:
+        return f"{self.base}:group:{group_id}"
+
+    def rollouts(self, group_id: str) -> str:
+        return f"{self.base}:rollouts:{group_id}"
+
+    def inbox(self, agent_id: str) -> str:
+        return f"{self.base}:inbox:{agent_id}"
+
+
+class WeightKeys:
+    """Keys of a run's weights."""
+
+    def __init__(self, run_id: str) -> None:
+        self.base = f"{PREFIX}:{{{run_id}.w}}"
+        self.head = f"{self.base}:head"
+        self.manifests = f"{self.base}:manifests"
+        self.announcements = f"{self.base}:announcements"
+
+    def chunk(self, version: int, kind: str, index: int) -> str:
+        return f"{self.base}:chunk:{version}:{kind}:{index}"

@@ -1,0 +1,17 @@
+-- renew(worker, claim_ms, then per job: id, fence, log | '')
+-- Extend claims, and save what their jobs have made so far.
+--   KEYS[1] record hash   KEYS[2] deadline zset   KEYS[3] log hash
+-- Returns per job 1 extended · 0 the claim is lost: drop the work
+-- use record
+local worker, until_ms = ARGV[1], now_ms() + tonumber(ARGV[2])
+local answer = {}
+for i = 3, #ARGV, 3 do
+  local r = read_record(KEYS[1], ARGV[i])
+  local is_held = r and r.state == 'claimed' and r.worker == worker and r.fence == tonumber(ARGV[i + 1])
+  if is_held then
+    redis.call('ZADD', KEYS[2], until_ms, ARGV[i])
+    if ARGV[i + 2] ~= '' then redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 2]) end
+  end
+  answer[#answer + 1] = is_held and 1 or 0
+end
+return answer

@@ -1,0 +1,46 @@
+"""A run's shards: which keys a script gets, and in which order.
+
+A shard is the unit that lives whole in one slot of a Redis Cluster. A group and all that belongs to it is on the
+shard that its id hashes to; claims visit shards in turn.
+"""
+
+from __future__ import annotations
+
+from ..ids import group_of, shard_of
+from .keys import ShardKeys
+
+
+class RunShards:
+    """The key sets of a run's shards."""
+
+    def __init__(self, run_id: str, shard_count: int) -> None:
+        assert shard_count >= 1
+        self.run_id = run_id
+        self.all = tuple(ShardKeys(run_id, shard) for shard in range(shard_count))
+        self._next = 0
+
+    def index_of(self, job_id: str) -> int:
+        """The shard of a group, trajectory or turn."""
+        return shard_of(group_of(job_id), len(self.all))
+
+    def of(self, job_id: str) -> ShardKeys:
+        """Keys of the shard of a group, trajectory or turn."""
+        return self.all[self.index_of(job_id)]
+
+    def in_turn(self) -> list[ShardKeys]:
+        """All shards, starting one further each time, so that none is always served last."""
+        self._next = (self._next + 1) % len(self.all)
+        return [*self.all[self._next :], *self.all[: self._next]]
+
+
+def turn_keys(keys: ShardKeys) -> list[str]:
+    """What `forget_turns` deletes, in its order."""
+    turn = keys.turn
+    return [turn.record, turn.deadline, turn.held, turn.job, turn.log, keys.turn_agent, keys.turn_result]
+
+
+def ending_keys(keys: ShardKeys, group_id: str) -> list[str]:
+    """KEYS[1..16] of settle_trajectory, fail_trajectory and cancel_group."""
+    t = keys.trajectory
+    own = [t.record, t.deadline, t.held, t.job, t.log]
+    return [*own, *turn_keys(keys), keys.group(group_id), keys.rollouts(group_id), keys.completed, keys.counters]

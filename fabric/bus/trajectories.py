@@ -1,0 +1,181 @@
+"""Trajectories on Redis: claimed by agent workers, ended by settling, failing or cancelling.
+
+- A claim ends CLAIM_MS after its last renewal; then anyone's reap gives the trajectory to another agent.
+- What an earlier claim of the same attempt had settled comes with the new claim, so the environment can be replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from ..errors import WireError
+from ..ids import group_of, turn_id
+from ..ports import Reaped, TrajectoryClaim
+from ..records import DeadLetter, Rollout, RunConfig, TrajectoryJob, TurnResult
+from ..wire import load_json
+from .connection import translate
+from .keys import ShardKeys
+from .scripts import Scripts
+from .shards import RunShards, ending_keys
+
+CLAIM_MS = 5_000  # an agent renews every second; four missed renewals mean it is gone
+SCORE_MS = 30_000  # after this a reward is asked for again
+LOSS_COUNT_MAX = 5  # workers that one trajectory may cost before it is taken for the cause
+REAP_COUNT = 256  # per call: bounds the time a script holds the broker
+
+
+class RedisTrajectoryQueue:
+    """TrajectoryQueue (see ports) of one run."""
+
+    def __init__(self, client: Redis, run: RunConfig, *, claim_ms: int = CLAIM_MS, score_ms: int = SCORE_MS) -> None:
+        self._client: Any = client  # its stubs do not know that replies are bytes
+        self._scripts = Scripts(client)
+        self._run = run
+        self._shards = RunShards(run.run_id, run.shard_count)
+        self._claim_ms = claim_ms
+        self._score_ms = score_ms
+
+    async def claim(self, worker_id: str, want: int) -> list[TrajectoryClaim]:
+        claims: list[TrajectoryClaim] = []
+        for keys in self._shards.in_turn():
+            if want <= len(claims):
+                break
+            t = keys.trajectory
+            with translate():
+                answer = await self._scripts.call(
+                    "claim",
+                    [t.ready, t.job, t.record, t.deadline, t.held, t.log, keys.leases, keys.run],
+                    [worker_id, want - len(claims), self._claim_ms, "-", 0],
+                )
+                claims += [await self._claim(keys, row) for row in answer[1:]]
+        return claims
+
+    async def _claim(self, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim:
+        _, fence, attempt, loss, raw, snapshot = row
+        job = TrajectoryJob.decode(raw)
+        turns = await self._settled_turns(keys, job.trajectory_id) if fence > 1 else ()
+        return TrajectoryClaim(job=job, fence=fence, attempt=attempt, loss=loss, snapshot=snapshot, turns=turns)
+
+    async def _settled_turns(self, keys: ShardKeys, trajectory_id: str) -> tuple[TurnResult, ...]:
+        names = [turn_id(trajectory_id, index) for index in range(self._run.turn_count_max)]
+        found: list[TurnResult] = []
+        for raw in await self._client.hmget(keys.turn_result, names):
+            if raw is None:
+                break
+            found.append(TurnResult.decode(raw))
+        return tuple(found)
+
+    async def renew(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> list[str]:
+        return await self._renew(worker_id, [(claim, b"") for claim in claims])
+
+    async def save(self, worker_id: str, claim: TrajectoryClaim, snapshot: bytes) -> bool:
+        return not await self._renew(worker_id, [(claim, snapshot)])
+
+    async def _renew(self, worker_id: str, rows: Sequence[tuple[TrajectoryClaim, bytes]]) -> list[str]:
+        by_shard: dict[int, list[tuple[TrajectoryClaim, bytes]]] = {}
+        for row in rows:
+            by_shard.setdefault(self._shards.index_of(row[0].job.trajectory_id), []).append(row)
+        lost: list[str] = []
+        for shard, part in by_shard.items():
+            t = self._shards.all[shard].trajectory
+            args: list[Any] = [worker_id, self._claim_ms]
+            for claim, log in part:
+                args += [claim.job.trajectory_id, claim.fence, log]
+            with translate():
+                kept = await self._scripts.call("renew", [t.record, t.deadline, t.log], args)
+            lost += [claim.job.trajectory_id for (claim, _), is_kept in zip(part, kept, strict=True) if not is_kept]
+        return lost
+
+    async def settle(self, claim: TrajectoryClaim, rollout: Rollout, *, is_scored: bool) -> bool:
+        return await self._settle(claim.fence, rollout, "completed" if is_scored else "scoring")
+
+    async def _settle(self, fence: int, rollout: Rollout, state: str) -> bool:
+        keys = self._shards.of(rollout.trajectory_id)
+        args: list[Any] = [rollout.trajectory_id, fence, rollout.group_id, state, rollout.encode(), self._score_ms]
+        with translate():
+            return bool(await self._scripts.call("settle_trajectory", ending_keys(keys, rollout.group_id), args))
+
+    async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
+        found = await self.scoring(trajectory_id)
+        if found is None:
+            return False
+        return await self._settle(fence, dataclasses.replace(found[1], reward=reward), "completed")
+
+    async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
+        keys = self._shards.of(trajectory_id)
+        group_id = group_of(trajectory_id)
+        with translate():
+            raw = await self._client.hget(keys.rollouts(group_id), trajectory_id)
+            facts = await self._client.hget(keys.group(group_id), "task")
+        if raw is None or facts is None:
+            return None
+        task = load_json(facts)
+        if not isinstance(task, dict):
+            raise WireError(f"task of group {group_id} is not an object")
+        return task["task"], Rollout.decode(raw)
+
+    async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
+        keys = self._shards.of(trajectory_id)
+        group_id = group_of(trajectory_id)
+        t = keys.trajectory
+        attempt_max = 0 if is_final else self._run.attempt_count_max
+        with translate():
+            code = await self._scripts.call(
+                "fail_trajectory",
+                [*ending_keys(keys, group_id), t.ready, t.bell, keys.dead],
+                [trajectory_id, fence, group_id, letter.encode(), attempt_max],
+            )
+        return {0: "lost", 2: "retry", 3: "dead"}[code]
+
+    async def release(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> None:
+        for claim in claims:
+            keys = self._shards.of(claim.job.trajectory_id)
+            t = keys.trajectory
+            with translate():
+                await self._scripts.call(
+                    "release",
+                    [t.ready, t.bell, t.record, t.deadline, t.held, t.log, keys.counters],
+                    [worker_id, claim.job.trajectory_id, claim.fence, b""],
+                )
+
+    async def reap(self, worker_id: str) -> Reaped:
+        ready, dead = 0, 0
+        scoring: list[tuple[str, int]] = []
+        for keys in self._shards.all:
+            t = keys.trajectory
+            with translate():
+                rows = await self._scripts.call(
+                    "reap",
+                    [t.ready, t.bell, t.record, t.deadline, t.held, t.job, keys.counters],
+                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms],
+                )
+            for what, name, fence, raw in rows:
+                trajectory_id = name.decode()
+                if what == b"scoring":
+                    scoring.append((trajectory_id, fence))
+                elif what == b"lost":
+                    dead += 1
+                    await self.fail(trajectory_id, fence, self._lost(worker_id, raw), is_final=True)
+                else:
+                    ready += 1
+        return Reaped(ready_count=ready, scoring=tuple(scoring), dead_count=dead)
+
+    def _lost(self, worker_id: str, raw: bytes) -> DeadLetter:
+        job = TrajectoryJob.decode(raw)
+        return DeadLetter(
+            trajectory_id=job.trajectory_id,
+            run_id=self._run.run_id,
+            worker_id=worker_id,
+            reason=f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
+            traceback="",
+            attempt=0,
+            job=dataclasses.asdict(job),
+        )
+
+    async def wait(self, timeout_s: float) -> None:
+        with translate():
+            await self._client.blpop([keys.trajectory.bell for keys in self._shards.all], timeout=timeout_s)

@@ -1,0 +1,234 @@
+"""Turns on Redis: pushed by agents, exchanged by rollout workers in batches.
+
+- `exchange` is the heart: one round trip hands in what finished, extends what runs and takes what is ready.
+- A result goes to the inbox of the agent that waits *now*; an agent that takes a trajectory over inherits its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+
+from ..ids import trajectory_of
+from ..ports import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
+from ..records import NO_IDS, NO_LOGPROBS, RunConfig, TokenLog, TurnJob, TurnResult
+from .connection import translate
+from .keys import INBOX_TTL_MS, ShardKeys
+from .rollouts import stream_rows
+from .scripts import Scripts
+from .shards import RunShards
+
+CLAIM_MS = 2_000  # the stall timeout: a worker that says nothing for this long has lost its turns
+LOSS_COUNT_MAX = 5  # workers that one turn may cost before it is given up
+REAP_COUNT = 256  # per call: bounds the time a script holds the broker
+RESULT_COUNT = 512  # results taken from an inbox at once
+
+T = TypeVar("T")
+
+
+class RedisTurnQueue:
+    """TurnQueue (see ports) of one run."""
+
+    def __init__(self, client: Redis, run: RunConfig, *, claim_ms: int = CLAIM_MS) -> None:
+        self._client: Any = client  # its stubs do not know that replies are bytes
+        self._scripts = Scripts(client)
+        self._shards = RunShards(run.run_id, run.shard_count)
+        self._claim_ms = claim_ms
+        self._positions: dict[tuple[str, int], bytes] = {}
+
+    def _by_shard(self, rows: Iterable[tuple[str, T]]) -> dict[int, list[T]]:
+        parts: dict[int, list[T]] = {}
+        for name, row in rows:
+            parts.setdefault(self._shards.index_of(name), []).append(row)
+        return parts
+
+    async def push(self, agent_id: str, pushes: Sequence[TurnPush]) -> list[str]:
+        lost: list[str] = []
+        for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
+            keys = self._shards.all[shard]
+            u = keys.turn
+            args: list[Any] = [agent_id]
+            for push in part:
+                args += [push.trajectory_id, push.fence, push.job.turn_id, push.job.encode()]
+            names = [keys.trajectory.record, u.ready, u.bell, u.job, u.record]
+            with translate():
+                codes = await self._scripts.call(
+                    "push_turns", [*names, keys.turn_agent, keys.turn_result, keys.inbox(agent_id)], args
+                )
+            lost += [push.trajectory_id for push, code in zip(part, codes, strict=True) if code == 0]
+        return lost
+
+    async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
+        streams: dict[Any, Any] = {}
+        for shard, keys in enumerate(self._shards.all):
+            streams[keys.inbox(agent_id)] = self._positions.get((agent_id, shard), b"0")
+        with translate():
+            answer = await self._client.xread(streams, count=RESULT_COUNT, block=max(1, int(timeout_s * 1000)))
+        found: list[TurnResult] = []
+        for name, entries in stream_rows(answer):
+            if entries:
+                found += [TurnResult.decode(fields[b"result"]) for _, fields in entries]
+                await self._taken(agent_id, name, entries)
+        return found
+
+    async def _taken(self, agent_id: str, name: str, entries: list[Any]) -> None:
+        shard = next(index for index, keys in enumerate(self._shards.all) if keys.inbox(agent_id) == name)
+        self._positions[agent_id, shard] = entries[-1][0]
+        with translate():
+            await self._client.xdel(name, *(entry_id for entry_id, _ in entries))
+
+    async def exchange(
+        self,
+        worker_id: str,
+        *,
+        settles: Sequence[TurnSettle] = (),
+        progress: Sequence[TurnProgress] = (),
+        want: int = 0,
+        lease_epoch: int = 0,
+        active_version: int = -1,
+    ) -> Exchange:
+        outcome = Exchange()
+        settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
+        running = self._by_shard((row.claim.job.turn_id, row) for row in progress)
+        for keys in self._shards.in_turn():
+            shard = self._shards.all.index(keys)
+            claiming = [worker_id, want - len(outcome.claims), self._claim_ms, lease_epoch, active_version]
+            calls: list[Any] = []
+            if shard in settling:
+                calls.append(self._settle_call(worker_id, keys, settling[shard]))
+            if shard in running:
+                calls.append(self._renew_call(worker_id, keys, running[shard]))
+            if want > len(outcome.claims):
+                calls.append(("claim", self._claim_keys(keys), claiming))
+            if calls:
+                with translate():
+                    answers = await self._scripts.call_many(calls)
+                await self._read(worker_id, calls, answers, settling.get(shard, []), running.get(shard, []), outcome)
+        return outcome
+
+    def _claim_keys(self, keys: ShardKeys) -> list[str]:
+        u = keys.turn
+        return [u.ready, u.job, u.record, u.deadline, u.held, u.log, keys.leases, keys.run]
+
+    def _settle_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnSettle]) -> Any:
+        u = keys.turn
+        names = [u.record, u.deadline, u.held, u.job, u.log, keys.turn_agent, keys.turn_result, keys.counters]
+        args: list[Any] = [worker_id, INBOX_TTL_MS]
+        for row in rows:
+            job, result = row.claim.job, row.result
+            names.append(keys.inbox(job.agent_id))
+            args += [job.turn_id, row.claim.fence, job.agent_id, result.encode(), len(result.completion_ids)]
+        return "settle_turns", names, args
+
+    def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Any:
+        args: list[Any] = [worker_id, self._claim_ms]
+        for row in rows:
+            args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
+        return "renew", [keys.turn.record, keys.turn.deadline, keys.turn.log], args
+
+    async def _read(
+        self,
+        worker_id: str,
+        calls: Sequence[Any],
+        answers: Sequence[Any],
+        settles: Sequence[TurnSettle],
+        progress: Sequence[TurnProgress],
+        outcome: Exchange,
+    ) -> None:
+        for (name, *_), answer in zip(calls, answers, strict=True):
+            if isinstance(answer, Exception):
+                with translate():
+                    raise answer
+            if name == "claim":
+                _read_claims(answer, outcome)
+            elif name == "renew":
+                outcome.lost += [
+                    row.claim.job.turn_id for row, is_kept in zip(progress, answer, strict=True) if not is_kept
+                ]
+            else:
+                await self._read_settles(worker_id, settles, answer, outcome)
+
+    async def _read_settles(
+        self, worker_id: str, settles: Sequence[TurnSettle], answer: Sequence[Any], outcome: Exchange
+    ) -> None:
+        for row, code in zip(settles, answer, strict=True):
+            readdressed = row
+            while isinstance(code, bytes):  # another agent waits by now; each round follows one more take-over
+                readdressed = _readdress(readdressed, code.decode())
+                call = self._settle_call(worker_id, self._shards.of(row.claim.job.turn_id), [readdressed])
+                with translate():
+                    code = (await self._scripts.call(*call))[0]
+            if code == 0:
+                outcome.refused.append(row.claim.job.turn_id)
+
+    async def release(self, worker_id: str, progress: Sequence[TurnProgress]) -> None:
+        for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
+            keys = self._shards.all[shard]
+            u = keys.turn
+            args: list[Any] = [worker_id]
+            for row in part:
+                args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
+            with translate():
+                await self._scripts.call(
+                    "release", [u.ready, u.bell, u.record, u.deadline, u.held, u.log, keys.counters], args
+                )
+
+    async def reap(self, worker_id: str) -> Reaped:
+        ready, dead = 0, 0
+        for keys in self._shards.all:
+            u = keys.turn
+            with translate():
+                rows = await self._scripts.call(
+                    "reap",
+                    [u.ready, u.bell, u.record, u.deadline, u.held, u.job, keys.counters],
+                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms],
+                )
+            ready += sum(row[0] == b"ready" for row in rows)
+            lost = [_give_up(row) for row in rows if row[0] == b"lost"]
+            dead += len(lost)
+            if lost:
+                await self.exchange(worker_id, settles=lost)
+        return Reaped(ready_count=ready, dead_count=dead)
+
+    async def wait(self, timeout_s: float) -> None:
+        with translate():
+            await self._client.blpop([keys.turn.bell for keys in self._shards.all], timeout=timeout_s)
+
+
+def _read_claims(answer: Sequence[Any], outcome: Exchange) -> None:
+    code, *rows = answer
+    if code == 0:
+        outcome.has_lease = False
+    elif code == -1:
+        outcome.behind = int(rows[0])
+    else:
+        outcome.claims += [_claim(row) for row in rows]
+
+
+def _claim(row: Sequence[Any]) -> TurnClaim:
+    _, fence, _, loss, raw, log = row
+    return TurnClaim(job=TurnJob.decode(raw), fence=fence, loss=loss, log=TokenLog.decode(log) if log else None)
+
+
+def _readdress(row: TurnSettle, agent_id: str) -> TurnSettle:
+    job = row.claim.job
+    moved = TurnJob(turn_id=job.turn_id, agent_id=agent_id, sampling=job.sampling, prompt_ids=job.prompt_ids)
+    claim = TurnClaim(job=moved, fence=row.claim.fence, loss=row.claim.loss, log=row.claim.log)
+    return TurnSettle(claim=claim, result=row.result)
+
+
+def _give_up(row: Sequence[Any]) -> TurnSettle:
+    """The settling of a turn that has cost too many workers: an error, which fails its trajectory's attempt."""
+    _, name, fence, raw = row
+    job = TurnJob.decode(raw)
+    result = TurnResult(
+        turn_id=name.decode(),
+        finish_reason="error",
+        spans=(),
+        completion_ids=NO_IDS,
+        logprobs=NO_LOGPROBS,
+        error=f"{LOSS_COUNT_MAX} workers died or froze while they ran turn {name.decode()} of {trajectory_of(job.turn_id)}",
+    )
+    return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=LOSS_COUNT_MAX), result=result)

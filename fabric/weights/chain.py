@@ -1,0 +1,209 @@
+"""Reading versions from a store: which manifests, then their chunks, checked, and refetched when they are not right.
+
+- A chunk reaches a stage only with the digest its manifest promises; after FETCH_COUNT_MAX tries the reader gives up.
+- The next chunks are fetched while the last are decoded; of encoded bytes at most 2 * FETCH_BYTES_MAX are in memory.
+- Decoding runs in a thread, so the caller's loop stays free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ChainBroken, DigestMismatch, VersionUnknown
+from ..ports_weights import WeightStore
+from ..rules.chain import KEYFRAME, Link, plan
+from .codec import Bits
+from .layout import Layout, TensorSpec
+from .manifest import WeightManifest
+from .stage import Stage, Staged, check_chunk, check_state
+
+FETCH_BYTES_MAX = 16 << 20  # per round trip: long enough to hide the trip, small beside any model
+FETCH_COUNT_MAX = 3
+NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}  # types numpy has
+
+
+class ChainReader:
+    """Plans and stages versions of one run; remembers manifests, which never change once the head is past them."""
+
+    def __init__(self, store: WeightStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._known: dict[tuple[int, str], WeightManifest] = {}
+
+    async def plan(self, have: int | None, goal: int) -> list[WeightManifest]:
+        """Manifests that lead from `have` to `goal`, in the order to stage them.
+
+        Raises:
+            ChainBroken: the store holds no such chain.
+        """
+        names = [name for name in await self._store.held(self._run_id) if name[0] <= goal]
+        self._known = {name: self._known[name] for name in names if name in self._known}
+        if have is not None:
+            # A receiver that keeps up needs one small delta: look there before reading what all versions are.
+            await self._learn([name for name in names if name[0] > have and name[1] != KEYFRAME])
+            with contextlib.suppress(ChainBroken):
+                deltas = plan(have, goal, [link for link in self._links() if link.kind != KEYFRAME])
+                if len(deltas) <= 1:
+                    return self._manifests(deltas)
+        await self._learn(names)
+        return self._manifests(plan(have, goal, self._links()))
+
+    async def stage(self, manifests: Sequence[WeightManifest], stage: Stage) -> Staged:
+        """Fetch, check and stage versions. The stage's live weights are only read.
+
+        Raises:
+            LayoutMismatch, ChainBroken, DigestMismatch, WireError: as Stage; nothing was written.
+        """
+        for manifest in manifests:
+            await asyncio.to_thread(stage.begin, manifest)
+            await self._feed(manifest, stage)
+            await asyncio.to_thread(stage.end)
+        staged = await asyncio.to_thread(stage.finish)
+        if manifests and manifests[0].kind == KEYFRAME:
+            whole = {name: values for name, (_, values) in staged.writes().items()}
+            await asyncio.to_thread(check_state, manifests[-1], _with_empty(manifests[-1].tensors, whole))
+        return staged
+
+    async def _feed(self, manifest: WeightManifest, stage: Stage) -> None:
+        """All chunks of a version, in order; the next are on their way while the last are decoded."""
+        batches = _batches(manifest)
+        fetch = asyncio.create_task(self._fetch(manifest, batches[0] if batches else []))
+        try:
+            for following in [*batches[1:], []]:
+                chunks = await fetch
+                fetch = asyncio.create_task(self._fetch(manifest, following))
+                await asyncio.to_thread(_feed, stage, chunks)
+            await fetch
+        finally:
+            fetch.cancel()
+            await asyncio.gather(fetch, return_exceptions=True)
+
+    async def _fetch(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes]:
+        """Chunks with the right digests.
+
+        Raises:
+            ChainBroken: one is gone. DigestMismatch: one stays corrupt.
+        """
+        good: dict[int, bytes] = {}
+        failure: ChainBroken | DigestMismatch | None = None
+        for _ in range(FETCH_COUNT_MAX):
+            wanted = [index for index in indices if index not in good]
+            if not wanted:
+                return [good[index] for index in indices]
+            found = await self._store.chunks(manifest, wanted)
+            failure = await asyncio.to_thread(_sort_out, manifest, dict(zip(wanted, found, strict=True)), good)
+        if failure is not None:
+            raise failure
+        return [good[index] for index in indices]
+
+    async def _learn(self, names: Sequence[tuple[int, str]]) -> None:
+        unknown = [name for name in names if name not in self._known]
+        if unknown:
+            found = await self._store.manifests(self._run_id, unknown)
+            self._known.update({name: item for name, item in zip(unknown, found, strict=True) if item is not None})
+
+    def _links(self) -> list[Link]:
+        return [manifest.link for manifest in self._known.values()]
+
+    def _manifests(self, links: Sequence[Link]) -> list[WeightManifest]:
+        return [self._known[(link.version, link.kind)] for link in links]
+
+
+async def fetch_bits(
+    store: WeightStore, run_id: str, version: int | None = None
+) -> tuple[WeightManifest, dict[str, Bits]]:
+    """A version's manifest and its flat stored bits by name, everything verified. version None: the head.
+
+    Raises:
+        VersionUnknown: it was never published, or is no longer held.
+        ChainBroken: what leads to it is no longer held.
+        DigestMismatch: a chunk stays corrupt.
+    """
+    head = await store.head(run_id)
+    goal = head.version if version is None else version
+    held = sorted({name[0] for name in await store.held(run_id) if name[0] <= head.version})
+    if goal not in held:
+        known = f"held are {_ranges(held)}" if held else "nothing is published yet"
+        raise VersionUnknown(f"version {goal} of run {run_id!r} is not held: {known}", version=goal, head=head.version)
+    reader = ChainReader(store, run_id)
+    manifests = await reader.plan(None, goal)
+    layout = manifests[-1].tensors
+    staged = await reader.stage(manifests, Stage(layout, None))
+    return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes().items()})
+
+
+async def fetch_weights(store: WeightStore, run_id: str, version: int | None = None) -> dict[str, NDArray[Any]]:
+    """A version's tensors by name, in their shapes, bit-exact; types that numpy lacks (bfloat16, float8) as bits.
+
+    Raises:
+        VersionUnknown, ChainBroken, DigestMismatch: as `fetch_bits`.
+    """
+    manifest, bits = await fetch_bits(store, run_id, version)
+    return {spec.name: _as_array(spec, bits[spec.name]) for spec in manifest.tensors.tensors}
+
+
+def _as_array(spec: TensorSpec, bits: Bits) -> NDArray[Any]:
+    return (bits.view(spec.dtype) if spec.dtype in NATIVE else bits).reshape(spec.shape)
+
+
+def _with_empty(layout: Layout, bits: dict[str, Bits]) -> dict[str, Bits]:
+    """`bits` with the tensors that have no elements, which no version carries."""
+    empty = {spec.name: np.zeros(0, spec.bits_dtype) for spec in layout.tensors if spec.element_count == 0}
+    return {**bits, **empty}
+
+
+def _batches(manifest: WeightManifest) -> list[list[int]]:
+    """Indices of chunks, in batches of at most FETCH_BYTES_MAX (or one chunk)."""
+    batches: list[list[int]] = []
+    room = 0
+    for index, size in enumerate(manifest.chunk_bytes.tolist()):
+        if size > room or not batches:
+            batches.append([])
+            room = FETCH_BYTES_MAX
+        batches[-1].append(index)
+        room -= size
+    return batches
+
+
+def _sort_out(
+    manifest: WeightManifest, found: dict[int, bytes | None], good: dict[int, bytes]
+) -> ChainBroken | DigestMismatch | None:
+    """Move what is right to `good`; returns why the rest is not."""
+    failure: ChainBroken | DigestMismatch | None = None
+    for index, data in found.items():
+        if data is None:
+            failure = ChainBroken(
+                f"chunk {index} of version {manifest.version} ({manifest.kind}) of run {manifest.run_id!r} is not held"
+                " any more: plan again from the head",
+                version=manifest.version,
+                chunk=index,
+            )
+            continue
+        try:
+            check_chunk(manifest, index, data)
+            good[index] = data
+        except DigestMismatch as error:
+            failure = error
+    return failure
+
+
+def _feed(stage: Stage, chunks: Sequence[bytes]) -> None:
+    for chunk in chunks:
+        stage.feed(chunk)
+
+
+def _ranges(versions: Sequence[int]) -> str:
+    """Ascending versions as text: 3-5, 8."""
+    parts: list[list[int]] = []
+    for version in versions:
+        if parts and version == parts[-1][-1] + 1:
+            parts[-1][1:] = [version]
+        else:
+            parts.append([version])
+    return ", ".join("-".join(str(end) for end in part) for part in parts)

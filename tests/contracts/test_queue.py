@@ -1,0 +1,371 @@
+"""What every queue promises, on Redis and in memory alike."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.errors import QueueFull
+from rollfab.fabric.ids import trajectory_id, turn_id
+from rollfab.fabric.ports import GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
+from rollfab.fabric.records import (
+    DeadLetter,
+    Lease,
+    Rollout,
+    Sampling,
+    Span,
+    TokenLog,
+    TrajectoryJob,
+    TurnJob,
+    TurnResult,
+)
+
+from .conftest import World
+
+EXPIRED_S = 0.3  # claims in these tests last 200 ms
+
+
+def group_of_size(group_id: str, size: int) -> GroupPush:
+    jobs = tuple(
+        TrajectoryJob(
+            trajectory_id=trajectory_id(group_id, index),
+            group_id=group_id,
+            task_id="t1",
+            index=index,
+            task={"map": "4x4"},
+            seed=7,
+        )
+        for index in range(size)
+    )
+    return GroupPush(group_id=group_id, task_id="t1", task={"map": "4x4"}, jobs=jobs)
+
+
+def rollout_of(claim: TrajectoryClaim, reward: float | None = 1.0) -> Rollout:
+    return Rollout(
+        trajectory_id=claim.job.trajectory_id,
+        group_id=claim.job.group_id,
+        task_id=claim.job.task_id,
+        reward=reward,
+        finish_reason="terminated",
+        turn_count=1,
+        attempt=claim.attempt,
+        seed=claim.job.seed,
+        spans=(Span(0, 2, "w1", 3),),
+        prompt_ids=np.array([1, 2, 3], np.int32),
+        completion_ids=np.array([4, 5], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        completion_mask=np.array([1, 1], np.uint8),
+    )
+
+
+def letter_of(claim: TrajectoryClaim) -> DeadLetter:
+    return DeadLetter(
+        trajectory_id=claim.job.trajectory_id,
+        run_id="r1",
+        worker_id="a1",
+        reason="it raised",
+        traceback="Traceback …",
+        attempt=claim.attempt,
+        job=dataclasses.asdict(claim.job),
+    )
+
+
+def turn_of(claim: TrajectoryClaim, index: int = 0, agent_id: str = "a1") -> TurnPush:
+    job = TurnJob(
+        turn_id=turn_id(claim.job.trajectory_id, index),
+        agent_id=agent_id,
+        sampling=Sampling(max_tokens=4),
+        prompt_ids=np.arange(5, dtype=np.int32),
+    )
+    return TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
+
+
+def result_of(name: str, tokens: int = 2) -> TurnResult:
+    return TurnResult(
+        turn_id=name,
+        finish_reason="stop",
+        spans=(Span(0, tokens, "w1", 0),),
+        completion_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+    )
+
+
+async def lease(world: World, worker_id: str = "w1", epoch: int = 1, slots: int = 8, ms: int | None = None) -> None:
+    made = Lease(worker_id=worker_id, run_id="r1", lease_epoch=epoch, slot_count=slots, lease_until_ms=None)
+    await world.board.set_lease(made, ms)
+
+
+async def claimed_turn(world: World) -> tuple[TrajectoryClaim, object]:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.turns.push("a1", [turn_of(claim)])
+    await lease(world)
+    exchange = await world.turns.exchange("w1", want=1, lease_epoch=1)
+    return claim, exchange.claims[0]
+
+
+async def test_a_group_goes_from_push_to_acknowledge(world: World) -> None:
+    # Given a pushed group whose two trajectories are run and settled
+    assert await world.rollouts.push([group_of_size("g1", 2)]) == [True]
+    claims = await world.trajectories.claim("a1", 10)
+    assert sorted(claim.job.trajectory_id for claim in claims) == ["g1.0", "g1.1"]
+    for claim in claims:
+        assert await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+    # When the trainer receives and acknowledges it
+    (delivery,) = await world.rollouts.receive("trainer", 4, 0.5)
+    assert [rollout.reward for rollout in delivery.group.rollouts] == [1.0, 1.0]
+    assert delivery.group.rollouts[0].completion_ids.tolist() == [4, 5]
+    assert not delivery.group.redelivered
+    assert await world.rollouts.acknowledge(delivery)
+    # Then nothing of it is left, and it does not come again
+    assert await world.rollouts.receive("trainer", 4, 0.05) == []
+    status = await world.board.run_status("r1")
+    assert status.depth == 0
+    assert status.counters["groups_consumed"] == 1
+
+
+async def test_a_repeated_push_changes_nothing_even_after_the_group_was_consumed(world: World) -> None:
+    group = group_of_size("g1", 1)
+    assert await world.rollouts.push([group]) == [True]
+    assert await world.rollouts.push([group]) == [False]
+    (claim,) = await world.trajectories.claim("a1", 9)
+    await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+    (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
+    await world.rollouts.acknowledge(delivery)
+    assert await world.rollouts.push([group]) == [False]
+    assert await world.trajectories.claim("a1", 9) == []
+
+
+async def test_a_push_above_the_bound_is_refused_whole(world: World) -> None:
+    size = 21
+    with pytest.raises(QueueFull) as caught:
+        await world.rollouts.push([group_of_size("g1", size)])
+    assert caught.value.facts["limit"] == 20
+    assert await world.trajectories.claim("a1", 9) == []
+    assert (await world.board.run_status("r1")).depth == 0
+
+
+async def test_an_unacknowledged_group_comes_again_to_a_restarted_trainer_and_says_so(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+    (first,) = await world.rollouts.receive("trainer", 1, 0.5)
+    # When the trainer dies before it acknowledges, and another process takes its name
+    (again,) = await world.again.receive("trainer", 1, 0.5)
+    # Then the same group arrives, marked, and only one of the two acknowledgements counts
+    assert again.group.group_id == first.group.group_id
+    assert again.group.redelivered
+    assert await world.again.acknowledge(again)
+    assert not await world.rollouts.acknowledge(first)
+
+
+async def test_a_turn_goes_from_agent_to_worker_and_back(world: World) -> None:
+    claim, turn = await claimed_turn(world)
+    assert turn.job.prompt_ids.tolist() == [0, 1, 2, 3, 4]
+    settle = TurnSettle(claim=turn, result=result_of("g1.0.0"))
+    exchange = await world.turns.exchange("w1", settles=[settle])
+    assert exchange.refused == []
+    (result,) = await world.turns.results("a1", 0.5)
+    assert result.turn_id == "g1.0.0"
+    assert await world.turns.results("a1", 0.02) == []
+    counters = (await world.board.run_status("r1")).counters
+    assert counters["turns_settled"] == 1
+    assert counters["tokens"] == 2
+
+
+async def test_settling_twice_with_one_fence_is_one_settling(world: World) -> None:
+    _, turn = await claimed_turn(world)
+    settle = TurnSettle(claim=turn, result=result_of("g1.0.0"))
+    for _ in range(2):
+        assert (await world.turns.exchange("w1", settles=[settle])).refused == []
+    assert len(await world.turns.results("a1", 0.2)) == 1
+    assert (await world.board.run_status("r1")).counters["turns_settled"] == 1
+
+
+async def test_a_late_worker_settles_nothing(world: World) -> None:
+    # Given a worker that froze until its claim was taken back and given to another
+    _, turn = await claimed_turn(world)
+    await asyncio.sleep(EXPIRED_S)
+    assert (await world.turns.reap("a1")).ready_count == 1
+    await lease(world, "w2")
+    exchange = await world.turns.exchange("w2", want=4, lease_epoch=1)
+    assert exchange.claims[0].fence > turn.fence
+    # When it wakes and hands in, then it is refused, and so is its renewal
+    late = await world.turns.exchange(
+        "w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))], progress=[TurnProgress(claim=turn)]
+    )
+    assert late.refused == ["g1.0.0"]
+    assert late.lost == ["g1.0.0"]
+    assert await world.turns.results("a1", 0.02) == []
+
+
+async def test_a_renewed_claim_does_not_expire(world: World) -> None:
+    _, turn = await claimed_turn(world)
+    for _ in range(4):
+        await asyncio.sleep(0.1)
+        assert (await world.turns.exchange("w1", progress=[TurnProgress(claim=turn)])).lost == []
+        assert (await world.turns.reap("a1")).ready_count == 0
+
+
+async def test_a_released_turn_continues_elsewhere_with_its_tokens(world: World) -> None:
+    _, turn = await claimed_turn(world)
+    log = TokenLog(
+        spans=(Span(0, 2, "w1", 0),), completion_ids=np.array([8, 9], np.int32), logprobs=np.zeros(2, np.float32)
+    )
+    await world.turns.release("w1", [TurnProgress(claim=turn, log=log)])
+    await lease(world, "w2")
+    (claim,) = (await world.turns.exchange("w2", want=1, lease_epoch=1)).claims
+    assert claim.log.completion_ids.tolist() == [8, 9]
+    assert claim.loss == 0
+
+
+async def test_tokens_saved_by_a_killed_worker_are_not_lost(world: World) -> None:
+    _, turn = await claimed_turn(world)
+    log = TokenLog(completion_ids=np.array([8], np.int32), logprobs=np.zeros(1, np.float32))
+    await world.turns.exchange("w1", progress=[TurnProgress(claim=turn, log=log)])
+    await asyncio.sleep(EXPIRED_S)
+    await world.turns.reap("a1")
+    await lease(world, "w2")
+    (claim,) = (await world.turns.exchange("w2", want=1, lease_epoch=1)).claims
+    assert claim.log.completion_ids.tolist() == [8]
+    assert claim.loss == 1
+
+
+async def test_nothing_is_claimed_without_a_lease_or_above_its_slots(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 4)])
+    claims = await world.trajectories.claim("a1", 4)
+    await world.turns.push("a1", [turn_of(claim) for claim in claims])
+    assert not (await world.turns.exchange("w1", want=4, lease_epoch=1)).has_lease
+    await lease(world, slots=3)
+    exchange = await world.turns.exchange("w1", want=4, lease_epoch=1)
+    assert len(exchange.claims) == 3
+    assert (await world.turns.exchange("w1", want=4, lease_epoch=1)).claims == []
+    # A newer lease ends the older: what is known under the old epoch is worth nothing
+    await lease(world, epoch=2)
+    assert not (await world.turns.exchange("w1", want=4, lease_epoch=1)).has_lease
+    assert (await world.turns.exchange("w1", want=4, lease_epoch=2)).has_lease
+
+
+async def test_an_expired_lease_claims_nothing(world: World) -> None:
+    await claimed_turn(world)
+    await lease(world, epoch=2, ms=50)
+    await asyncio.sleep(0.1)
+    assert not (await world.turns.exchange("w1", want=1, lease_epoch=2)).has_lease
+
+
+async def test_an_older_lease_never_replaces_a_newer_one(world: World) -> None:
+    await lease(world, epoch=5)
+    old = Lease(worker_id="w1", run_id="r1", lease_epoch=4, slot_count=1, lease_until_ms=None)
+    assert not await world.board.set_lease(old, None)
+    assert (await world.board.leases("r1"))["w1"].lease_epoch == 5
+
+
+async def test_a_restarted_agent_inherits_trajectory_turns_and_the_turn_under_way(world: World) -> None:
+    # Given a trajectory with one settled turn and one under way, whose agent dies
+    claim, turn = await claimed_turn(world)
+    await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
+    await world.turns.push("a1", [turn_of(claim, 1)])
+    (second,) = (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims
+    await asyncio.sleep(EXPIRED_S)
+    assert (await world.trajectories.reap("a2")).ready_count == 1
+    # When another agent takes it over
+    (taken,) = await world.trajectories.claim("a2", 1)
+    # Then it knows the settled turn, and the result of the one under way comes to it
+    assert [result.turn_id for result in taken.turns] == ["g1.0.0"]
+    assert taken.loss == 1
+    await world.turns.push("a2", [turn_of(taken, 1, "a2")])
+    outcome = await world.turns.exchange("w1", settles=[TurnSettle(claim=second, result=result_of("g1.0.1"))])
+    assert outcome.refused == []
+    assert [result.turn_id for result in await world.turns.results("a2", 0.5)] == ["g1.0.1"]
+    # And the dead agent, should it wake, can neither push nor settle
+    assert await world.turns.push("a1", [turn_of(claim, 2)]) == ["g1.0"]
+    assert not await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+
+
+async def test_a_turn_settled_while_its_agent_was_gone_is_delivered_to_the_next(world: World) -> None:
+    claim, turn = await claimed_turn(world)
+    await asyncio.sleep(EXPIRED_S)
+    await world.trajectories.reap("a2")
+    (taken,) = await world.trajectories.claim("a2", 1)
+    await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
+    await world.turns.push("a2", [turn_of(taken, 0, "a2")])
+    assert [result.turn_id for result in await world.turns.results("a2", 0.5)] == ["g1.0.0"]
+    assert claim.fence < taken.fence
+
+
+async def test_a_failed_attempt_starts_again_and_the_last_one_is_a_dead_letter(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 2)])
+    first, other = await world.trajectories.claim("a1", 2)
+    await world.turns.push("a1", [turn_of(first)])
+    assert await world.trajectories.fail(first.job.trajectory_id, first.fence, letter_of(first)) == "retry"
+    (second,) = await world.trajectories.claim("a1", 2)
+    assert (second.attempt, second.turns) == (1, ())
+    assert await world.trajectories.fail(first.job.trajectory_id, first.fence, letter_of(first)) == "lost"
+    assert await world.trajectories.fail(second.job.trajectory_id, second.fence, letter_of(second)) == "dead"
+    # Its group still arrives, naming the failure instead of scoring it
+    await world.trajectories.settle(other, rollout_of(other), is_scored=True)
+    (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
+    assert len(delivery.group.rollouts) == 1
+    assert delivery.group.failures == (first.job.trajectory_id,)
+    (letter,) = await world.rollouts.dead_letters(10)
+    assert letter.traceback == "Traceback …"
+    assert await world.rollouts.discard(letter.trajectory_id)
+
+
+async def test_a_trajectory_that_costs_too_many_agents_is_given_up(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    for loss in range(5):
+        (claim,) = await world.trajectories.claim(f"a{loss}", 1)
+        assert claim.loss == loss
+        await asyncio.sleep(EXPIRED_S)
+        reaped = await world.trajectories.reap("reaper")
+    assert reaped.dead_count == 1
+    (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
+    assert delivery.group.failures == ("g1.0",)
+
+
+async def test_scoring_completes_once_and_is_asked_for_again_when_nobody_answers(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await world.trajectories.settle(claim, rollout_of(claim, None), is_scored=False)
+    assert await world.rollouts.receive("trainer", 1, 0.05) == []
+    await asyncio.sleep(EXPIRED_S)
+    assert (await world.trajectories.reap("a1")).scoring == (("g1.0", claim.fence),)
+    task, rollout = await world.trajectories.scoring("g1.0")
+    assert task == {"map": "4x4"}
+    assert rollout.reward is None
+    assert await world.trajectories.score("g1.0", claim.fence, 0.5)
+    assert await world.trajectories.score("g1.0", claim.fence, 0.7)  # asked again: settled already, unchanged
+    (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
+    assert delivery.group.rollouts[0].reward == 0.5
+    assert (await world.board.run_status("r1")).counters["trajectories_completed"] == 1
+
+
+async def test_cancelling_a_group_takes_its_claims_away_and_leaves_nothing(world: World) -> None:
+    claim, turn = await claimed_turn(world)
+    assert await world.rollouts.cancel("g1")
+    assert not await world.rollouts.cancel("g1")
+    assert await world.trajectories.renew("a1", [claim]) == ["g1.0"]
+    assert (await world.turns.exchange("w1", progress=[TurnProgress(claim=turn)])).lost == ["g1.0.0"]
+    assert not await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.turns["claimed"], status.trajectories["running"]) == (0, 0, 0)
+
+
+async def test_a_released_trajectory_is_no_failure(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await world.trajectories.save("a1", claim, b"state")
+    await world.trajectories.release("a1", [claim])
+    (again,) = await world.trajectories.claim("a2", 1)
+    assert (again.attempt, again.loss, again.snapshot) == (0, 0, b"state")
+
+
+async def test_who_waits_is_woken_by_a_push(world: World) -> None:
+    waiting = asyncio.create_task(world.trajectories.wait(5))
+    await asyncio.sleep(0.05)
+    await world.rollouts.push([group_of_size("g1", 1)])
+    await asyncio.wait_for(waiting, 1)
