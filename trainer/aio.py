@@ -1,0 +1,358 @@
+"""The trainer's client: push tasks, consume completed groups, publish weights.
+
+This is the one implementation, asynchronous; client.py is the same surface for synchronous training loops.
+
+- A push acknowledged here survives the death of any process; repeating it (same group ids) changes nothing.
+- A group is acknowledged when the loop body that received it has ended; a group that was not comes again.
+- Bad input is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+from zlib import crc32
+
+from numpy.typing import NDArray
+
+from ..fabric.bus.fabric import RedisFabric
+from ..fabric.errors import EnvironmentUnknown, InputError, QueueFull, RunUnknown
+from ..fabric.ids import check_name, new_group_id, trajectory_id
+from ..fabric.offers import installed
+from ..fabric.ports import Delivery, GroupPush, RolloutStream, RunStatus
+from ..fabric.records import Group, RunConfig, TrajectoryJob, check_task
+from ..fabric.weights.chain import fetch_weights
+from ..fabric.wire import check_size, dump_json
+from .publish import Publisher, PublishReport
+
+TASK_BYTES_MAX = 1 << 20  # larger inputs belong in a file or object store, with a reference in the task
+PUSH_RETRY_S = 0.1
+POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
+
+
+class AsyncFabric:
+    """A connection to one broker. Made by `connect`."""
+
+    def __init__(self, ports: RedisFabric, url: str) -> None:
+        self._ports = ports
+        self.url = url
+
+    async def run(
+        self,
+        run_id: str,
+        *,
+        model: str | None = None,
+        environment: str | None = None,
+        **settings: Any,
+    ) -> AsyncRun:
+        """Open a run; the first one to name it creates it.
+
+        Args:
+            run_id: 1-63 letters, digits, "-" or "_".
+            model: preset, path or hub name; workers that hold it will serve the run. Needed to create.
+            environment: what trajectories play in, as agent workers offer it. Needed to create.
+            **settings: other fields of RunConfig (staleness, reward, environment_options, sampling, …).
+
+        Raises:
+            RunUnknown: neither model nor environment given, and the run does not exist.
+            EnvironmentUnknown: nobody offers that environment.
+            RunMismatch: the run exists with other settings.
+        """
+        check_name("run", run_id)
+        known = {field.name for field in dataclasses.fields(RunConfig)}
+        for name in settings:
+            if name not in known:
+                raise InputError(f"run {run_id!r}: there is no setting {name!r}; there are {', '.join(sorted(known))}")
+        if model is None or environment is None:
+            existing = (await self._ports.board.runs()).get(run_id)
+            if existing is None:
+                raise RunUnknown(
+                    f"run {run_id!r} does not exist on this broker: give model=… and environment=… to create it"
+                )
+            return AsyncRun(self._ports, existing)
+        await self._check_environment(environment)
+        config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
+        _check_run(config)
+        return AsyncRun(self._ports, await self._ports.board.create_run(config))
+
+    async def _check_environment(self, name: str) -> None:
+        offered = set(installed("rollfab.environments"))
+        for info, _ in (await self._ports.board.workers()).values():
+            offered.update(info.environments)
+        if name not in offered:
+            raise EnvironmentUnknown(
+                f"environment {name!r} is offered by no agent worker and not installed here; known: "
+                f"{', '.join(sorted(offered)) or 'none'}. Start an agent with --environment {name}=module:attr",
+                environment=name,
+            )
+
+    async def runs(self) -> dict[str, RunConfig]:
+        """Every run on this broker."""
+        return await self._ports.board.runs()
+
+    async def close(self) -> None:
+        """Close the connection; runs and their work stay."""
+        await self._ports.close()
+
+    async def __aenter__(self) -> AsyncFabric:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncRun:
+    """One training job's namespace: its tasks, its groups, its weights."""
+
+    def __init__(self, ports: RedisFabric, config: RunConfig) -> None:
+        self._ports = ports
+        self.config = config
+        self._rollouts = ports.rollouts(config)
+        self._publisher: Publisher | None = None
+        self._hand = Hand(self._rollouts)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.config.run_id
+
+    async def submit(
+        self,
+        tasks: Iterable[Mapping[str, Any]],
+        *,
+        group_size: int = 1,
+        group_ids: Sequence[str] | None = None,
+        timeout: float = 60.0,
+    ) -> list[str]:
+        """Push one group of `group_size` trajectories per task.
+
+        Args:
+            tasks: dicts that JSON can carry; "task_id" names a task, "seed" fixes its world for the whole group.
+            group_ids: names to use, one per task; pushing the same name again changes nothing, so a restarted
+                trainer may repeat itself. Default: new names.
+            timeout: seconds to wait while the run is full (back-pressure).
+
+        Returns:
+            The group ids, in the order of the tasks.
+
+        Raises:
+            InputError, PayloadTooLarge: names the task; nothing of this call was pushed.
+            QueueFull: still full after `timeout`; groups before the one that did not fit were pushed.
+        """
+        await self._hand.acknowledge()
+        groups = make_groups(list(tasks), group_size, group_ids)
+        deadline_s = asyncio.get_running_loop().time() + timeout
+        for start in range(0, len(groups), 64):
+            await self._push(groups[start : start + 64], deadline_s)
+        return [group.group_id for group in groups]
+
+    async def _push(self, groups: list[GroupPush], deadline_s: float) -> None:
+        while True:
+            try:
+                await self._rollouts.push(groups)
+                return
+            except QueueFull as error:
+                is_hopeless = max(len(group.jobs) for group in groups) > error.facts["limit"]
+                if is_hopeless or asyncio.get_running_loop().time() >= deadline_s:
+                    raise
+                await asyncio.sleep(PUSH_RETRY_S)
+
+    def groups(self, *, timeout: float | None = None, consumer: str = "trainer", count: int | None = None) -> Groups:
+        """Completed groups as they come. See `Groups` for when they are acknowledged.
+
+        Args:
+            timeout: seconds without any group after which the iteration ends; None: wait for ever.
+            consumer: who consumes; several processes of one trainer use different names.
+            count: end after this many groups.
+        """
+        return Groups(self._rollouts, self._hand, timeout=timeout, consumer=consumer, count=count)
+
+    async def publish(self, named: Any, *, version: int) -> PublishReport:
+        """Publish weights as `version`: a keyframe first, deltas later, bit-exact.
+
+        Args:
+            named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array).
+            version: must be newer than the head.
+
+        Raises:
+            LayoutMismatch: names, shapes or dtypes are not those of the run.
+            VersionConflict: not newer, or another publisher took over. Nothing was published.
+        """
+        await self._hand.acknowledge()
+        if self._publisher is None:
+            self._publisher = Publisher(self._ports.weights, self.run_id, shard_count=self.config.shard_count)
+        return await self._publisher.publish(named, version)
+
+    async def weights(self, version: int | None = None) -> dict[str, NDArray[Any]]:
+        """A published version (None: the head) as {name: array}; bf16 as uint16, where numpy has no type.
+
+        Raises:
+            VersionUnknown: never published, or no longer held.
+        """
+        return await fetch_weights(self._ports.weights, self.run_id, version)
+
+    async def head_version(self) -> int:
+        """The newest published version; -1 before the first."""
+        return (await self._ports.weights.head(self.run_id)).version
+
+    async def cancel(self, group_id: str) -> bool:
+        """Drop a group that is not needed any more; False when it is not there."""
+        return await self._rollouts.cancel(group_id)
+
+    async def status(self) -> RunStatus:
+        """The run in numbers."""
+        return await self._ports.board.run_status(self.run_id)
+
+
+class Hand:
+    """The group that a plain `for` loop is working on, not yet acknowledged."""
+
+    def __init__(self, rollouts: RolloutStream) -> None:
+        self._rollouts = rollouts
+        self._delivery: Delivery | None = None
+
+    def take(self, delivery: Delivery) -> None:
+        """Hold a group until the loop shows that it is done with it."""
+        assert self._delivery is None
+        self._delivery = delivery
+
+    async def acknowledge(self) -> None:
+        """The loop went on, so it is done with its group."""
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            await self._rollouts.acknowledge(delivery)
+
+
+class Groups:
+    """Completed groups of a run, in either of two ways.
+
+    `async for group in run.groups()`: each is acknowledged once the program goes on, that is with the next group or
+    the next call on the run. A body that raises and ends the process leaves its group to be delivered again.
+
+    `async with run.groups(count=16) as groups`: one transaction. All that were received inside are acknowledged
+    when the block ends without an exception; otherwise all of them come again, marked `redelivered`.
+    """
+
+    def __init__(
+        self, rollouts: RolloutStream, hand: Hand, *, timeout: float | None, consumer: str, count: int | None
+    ) -> None:
+        self._rollouts = rollouts
+        self._hand = hand
+        self._timeout = timeout
+        self._consumer = consumer
+        self._left = count
+        self._held: list[Delivery] | None = None
+
+    def __aiter__(self) -> Groups:
+        return self
+
+    async def __anext__(self) -> Group:
+        await self._hand.acknowledge()
+        if self._left == 0:
+            raise StopAsyncIteration
+        delivery = await self._receive()
+        if delivery is None:
+            raise StopAsyncIteration
+        if self._left is not None:
+            self._left -= 1
+        if self._held is None:
+            self._hand.take(delivery)
+        else:
+            self._held.append(delivery)
+        return delivery.group
+
+    async def _receive(self) -> Delivery | None:
+        loop = asyncio.get_running_loop()
+        end_s = None if self._timeout is None else loop.time() + self._timeout
+        while True:
+            left_s = POLL_S if end_s is None else min(POLL_S, end_s - loop.time())
+            found = await self._rollouts.receive(self._consumer, 1, max(left_s, 0.001))
+            if found:
+                return found[0]
+            if end_s is not None and loop.time() >= end_s:
+                return None
+
+    async def __aenter__(self) -> Groups:
+        await self._hand.acknowledge()
+        self._held = []
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held, self._held = self._held or [], None
+        for delivery in held:
+            if error is None:
+                await self._rollouts.acknowledge(delivery)
+            else:
+                self._rollouts.put_back(delivery)
+
+
+async def connect(url: str, *, client_name: str = "trainer") -> AsyncFabric:
+    """Connect to a broker by URL (redis://, rediss://, unix://).
+
+    Raises:
+        ConfigError: not such a URL.
+        BrokerError: unreachable, refused, too old, or it would evict keys.
+    """
+    return AsyncFabric(await RedisFabric.open(url, client_name=client_name), url)
+
+
+def make_groups(
+    tasks: Sequence[Mapping[str, Any]], group_size: int, group_ids: Sequence[str] | None = None
+) -> list[GroupPush]:
+    """The groups of some tasks, checked.
+
+    Raises:
+        InputError, PayloadTooLarge: names the task and what is wrong with it.
+    """
+    if not isinstance(group_size, int) or group_size < 1:
+        raise InputError(f"group_size is {group_size!r}, expected a whole number of at least 1")
+    if group_ids is not None and len(group_ids) != len(tasks):
+        raise InputError(f"{len(group_ids)} group_ids for {len(tasks)} tasks: one each, please")
+    groups: list[GroupPush] = []
+    for index, given in enumerate(tasks):
+        task = check_task(given, index)
+        try:
+            raw = dump_json(task)
+        except InputError as error:
+            raise InputError(f"task {index}: {error}", index=index) from error
+        check_size(f"task {index}", raw, TASK_BYTES_MAX)
+        group_id = new_group_id() if group_ids is None else check_name("group", group_ids[index])
+        groups.append(_group(group_id, task, group_size, str(task.get("task_id", f"task-{crc32(raw):08x}"))))
+    return groups
+
+
+def _group(group_id: str, task: dict[str, Any], group_size: int, task_id: str) -> GroupPush:
+    seed = task.get("seed")
+    jobs = tuple(
+        TrajectoryJob(
+            trajectory_id=trajectory_id(group_id, index),
+            group_id=group_id,
+            task_id=task_id,
+            index=index,
+            task=task,
+            seed=int(seed) if isinstance(seed, int) else crc32(f"{group_id}.{index}".encode()),
+        )
+        for index in range(group_size)
+    )
+    return GroupPush(group_id=group_id, task_id=task_id, task=task, jobs=jobs)
+
+
+def _check_run(config: RunConfig) -> None:
+    bounds: list[tuple[str, Any, bool]] = [
+        ("staleness", config.staleness, config.staleness >= 0),
+        ("attempt_count_max", config.attempt_count_max, config.attempt_count_max >= 1),
+        ("turn_count_max", config.turn_count_max, config.turn_count_max >= 1),
+        ("shard_count", config.shard_count, 1 <= config.shard_count <= 1024),
+        ("trajectory_count_max", config.trajectory_count_max, config.trajectory_count_max >= config.shard_count),
+        ("weight", config.weight, config.weight > 0),
+    ]
+    for name, value, is_fine in bounds:
+        if not is_fine:
+            raise InputError(f"run {config.run_id!r}: {name} is {value!r}, which is out of bounds (see RunConfig)")

@@ -1,0 +1,196 @@
+"""The trainer's client for synchronous training loops: aio.py's surface without `await`.
+
+One background thread runs one event loop per connection; every call here is handed to it and waited for. So the
+connection stays alive between calls, and a slow training step never makes the broker think the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from ..fabric.bus.embedded import EmbeddedBroker
+from ..fabric.ports import RunStatus
+from ..fabric.records import Group, RunConfig
+from . import aio
+from .publish import PublishReport
+
+T = TypeVar("T")
+
+
+class _Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollfab-client", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop and wait for it; an interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        self._loop.close()
+
+
+class Fabric:
+    """A connection to one broker. Made by `rollfab.connect`."""
+
+    def __init__(self, loop: _Loop, fabric: aio.AsyncFabric, broker: EmbeddedBroker | None) -> None:
+        self._loop = loop
+        self._fabric = fabric
+        self._broker = broker
+
+    @property
+    def url(self) -> str:
+        """The broker's URL: what workers are started with."""
+        return self._fabric.url
+
+    def run(self, run_id: str, *, model: str | None = None, environment: str | None = None, **settings: Any) -> Run:
+        """Open a run; the first one to name it creates it. See `AsyncFabric.run`."""
+        return Run(
+            self._loop, self._loop.call(self._fabric.run(run_id, model=model, environment=environment, **settings))
+        )
+
+    def runs(self) -> dict[str, RunConfig]:
+        """Every run on this broker."""
+        return self._loop.call(self._fabric.runs())
+
+    def close(self) -> None:
+        """Close the connection, and stop the broker if it is our own."""
+        self._loop.call(self._fabric.close())
+        self._loop.close()
+        if self._broker is not None:
+            self._broker.stop()
+
+    def __enter__(self) -> Fabric:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Run:
+    """One training job's namespace: its tasks, its groups, its weights. See `AsyncRun` for every argument."""
+
+    def __init__(self, loop: _Loop, run: aio.AsyncRun) -> None:
+        self._loop = loop
+        self._run = run
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self._run.run_id
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run is."""
+        return self._run.config
+
+    def submit(
+        self,
+        tasks: Iterable[Mapping[str, Any]],
+        *,
+        group_size: int = 1,
+        group_ids: Sequence[str] | None = None,
+        timeout: float = 60.0,
+    ) -> list[str]:
+        """Push one group of `group_size` trajectories per task; returns their group ids."""
+        return self._loop.call(self._run.submit(tasks, group_size=group_size, group_ids=group_ids, timeout=timeout))
+
+    def groups(self, *, timeout: float | None = None, consumer: str = "trainer", count: int | None = None) -> Groups:
+        """Completed groups as they come: `for group in run.groups()`, or `with run.groups(count=16) as groups`."""
+        return Groups(self._loop, self._run.groups(timeout=timeout, consumer=consumer, count=count))
+
+    def publish(self, named: Any, version: int) -> PublishReport:
+        """Publish weights as `version`: a keyframe first, deltas later, bit-exact."""
+        return self._loop.call(self._run.publish(named, version=version))
+
+    def weights(self, version: int | None = None) -> dict[str, NDArray[Any]]:
+        """A published version (None: the head) as {name: array}, bit-exact."""
+        return self._loop.call(self._run.weights(version))
+
+    def head_version(self) -> int:
+        """The newest published version; -1 before the first."""
+        return self._loop.call(self._run.head_version())
+
+    def cancel(self, group_id: str) -> bool:
+        """Drop a group that is not needed any more."""
+        return self._loop.call(self._run.cancel(group_id))
+
+    def status(self) -> RunStatus:
+        """The run in numbers."""
+        return self._loop.call(self._run.status())
+
+
+class Groups:
+    """Completed groups; acknowledged one by one in a plain loop, all together at the end of a `with` block.
+
+    See `aio.Groups`.
+    """
+
+    def __init__(self, loop: _Loop, groups: aio.Groups) -> None:
+        self._loop = loop
+        self._groups = groups
+
+    def __iter__(self) -> Iterator[Group]:
+        return self
+
+    def __next__(self) -> Group:
+        try:
+            return self._loop.call(self._groups.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def __enter__(self) -> Groups:
+        self._loop.call(self._groups.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call(self._groups.__aexit__(kind, error, trace))
+
+
+def connect(url: str | None = None, *, data_directory: str | Path | None = None) -> Fabric:
+    """Connect to a broker, or start a private one.
+
+    Args:
+        url: redis://, rediss:// or unix://. Default: the environment's ROLLFAB_URL; without it a private real server
+            is started, and stopped when this connection is closed.
+        data_directory: where a private server keeps its data; default a temporary directory.
+
+    Raises:
+        ConfigError: the URL is not one of ours.
+        BrokerError: unreachable, refused, too old, or it would evict keys.
+    """
+    url = url or os.environ.get("ROLLFAB_URL") or None
+    broker = None
+    if url is None:
+        broker = EmbeddedBroker.start(Path(data_directory) if data_directory is not None else None)
+        url = broker.url
+    loop = _Loop()
+    try:
+        return Fabric(loop, loop.call(aio.connect(url)), broker)
+    except BaseException:
+        loop.close()
+        if broker is not None:
+            broker.stop()
+        raise

@@ -1,0 +1,304 @@
+"""The agent worker: drives environments, many at once, and asks for turns.
+
+Per run that it can serve, four loops share one claim table: claim new trajectories, hand turn requests to the broker
+in batches, give arriving results to whoever waits for them, and renew what is held (and reap what others lost).
+One trajectory's life is episode.py's.
+
+- An environment that raises or hangs costs its own trajectory alone: the attempt fails, is tried again, and in the
+  end is a dead letter with its traceback; it is never scored as reward 0.
+- A claim that is lost ends its episode at once; whoever took it over goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import socket
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from ..fabric.clock import Clock
+from ..fabric.errors import BrokerError, ClaimLost, EnvironmentFailed, FabricError
+from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
+from ..fabric.records import DeadLetter, RunConfig, TurnJob, TurnResult, WorkerInfo
+from .engines.transformers_tokenizer import load_tokenizer
+from .environments.registry import Registry
+from .episode import Episode
+
+log = logging.getLogger(__name__)
+
+AskReward = Callable[[str, str, int], Awaitable[None]]  # run_id, trajectory_id, fence
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Settings of an agent worker."""
+
+    worker_id: str
+    environment_count: int = 256
+    """Environments at once, over all runs, [1, 10000]."""
+    environment_timeout_s: float = 30.0
+    """A reset or step that takes longer fails its attempt."""
+    turn_timeout_s: float = 600.0
+    """A turn that takes longer (no worker at all) fails its attempt."""
+    renew_s: float = 1.0
+    """Must be well below the claim time of 5 s."""
+    reap_s: float = 0.5
+    runs_s: float = 0.25
+    """How often new runs are looked for."""
+
+
+class AgentWorker:
+    """Serves every run whose environment it offers."""
+
+    def __init__(
+        self, fabric: Fabric, registry: Registry, config: AgentConfig, clock: Clock, *, ask_reward: AskReward
+    ) -> None:
+        self._fabric = fabric
+        self._registry = registry
+        self._config = config
+        self._clock = clock
+        self._ask_reward = ask_reward
+        self._agents: dict[str, RunAgent] = {}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`, then give unfinished trajectories back."""
+        beat = asyncio.create_task(self._beat())
+        try:
+            while not stop.is_set():
+                if beat.done():
+                    beat.result()
+                await self._follow_runs()
+                await self._clock.sleep(self._config.runs_s)
+        finally:
+            beat.cancel()
+            await asyncio.gather(beat, *(agent.close() for agent in self._agents.values()), return_exceptions=True)
+
+    async def _follow_runs(self) -> None:
+        try:
+            runs = await self._fabric.board.runs()
+        except BrokerError as error:
+            log.warning("agent.broker_lost", extra={"error": str(error)})
+            return
+        for name, agent in list(self._agents.items()):
+            if name not in runs or agent.has_died():
+                await self._agents.pop(name).close()
+        for name, config in runs.items():
+            if name not in self._agents and config.environment in self._registry.offered():
+                self._agents[name] = RunAgent(self, config)
+
+    async def _beat(self) -> None:
+        while True:
+            info = WorkerInfo(
+                worker_id=self._config.worker_id,
+                role="agent",
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                slot_count=self._config.environment_count,
+                running_count=self.running_count,
+                environments=self._registry.offered(),
+            )
+            try:
+                await self._fabric.board.heartbeat(info)
+            except BrokerError as error:
+                log.warning("agent.heartbeat_failed", extra={"error": str(error)})
+            await self._clock.sleep(1.0)
+
+    @property
+    def running_count(self) -> int:
+        """Environments in use now."""
+        return sum(len(agent.claims) for agent in self._agents.values())
+
+    @property
+    def parts(self) -> tuple[Fabric, Registry, AgentConfig, Clock, AskReward]:
+        """What a RunAgent works with."""
+        return self._fabric, self._registry, self._config, self._clock, self._ask_reward
+
+
+class RunAgent:
+    """The part of an agent worker that serves one run."""
+
+    def __init__(self, owner: AgentWorker, run: RunConfig) -> None:
+        self._owner = owner
+        self._fabric, self._registry, self._config, self._clock, self._ask_reward = owner.parts
+        self._run = run
+        self._trajectories = self._fabric.trajectories(run)
+        self._turns = self._fabric.turns(run)
+        self._tokenizer = load_tokenizer(run.model)
+        self.claims: dict[str, TrajectoryClaim] = {}
+        self._episodes: dict[str, asyncio.Task[None]] = {}
+        self._waiting: dict[str, asyncio.Future[TurnResult]] = {}
+        self._asked: list[TurnPush] = []
+        self._has_asked = asyncio.Event()
+        loops = (self._claim, self._push, self._receive, self._renew, self._reap)
+        self._loops = [asyncio.create_task(self._patiently(loop)) for loop in loops]
+
+    def has_died(self) -> bool:
+        """Whether a loop ended by an error that is ours."""
+        for loop in self._loops:
+            if loop.done() and not loop.cancelled() and loop.exception() is not None:
+                log.error("agent.loop_died", exc_info=loop.exception(), extra={"run_id": self._run.run_id})
+                return True
+        return False
+
+    async def close(self) -> None:
+        """Stop, and give back what is unfinished."""
+        for task in [*self._loops, *self._episodes.values()]:
+            task.cancel()
+        await asyncio.gather(*self._loops, *self._episodes.values(), return_exceptions=True)
+        try:
+            await self._trajectories.release(self._config.worker_id, list(self.claims.values()))
+        except FabricError as error:
+            log.warning("agent.left_without_saying", extra={"error": str(error)})
+
+    async def _patiently(self, loop: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await loop()
+            except BrokerError as error:
+                log.warning("agent.broker_lost", extra={"error": str(error)})
+                await self._clock.sleep(0.5)
+
+    # ---- the loops
+
+    async def _claim(self) -> None:
+        while True:
+            free = self._config.environment_count - self._owner.running_count
+            claims = await self._trajectories.claim(self._config.worker_id, free) if free > 0 else []
+            for claim in claims:
+                self._start(claim)
+            if free <= 0:
+                await self._clock.sleep(0.02)
+            elif not claims:
+                await self._trajectories.wait(0.5)
+
+    async def _push(self) -> None:
+        """All turns that were asked for in one round of the event loop go in one call."""
+        while True:
+            await self._has_asked.wait()
+            await asyncio.sleep(0)
+            self._has_asked.clear()
+            asked, self._asked = self._asked, []
+            try:
+                lost = await self._turns.push(self._config.worker_id, asked)
+            except BrokerError:
+                self._asked = [*asked, *self._asked]
+                self._has_asked.set()
+                raise
+            self._lose(lost)
+
+    async def _receive(self) -> None:
+        while True:
+            for result in await self._turns.results(self._config.worker_id, 1.0):
+                waiting = self._waiting.pop(result.turn_id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(result)
+
+    async def _renew(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.renew_s)
+            if self.claims:
+                self._lose(await self._trajectories.renew(self._config.worker_id, list(self.claims.values())))
+
+    async def _reap(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.reap_s)
+            await self._turns.reap(self._config.worker_id)
+            reaped = await self._trajectories.reap(self._config.worker_id)
+            for trajectory_id, fence in reaped.scoring:
+                await self._ask_reward(self._run.run_id, trajectory_id, fence)
+
+    # ---- one trajectory
+
+    def _start(self, claim: TrajectoryClaim) -> None:
+        name = claim.job.trajectory_id
+        self.claims[name] = claim
+        self._episodes[name] = asyncio.create_task(self._live(claim))
+
+    def _lose(self, trajectory_ids: list[str]) -> None:
+        for name in trajectory_ids:
+            task = self._episodes.get(name)
+            if task is not None:
+                task.cancel()
+
+    async def _live(self, claim: TrajectoryClaim) -> None:
+        """Run a claimed trajectory to its end, whatever that is."""
+        name = claim.job.trajectory_id
+        try:
+            world = (self._registry, self._tokenizer, self._config)
+            rollout = await Episode(self._run, claim, *world, self._ask(claim), self._save(claim)).run()
+            is_scored = self._run.reward is None
+            if await self._settle_patiently(lambda: self._trajectories.settle(claim, rollout, is_scored=is_scored)):
+                if not is_scored:
+                    await self._ask_reward(self._run.run_id, name, claim.fence)
+        except ClaimLost:
+            log.info("agent.claim_lost", extra={"job_id": name, "fence": claim.fence})
+        except Exception as error:  # around a user's environment: the attempt fails, the agent goes on
+            await self._fail(claim, error)
+        finally:
+            self.claims.pop(name, None)
+            self._episodes.pop(name, None)
+
+    async def _settle_patiently(self, settle: Callable[[], Awaitable[bool]]) -> bool:
+        """Settling is idempotent, so it is repeated until the broker answers or the claim is surely lost."""
+        for _ in range(10):
+            try:
+                return await settle()
+            except BrokerError as error:
+                log.warning("agent.broker_lost", extra={"error": str(error)})
+                await self._clock.sleep(0.5)
+        return False
+
+    async def _fail(self, claim: TrajectoryClaim, error: Exception) -> None:
+        letter = DeadLetter(
+            trajectory_id=claim.job.trajectory_id,
+            run_id=self._run.run_id,
+            worker_id=self._config.worker_id,
+            reason=f"{type(error).__name__}: {error}",
+            traceback=str(error.facts.get("traceback", "")) if isinstance(error, EnvironmentFailed) else "",
+            attempt=claim.attempt,
+            job=dataclasses.asdict(claim.job),
+        )
+        if not letter.traceback:
+            letter = dataclasses.replace(letter, traceback="".join(traceback.format_exception(error)))
+        try:
+            outcome = await self._trajectories.fail(claim.job.trajectory_id, claim.fence, letter)
+        except FabricError as trouble:
+            log.error("agent.fail_failed", extra={"job_id": claim.job.trajectory_id, "error": str(trouble)})
+            return
+        log.warning(
+            "agent.attempt_failed",
+            extra={
+                "job_id": claim.job.trajectory_id,
+                "attempt": claim.attempt,
+                "outcome": outcome,
+                "reason": letter.reason,
+            },
+        )
+
+    def _ask(self, claim: TrajectoryClaim) -> Callable[[TurnJob], Awaitable[TurnResult]]:
+        async def ask(job: TurnJob) -> TurnResult:
+            future: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+            self._waiting[job.turn_id] = future
+            self._asked.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
+            self._has_asked.set()
+            try:
+                return await asyncio.wait_for(future, self._config.turn_timeout_s)
+            finally:
+                self._waiting.pop(job.turn_id, None)
+
+        return ask
+
+    def _save(self, claim: TrajectoryClaim) -> Callable[[bytes], Awaitable[None]]:
+        async def save(snapshot: bytes) -> None:
+            if not await self._trajectories.save(self._config.worker_id, claim, snapshot):
+                raise ClaimLost(
+                    f"trajectory {claim.job.trajectory_id} is held by someone else now",
+                    job_id=claim.job.trajectory_id,
+                    fence=claim.fence,
+                )
+
+        return save

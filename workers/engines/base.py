@@ -1,0 +1,139 @@
+"""The engine protocol: the one door between a rollout worker and an inference engine.
+
+- `generate` starts a request and returns; whatever ends is handed out, in batches, by `finished`.
+- Aborting keeps the tokens made so far; nothing generated is thrown away.
+- A pause is counted by reason: the engine runs only while no reason holds it.
+- Weights change only between two engine steps, in place, and spans record which version made which token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...fabric.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling
+from ...fabric.weights.layout import Layout
+
+Bits = NDArray[Any]  # stored bits of a tensor, flat, as uint8 / uint16 / uint32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Continue `prompt_ids` followed by `prior_ids`.
+
+    prompt_ids: int32 (P,). prior_ids: int32 (T0,), tokens an earlier claim made; they count towards
+    sampling.max_tokens and are not returned again.
+    """
+
+    request_id: str
+    prompt_ids: Int32
+    sampling: Sampling
+    prior_ids: Int32 = field(default_factory=lambda: NO_IDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a request made (new tokens only).
+
+    completion_ids: int32 (T,). logprobs: float32 (T,), natural log under the distribution sampled from.
+    versions: (start, end, policy_version) stretches that cover [0, T). finish_reason: "" while it runs, then
+    stop, length, abort or error.
+    """
+
+    request_id: str
+    finish_reason: str = ""
+    completion_ids: Int32 = field(default_factory=lambda: NO_IDS)
+    logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
+    versions: tuple[tuple[int, int, int], ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Upper bounds that may change at any time; None: the engine's own."""
+
+    running_count: int | None = None
+    kv_tokens: int | None = None
+    step_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What the engine is doing now. Counts are since start."""
+
+    running_count: int
+    waiting_count: int
+    kv_used_fraction: float
+    step_count: int
+    token_count: int
+    active_version: int
+    paused_by: tuple[str, ...] = ()
+
+
+class StagedWeights(Protocol):
+    """Verified absolute values, ready to be written: name → (indices int64 or None for all, values as stored bits)."""
+
+    version: int
+
+    def writes(self) -> Mapping[str, tuple[NDArray[np.int64] | None, Bits]]: ...
+
+
+class Engine(Protocol):
+    """An inference engine that holds one model."""
+
+    @property
+    def layout(self) -> Layout:
+        """Names, shapes and dtypes of its parameters, tied ones once."""
+        ...
+
+    async def start(self) -> None:
+        """Build the model and start stepping. Raises EngineError."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; running requests are dropped."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> None:
+        """Start a request; never blocks. Raises EngineError when the request can not fit."""
+        ...
+
+    async def finished(self, timeout_s: float) -> list[Generation]:
+        """All requests that ended since the last call; waits up to `timeout_s` for the first."""
+        ...
+
+    def progress(self, request_ids: Sequence[str]) -> list[Generation]:
+        """Tokens so far of running requests; those that are not running are left out."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> list[Generation]:
+        """End requests now and return what each has made, finish_reason "abort" (or its own, if it just ended)."""
+        ...
+
+    async def pause(self, reason: str) -> None:
+        """Hold the engine between two steps, for one reason. Requests keep their KV cache."""
+        ...
+
+    async def resume(self, reason: str) -> None:
+        """Take one reason back."""
+        ...
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Change the bounds; takes effect at the next step."""
+        ...
+
+    def weight_bits(self) -> Mapping[str, Bits]:
+        """Stored bits of every parameter in host memory, flat, read only: live views on a CPU, a copy on a GPU."""
+        ...
+
+    async def apply(self, staged: StagedWeights) -> float:
+        """Write staged weights in place between two steps; returns the pause in seconds. Raises WeightError."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """What it does now."""
+        ...

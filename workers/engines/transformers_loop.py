@@ -1,0 +1,330 @@
+"""The thread side of the transformers engine: the library's generation loop, opened at its step boundary.
+
+- Everything that reads or changes the library's private state is in this file, and runs on the loop's thread.
+- Between two steps, in this order: commands (abort, apply, limits, a pause taking hold), admission, the step, delivery.
+- While the engine is held, commands are still served; no step is taken and every request keeps its KV cache.
+- A block of KV cache is shared between prompts only if all of it was computed with the weights of now. Requests that
+  lived through a commit keep their blocks but never offer them: `_stale_ids` says who they are. Forgetting the
+  hashes alone would not do, because the library hashes a request's old blocks again when it fills its next one.
+- Batches are never prepared ahead (`use_async_batching` off): between two steps no token is in flight, so the count of
+  tokens made before a commit is exact.
+
+Leans on private pieces of transformers 5.23; the engine's contract tests fail if another version changes them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .base import EngineLimits, Generation
+from .transformers_request import Admission
+from .transformers_sampler import Sampler, TemperatureReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """What the loop is sized for; none of it can change while it runs."""
+
+    slot_count: int
+    page_size: int
+    page_count: int
+    step_tokens_max: int
+    seed: int
+    may_use_flash: bool
+
+
+class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
+    """The library's manager, without its own thread and queues.
+
+    `deliver` is called on the loop's thread, once per step that ended requests.
+    """
+
+    def __init__(self, model: Any, options: LoopOptions, deliver: Callable[[list[Generation]], None]) -> None:
+        super().__init__(model, _generation_config(), _batching_config(options))
+        self._options = options
+        self._deliver = deliver
+        self._reader = TemperatureReader()
+        self.logit_processor.logits_processor = LogitsProcessorList([self._reader])
+        self.output_router: _Collector = _Collector()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._incoming: deque[Admission] = deque()
+        self._waiting: dict[str, Admission] = {}
+        self._admitted: dict[str, Admission] = {}
+        self._stale_ids: set[str] = set()
+        self._limits = EngineLimits()
+        self._ended_token_count = 0
+        self.hold_reasons: set[str] = set()
+        self.active_version = -1
+        self.current_batch = 0
+        with torch.random.fork_rng(devices=[]):  # the library seeds the process' random state here
+            self.batch_processor = self._create_batch_processor()
+
+    # From any thread ------------------------------------------------------------------------------------------------
+
+    def submit(self, admission: Admission) -> None:
+        """Queue a request; it joins at the next step for which there is room."""
+        self._incoming.append(admission)
+        self._wake_up_loop.set()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` on the loop's thread, between two steps. If it raises, the loop ends as in a crash."""
+        self._commands.append(command)
+        self._wake_up_loop.set()
+
+    def request_end(self) -> None:
+        """Ask `run` to return after the step at hand."""
+        status = self.background_thread_status
+        status.request_stop(status.HARD_STOP, 0)
+        self._wake_up_loop.set()
+
+    def wake(self) -> None:
+        """Let the loop look at `hold_reasons` again."""
+        self._wake_up_loop.set()
+
+    def progress(self, request_id: str) -> Generation | None:
+        """Tokens so far of a running request, read while the loop may be in a step; None if it is not running."""
+        admission = self._admitted.get(request_id)
+        state = self._state_of(request_id)
+        if admission is None or state is None:
+            return None
+        tokens, logprobs = _made(state)  # before the marks: a commit in between then has a mark past these tokens
+        return admission.generation("", tokens, logprobs)
+
+    def kv_used_fraction(self) -> float:
+        """Share of the cache that live requests hold; what is merely kept for later prompts is not counted."""
+        cache = self._processor.cache
+        kept = sum(len(ca.ledger.cached_blocks) * ca.bytes_per_block for ca in cache.cache_allocators.values())
+        free = cache.compute_free_capacity(relative=False)
+        return 1.0 - float((free + kept) / (cache.num_sectors * cache.bytes_per_sector))
+
+    @property
+    def running_count(self) -> int:
+        """Requests that hold a place in the engine."""
+        return len(self._admitted)
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting) + len(self._incoming)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens made since start."""
+        scheduler = self._processor.scheduler
+        states = [*list(scheduler.active_requests.values()), *list(scheduler.waiting_requests.values())]
+        return self._ended_token_count + sum(len(state.logprobs) for state in states)
+
+    # On the loop's thread: commands -----------------------------------------------------------------------------------
+
+    def abort(self, request_ids: Iterable[str]) -> list[Generation]:
+        """End requests now, wherever they are; those unknown or just ended are left out."""
+        self._take_incoming()
+        scheduler = self._processor.scheduler
+        ended = []
+        for request_id in request_ids:
+            admission = self._waiting.pop(request_id, None) or self._admitted.pop(request_id, None)
+            if admission is None:
+                continue
+            state = self._state_of(request_id)
+            tokens, logprobs = _made(state) if state is not None else ([], [])
+            scheduler.set_request_cancellation(request_id)
+            self._forget(request_id, len(tokens))
+            ended.append(admission.generation("abort", tokens, logprobs))
+        scheduler.clear_cancelled_requests()
+        return ended
+
+    def begin_version(self, version: int) -> None:
+        """From here on tokens are of `version`, and no KV block made before is shared with a new request.
+
+        A request that has no token yet starts over, so that its first ones do not stand on a prompt half of old KV.
+        """
+        self.active_version = version
+        self._restart_those_without_tokens()
+        for request_id, admission in self._admitted.items():
+            state = self._state_of(request_id)
+            admission.begin_version(len(state.logprobs), version)
+        cache = self._processor.cache
+        cache.evict_cached_blocks()
+        for allocator in cache.cache_allocators.values():
+            allocator.ledger.hash_to_block.clear()
+            allocator.ledger.block_to_hash.clear()
+        self._stale_ids.update(self._processor.scheduler.active_requests)
+
+    def _restart_those_without_tokens(self) -> None:
+        scheduler = self._processor.scheduler
+        restarted = {}
+        for request_id, state in scheduler.active_requests.items():
+            if not state.logprobs:
+                restarted[request_id] = self._admitted.pop(request_id)
+                scheduler.set_request_cancellation(request_id)
+        scheduler.clear_cancelled_requests()
+        self._waiting = {**restarted, **self._waiting}
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new bounds. With more running than `running_count` the oldest go on, the others wait with their KV."""
+        self._limits = limits
+        processor = self._processor
+        processor.scheduler.max_requests_per_batch = max(1, self._running_count_max)
+        step_tokens = self._options.step_tokens_max if limits.step_tokens is None else limits.step_tokens
+        processor.max_batch_tokens = max(1, min(step_tokens, self._options.step_tokens_max))
+
+    # On the loop's thread: the loop -----------------------------------------------------------------------------------
+
+    def run(self) -> BaseException | None:
+        """Generate until `request_end` or a crash; returns the error of a crash."""
+        self._run_generation_loop()
+        error: BaseException | None = self.background_thread_status.fatal_error
+        return error
+
+    def drain(self, error: str) -> list[Generation]:
+        """After `run`: everything not yet delivered, with its tokens so far; what had not ended has failed."""
+        self._take_incoming()
+        ended = [self._end(output) for output in self.output_router.take()]
+        for admission in [*self._admitted.values(), *self._waiting.values()]:
+            ended.append(admission.generation("error", [], [], error))
+        self._admitted.clear()
+        self._waiting.clear()
+        return ended
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        while self._commands:
+            self._commands.popleft()()
+        if self._is_held():
+            status = self.background_thread_status
+            if status.local_status == status.HARD_STOP:
+                return False
+            self._wake_up_loop.wait(timeout=0.1)  # as the library idles; a wake-up ends it at once
+            self._wake_up_loop.clear()
+            return True
+        self._admit()
+        more: bool = super()._generation_loop_body(batch_processor, bootstrapping)
+        if self.output_router.outputs:
+            self._deliver([self._end(output) for output in self.output_router.take()])
+        return more
+
+    def _is_held(self) -> bool:
+        return bool(self.hold_reasons) or self._limits.running_count == 0 or self._limits.step_tokens == 0
+
+    def _admit(self) -> None:
+        if self._incoming:
+            self._take_incoming()
+        room = self._running_count_max - len(self._admitted)
+        budget = self._limits.kv_tokens
+        while self._waiting and room > 0:
+            request_id, admission = next(iter(self._waiting.items()))
+            if budget is not None:
+                reserved = sum(other.context_tokens for other in self._admitted.values())
+                if reserved + admission.context_tokens > budget:
+                    return
+            del self._waiting[request_id]
+            admission.begin_version(0, self.active_version)
+            self._admitted[request_id] = admission
+            self.add_request(
+                admission.input_ids,
+                request_id=request_id,
+                max_new_tokens=admission.token_count_max,
+                eos_token_id=list(admission.stop_ids),
+                temperature=admission.temperature,
+            )
+            room -= 1
+
+    def _take_incoming(self) -> None:
+        while self._incoming:
+            admission = self._incoming.popleft()
+            self._waiting[admission.request_id] = admission
+
+    def _end(self, output: Any) -> Generation:
+        admission = self._admitted.pop(output.request_id)
+        tokens = output.generated_tokens
+        self._forget(output.request_id, len(tokens))
+        if output.status == RequestStatus.FAILED:
+            return admission.generation("error", tokens, output.logprobs, output.error)
+        reason = "stop" if tokens[-1] in admission.stop_ids else "length"
+        return admission.generation(reason, tokens, output.logprobs)
+
+    def _forget(self, request_id: str, token_count: int) -> None:
+        self._stale_ids.discard(request_id)
+        self._ended_token_count += token_count
+
+    @property
+    def _running_count_max(self) -> int:
+        bound = self._limits.running_count
+        return self._options.slot_count if bound is None else min(bound, self._options.slot_count)
+
+    @property
+    def _processor(self) -> Any:
+        return self.batch_processor
+
+    def _state_of(self, request_id: str) -> Any:
+        scheduler = self._processor.scheduler
+        return scheduler.active_requests.get(request_id) or scheduler.waiting_requests.get(request_id)
+
+    def _create_batch_processor(self) -> Any:
+        processor: Any = super()._create_batch_processor()
+        sampler = Sampler(self._reader, self._options.seed, self.model.device)
+        processor.model_runner._sample = sampler
+        register, stale_ids = type(processor.cache).mark_complete_blocks, self._stale_ids
+
+        def register_fresh_blocks(state: Any, complete_blocks: dict[str, int]) -> None:
+            if state.request_id not in stale_ids:
+                register(processor.cache, state, complete_blocks)
+
+        processor.cache.mark_complete_blocks = register_fresh_blocks
+        return processor
+
+
+class _Collector(OutputRouter):  # type: ignore[misc]
+    """Keeps what ended until the loop hands it out, instead of one thread-crossing call per request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+
+    def deliver(self, output: Any) -> None:
+        self.outputs.append(output)
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        self.outputs.extend(outputs)
+
+    def take(self) -> list[Any]:
+        taken, self.outputs = self.outputs, []
+        return taken
+
+
+def _made(state: Any) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities of a live request. Also right while the loop appends: tokens come first."""
+    tokens = state.generated_tokens[:]
+    if state._true_initial_tokens:  # evicted once: what it had made became part of its prompt
+        tokens = state.initial_tokens[state._true_initial_tokens :] + tokens
+    logprobs = state.logprobs[: len(tokens)]
+    return tokens[: len(logprobs)], logprobs
+
+
+def _generation_config() -> GenerationConfig:
+    # Any temperature but None and 1.0 makes the library carry one per request; the sampler never uses this one.
+    return GenerationConfig(do_sample=True, temperature=0.5, top_k=None, top_p=None, eos_token_id=-1, pad_token_id=0)
+
+
+def _batching_config(options: LoopOptions) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(
+        page_size=options.page_size,
+        num_blocks=options.page_count,
+        max_batch_tokens=options.step_tokens_max,
+        max_requests_per_batch=options.slot_count,
+        return_logprobs=True,
+        per_request_processors=True,
+        use_async_batching=False,
+        use_cuda_graph=False,  # not yet tried with in-place weights and our sampler
+        auto_switch_to_flash=options.may_use_flash,
+        seed=options.seed,
+    )

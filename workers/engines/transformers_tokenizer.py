@@ -1,0 +1,58 @@
+"""Which tokenizer a model has: the character tokenizer for presets, else the model's own, loaded when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ...fabric.errors import ConfigError
+from ...fabric.models import is_preset
+from ...fabric.records import Int32
+from ...fabric.tokenizer import CharTokenizer, Tokenizer
+
+
+class HubTokenizer:
+    """A tokenizer from a path or hub name. Needs the transformers library, which it imports."""
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model {model!r} has no tokenizer that can be loaded: {error}. Give a preset, a path or a hub name",
+                model=model,
+            ) from error
+
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def bos_id(self) -> int | None:
+        identifier: int | None = self._tokenizer.bos_token_id
+        return identifier
+
+    @property
+    def eos_id(self) -> int | None:
+        identifier: int | None = self._tokenizer.eos_token_id
+        return identifier
+
+    def encode(self, text: str) -> Int32:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a preset, path or hub name.
+
+    Raises:
+        ConfigError: it can not be loaded.
+    """
+    return CharTokenizer() if is_preset(model) else HubTokenizer(model)

@@ -1,0 +1,1 @@
+"""Environments: what a trajectory acts in, and how one is found by name."""

@@ -1,0 +1,179 @@
+"""The environment protocol, and the adapter that makes plain synchronous environments fit it.
+
+- An environment is one episode's world. It is made with its options, reset once with a task and a seed, stepped once
+  per turn with the text the policy wrote, and closed.
+- The same task, seed and actions give the same observations and rewards wherever `recovery` is "replay": that is how
+  a trajectory whose agent worker died goes on elsewhere.
+- An `inline` environment never blocks: its methods run on the event loop. Every other one is awaited under a time
+  limit, and the adapter below takes its calls off the loop.
+
+Finding an environment by name is registry.py's; turning text into tokens is the agent worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+from ...fabric.errors import EnvironmentFailed
+
+T = TypeVar("T")
+Recovery = Literal["replay", "snapshot", "restart"]
+FIVE = 5  # observation, reward, terminated, truncated, info
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSampling:
+    """How an environment wants its turns sampled, in text: the agent worker turns the stop texts into token ids."""
+
+    temperature: float = 1.0
+    max_tokens: int = 16
+    stop_texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the policy reads first; must not be empty."""
+
+    text: str
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What followed one action. `terminated`: the task ended; `truncated`: a limit cut it off."""
+
+    text: str
+    reward: float
+    terminated: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """No further action is taken."""
+        return self.terminated or self.truncated
+
+
+class Environment(ABC):
+    """One episode's world. Options arrive as keyword arguments of the constructor.
+
+    Attributes:
+        name: what a run calls it.
+        recovery: how a trajectory goes on after its agent worker died: "replay" the logged actions on the same seed,
+            load a "snapshot", or "restart" as a new attempt.
+        sampling: how turns are sampled unless the run says otherwise.
+        turn_count_max: turns after which the trajectory is cut off, unless the run says fewer.
+        inline: its methods return at once and may run on the event loop.
+    """
+
+    name: ClassVar[str] = ""
+    recovery: ClassVar[Recovery] = "replay"
+    sampling: TextSampling = TextSampling()
+    turn_count_max: int = 64
+    inline: bool = False
+
+    @abstractmethod
+    async def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        """Start the episode of `task`."""
+
+    @abstractmethod
+    async def step(self, action: str) -> Step:
+        """Apply what the policy wrote in one turn."""
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The state as plain JSON values; only asked of environments whose recovery is "snapshot"."""
+        raise NotImplementedError(f"environment {self.name!r} has no snapshots")
+
+    async def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a snapshot, on a fresh object that was never reset."""
+        raise NotImplementedError(f"environment {self.name!r} has no snapshots")
+
+    async def close(self) -> None:
+        """Free what it holds. Called once, also after a failure."""
+        return
+
+    @classmethod
+    def example_tasks(cls, count: int, first: int = 0) -> list[dict[str, Any]]:
+        """Tasks `first` … `first + count - 1` of an endless series, for demos and trials."""
+        return [{"seed": first + index} for index in range(count)]
+
+
+class GymEnvironment(Environment):
+    """A synchronous Gymnasium or GEM style object as an Environment.
+
+    `make(**options)` returns an object with `reset(seed=…) → (text, info)` and
+    `step(text) → (text, reward, terminated, truncated, info)`; `close()` is called where there is one. A task's
+    "seed", where given, replaces the trajectory's: then all of a group meet the same world. Observations that are
+    not text are shown as `str`. Unless `inline`, calls run in a thread, so a slow or hung one never stops the loop.
+    """
+
+    def __init__(self, make: Callable[..., Any], **options: Any) -> None:
+        self._world = make(**options)
+
+    async def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        """Start the episode.
+
+        Raises:
+            EnvironmentFailed: it did not answer with (observation, info).
+        """
+        answer = await self._call(lambda: self._world.reset(seed=int(task.get("seed", seed))))
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise EnvironmentFailed(f"{self.name}.reset gave {answer!r}, expected (observation, info)", reason="reset")
+        return Observation(str(answer[0]), dict(answer[1]))
+
+    async def step(self, action: str) -> Step:
+        """Apply one action.
+
+        Raises:
+            EnvironmentFailed: it did not answer with five values.
+        """
+        answer = await self._call(lambda: self._world.step(action))
+        if not (isinstance(answer, tuple) and len(answer) == FIVE):
+            raise EnvironmentFailed(
+                f"{self.name}.step gave {answer!r}, expected (observation, reward, terminated, truncated, info)",
+                reason="step",
+            )
+        text, reward, terminated, truncated, info = answer
+        return Step(str(text), reward, bool(terminated), bool(truncated), dict(info))
+
+    async def close(self) -> None:
+        """Close the wrapped object if it can be closed."""
+        close = getattr(self._world, "close", None)
+        if close is not None:
+            await self._call(close)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return function() if self.inline else await in_thread(function)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking call in a daemon thread of its own.
+
+    A pool would be used up by calls that hang, and its threads are joined when the process exits; these are neither.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # cancelled by the time limit
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        try:
+            result, error = function(), None
+        except BaseException as caught:  # noqa: BLE001 - user code: handed to the awaiting side as it is
+            result, error = None, caught
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="environment", daemon=True).start()
+    return await future

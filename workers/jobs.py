@@ -1,0 +1,193 @@
+"""rq: stateless CPU jobs, that is rewards and housekeeping.
+
+- The queue carries names and JSON, nothing else: no pickle, and no import path from the queue is ever imported.
+  A job whose name is not in the worker's own table is refused.
+- A reward job scores a batch (one rq job costs milliseconds, one reward microseconds), and is safe to repeat.
+- A reward function that raises, hangs or gives NaN fails its trajectory's attempt; it never becomes a reward of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from redis import Redis
+from rq import Queue, SimpleWorker
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from ..fabric.clock import Clock
+from ..fabric.errors import ConfigError, FabricError
+from ..fabric.ports import Fabric, TrajectoryQueue
+from ..fabric.records import DeadLetter, Rollout, RunConfig, TrajectoryJob, WorkerInfo, check_reward
+from .environments.registry import Registry
+
+log = logging.getLogger(__name__)
+
+QUEUE_NAME = "rollfab"
+JOB_TIMEOUT_S = 60  # for a whole batch; what is not scored by then is asked for again
+RESULT_TTL_S = 0  # results go to the fabric's own streams
+FAILURE_TTL_S = 3600
+GATHER_S = 0.02  # rewards asked for within this time travel in one job
+
+JobFunction = Callable[..., object]
+
+
+def open_queue(url: str) -> Queue:
+    """The rq queue on a broker, JSON only."""
+    return Queue(QUEUE_NAME, connection=Redis.from_url(url), serializer=JSONSerializer)
+
+
+class RewardAsker:
+    """Puts reward jobs on the rq queue, gathered into batches."""
+
+    def __init__(self, queue: Queue, clock: Clock) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._asked: dict[str, list[tuple[str, int]]] = {}
+        self._sending: asyncio.Task[None] | None = None
+
+    async def ask(self, run_id: str, trajectory_id: str, fence: int) -> None:
+        """Ask for the reward of one trajectory; if it gets lost on the way, reaping asks again."""
+        self._asked.setdefault(run_id, []).append((trajectory_id, fence))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        await self._clock.sleep(GATHER_S)
+        asked, self._asked = self._asked, {}
+        for run_id, rows in asked.items():
+            try:
+                await asyncio.to_thread(self._enqueue, "score", run_id, rows)
+            except Exception:
+                log.exception("rewards.not_asked", extra={"run_id": run_id, "count": len(rows)})
+
+    def _enqueue(self, name: str, *args: object) -> None:
+        enqueue(self._queue, name, *args)
+
+
+def enqueue(queue: Queue, name: str, *args: object) -> None:
+    """Put a job on the queue by its registered name."""
+    queue.enqueue_call(
+        name, args=args, timeout=JOB_TIMEOUT_S, result_ttl=RESULT_TTL_S, failure_ttl=FAILURE_TTL_S, description=name
+    )
+
+
+def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
+    """An rq job that runs functions of this table and nothing else."""
+
+    class RegisteredJob(Job):
+        @property
+        def func(self) -> JobFunction:
+            function = functions.get(self.func_name or "")
+            if function is None:
+                raise ConfigError(
+                    f"rq job {self.func_name!r} is not registered; this worker runs {', '.join(sorted(functions))}"
+                )
+            return function
+
+        # rq would import these by the path that the queue names.
+        success_callback = property(lambda self: None)
+        failure_callback = property(lambda self: None)
+        stopped_callback = property(lambda self: None)
+
+    return RegisteredJob
+
+
+class RewardWorker:
+    """Runs reward and housekeeping jobs in one process."""
+
+    def __init__(self, fabric: Fabric, registry: Registry, worker_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._fabric = fabric
+        self._registry = registry
+        self._worker_id = worker_id
+        self._loop = loop
+        self._runs: dict[str, tuple[RunConfig, TrajectoryQueue]] = {}
+
+    @property
+    def functions(self) -> dict[str, JobFunction]:
+        """The jobs this worker runs, by name."""
+        return {"score": self.score, "delete_run": self.delete_run}
+
+    def work(self, queue: Queue, info: WorkerInfo, *, burst: bool = False) -> None:
+        """Serve the queue until stopped by a signal; `burst`: until it is empty."""
+        beating = self._loop.create_task(self._beat(info))
+        worker = SimpleWorker(
+            [queue], connection=queue.connection, serializer=JSONSerializer, job_class=job_class(self.functions)
+        )
+        worker.log_result_lifespan = False
+        try:
+            worker.work(burst=burst, logging_level="WARNING")
+        finally:
+            self._loop.call_soon_threadsafe(beating.cancel)
+
+    async def _beat(self, info: WorkerInfo) -> None:
+        while True:
+            try:
+                await self._fabric.board.heartbeat(info)
+            except FabricError as error:
+                log.warning("rewards.heartbeat_failed", extra={"error": str(error)})
+            await asyncio.sleep(1.0)
+
+    def score(self, run_id: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Reward and complete trajectories, given as (trajectory_id, fence)."""
+        self._call(self._score(run_id, rows))
+
+    def delete_run(self, run_id: str) -> None:
+        """Remove a run and every key of it."""
+        self._call(self._fabric.board.delete_run(run_id))
+
+    def _call(self, work: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(JOB_TIMEOUT_S)
+
+    async def _score(self, run_id: str, rows: Sequence[Sequence[Any]]) -> None:
+        found = await self._run(run_id)
+        if found is None:
+            return
+        config, queue = found
+        for trajectory_id, fence in rows:
+            waiting = await queue.scoring(str(trajectory_id))
+            if waiting is None:
+                continue
+            task, rollout = waiting
+            try:
+                reward = await asyncio.to_thread(self._reward, config, task, rollout)
+            except Exception as error:  # noqa: BLE001 - around a user's reward function: its attempt fails
+                await queue.fail(rollout.trajectory_id, int(fence), self._letter(run_id, task, rollout, error))
+                continue
+            await queue.score(rollout.trajectory_id, int(fence), reward)
+
+    def _reward(self, config: RunConfig, task: dict[str, Any], rollout: Rollout) -> float:
+        function = self._registry.reward(config.reward or "")
+        return check_reward(function(task, rollout), f"reward function {config.reward!r}")
+
+    async def _run(self, run_id: str) -> tuple[RunConfig, TrajectoryQueue] | None:
+        if run_id not in self._runs:
+            config = (await self._fabric.board.runs()).get(run_id)
+            if config is None:
+                return None
+            self._runs[run_id] = (config, self._fabric.trajectories(config))
+        return self._runs[run_id]
+
+    def _letter(self, run_id: str, task: dict[str, Any], rollout: Rollout, error: Exception) -> DeadLetter:
+        job = TrajectoryJob(
+            trajectory_id=rollout.trajectory_id,
+            group_id=rollout.group_id,
+            task_id=rollout.task_id,
+            index=int(rollout.trajectory_id.rsplit(".", 1)[1]),
+            task=task,
+            seed=rollout.seed,
+        )
+        return DeadLetter(
+            trajectory_id=rollout.trajectory_id,
+            run_id=run_id,
+            worker_id=self._worker_id,
+            reason=f"{type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+            attempt=rollout.attempt,
+            job=dataclasses.asdict(job),
+        )
