@@ -1,0 +1,213 @@
+"""`rollfab`: every command is also a library call; this file only reads arguments and chooses exit codes.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage. Errors name the thing, the cause and the next step; --debug shows where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .. import __version__
+from ..fabric.errors import ConfigError, FabricError
+from .child import follow_parent
+from .options import Allowed, AsJson, Name, Port, Rewards, Url, need_url
+
+app = typer.Typer(
+    name="rollfab",
+    help="A rollout fabric: trainers push tasks, dedicated and lent GPUs pull turns, nothing is lost or done twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point: run a command, turn errors into one clear line."""
+    arguments = [each for each in sys.argv[1:] if each != "--debug"]
+    is_debug = len(arguments) < len(sys.argv) - 1
+    logging.basicConfig(
+        level=logging.DEBUG if is_debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    for noisy in ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    parent = os.environ.pop("ROLLFAB_PARENT", None)
+    if parent is not None:
+        follow_parent(int(parent))
+    else:
+        logging.getLogger("rollfab").setLevel(logging.DEBUG if is_debug else logging.WARNING)
+    try:
+        app(args=arguments)
+    except FabricError as error:
+        if is_debug:
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, markup=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+# ---------------------------------------------------------------- everything on this machine
+
+
+@app.command()
+def demo(
+    environment: Annotated[str, typer.Option(help="frozenlake or guess-the-number.")] = "frozenlake",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps. Default: until it is learnt.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the trainer's model and tasks.")] = 0,
+    output: Annotated[str, typer.Option(help="Where logs, the reward curve and data go.")] = "rollfab-demo",
+    port: Port = 0,
+    json: AsJson = False,
+) -> None:
+    """Everything at once on this machine: watch a tiny model learn, a GPU being lent, a worker being killed."""
+    from .demo import DemoOptions, run_demo
+
+    options = DemoOptions(environment=environment, steps=steps, seed=seed, output=output, port=port, is_json=json)
+    raise typer.Exit(run_demo(options))
+
+
+@app.command()
+def up(
+    url: Url = None,
+    model: Annotated[str, typer.Option(help="Preset, path or hub name that the workers hold.")] = "tiny",
+    dedicated: Annotated[int, typer.Option(help="Dedicated workers.", min=0)] = 1,
+    serving: Annotated[
+        int, typer.Option(help="Serving workers (lent only when `rollfab lend on` says so).", min=0)
+    ] = 0,
+    agents: Annotated[int, typer.Option(help="Agent workers.", min=0)] = 1,
+    slots: Annotated[int, typer.Option(help="Turns a worker runs at once.", min=1)] = 64,
+    data: Annotated[str, typer.Option(help="Where the private broker keeps its data, and logs go.")] = "rollfab-data",
+    port: Port = 8765,
+    environment: Allowed = None,
+    reward: Rewards = None,
+) -> None:
+    """Start all roles on this machine for your own trainer; stops them on Ctrl-C."""
+    from .up import UpOptions, run_up
+
+    options = UpOptions(
+        url=url,
+        model=model,
+        dedicated=dedicated,
+        serving=serving,
+        agents=agents,
+        slot_count=slots,
+        data=data,
+        port=port,
+        environments=tuple(environment or ()),
+        rewards=tuple(reward or ()),
+    )
+    raise typer.Exit(run_up(options))
+
+
+# ---------------------------------------------------------------- one role
+
+
+@app.command()
+def broker(
+    data: Annotated[str, typer.Option(help="Directory to keep.")] = "rollfab-data",
+    port: Annotated[int | None, typer.Option(help="Loopback port. Default: a unix socket.")] = None,
+) -> None:
+    """Run a private broker until Ctrl-C and print its URL."""
+    from .up import run_broker
+
+    raise typer.Exit(run_broker(data, port))
+
+
+@app.command()
+def controller(url: Url = None, name: Name = None) -> None:
+    """Run a capacity controller (several may run: one leads)."""
+    from .roles import RoleOptions, run_controller
+
+    run_controller(RoleOptions(url=need_url(url), name=name))
+
+
+@app.command()
+def agent(
+    url: Url = None,
+    name: Name = None,
+    environments: Annotated[int, typer.Option("--count", help="Environments at once.", min=1)] = 256,
+    timeout: Annotated[float, typer.Option(help="Seconds a reset or step may take.")] = 30.0,
+    environment: Allowed = None,
+    reward: Rewards = None,
+) -> None:
+    """Run an agent worker: drives environments on CPUs."""
+    from .roles import RoleOptions, run_agent
+
+    options = RoleOptions(
+        url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
+    )
+    run_agent(options, environment_count=environments, environment_timeout_s=timeout)
+
+
+@app.command()
+def worker(
+    url: Url = None,
+    name: Name = None,
+    role: Annotated[str, typer.Option(help="dedicated or serving.")] = "dedicated",
+    model: Annotated[str, typer.Option(help="Preset, path or hub name.")] = "tiny",
+    slots: Annotated[int, typer.Option(help="Turns it runs at once.", min=1)] = 64,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    context: Annotated[int, typer.Option(help="Longest context in tokens.", min=2)] = 512,
+    seed: Annotated[int | None, typer.Option(help="Of sampling; default: fresh.")] = None,
+) -> None:
+    """Run a rollout worker: generates turns while it holds a lease."""
+    from .roles import RoleOptions, run_worker
+
+    engine = {"device": device, "context_tokens_max": context, "seed": seed}
+    run_worker(
+        RoleOptions(url=need_url(url), name=name), role=role, model=model, slot_count=slots, engine_options=engine
+    )
+
+
+@app.command()
+def reward(url: Url = None, name: Name = None, environment: Allowed = None, reward: Rewards = None) -> None:
+    """Run an rq worker: reward functions and housekeeping."""
+    from .roles import RoleOptions, run_reward
+
+    options = RoleOptions(
+        url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
+    )
+    run_reward(options)
+
+
+@app.command()
+def api(
+    url: Url = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; anything but loopback needs keys.")] = "127.0.0.1",
+    port: Port = 8765,
+    read_key: Annotated[list[str] | None, typer.Option(envvar="ROLLFAB_READ_KEYS", help="May look.")] = None,
+    control_key: Annotated[
+        list[str] | None, typer.Option(envvar="ROLLFAB_CONTROL_KEYS", help="May look and act.")
+    ] = None,
+) -> None:
+    """Run the HTTP server: status, metrics, live page."""
+    from .roles import RoleOptions, run_api
+
+    run_api(
+        RoleOptions(url=need_url(url)), host=host, port=port, read_keys=read_key or [], control_keys=control_key or []
+    )
+
+
+def _register() -> None:
+    """Commands that live in files of their own."""
+    from . import bench, data, status
+
+    for module in (status, data):
+        module.register(app)
+    app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
+
+
+_register()

@@ -1,0 +1,190 @@
+"""`rollfab submit`, `consume`, `weights`, `dead`: work in and out, from the shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..fabric.bus.fabric import RedisFabric
+from ..fabric.errors import InputError, RunUnknown
+from ..fabric.ids import new_group_id, trajectory_id
+from ..fabric.ports import GroupPush
+from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
+from ..fabric.wire import dump_json, load_json
+from ..trainer.client import connect
+from .options import AsJson, Url, need_url
+from .status import with_ports
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    _register_work(app)
+    _register_weights(app)
+    _register_dead(app)
+
+
+def _register_work(app: typer.Typer) -> None:
+    @app.command()
+    def submit(
+        file: Annotated[Path, typer.Argument(help="One task (a JSON object) per line.", exists=True, dir_okay=False)],
+        run: Annotated[str, typer.Option(help="The run.")],
+        group_size: Annotated[int, typer.Option(help="Trajectories per task.", min=1)] = 8,
+        model: Annotated[str | None, typer.Option(help="To create the run.")] = None,
+        environment: Annotated[str | None, typer.Option(help="To create the run.")] = None,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        """Push the tasks of a file, one group each."""
+        tasks = [
+            _task(line, number) for number, line in enumerate(file.read_text("utf-8").splitlines(), 1) if line.strip()
+        ]
+        with connect(need_url(url)) as fabric:
+            ids = fabric.run(run, model=model, environment=environment).submit(tasks, group_size=group_size)
+        print(dump_json({"group_ids": ids}).decode() if json else f"{len(ids)} groups pushed to run {run}")
+
+    @app.command()
+    def consume(
+        run: Annotated[str, typer.Option(help="The run.")],
+        count: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
+        timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
+        consumer: Annotated[str, typer.Option(help="Who consumes.")] = "trainer",
+        url: Url = None,
+    ) -> None:
+        """Print completed groups as JSON lines, acknowledging each."""
+        with connect(need_url(url)) as fabric:
+            for group in fabric.run(run).groups(timeout=timeout, count=count, consumer=consumer):
+                print(dump_json(_group_row(group)).decode(), flush=True)
+
+
+def _task(line: str, number: int) -> dict[str, Any]:
+    task = load_json(line)
+    if not isinstance(task, dict):
+        raise InputError(f"line {number} is {type(task).__name__}, expected a JSON object")
+    return task
+
+
+def _group_row(group: Group) -> dict[str, Any]:
+    rows = [
+        {
+            "trajectory_id": each.trajectory_id,
+            "reward": each.reward,
+            "turn_count": each.turn_count,
+            "policy_version": each.policy_version,
+            "prompt_ids": each.prompt_ids.tolist(),
+            "completion_ids": each.completion_ids.tolist(),
+            "logprobs": each.logprobs.tolist(),
+            "completion_mask": each.completion_mask.tolist(),
+        }
+        for each in group.rollouts
+    ]
+    return {
+        "group_id": group.group_id,
+        "task_id": group.task_id,
+        "failures": list(group.failures),
+        "redelivered": group.redelivered,
+        "rollouts": rows,
+    }
+
+
+def _register_weights(app: typer.Typer) -> None:
+    weights = typer.Typer(no_args_is_help=True, help="Published weights.")
+    app.add_typer(weights, name="weights")
+
+    @weights.command("ls")
+    def list_weights(run: Annotated[str, typer.Option(help="The run.")], url: Url = None, json: AsJson = False) -> None:
+        """List the versions that are held."""
+
+        async def work(ports: RedisFabric) -> list[dict[str, Any]]:
+            head = await ports.weights.head(run)
+            names = await ports.weights.held(run)
+            found = await ports.weights.manifests(run, names)
+            return [
+                {
+                    "version": each.version,
+                    "kind": each.kind,
+                    "base_version": each.base_version,
+                    "payload_bytes": each.payload_bytes,
+                    "dense_bytes": each.dense_bytes,
+                    "changed_count": each.changed_count,
+                    "is_head": each.version == head.version,
+                }
+                for each in found
+                if each is not None
+            ]
+
+        rows = with_ports(need_url(url), work)
+        if json:
+            print(dump_json(rows).decode())
+            return
+        table = Table(header_style="bold")
+        for heading in ("version", "kind", "base", "bytes", "dense / bytes", "changed"):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            mark = " ← head" if row["is_head"] else ""
+            ratio = row["dense_bytes"] / max(1, row["payload_bytes"])
+            cells = (f"{row['payload_bytes']:,}", f"{ratio:.1f}", f"{row['changed_count']:,}")
+            table.add_row(f"{row['version']}{mark}", row["kind"], str(row["base_version"]), *cells)
+        Console().print(table)
+
+
+def _register_dead(app: typer.Typer) -> None:
+    dead = typer.Typer(no_args_is_help=True, help="Trajectories that were given up.")
+    app.add_typer(dead, name="dead")
+
+    @dead.command("ls")
+    def list_dead(run: Annotated[str, typer.Option(help="The run.")], url: Url = None, json: AsJson = False) -> None:
+        """List dead letters: which trajectory, and why."""
+        letters = with_ports(need_url(url), lambda ports: _letters(ports, run))
+        if json:
+            rows = [{"trajectory_id": each.trajectory_id, "reason": each.reason} for each in letters]
+            print(dump_json(rows).decode())
+            return
+        for letter in letters:
+            print(f"{letter.trajectory_id}  attempt {letter.attempt + 1}  {letter.reason}")
+
+    @dead.command("show")
+    def show_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
+        """Show one dead letter with its task and traceback."""
+        letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
+        print(
+            f"{letter.trajectory_id}: {letter.reason}\ntask: {dump_json(letter.job['task']).decode()}\n{letter.traceback}"
+        )
+
+    @dead.command("retry")
+    def retry_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
+        """Push a dead letter's task again, as a new group of one."""
+
+        async def work(ports: RedisFabric) -> str:
+            letter = _find(await _letters(ports, run), trajectory)
+            group_id = new_group_id()
+            job = TrajectoryJob(
+                **{**letter.job, "trajectory_id": trajectory_id(group_id, 0), "group_id": group_id, "index": 0}
+            )
+            rollouts = ports.rollouts(await _run(ports, run))
+            await rollouts.push([GroupPush(group_id=group_id, task_id=job.task_id, task=job.task, jobs=(job,))])
+            await rollouts.discard(trajectory)
+            return group_id
+
+        print(f"pushed again as group {with_ports(need_url(url), work)}")
+
+
+async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:
+    return await ports.rollouts(await _run(ports, run)).dead_letters(1000)
+
+
+async def _run(ports: RedisFabric, run: str) -> RunConfig:
+    runs = await ports.board.runs()
+    if run not in runs:
+        raise RunUnknown(f"run {run!r} does not exist on this broker; there are: {', '.join(sorted(runs)) or 'none'}")
+    return runs[run]
+
+
+def _find(letters: list[DeadLetter], trajectory: str) -> DeadLetter:
+    for letter in letters:
+        if letter.trajectory_id == trajectory:
+            return letter
+    raise InputError(f"no dead letter {trajectory!r} in this run; `rollfab dead ls` lists them")

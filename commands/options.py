@@ -1,0 +1,43 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..fabric.errors import ConfigError
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="ROLLFAB_URL",
+        help="Broker: redis://, rediss:// or unix://. [env: ROLLFAB_URL]",
+        show_envvar=False,
+    ),
+]
+Name = Annotated[str | None, typer.Option("--name", help="Worker id. Default: made from role, host and process.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Allowed = Annotated[
+    list[str] | None,
+    typer.Option("--environment", help="NAME=module:attr: an environment this process may import. Repeatable."),
+]
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option("--reward", help="NAME=module:attr: a reward function this process may import. Repeatable."),
+]
+Port = Annotated[int, typer.Option("--port", help="Port; 0 picks a free one.", min=0, max=65535)]
+
+
+def need_url(url: str | None) -> str:
+    """The broker's URL, given or found.
+
+    Raises:
+        ConfigError: none is known.
+    """
+    if url is None:
+        raise ConfigError(
+            "no broker: give --url redis://host:port, set ROLLFAB_URL, or start everything with `rollfab up`"
+        )
+    return url

@@ -1,0 +1,177 @@
+"""One role per process: what `rollfab controller`, `agent`, `worker`, `reward` and `api` run.
+
+Each opens its ports, serves until SIGTERM or SIGINT, and gives back what it holds. Imports of engines and web
+frameworks happen inside, so that every role pays only for what it uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..fabric.bus.fabric import RedisFabric
+from ..fabric.clock import SystemClock
+from ..fabric.errors import ConfigError
+from ..fabric.ids import new_worker_id
+from ..fabric.records import WorkerInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """What every role needs to know."""
+
+    url: str
+    """The broker."""
+    name: str | None = None
+    """The worker's id; default: made from role, host and process."""
+    environments: tuple[str, ...] = ()
+    """NAME=module:attr pairs that this process may import."""
+    rewards: tuple[str, ...] = ()
+    """NAME=module:attr pairs that this process may import."""
+
+    def worker_id(self, role: str) -> str:
+        """The name this process goes by on the broker."""
+        return self.name or new_worker_id(role)
+
+
+def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run a role's coroutine; SIGTERM and SIGINT ask it to stop."""
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await serve(stop)
+
+    asyncio.run(main())
+
+
+def run_controller(options: RoleOptions) -> None:
+    """Plan and publish leases."""
+    from ..workers.controller import Controller, ControllerConfig
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id("controller")
+        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+            controller = Controller(ports.board, ControllerConfig(worker_id=worker_id), SystemClock())
+            async with _beating(ports, _info(worker_id, "controller")):
+                await controller.run(stop)
+
+    run_until_stopped(serve)
+
+
+def run_agent(options: RoleOptions, *, environment_count: int, environment_timeout_s: float) -> None:
+    """Drive environments."""
+    from ..workers.agent import AgentConfig, AgentWorker
+    from ..workers.environments.registry import Registry
+    from ..workers.jobs import RewardAsker, open_queue
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id("agent")
+        registry = Registry(options.environments, options.rewards)
+        clock = SystemClock()
+        config = AgentConfig(
+            worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
+        )
+        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+            asker = RewardAsker(open_queue(options.url), clock)
+            await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)
+
+    run_until_stopped(serve)
+
+
+def run_worker(options: RoleOptions, *, role: str, model: str, slot_count: int, engine_options: dict[str, Any]) -> None:
+    """Generate turns under a lease."""
+    from ..workers.engines.transformers import TransformersConfig, TransformersEngine
+    from ..workers.rollout import RolloutConfig, RolloutWorker
+    from ..workers.weights import WeightReceiver
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id(role)
+        engine = TransformersEngine(TransformersConfig(model=model, slot_count=slot_count, **engine_options))
+        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+            await engine.start()
+            try:
+                worker = RolloutWorker(
+                    ports,
+                    engine,
+                    RolloutConfig(worker_id=worker_id, role=role, model=model, slot_count=slot_count),
+                    SystemClock(),
+                    make_receiver=lambda run_id: WeightReceiver(ports.weights, run_id, engine),
+                )
+                await worker.run(stop)
+            finally:
+                await engine.close()
+
+    if role not in ("dedicated", "serving"):
+        raise ConfigError(f"role {role!r} is neither dedicated nor serving")
+    run_until_stopped(serve)
+
+
+def run_reward(options: RoleOptions) -> None:
+    """Run rq jobs: rewards and housekeeping. rq owns the main thread and its signals; our loop has one of its own."""
+    import threading
+
+    from ..workers.environments.registry import Registry
+    from ..workers.jobs import RewardWorker, open_queue
+
+    worker_id = options.worker_id("reward")
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="fabric", daemon=True)
+    thread.start()
+    opened = asyncio.run_coroutine_threadsafe(RedisFabric.open(options.url, client_name=worker_id), loop)
+    ports = opened.result()
+    worker = RewardWorker(ports, Registry(options.environments, options.rewards), worker_id, loop)
+    try:
+        worker.work(open_queue(options.url), _info(worker_id, "reward"))
+    finally:
+        asyncio.run_coroutine_threadsafe(ports.close(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+
+
+def run_api(options: RoleOptions, *, host: str, port: int, read_keys: list[str], control_keys: list[str]) -> None:
+    """Serve HTTP: status, metrics, live page."""
+    from ..api.app import ApiConfig
+    from ..api.server import serve as serve_http
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id("api")
+        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+            config = ApiConfig(host=host, port=port, read_keys=tuple(read_keys), control_keys=tuple(control_keys))
+            await serve_http(ports, config, stop)
+
+    run_until_stopped(serve)
+
+
+def _info(worker_id: str, role: str) -> WorkerInfo:
+    return WorkerInfo(worker_id=worker_id, role=role, pid=os.getpid(), host=socket.gethostname())
+
+
+@contextlib.asynccontextmanager
+async def _beating(ports: RedisFabric, info: WorkerInfo) -> Any:
+    """Say once a second that this process lives, while the block runs."""
+    clock = SystemClock()
+
+    async def beat() -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                await ports.board.heartbeat(info)
+            await clock.sleep(1.0)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with contextlib.suppress(Exception):
+            await ports.board.forget_worker(info.worker_id)

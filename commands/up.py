@@ -1,0 +1,93 @@
+"""`rollfab up` and `rollfab broker`: the roles on one machine, for one's own trainer."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from ..fabric.bus.embedded import EmbeddedBroker
+from .supervisor import Supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpOptions:
+    """What to start."""
+
+    url: str | None
+    model: str
+    dedicated: int
+    serving: int
+    agents: int
+    slot_count: int
+    data: str
+    port: int
+    environments: tuple[str, ...] = ()
+    rewards: tuple[str, ...] = ()
+
+
+def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
+    """Start every role of `options` as a child process."""
+    allowed = [word for each in options.environments for word in ("--environment", each)]
+    allowed += [word for each in options.rewards for word in ("--reward", each)]
+    supervisor.add("controller", ["controller", "--url", url, "--name", "controller"])
+    for index in range(options.agents):
+        supervisor.add(f"agent-{index}", ["agent", "--url", url, *allowed])
+    for role, count in (("dedicated", options.dedicated), ("serving", options.serving)):
+        for index in range(count):
+            words = ["--role", role, "--model", options.model, "--slots", str(options.slot_count)]
+            supervisor.add(f"{role}-{index}", ["worker", "--url", url, *words])
+    supervisor.add("reward", ["reward", "--url", url, *allowed])
+    supervisor.add("api", ["api", "--url", url, "--port", str(options.port)])
+
+
+def run_up(options: UpOptions) -> int:
+    """Start everything and keep it running until Ctrl-C."""
+    console = Console()
+    directory = Path(options.data)
+    broker = None if options.url else EmbeddedBroker.start(directory / "broker")
+    url = options.url or (broker.url if broker else "")
+    stop = _stop_event()
+    try:
+        with Supervisor(directory / "logs") as supervisor:
+            start_roles(supervisor, url, options)
+            console.print(f"[bold]rollfab is up.[/] Page: http://127.0.0.1:{options.port}", highlight=False)
+            console.print(f"For your trainer:  export ROLLFAB_URL={url}", highlight=False, soft_wrap=True)
+            console.print(
+                f"Look:              rollfab status --watch      Logs: {supervisor.log_directory}/", highlight=False
+            )
+            while not stop.wait(0.5):
+                for child in supervisor.watch():
+                    console.print(f"[yellow]{child.name} ended with code {child.exit_code} and is started again[/]")
+                    console.print(child.tail(5), markup=False, highlight=False)
+                if broker is not None and not broker.is_running:
+                    console.print(
+                        "[bold red]error:[/] the private broker has ended; data is kept, start again to go on"
+                    )
+                    return 1
+    finally:
+        if broker is not None:
+            broker.stop()
+    console.print("stopped; queued work and weights are kept in " + str(directory))
+    return 0
+
+
+def run_broker(data: str, port: int | None) -> int:
+    """Run a private broker until Ctrl-C."""
+    stop = _stop_event()
+    with EmbeddedBroker.start(Path(data) / "broker", transport="tcp" if port else "unix", port=port) as broker:
+        print(broker.url, flush=True)
+        while not stop.wait(0.5):
+            if not broker.is_running:
+                return 1
+    return 0
+
+
+def _stop_event() -> threading.Event:
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
