@@ -1,0 +1,226 @@
+"""Publishing from a trainer: exact, checked before anything is written, and finished after every failure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollfab.fabric.errors import BrokerError, InputError, LayoutMismatch, VersionConflict
+from rollfab.fabric.rules.chain import DELTA, KEYFRAME
+from rollfab.fabric.weights.chain import fetch_weights
+from rollfab.trainer.publish import Publisher, collect_bits
+from tests.unit.faulty_weights import RUN, FaultyStore, assert_published, small_model, train
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore()
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return small_model()
+
+
+@pytest.fixture
+def publisher(store: FaultyStore) -> Publisher:
+    return Publisher(store, RUN)
+
+
+async def test_the_first_version_is_a_keyframe_and_the_next_a_delta(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    first = await publisher.publish(model.named_parameters(), 0)
+    with torch.no_grad():
+        next(iter(model.parameters()))[0, :3] += 1.0
+    second = await publisher.publish(model.named_parameters(), 1)
+
+    assert (first.kind, first.density) == (KEYFRAME, 1.0)
+    assert (second.kind, second.changed_count) == (DELTA, 3)
+    assert second.payload_bytes < 100 < first.payload_bytes
+    assert second.density == 3 / sum(parameter.numel() for parameter in model.parameters())
+    await assert_published(store, model)
+
+
+async def test_every_kind_of_tensor_is_published_exactly(store: FaultyStore, publisher: Publisher) -> None:
+    tensors = {
+        "bf16": torch.randn(3, 4).to(torch.bfloat16),
+        "f16": torch.randn(5).to(torch.float16),
+        "f32": torch.tensor([float("nan"), float("inf"), -0.0, 1e-42]),
+        "f8": torch.randn(9).to(torch.float8_e4m3fn),
+        "i8": torch.arange(-4, 4, dtype=torch.int8),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "transposed": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
+    }
+
+    await publisher.publish(tensors, 0)
+    found = await fetch_weights(store, RUN)
+
+    assert found["bf16"].dtype == np.uint16
+    assert found["f32"].dtype == np.float32
+    assert found["transposed"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    for name, tensor in tensors.items():
+        expected = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        assert found[name].shape == tuple(tensor.shape)
+        np.testing.assert_array_equal(found[name].reshape(-1).view(np.uint8), expected)
+
+
+async def test_what_was_fetched_can_be_published_again(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    await publisher.publish(model.named_parameters(), 0)
+
+    report = await publisher.publish(await fetch_weights(store, RUN), 1)
+
+    assert (report.kind, report.changed_count, report.payload_bytes) == (DELTA, 0, 0)
+
+
+def test_tensors_on_the_host_are_not_copied(model: torch.nn.Module) -> None:
+    _, bits = collect_bits(model.named_parameters())
+
+    for name, parameter in model.named_parameters():
+        assert bits[name].ctypes.data == parameter.data_ptr()
+
+
+async def test_tied_tensors_are_refused_by_name(store: FaultyStore, publisher: Publisher) -> None:
+    shared = torch.zeros(4, 4)
+
+    with pytest.raises(LayoutMismatch, match="'embed' and 'head' are tied"):
+        await publisher.publish({"embed": shared, "head": shared}, 0)
+    assert await store.held(RUN) == []
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "text"),
+    [
+        ([("w", torch.zeros(1)), ("w", torch.ones(1))], LayoutMismatch, "'w' appears twice"),
+        ({}, InputError, "no tensors"),
+        ({"w": [1.0, 2.0]}, InputError, "'w' is a list"),
+        ({"w": torch.zeros(3, dtype=torch.complex64)}, LayoutMismatch, "complex64"),
+        ({"w": torch.zeros(3, device="meta")}, InputError, "not a plain dense tensor"),
+    ],
+)
+async def test_what_cannot_be_published_is_named(publisher: Publisher, named: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        await publisher.publish(named, 0)
+
+
+async def test_another_layout_is_refused_before_anything_is_written(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    await publisher.publish(model.named_parameters(), 0)
+
+    with pytest.raises(LayoutMismatch, match=r"0\.weight: float32\[30, 40\] instead of bfloat16\[30, 40\]"):
+        await publisher.publish(small_model().float().named_parameters(), 1)
+
+    with pytest.raises(LayoutMismatch, match="different"):
+        await Publisher(store, RUN).publish(small_model().float().named_parameters(), 1)
+    assert await store.held(RUN) == [(0, KEYFRAME)]
+
+
+@pytest.mark.parametrize("version", [0, 3])
+async def test_a_version_that_is_not_newer_is_refused(
+    publisher: Publisher, model: torch.nn.Module, version: int
+) -> None:
+    await publisher.publish(model.named_parameters(), 3)
+    train(model)
+
+    with pytest.raises(
+        VersionConflict, match=f"version {version} of run 'publish' is not newer than its head, version 3"
+    ):
+        await publisher.publish(model.named_parameters(), version)
+
+
+async def test_publishing_the_same_again_changes_nothing(publisher: Publisher, model: torch.nn.Module) -> None:
+    first = await publisher.publish(model.named_parameters(), 0)
+
+    assert await publisher.publish(model.named_parameters(), 0) == first
+
+
+async def test_the_older_of_two_publishers_is_told(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    await publisher.publish(model.named_parameters(), 0)
+    await Publisher(store, RUN).publish(model.named_parameters(), 1)
+
+    with pytest.raises(VersionConflict, match="another publisher took over"):
+        await publisher.publish(model.named_parameters(), 2)
+
+
+@pytest.mark.parametrize("place", ["put_chunks", "put_manifest", "advance_head"])
+@pytest.mark.parametrize("how", ["fail_at", "lose_answer_at"])
+async def test_a_publish_that_failed_is_finished_by_the_next(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, place: str, how: str
+) -> None:
+    # Given a version whose sending broke off, and weights that moved on in place
+    await publisher.publish(model.named_parameters(), 0)
+    train(model)
+    setattr(store, how, place)
+    with pytest.raises(BrokerError):
+        await publisher.publish(model.named_parameters(), 1)
+    first = small_model()
+    first.load_state_dict(model.state_dict())
+    train(model, rate=1.0)
+
+    # When
+    report = await publisher.publish(model.named_parameters(), 2)
+
+    # Then both are there, exactly
+    assert report.kind == DELTA
+    await assert_published(store, first, 1)
+    await assert_published(store, model, 2)
+
+
+async def test_a_failed_publish_may_be_repeated_as_it_was(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    await publisher.publish(model.named_parameters(), 0)
+    train(model)
+    store.lose_answer_at = "advance_head"
+    with pytest.raises(BrokerError):
+        await publisher.publish(model.named_parameters(), 1)
+
+    report = await publisher.publish(model.named_parameters(), 1)
+
+    assert (report.version, report.kind) == (1, DELTA)
+    await assert_published(store, model, 1)
+
+
+async def test_a_restarted_trainer_begins_with_a_keyframe(store: FaultyStore, model: torch.nn.Module) -> None:
+    await Publisher(store, RUN).publish(model.named_parameters(), 0)
+    train(model)
+
+    report = await Publisher(store, RUN).publish(model.named_parameters(), 1)
+
+    assert report.kind == KEYFRAME
+    await assert_published(store, model)
+
+
+async def test_long_chains_get_a_keyframe_and_old_ones_go(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    keyframe_count = 0
+    for version in range(60):
+        train(model)
+        report = await publisher.publish(model.named_parameters(), version)
+        keyframe_count += report.kind == KEYFRAME or report.keyframe_bytes > 0
+        held = await store.held(RUN)
+        assert sum(kind == KEYFRAME for _, kind in held) <= 2
+
+    assert keyframe_count > 3
+    assert held[0][0] > 30
+    await assert_published(store, model)
+
+
+def test_the_publisher_does_not_load_torch_by_itself() -> None:
+    code = "import sys, rollfab.trainer.publish; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(root / "src")}).returncode == 0
