@@ -84,9 +84,7 @@ def up(
     url: Url = None,
     model: Annotated[str, typer.Option(help="Preset, path or hub name that the workers hold.")] = "tiny",
     dedicated: Annotated[int, typer.Option(help="Dedicated workers.", min=0)] = 1,
-    serving: Annotated[
-        int, typer.Option(help="Serving workers (lent only when `rollfab lend on` says so).", min=0)
-    ] = 0,
+    serving: Annotated[int, typer.Option(help="Serving workers, lent by `rollfab lend on`.", min=0)] = 0,
     agents: Annotated[int, typer.Option(help="Agent workers.", min=0)] = 1,
     slots: Annotated[int, typer.Option(help="Turns a worker runs at once.", min=1)] = 64,
     data: Annotated[str, typer.Option(help="Where the private broker keeps its data, and logs go.")] = "rollfab-data",
@@ -203,9 +201,9 @@ def api(
 
 def _register() -> None:
     """Commands that live in files of their own."""
-    from . import bench, data, status
+    from . import bench, data, status, train
 
-    for module in (status, data):
+    for module in (status, data, train):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

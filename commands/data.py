@@ -150,9 +150,8 @@ def _register_dead(app: typer.Typer) -> None:
     def show_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
         """Show one dead letter with its task and traceback."""
         letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
-        print(
-            f"{letter.trajectory_id}: {letter.reason}\ntask: {dump_json(letter.job['task']).decode()}\n{letter.traceback}"
-        )
+        print(f"{letter.trajectory_id}: {letter.reason}")
+        print(f"task: {dump_json(letter.job['task']).decode()}\n{letter.traceback}")
 
     @dead.command("retry")
     def retry_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:

@@ -38,6 +38,7 @@ def need_url(url: str | None) -> str:
     """
     if url is None:
         raise ConfigError(
-            "no broker: give --url redis://host:port, set ROLLFAB_URL, or start everything with `rollfab up`"
+            "no broker: give --url redis://host:port, set ROLLFAB_URL, or start everything with `rollfab up`",
+            setting="url",
         )
     return url

@@ -103,6 +103,12 @@ def draw(seen: dict[str, Any]) -> Group:
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
+    _register_status(app)
+    _register_lend(app)
+    _register_doctor(app)
+
+
+def _register_status(app: typer.Typer) -> None:
 
     @app.command()
     def status(
@@ -124,6 +130,8 @@ def register(app: typer.Typer) -> None:
 
         with_ports(need_url(url), follow)
 
+
+def _register_lend(app: typer.Typer) -> None:
     @app.command()
     def lend(
         switch: Annotated[str, typer.Argument(help="on, off, status, or a number of slots.")],
@@ -151,6 +159,8 @@ def register(app: typer.Typer) -> None:
         for row in seen["serving_workers"]:
             print(f"  {row['worker_id']}: {row['running_count']} turns for {row['run_id'] or 'nobody'}")
 
+
+def _register_doctor(app: typer.Typer) -> None:
     @app.command()
     def doctor(json: AsJson = False) -> None:
         """Say what is missing on this machine, and what to type."""

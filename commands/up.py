@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,7 @@ def run_up(options: UpOptions) -> int:
                     console.print(f"[yellow]{child.name} ended with code {child.exit_code} and is started again[/]")
                     console.print(child.tail(5), markup=False, highlight=False)
                 if broker is not None and not broker.is_running:
-                    console.print(
-                        "[bold red]error:[/] the private broker has ended; data is kept, start again to go on"
-                    )
+                    console.print("[bold red]error:[/] the private broker has ended; its data is kept: start again")
                     return 1
     finally:
         if broker is not None:
@@ -84,6 +83,13 @@ def run_broker(data: str, port: int | None) -> int:
             if not broker.is_running:
                 return 1
     return 0
+
+
+def free_port() -> int:
+    """A loopback port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _stop_event() -> threading.Event:

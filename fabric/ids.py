@@ -26,7 +26,8 @@ def check_name(kind: str, name: str) -> str:
     """
     if not isinstance(name, str) or not NAME.match(name):
         raise ConfigError(
-            f"{kind} {name!r} is not a valid name: use 1 to 63 letters, digits, '-' or '_', starting with a letter or digit",
+            f"{kind} {name!r} is not a valid name: use 1 to 63 letters, digits, '-' or '_', "
+            "starting with a letter or digit",
             kind=kind,
             name=name,
         )

@@ -200,6 +200,10 @@ class AsyncRun:
         """The newest published version; -1 before the first."""
         return (await self._ports.weights.head(self.run_id)).version
 
+    async def report(self, **facts: Any) -> None:
+        """Say how training goes (step, reward_mean, loss, …): shown on the page and in `rollfab status`."""
+        await self._ports.board.add_event("trainer.step", {"run_id": self.run_id, **facts})
+
     async def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more; False when it is not there."""
         return await self._rollouts.cancel(group_id)

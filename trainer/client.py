@@ -131,6 +131,10 @@ class Run:
         """The newest published version; -1 before the first."""
         return self._loop.call(self._run.head_version())
 
+    def report(self, **facts: Any) -> None:
+        """Say how training goes (step, reward_mean, loss, …): shown on the page and in `rollfab status`."""
+        self._loop.call(self._run.report(**facts))
+
     def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more."""
         return self._loop.call(self._run.cancel(group_id))

@@ -9,47 +9,48 @@ Keys of one script share a hash tag, so they share a slot of a Redis Cluster. Th
 Values written `a b c` are words joined by one blank; times are integer milliseconds of the broker's clock.
 
 Fabric: tag {rf}
-  rf:{rf}:runs              HASH  run_id → RunConfig. No TTL; deleted by `delete_run`.
-  rf:{rf}:workers           HASH  worker_id → WorkerInfo. Deleted by the controller when the heartbeat is too old.
-  rf:{rf}:heartbeats        ZSET  worker_id → time of the last heartbeat. As above.
-  rf:{rf}:lends             HASH  worker_id (or "*") → "on" | "off" | a slot limit: the serving team's switch. Theirs to delete.
-  rf:{rf}:assignments       HASH  worker_id → "run_id lease_epoch": which run's leases to look at. Controller; with the worker.
-  rf:{rf}:leader            STRING controller id, PX: the leader's time. Expires by itself.
-  rf:{rf}:lease_epoch       STRING counter, only grows; also the leader's fence. Never deleted.
-  rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: a log for people, owed to nobody.
+  rf:{rf}:runs              HASH   run_id → RunConfig. No TTL; deleted by `delete_run`.
+  rf:{rf}:workers           HASH   worker_id → WorkerInfo. Deleted by the worker as it leaves, or by the controller
+                                   when its heartbeat is too old.
+  rf:{rf}:heartbeats        ZSET   worker_id → time of the last heartbeat. As above.
+  rf:{rf}:lends             HASH   worker_id (or "*") → "on" | "off" | a slot limit: the serving team's switch, theirs.
+  rf:{rf}:assignments       HASH   worker_id → run_id: which run's leases to look at. Controller; with the worker.
+  rf:{rf}:leader            STRING "controller term". Expires by itself (PX).
+  rf:{rf}:lease_epoch       STRING counter of terms, only grows. Never deleted.
+  rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: for people to read.
 
-Run shard: tag {run.s}
-  rf:{run.s}:run            HASH  shard facts: head_version, staleness, depth (trajectories not yet consumed), depth_max, attempt_count_max.
-                                  Deleted with the run.
-  rf:{run.s}:counters       HASH  totals since the run began (groups_submitted, turns_settled, tokens, …). With the run.
-  rf:{run.s}:leases         HASH  worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
-  rf:{run.s}:group:<id>     HASH  size, closed (trajectories that ended), failed, state (open|complete|cancelled), task (JSON).
-                                  Deleted by acknowledge or cancel.
-  rf:{run.s}:rollouts:<id>  HASH  trajectory_id → Rollout. As above.
+Run shard: tag {run.s}. Without a note: deleted with the run.
+  rf:{run.s}:run            HASH   head_version, staleness, depth (trajectories not yet consumed), depth_max.
+  rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
+  rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
+  rf:{run.s}:group:<id>     HASH   size, closed (trajectories that ended), failed, state (open | complete), task (JSON).
+                                   Deleted by acknowledge or cancel.
+  rf:{run.s}:rollouts:<id>  HASH   trajectory_id → Rollout. As above.
   rf:{run.s}:completed      STREAM group: complete groups, consumer group "trainer". Entry deleted by acknowledge.
-  rf:{run.s}:dead           HASH  trajectory_id → DeadLetter. Deleted by retry or discard; bounded with depth, see bus/queue.py.
-  rf:{run.s}:consumed       ZSET  group_id → time of acknowledgement, the newest CONSUMED_COUNT_MAX: makes pushes repeatable.
+  rf:{run.s}:dead           HASH   trajectory_id → DeadLetter. Deleted by retry or discard.
+  rf:{run.s}:consumed       ZSET   group_id → time of acknowledgement, the newest CONSUMED_COUNT_MAX.
 
   For each kind of job, K = trajectory | turn:
   rf:{run.s}:K:ready        STREAM id: jobs that wait, consumer group "workers". Entry deleted by claim.
-  rf:{run.s}:K:job          HASH  id → TrajectoryJob | TurnJob. Deleted when the job ends.
-  rf:{run.s}:K:record       HASH  id → "state fence attempt loss worker". Trajectories: deleted with the group.
-                                  Turns: deleted when their trajectory ends.
-  rf:{run.s}:K:deadline     ZSET  id → claim_until_ms. Member deleted when the claim ends.
-  rf:{run.s}:K:held         HASH  worker_id → claims it holds. Field deleted at zero.
-  rf:{run.s}:K:bell         LIST  wakes one idle worker; bounded to 64 (lua/use/ring.lua): more would only
-                                  cost empty claims.
-  rf:{run.s}:K:log          HASH  id → what an unfinished job has made so far: a turn's TokenLog, a trajectory's environment
-                                  snapshot (JSON). Deleted when the job ends.
-  rf:{run.s}:turn:agent     HASH  turn_id → agent_id that waits for it. Deleted when its trajectory ends.
-  rf:{run.s}:turn:result    HASH  turn_id → TurnResult, for the trajectory's recovery. Deleted when its trajectory ends.
-  rf:{run.s}:inbox:<agent>  STREAM id, result: settled turns for one agent worker. Entries deleted by it; TTL INBOX_TTL_MS.
+  rf:{run.s}:K:job          HASH   id → TrajectoryJob | TurnJob. Deleted when the job ends.
+  rf:{run.s}:K:record       HASH   id → "state fence attempt loss worker". Trajectories: deleted with the group.
+                                   Turns: deleted when their trajectory ends.
+  rf:{run.s}:K:deadline     ZSET   id → claim_until_ms. Member deleted when the claim ends.
+  rf:{run.s}:K:held         HASH   worker_id → claims it holds. Field deleted at zero.
+  rf:{run.s}:K:bell         LIST   wakes one idle worker; bounded to 64: more would only cost empty claims.
+  rf:{run.s}:K:log          HASH   id → what an unfinished job has made so far: a turn's TokenLog, a trajectory's
+                                   snapshot (JSON). Deleted when the job ends.
+  rf:{run.s}:turn:agent     HASH   turn_id → agent_id that waits for it. Deleted when its trajectory ends.
+  rf:{run.s}:turn:result    HASH   turn_id → TurnResult, for recovery. Deleted when its trajectory ends.
+  rf:{run.s}:inbox:<agent>  STREAM id, result: settled turns for one agent. Entries deleted by it; TTL INBOX_TTL_MS.
 
 Weights: tag {run.w}
-  rf:{run.w}:head           HASH  version, epoch (the publisher's fence), kind. Deleted with the run.
-  rf:{run.w}:manifests      HASH  "<version>:<kind>" → WeightManifest. Publisher, when no longer reachable.
-  rf:{run.w}:chunk:<version>:<kind>:<i>   STRING encoded blocks. As its manifest.
+  rf:{run.w}:head           HASH   version, epoch (the publisher's fence), kind, moved_by (epoch that moved it).
+  rf:{run.w}:manifests      HASH   "<version>:<kind>" → WeightManifest. Publisher, when no longer reachable.
+  rf:{run.w}:chunk:<version>:<kind>.<epoch>:<i>   STRING encoded blocks. As its manifest; TTL until that is written.
   rf:{run.w}:announcements  STREAM version: a hint that the head moved; truth is head. Bounded to 16.
+
+rq keeps its own keys under `rq:` (workers/jobs.py); job results there live for 0 s, failures for an hour.
 """
 
 from __future__ import annotations

@@ -21,5 +21,6 @@ def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
     ]
     if differing:
         raise RunMismatch(
-            f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. Use another name, or delete it first"
+            f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. "
+            "Use another name, or delete it first"
         )

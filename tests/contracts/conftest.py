@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from redis.crc import key_slot
 
 from rollfab.fabric.bus.board import RedisLeaseBoard
 from rollfab.fabric.bus.connection import open_broker
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.bus.rollouts import RedisRolloutStream
+from rollfab.fabric.bus.scripts import Call, Scripts
 from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.bus.turns import RedisTurnQueue
 from rollfab.fabric.memory.board import MemoryLeaseBoard
@@ -31,6 +33,20 @@ class World:
     turns: Any
     rollouts: Any
     again: Any  # a second view of the rollouts, as a restarted trainer has
+
+
+@pytest.fixture(autouse=True)
+def one_slot_per_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every script that any contract test calls touches one slot of a Redis Cluster."""
+    call_many = Scripts.call_many
+
+    async def checked(self: Scripts, calls: Sequence[Call]) -> list[Any]:
+        for name, keys, _ in calls:
+            slots = {key_slot(key.encode()) for key in keys}
+            assert len(slots) == 1, f"script {name} touches {len(slots)} slots: {keys}"
+        return await call_many(self, calls)
+
+    monkeypatch.setattr(Scripts, "call_many", checked)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 
 from rollfab.fabric.bus.connection import open_broker
 from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
-from rollfab.fabric.bus.weights import RedisWeightStore
+from rollfab.fabric.bus.weights import BLOCK_MS_MAX, RedisWeightStore
 from rollfab.fabric.errors import BrokerError, VersionConflict, VersionUnknown
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
@@ -20,6 +20,7 @@ from rollfab.fabric.ports_weights import WeightStore
 from rollfab.fabric.rules.chain import DELTA, KEYFRAME
 from rollfab.fabric.weights.chain import fetch_weights
 from rollfab.fabric.weights.layout import Layout, TensorSpec
+from rollfab.fabric.weights.manifest import Head
 from rollfab.fabric.weights.snapshot import Identity, Prepared, Snapshot
 
 RUN = "weights"
@@ -294,6 +295,28 @@ async def test_a_lost_announcement_costs_a_poll_and_no_more(stored: Stored) -> N
     async with asyncio.timeout(3.0):
         assert (await waiting).version == 0
     assert trainer.epoch == 1
+
+
+class HurriedStore(RedisWeightStore):
+    """The head moves just after it was read."""
+
+    trainer: Trainer | None = None
+
+    async def head(self, run_id: str) -> Head:
+        head = await super().head(run_id)
+        if self.trainer is not None:
+            trainer, self.trainer = self.trainer, None
+            await publish(self, trainer, 0)
+        return head
+
+
+@only_redis
+async def test_an_announcement_between_looking_and_waiting_is_not_missed(stored: Stored) -> None:
+    store = HurriedStore(stored.client)
+    store.trainer = Trainer(await store.open_publisher(RUN))
+
+    async with asyncio.timeout(BLOCK_MS_MAX / 2000):
+        assert (await store.wait_head(RUN, -1, 60.0)).version == 0
 
 
 @only_redis

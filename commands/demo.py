@@ -1,0 +1,189 @@
+"""`rollfab demo`: the whole fabric on one machine, on real parts, with faults on purpose.
+
+What happens, and when, is the script below; what it shows is demo_view.py's. Everything it starts is a process of its
+own with the same command that a person would type. The demo itself only starts, kills, switches and looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from ..fabric.bus.embedded import EmbeddedBroker
+from ..fabric.bus.fabric import RedisFabric
+from ..fabric.errors import FabricError
+from ..fabric.wire import dump_json, load_json
+from .demo_view import DemoState, draw, draw_curve, summarise
+from .status import snapshot
+from .supervisor import Supervisor
+from .up import UpOptions, free_port, start_roles
+
+RUN_ID = "demo"
+DEADLINE_S = 900.0
+LOOK_S = 0.25
+SLOT_COUNT = 32  # fewer than trajectories in flight, so that lending shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the demo does."""
+
+    environment: str
+    steps: int | None
+    seed: int
+    output: str
+    port: int
+    is_json: bool
+
+
+@dataclass
+class Script:
+    """What is done on purpose, by the share of training that has passed."""
+
+    lend_on_at: float = 0.15
+    kill_at: float = 0.4
+    lend_off_at: float = 0.6
+    lend_again_at: float = 0.8
+    done: set[str] = field(default_factory=set)
+
+    def due(self, share: float) -> str | None:
+        """The next act whose time has come, once each."""
+        for name in ("lend_on", "kill", "lend_off", "lend_again"):
+            if name not in self.done and share >= getattr(self, f"{name}_at"):
+                self.done.add(name)
+                return name
+        return None
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run the demo; returns the exit code."""
+    directory = Path(options.output)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("summary.json", "reward.png"):
+        (directory / name).unlink(missing_ok=True)
+    console = Console(stderr=options.is_json)
+    port = options.port or free_port()
+    started_s = time.monotonic()
+    with EmbeddedBroker.start() as broker, Supervisor(_logs(directory)) as supervisor:
+        roles = UpOptions(
+            url=broker.url,
+            model="tiny",
+            dedicated=1,
+            serving=1,
+            agents=1,
+            slot_count=SLOT_COUNT,
+            data=options.output,
+            port=port,
+        )
+        start_roles(supervisor, broker.url, roles)
+        supervisor.add("trainer", _trainer_words(broker.url, options, directory), is_restarted=False)
+        state = asyncio.run(_watch(broker.url, supervisor, console, options, port))
+        state.seconds = time.monotonic() - started_s
+    return _finish(state, directory, console, options)
+
+
+def _logs(directory: Path) -> Path:
+    logs = directory / "logs"
+    for old in logs.glob("*.log"):
+        old.unlink()
+    return logs
+
+
+def _trainer_words(url: str, options: DemoOptions, directory: Path) -> list[str]:
+    words = ["train", "--url", url, "--run", RUN_ID, "--environment", options.environment, "--seed", str(options.seed)]
+    words += ["--reward", "environment-sum", "--output", str(directory), "--fresh"]
+    return words + (["--steps", str(options.steps)] if options.steps else [])
+
+
+async def _watch(url: str, supervisor: Supervisor, console: Console, options: DemoOptions, port: int) -> DemoState:
+    """Look, act, and draw until the trainer ends."""
+    state = DemoState(environment=options.environment, page=f"http://127.0.0.1:{port}")
+    script = Script()
+    trainer = supervisor.children["trainer"]
+    async with await RedisFabric.open(url, client_name="demo") as ports:
+        with Live(console=console, refresh_per_second=4, transient=False) as live:
+            after = "0-0"
+            while trainer.is_running and state.elapsed_s() < DEADLINE_S:
+                after = await _look(ports, state, after)
+                for child in supervisor.watch():
+                    if child.name != "trainer":
+                        state.say(f"{child.name} ended with code {child.exit_code}; the supervisor starts it again")
+                await _act(ports, supervisor, state, script.due(state.share()))
+                live.update(draw(state))
+                await asyncio.sleep(LOOK_S)
+            await _look(ports, state, after)
+            live.update(draw(state))
+    if trainer.is_running:
+        state.failure = f"the trainer was not done after {DEADLINE_S:.0f} s"
+    elif trainer.process is not None and trainer.process.returncode != 0:
+        state.failure = f"the trainer ended with code {trainer.process.returncode}:\n{trainer.tail()}"
+    return state
+
+
+async def _look(ports: RedisFabric, state: DemoState, after: str) -> str:
+    """Take in what the broker knows now; returns the id of the last event seen."""
+    try:
+        state.take(await snapshot(ports))
+        for event_id, kind, facts in await ports.board.events(after, 100, 0.001):
+            after = event_id
+            state.take_event(kind, facts)
+    except FabricError as error:
+        state.say(f"the broker did not answer: {error}")
+    return after
+
+
+async def _act(ports: RedisFabric, supervisor: Supervisor, state: DemoState, act: str | None) -> None:
+    """Do one thing on purpose."""
+    if act in ("lend_on", "lend_again"):
+        state.say("the serving team lends its GPU:  rollfab lend on")
+        await ports.board.set_lend("*", "on")
+    elif act == "lend_off":
+        state.say("the serving team wants its GPU back:  rollfab lend off")
+        await ports.board.set_lend("*", "off")
+    elif act == "kill":
+        running = state.running_on("dedicated")
+        pid = supervisor.kill("dedicated-0")
+        state.kill_count += 1
+        state.say(f"kill -9 {pid}: the dedicated worker dies with {running} turns in flight")
+
+
+def _finish(state: DemoState, directory: Path, console: Console, options: DemoOptions) -> int:
+    """Summary, curve, and where to look next."""
+    found = directory / "summary.json"
+    if state.failure is not None or not found.exists():
+        console.print(f"[bold red]error:[/] the demo failed: {state.failure or 'the trainer left no summary'}")
+        console.print(f"Every role's log is in {directory / 'logs'}/")
+        return 1
+    summary: dict[str, Any] = summarise(state, load_json(found.read_bytes()))
+    curve = directory / "reward.png"
+    draw_curve(state.rewards, curve, options.environment)
+    if options.is_json:
+        print(dump_json(summary).decode())
+    else:
+        _tell(console, summary, directory, curve)
+    return 0 if summary["lost"] == 0 and summary["duplicated"] == 0 else 1
+
+
+def _tell(console: Console, summary: dict[str, Any], directory: Path, curve: Path) -> None:
+    lines = (
+        f"[bold]{summary['steps']} steps in {summary['seconds']:.0f} s[/]: mean reward "
+        f"{summary['reward_first']:.2f} → [bold green]{summary['reward_last']:.2f}[/]",
+        f"{summary['rollouts']:,} rollouts, {summary['turns']:,} turns; "
+        f"[bold]{summary['lost']} lost, {summary['duplicated']} duplicated[/] in spite of the kill -9; "
+        f"{summary['resumed_turns']} turns finished by another claim than their first",
+        f"weights: {summary['deltas']} deltas, dense is {summary['delta_ratio']:.2f}x their bytes "
+        "(every weight of so small a model moves at so large a learning rate; at RL rates on bf16 it is around 100x)",
+        "",
+        f"reward curve   {curve}",
+        f"logs           {directory / 'logs'}/",
+        "your trainer   rollfab up, then follow README.md, “Bring your own”",
+        "your harm      rollfab demo --environment guess-the-number; kill any process while it runs",
+    )
+    for line in lines:
+        console.print(line, highlight=False)

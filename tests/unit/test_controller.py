@@ -1,0 +1,116 @@
+"""The controller over the in-memory board: leases follow demand, and an old leader changes nothing."""
+
+from __future__ import annotations
+
+from rollfab.fabric.clock import SystemClock
+from rollfab.fabric.memory.board import MemoryLeaseBoard
+from rollfab.fabric.memory.state import MemoryBroker
+from rollfab.fabric.records import RunConfig, WorkerInfo
+from rollfab.workers.controller import Controller, ControllerConfig, lend_limit
+
+
+class Setting:
+    """A board with one run, a dedicated and a serving worker."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.board = MemoryLeaseBoard(self.broker)
+
+    async def begin(self) -> Setting:
+        await self.board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
+        self.broker.runs["r1"].head_version = 0
+        await self.beat()
+        return self
+
+    async def beat(self) -> None:
+        for role in ("dedicated", "serving"):
+            info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", model="m", slot_count=4)
+            await self.board.heartbeat(info)
+
+    def demand(self, count: int) -> None:
+        self.broker.runs["r1"].trajectories.ready = [f"g.{index}" for index in range(count)]
+
+    def controller(self, name: str = "c1") -> Controller:
+        return Controller(self.board, ControllerConfig(worker_id=name), SystemClock())
+
+    async def held(self) -> dict[str, int]:
+        return {name: lease.slot_count for name, lease in (await self.board.leases("r1")).items()}
+
+
+async def test_a_dedicated_worker_gets_a_standing_lease() -> None:
+    setting = await Setting().begin()
+    await setting.controller().tick(1)
+    (lease,) = (await setting.board.leases("r1")).values()
+    assert (lease.worker_id, lease.slot_count, lease.lease_until_ms) == ("dedicated", 4, None)
+
+
+async def test_a_serving_worker_is_lent_when_its_team_says_so_and_there_is_demand() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    controller = setting.controller()
+    await controller.tick(1)
+    assert await setting.held() == {"dedicated": 4}
+    await setting.board.set_lend("*", "on")
+    await controller.tick(1)
+    assert await setting.held() == {"dedicated": 4, "serving": 4}
+    await setting.board.set_lend("*", "off")
+    await controller.tick(1)
+    assert await setting.held() == {"dedicated": 4}
+
+
+async def test_an_unchanged_lease_keeps_its_epoch_and_a_changed_one_gets_a_higher() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("serving", "2")
+    controller = setting.controller()
+    await controller.tick(1)
+    first = (await setting.board.leases("r1"))["serving"]
+    await controller.tick(1)
+    assert (await setting.board.leases("r1"))["serving"].lease_epoch == first.lease_epoch
+    await setting.board.set_lend("serving", "3")
+    await controller.tick(1)
+    second = (await setting.board.leases("r1"))["serving"]
+    assert (second.slot_count, second.lease_epoch > first.lease_epoch) == (3, True)
+
+
+async def test_a_leader_that_was_replaced_changes_nothing() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    old, new = setting.controller("old"), setting.controller("new")
+    await old.tick(1)
+    await new.tick(2)
+    before = await setting.board.leases("r1")
+    await setting.board.set_lend("*", "2")
+    await old.tick(1)
+    after = await setting.board.leases("r1")
+    assert {name: lease.lease_epoch for name, lease in after.items()} == {
+        name: lease.lease_epoch for name, lease in before.items()
+    }
+
+
+async def test_a_new_leader_takes_standing_leases_over() -> None:
+    setting = await Setting().begin()
+    await setting.controller("old").tick(1)
+    await setting.controller("new").tick(2)
+    assert (await setting.board.leases("r1"))["dedicated"].lease_epoch >> 20 == 2
+
+
+async def test_a_silent_worker_is_forgotten_with_its_lease() -> None:
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    info, _ = setting.broker.workers["dedicated"]
+    setting.broker.workers["dedicated"] = (info, setting.broker.now_ms() - 60_000)
+    await controller.tick(1)
+    assert await setting.held() == {}
+    assert "dedicated" not in await setting.board.workers()
+    assert "worker.gone" in [kind for _, kind, _ in setting.broker.events]
+
+
+def test_a_worker_s_own_switch_wins_over_the_one_for_all() -> None:
+    info = WorkerInfo(worker_id="w", role="serving", pid=1, host="h", slot_count=8)
+    assert lend_limit(info, {}) == 0
+    assert lend_limit(info, {"*": "on"}) == 8
+    assert lend_limit(info, {"*": "on", "w": "off"}) == 0
+    assert lend_limit(info, {"w": "3"}) == 3

@@ -1,0 +1,114 @@
+"""Records survive the wire exactly, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollfab.fabric.errors import InputError, PayloadTooLarge, SchemaUnknown, WireError
+from rollfab.fabric.records import Rollout, RunConfig, Sampling, Span, TokenLog, TurnJob, TurnResult
+from rollfab.fabric.wire import check_size, dump_json, load_json
+
+ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)
+floats = st.floats(width=32, allow_nan=False)
+spans = st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9), st.text(max_size=5), st.integers(-1, 9)))
+
+
+@given(ids, st.lists(floats, max_size=40), spans)
+def test_a_token_log_comes_back_bit_for_bit(tokens: list[int], logprobs: list[float], made: list[Span]) -> None:
+    log = TokenLog(
+        spans=tuple(made), completion_ids=np.array(tokens, np.int32), logprobs=np.array(logprobs, np.float32)
+    )
+    again = TokenLog.decode(log.encode())
+    assert again.spans == log.spans
+    assert again.completion_ids.tobytes() == log.completion_ids.tobytes()
+    assert again.logprobs.tobytes() == log.logprobs.tobytes()
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_record_are_refused_and_nothing_else_happens(data: bytes) -> None:
+    with pytest.raises(WireError):
+        TurnResult.decode(data)
+
+
+@given(st.data())
+def test_a_damaged_record_is_refused_or_reads_as_some_record(data: st.DataObject) -> None:
+    raw = bytearray(TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(), prompt_ids=np.arange(9)).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        TurnJob.decode(bytes(raw))
+    except WireError:
+        pass
+
+
+@given(st.integers(0, 400))
+def test_a_cut_off_record_is_refused(length: int) -> None:
+    raw = TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(), prompt_ids=np.arange(60)).encode()
+    if length < len(raw):
+        with pytest.raises(WireError):
+            TurnJob.decode(raw[:length])
+
+
+def test_a_record_of_a_newer_schema_says_what_to_do() -> None:
+    raw = bytearray(TokenLog().encode())
+    raw[2] = 9
+    with pytest.raises(SchemaUnknown, match="upgrade the older side"):
+        TokenLog.decode(bytes(raw))
+
+
+def test_a_record_of_another_kind_is_refused() -> None:
+    with pytest.raises(WireError, match="kind"):
+        TurnResult.decode(TokenLog().encode())
+
+
+def test_decoded_arrays_are_read_only_views() -> None:
+    raw = TokenLog(completion_ids=np.arange(4, dtype=np.int32), logprobs=np.zeros(4, np.float32)).encode()
+    with pytest.raises(ValueError, match="read-only"):
+        TokenLog.decode(raw).completion_ids[0] = 1
+
+
+def test_nan_in_metadata_is_refused_where_json_would_make_it_null() -> None:
+    rollout = Rollout(
+        trajectory_id="g.0",
+        group_id="g",
+        task_id="t",
+        reward=math.nan,
+        finish_reason="terminated",
+        turn_count=0,
+        attempt=0,
+        seed=0,
+        spans=(),
+        prompt_ids=np.zeros(0, np.int32),
+        completion_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        completion_mask=np.zeros(0, np.uint8),
+    )
+    with pytest.raises(InputError, match="reward"):
+        rollout.encode()
+
+
+def test_the_oldest_span_is_the_policy_version() -> None:
+    log = (Span(0, 1, "w", 4), Span(1, 2, "w", 3))
+    assert min(span.policy_version for span in log) == 3
+
+
+def test_json_that_is_none_is_refused() -> None:
+    with pytest.raises(WireError):
+        load_json(b"{")
+    with pytest.raises(InputError):
+        dump_json({"a": object()})
+
+
+def test_a_payload_above_its_limit_names_itself() -> None:
+    with pytest.raises(PayloadTooLarge, match="task 3 is 11 bytes, the limit is 10") as caught:
+        check_size("task 3", b"x" * 11, 10)
+    assert caught.value.facts == {"size_bytes": 11, "limit_bytes": 10}
+
+
+def test_settings_of_a_run_come_back_as_they_were() -> None:
+    config = RunConfig(run_id="r", model="m", environment="e", environment_options={"a": [1, 2.5, None]})
+    assert RunConfig.decode(config.encode()) == config
