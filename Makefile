@@ -38,6 +38,7 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 	$(BIN)/lint-imports
 
 test: check ## check, then every test
+	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests $(ARGS)
 
 test-fast: $(VENV)/.dev ## unit and contract tests

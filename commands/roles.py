@@ -144,7 +144,8 @@ def run_api(options: RoleOptions, *, host: str, port: int, read_keys: list[str],
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("api")
-        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+        # A page that waits is worse than a page that says the broker is gone.
+        async with await RedisFabric.open(options.url, client_name=worker_id, patience_s=1.0) as ports:
             config = ApiConfig(host=host, port=port, read_keys=tuple(read_keys), control_keys=tuple(control_keys))
             await serve_http(ports, config, stop)
 

@@ -145,7 +145,8 @@ def _register_lend(app: typer.Typer) -> None:
 
         async def work(ports: RedisFabric) -> dict[str, Any]:
             if switch != "status":
-                await ports.board.set_lend(worker, switch)
+                for name in {worker, *(await ports.board.lends())} if worker == "*" else {worker}:
+                    await ports.board.set_lend(name, switch)  # "all" overrides what was said of single workers
                 await ports.board.add_event("lend.switched", {"worker_id": worker, "value": switch})
             serving = [info for info, _ in (await ports.board.workers()).values() if info.role == "serving"]
             return {"lends": await ports.board.lends(), "serving_workers": [_serving_row(info) for info in serving]}

@@ -33,6 +33,9 @@ class Child:
     start_at_s: float = 0.0
     pause_s: float = 0.25
     exit_code: int | None = None
+    """Of its last end."""
+    is_mourned: bool = False
+    """Whether that end was reported."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -48,6 +51,7 @@ class Child:
     def start(self) -> None:
         """Start the process; its output is appended to the log."""
         self.start_count += 1
+        self.is_mourned = False
         self.start_at_s = time.monotonic()
         with self.log_path.open("ab") as output:
             self.process = subprocess.Popen(
@@ -101,14 +105,13 @@ class Supervisor:
             if child.is_running or child.process is None:
                 continue
             code = child.process.returncode
-            if child.exit_code is None:
-                child.exit_code = code
+            if not child.is_mourned:
+                child.exit_code, child.is_mourned = code, True
                 died.append(child)
                 lived_s = time.monotonic() - child.start_at_s
                 child.pause_s = 0.25 if lived_s > PAUSE_S_MAX else min(child.pause_s * 2, PAUSE_S_MAX)
             is_due = time.monotonic() - child.start_at_s >= child.pause_s
             if child.is_restarted and is_due:
-                child.exit_code = None
                 child.start()
         return died
 

@@ -29,12 +29,13 @@ class Batch:
 
     tokens_B_T: int64, padded with 0. completion_mask_B_T: bool, True where the policy made the token.
     logprobs_B_T: float32, natural log, as sampled; 0 where the mask is False.
-    advantages_B: float32. rewards_B: float32. turn_counts_B: int64.
+    versions_B_T: int64, the policy version that made the token, -1 where none did. advantages_B: float32. rewards_B: float32. turn_counts_B: int64.
     """
 
     tokens_B_T: Tensor
     completion_mask_B_T: Tensor
     logprobs_B_T: Tensor
+    versions_B_T: Tensor
     advantages_B: Tensor
     rewards_B: Tensor
     turn_counts_B: Tensor
@@ -89,6 +90,7 @@ def pad_groups(groups: Sequence[Group]) -> Batch:
     tokens_B_T = np.zeros((len(rollouts), length), dtype=np.int64)
     mask_B_T = np.zeros((len(rollouts), length), dtype=bool)
     logprobs_B_T = np.zeros((len(rollouts), length), dtype=np.float32)
+    versions_B_T = np.full((len(rollouts), length), -1, dtype=np.int64)
     for row, rollout in enumerate(rollouts):
         middle = len(rollout.prompt_ids)
         end = middle + len(rollout.completion_ids)
@@ -96,10 +98,13 @@ def pad_groups(groups: Sequence[Group]) -> Batch:
         tokens_B_T[row, middle:end] = rollout.completion_ids
         mask_B_T[row, middle:end] = rollout.completion_mask != 0
         logprobs_B_T[row, middle:end] = rollout.logprobs
+        for span in rollout.spans:
+            versions_B_T[row, middle + span.start : middle + span.end] = span.policy_version
     return Batch(
         tokens_B_T=torch.from_numpy(tokens_B_T),
         completion_mask_B_T=torch.from_numpy(mask_B_T),
         logprobs_B_T=torch.from_numpy(logprobs_B_T * mask_B_T),
+        versions_B_T=torch.from_numpy(versions_B_T),
         advantages_B=torch.from_numpy(np.concatenate(advantages)),
         rewards_B=torch.from_numpy(rewards_B),
         turn_counts_B=torch.tensor([rollout.turn_count for rollout in rollouts]),

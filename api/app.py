@@ -1,0 +1,103 @@
+"""The api as an ASGI application, put together from its parts; nothing global, so a process may hold several.
+
+A request's way: guard (who may come in) → route → status reader (one shared reading) or board → model → JSON.
+While the application lives, two tasks run: one follows the events, one takes a sample per second for rates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+
+from .. import __version__
+from ..fabric.clock import Clock, SystemClock
+from .config import ApiConfig, check_config
+from .context import Context
+from .events import EventTail
+from .guard import Guard
+from .problems import install_problems
+from .routes import control, events, health, page, read
+from .schemas import Problem
+from .status import Ports, StatusReader
+from .weights import WeightReader
+
+__all__ = ["ApiConfig", "make_app"]
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION = "Runs, workers, leases and weights of a rollout fabric: to watch, and to lend GPUs or take them back."
+ERRORS: dict[int | str, dict[str, Any]] = {
+    422: {"model": Problem, "description": "Bad input"},
+    503: {"model": Problem, "description": "No broker"},
+}
+
+
+def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> FastAPI:
+    """The application.
+
+    Args:
+        ports: an open connection, which stays the caller's to close. Open it with a short patience (1 s): what the
+            broker cannot answer within `broker_timeout_s` is reported, not waited for.
+        config: checked here.
+        clock: for tests.
+
+    Raises:
+        ConfigError: the settings are impossible, or not safe without keys.
+    """
+    check_config(config)
+    context = make_context(ports, config, clock or SystemClock())
+    app = FastAPI(
+        title="rollfab",
+        version=__version__,
+        description=DESCRIPTION,
+        docs_url=None,  # the stock page loads its scripts from elsewhere; page.py has one of our own
+        redoc_url=None,
+        lifespan=_lifespan(context),
+        responses=ERRORS,
+        dependencies=[Security(HTTPBearer(auto_error=False))]
+        if config.has_keys
+        else [],  # says so in the documentation
+    )
+    app.state.context = context
+    for routes in (health, read, events, control, page):
+        app.include_router(routes.router(context))
+    app.mount("/static", page.static_files(), name="static")
+    install_problems(app)
+    app.add_middleware(Guard, config=config)
+    return app
+
+
+def make_context(ports: Ports, config: ApiConfig, clock: Clock) -> Context:
+    """What the routes share."""
+    tail = EventTail(ports.board, clock)
+    weights = WeightReader(ports.weights)
+    status = StatusReader(ports, tail=tail, weights=weights, config=config, clock=clock)
+    return Context(ports=ports, config=config, tail=tail, weights=weights, status=status)
+
+
+def _lifespan(context: Context) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(context.tail.run()), asyncio.create_task(context.status.watch())]
+        for task in tasks:
+            task.add_done_callback(_say_if_crashed)
+        try:
+            yield
+        finally:
+            context.tail.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    return lifespan
+
+
+def _say_if_crashed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("api.task_crashed", exc_info=task.exception())

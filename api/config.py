@@ -1,0 +1,78 @@
+"""Settings of the api, and what makes them safe: who may read, who may control, and from where.
+
+- Without keys there is no login, and then the api listens on loopback alone.
+- A control key may also read; a read key may not control.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from ..fabric.errors import ConfigError
+
+KEY_LENGTH_MIN = 16  # shorter ones can be tried out
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiConfig:
+    """Settings of one api process."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs keys."""
+    port: int = 8420
+    """TCP port, [0, 65535]; 0 picks a free one."""
+    read_keys: tuple[str, ...] = ()
+    """Bearer keys that may read."""
+    control_keys: tuple[str, ...] = ()
+    """Bearer keys that may read and control."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names this api is reached by without keys, as a proxy on this machine may pass them on."""
+    cache_s: float = 0.25
+    """Seconds that one reading of the broker is shared by all who ask, [0, 5]."""
+    broker_timeout_s: float = 3.0
+    """Seconds until a silent broker is reported as such, [0.1, 60]."""
+    keep_alive_s: float = 15.0
+    """Seconds of silence after which an event stream sends a comment, [0.1, 300]."""
+    event_reader_count_max: int = 100
+    """Event streams open at once; one more is refused."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a login is needed."""
+        return bool(self.read_keys or self.control_keys)
+
+
+def check_config(config: ApiConfig) -> ApiConfig:
+    """Refuse settings that are impossible or unsafe.
+
+    Raises:
+        ConfigError: names the setting and what to do.
+    """
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(
+            f"api port {config.port} does not exist: use 1 to 65535, or 0 for a free one", port=config.port
+        )
+    for key in (*config.read_keys, *config.control_keys):
+        if len(key) < KEY_LENGTH_MIN or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"an api key of {len(key)} characters is refused: use at least {KEY_LENGTH_MIN} letters, digits or "
+                'signs without blanks; python -c "import secrets; print(secrets.token_urlsafe(24))" makes one'
+            )
+    if not config.has_keys and not is_loopback(config.host):
+        raise ConfigError(
+            f"the api would listen on {config.host or 'every address'} for anyone to read and control: "
+            "give it keys (read_keys, control_keys), or the host 127.0.0.1",
+            host=config.host,
+        )
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Other names than localhost are not looked up: they may change."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,129 @@
+"""The door: every request passes it before any route sees it.
+
+- With keys: reading needs a read or control key, everything else a control key. Static files, the documentation and the
+  two probes are open: they hold nothing.
+- Without keys a browser on this machine is a way in for any web page it shows. So the name in the address bar must be
+  ours (a foreign name led here by DNS is refused), and what changes anything must come from our own page.
+- Every answer forbids framing, foreign scripts and sniffing.
+"""
+
+from __future__ import annotations
+
+import hmac
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .config import ApiConfig, is_loopback
+from .problems import problem
+
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+OPEN_PATHS = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
+OPEN_PREFIX = "/static/"
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+class Guard:
+    """ASGI middleware that lets a request in or answers it itself."""
+
+    def __init__(self, app: ASGIApp, config: ApiConfig) -> None:
+        self._app = app
+        self._config = config
+        self._names = {name.lower().strip("[]") for name in (config.host, *config.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
+        if refusal is None:
+            await self._app(scope, receive, send_guarded)
+            return
+        status, name, message = refusal
+        answer = problem(status, name, message)
+        if status == 401:
+            answer.headers["www-authenticate"] = 'Bearer realm="rollfab"'
+        await answer(scope, receive, send_guarded)
+
+    def _refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str, str] | None:
+        """Status, error and message for a request that may not pass."""
+        is_reading = method in READING
+        if not self._config.has_keys:
+            return self._stranger(headers) or (None if is_reading else _foreign_page(headers))
+        if is_reading and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
+            return None
+        return self._right(is_reading, headers.get("authorization", ""))
+
+    def _stranger(self, headers: Headers) -> tuple[int, str, str] | None:
+        name = _host_name(headers.get("host", ""))
+        if name and (is_loopback(name) or name in self._names):
+            return None
+        return (
+            403,
+            "HostRefused",
+            f"this api runs without keys and does not answer to the name {name or '(none)'!r}: use localhost, "
+            "give the api keys, or add the name to its allowed_hosts",
+        )
+
+    def _right(self, is_reading: bool, authorization: str) -> tuple[int, str, str] | None:
+        scheme, _, key = authorization.partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        if key and _is_among(key, self._config.control_keys):
+            return None
+        is_reader = bool(key) and _is_among(key, self._config.read_keys)
+        if is_reader and is_reading:
+            return None
+        if is_reader:
+            return 403, "Forbidden", "this key may read but not control: use a control key"
+        said = "this key is not known here" if key else "a key is needed"
+        return 401, "Unauthorized", f"{said}: send the header Authorization: Bearer <key>"
+
+
+def _is_among(key: str, keys: tuple[str, ...]) -> bool:
+    """Compares with every key, in a time that says nothing about them."""
+    found = False
+    for each in keys:
+        found |= hmac.compare_digest(key.encode(), each.encode())
+    return found
+
+
+def _foreign_page(headers: Headers) -> tuple[int, str, str] | None:
+    """A browser says where a request comes from; a program says nothing and is let in."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    is_foreign = site not in (None, "same-origin", "none")
+    if origin is not None:
+        is_foreign |= (
+            not origin.startswith(("http://", "https://")) or _netloc(origin) != headers.get("host", "").lower()
+        )
+    if not is_foreign:
+        return None
+    message = f"a page of {origin or 'another site'} may not control this api: use the page at / here"
+    return 403, "OriginRefused", message
+
+
+def _netloc(origin: str) -> str:
+    return origin.partition("://")[2].lower()
+
+
+def _host_name(host: str) -> str:
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""

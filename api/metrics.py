@@ -1,0 +1,158 @@
+"""The status as Prometheus metrics, made at the scrape from one reading of the broker.
+
+- Names are `rollfab_*` in base units; labels are run, role and state alone, so the number of series grows with runs and
+  roles, never with workers, groups or trajectories.
+- Counters are the broker's: they survive a restart of the api.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from .schemas import RunView, Status, WorkerView
+from .views import GENERATING
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+COUNTERS = (
+    ("groups_submitted", "groups_submitted", "Groups taken in."),
+    ("groups_completed", "groups_completed", "Groups whose trajectories have all ended."),
+    ("groups_consumed", "groups_consumed", "Groups that a trainer acknowledged."),
+    ("groups_cancelled", "groups_cancelled", "Groups that were cancelled."),
+    ("trajectories_submitted", "trajectories_submitted", "Trajectories taken in."),
+    ("trajectories_completed", "rollouts", "Trajectories completed and scored."),
+    ("trajectories_failed", "trajectories_failed", "Trajectories that ended in the dead letters."),
+    ("attempts_failed", "attempts_failed", "Attempts at a trajectory that failed."),
+    ("turns_settled", "turns_settled", "Turns that were generated and handed in."),
+    ("tokens", "generated_tokens", "Tokens of settled turns."),
+    ("reaped", "claims_reaped", "Claims taken back from workers that fell silent."),
+    ("released", "claims_released", "Claims given back by workers that left or were revoked."),
+    ("refused", "writes_refused", "Writes refused because their claim had ended."),
+)
+
+
+def render(status: Status | None) -> bytes:
+    """Metrics as Prometheus text; without a status, that the broker does not answer."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(status))
+    return generate_latest(registry)
+
+
+class StatusCollector(Collector):
+    """One status as metric families."""
+
+    def __init__(self, status: Status | None) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status
+        yield GaugeMetricFamily("rollfab_broker_up", "1 if the broker answered the api.", value=status is not None)
+        if status is None:
+            return
+        yield GaugeMetricFamily(
+            "rollfab_ready", "1 if nothing is missing for work to flow.", value=status.readiness.is_ready
+        )
+        yield from _run_gauges(status.runs)
+        yield from _run_counters(status.runs)
+        yield from _training(status.runs)
+        yield from _weights(status)
+        yield from _workers(status.workers)
+        yield from _leases(status)
+
+
+def _run_gauges(runs: list[RunView]) -> Iterator[Metric]:
+    trajectories = _gauge("trajectories", "Unfinished trajectories.", "run", "state")
+    turns = _gauge("turns", "Unfinished turns.", "run", "state")
+    depth = _gauge("trajectories_open", "Trajectories submitted and not yet consumed.", "run")
+    limit = _gauge("trajectories_open_limit", "Above this many open trajectories a push is refused.", "run")
+    waiting = _gauge("groups_waiting", "Complete groups that the trainer has not acknowledged.", "run")
+    dead = _gauge("dead_letters", "Trajectories in the dead letters.", "run")
+    for run in runs:
+        for family, counts in ((trajectories, run.trajectories), (turns, run.turns)):
+            for state, count in counts.items():
+                family.add_metric([run.run_id, state], count)
+        depth.add_metric([run.run_id], run.depth)
+        limit.add_metric([run.run_id], run.trajectory_count_max)
+        waiting.add_metric([run.run_id], run.groups_waiting)
+        dead.add_metric([run.run_id], run.dead_count)
+    yield from (trajectories, turns, depth, limit, waiting, dead)
+
+
+def _run_counters(runs: list[RunView]) -> Iterator[Metric]:
+    for key, name, text in COUNTERS:
+        family = CounterMetricFamily(f"rollfab_{name}", text, labels=["run"])
+        for run in runs:
+            family.add_metric([run.run_id], run.counters.get(key, 0))
+        yield family
+
+
+def _training(runs: list[RunView]) -> Iterator[Metric]:
+    step = _gauge("trainer_step", "Optimiser step that the trainer last reported.", "run")
+    reward = _gauge("trainer_reward_mean", "Mean reward that the trainer last reported.", "run")
+    for run in runs:
+        if run.training is not None and run.training.step is not None:
+            step.add_metric([run.run_id], run.training.step)
+        if run.training is not None and run.training.reward_mean is not None:
+            reward.add_metric([run.run_id], run.training.reward_mean)
+    yield from (step, reward)
+
+
+def _weights(status: Status) -> Iterator[Metric]:
+    head = _gauge("head_version", "Newest published policy version; -1 for none.", "run")
+    active = _gauge("active_version_min", "Oldest policy version that a live worker of the run generates with.", "run")
+    payload = _gauge("head_payload_bytes", "Bytes that the newest version takes to fetch.", "run")
+    dense = _gauge("head_dense_bytes", "Bytes of the full weights.", "run")
+    for weights in status.weights:
+        head.add_metric([weights.run_id], weights.head_version)
+        found = [worker.active_version for worker in status.workers if _generates(worker, weights.run_id)]
+        if found:
+            active.add_metric([weights.run_id], min(found))
+        newest = next((v for v in weights.versions[::-1] if v.version == weights.head_version), None)
+        if newest is not None:
+            payload.add_metric([weights.run_id], newest.payload_bytes)
+            dense.add_metric([weights.run_id], newest.dense_bytes)
+    yield from (head, active, payload, dense)
+
+
+def _generates(worker: WorkerView, run_id: str) -> bool:
+    return worker.is_fresh and worker.role in GENERATING and worker.run_id == run_id
+
+
+def _workers(workers: list[WorkerView]) -> Iterator[Metric]:
+    count = _gauge("workers", "Workers by role and state; silent: no heartbeat for 3 s.", "role", "state")
+    slots = _gauge("slots", "Turns or environments that live workers can run at once.", "role")
+    running = _gauge("slots_running", "Turns or environments that live workers run now.", "role")
+    age = _gauge("heartbeat_age_seconds_max", "Age of the oldest heartbeat.", "role")
+    headroom = _gauge("slo_headroom_ratio_min", "Smallest distance to the SLO among serving workers.", "role")
+    for role in sorted({worker.role for worker in workers}):
+        members = [worker for worker in workers if worker.role == role]
+        live = [worker for worker in members if worker.is_fresh]
+        states = [worker.state if worker.is_fresh else "silent" for worker in members]
+        for state in sorted(set(states)):
+            count.add_metric([role, state], states.count(state))
+        slots.add_metric([role], sum(worker.slot_count for worker in live))
+        running.add_metric([role], sum(worker.running_count for worker in live))
+        age.add_metric([role], max(worker.heartbeat_age_ms for worker in members) / 1000)
+        margins = [worker.headroom_fraction for worker in live if worker.headroom_fraction is not None]
+        if margins:
+            headroom.add_metric([role], min(margins))
+    yield from (count, slots, running, age, headroom)
+
+
+def _leases(status: Status) -> Iterator[Metric]:
+    count = _gauge("leases", "Leases that have not ended.", "run", "state")
+    slots = _gauge("lease_slots", "Turns that these leases allow at once.", "run", "state")
+    for run in status.runs:
+        for state, is_standing in (("standing", True), ("revocable", False)):
+            found = [each for each in status.leases if (each.run_id, each.is_standing) == (run.run_id, is_standing)]
+            count.add_metric([run.run_id, state], len(found))
+            slots.add_metric([run.run_id, state], sum(each.slot_count for each in found))
+    yield from (count, slots)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"rollfab_{name}", text, labels=labels)

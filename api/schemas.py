@@ -1,0 +1,290 @@
+"""What the api answers: one model per noun, with units in the names. These are promises; fields are only added."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+
+class Model(BaseModel):
+    """Base of all answers; the line under a field is its description."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class Problem(Model):
+    """An error."""
+
+    error: str
+    """Its kind, as named in the fabric's errors."""
+    message: str
+    """What is wrong, why, and what to do next."""
+    facts: dict[str, Any]
+    """What the message says, for programs."""
+
+
+class Health(Model):
+    """The process is alive."""
+
+    status: Literal["ok"] = "ok"
+    version: str
+
+
+class Readiness(Model):
+    """Whether work can flow."""
+
+    is_ready: bool
+    missing: list[str]
+    """What is not there, each with the next step; empty when ready."""
+
+
+class Rates(Model):
+    """Work per second over the last few seconds."""
+
+    rollouts_per_s: float = 0.0
+    turns_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+class RewardPoint(Model):
+    """One step of a trainer, as it reported it."""
+
+    step: int | None
+    reward_mean: float | None
+    policy_version: int | None
+
+
+class Training(Model):
+    """What a run's trainer last reported."""
+
+    time_ms: int
+    """When, by the broker's wall clock."""
+    step: int | None
+    reward_mean: float | None
+    policy_version: int | None
+    facts: dict[str, Any]
+    """All that it said."""
+
+
+class LeaseView(Model):
+    """The right to run up to `slot_count` turns of a run on a worker until a time."""
+
+    worker_id: str
+    run_id: str
+    lease_epoch: int
+    slot_count: int
+    is_standing: bool
+    """It holds until another lease replaces it."""
+    lease_until_ms: int | None
+    """By the broker's clock; null when standing."""
+    remaining_ms: int | None
+    """By this machine's clock, for display; null when standing."""
+
+
+class RunView(Model):
+    """A run in numbers."""
+
+    run_id: str
+    model: str
+    environment: str
+    reward: str | None
+    """Registered reward function; null: the environment's own."""
+    staleness: int
+    """Policy versions behind the head that may still generate."""
+    weight: float
+    """Share of the pool among runs."""
+    head_version: int
+    """Newest published version; -1: none yet."""
+    depth: int
+    """Trajectories submitted and not yet consumed."""
+    trajectory_count_max: int
+    """Above this depth a push is refused."""
+    trajectories: dict[str, int]
+    """Unfinished trajectories by state: queued, running, scoring."""
+    turns: dict[str, int]
+    """Unfinished turns by state: ready, claimed."""
+    groups_waiting: int
+    """Complete groups that the trainer has not yet acknowledged."""
+    dead_count: int
+    """Trajectories in the dead letters."""
+    counters: dict[str, int]
+    """Totals since the run began."""
+    rates: Rates
+    rollouts_per_s_history: list[float]
+    """One value per second, the newest last, at most 120."""
+    training: Training | None
+    """Null until a trainer reports a step."""
+    reward_curve: list[RewardPoint]
+    """Oldest first; at most 128 points here, at most 512 in /v1/runs/{run_id}."""
+
+
+class WorkerView(Model):
+    """A worker as its last heartbeat described it, with what it may do."""
+
+    worker_id: str
+    role: str
+    state: str
+    """ready, loading, draining or failed."""
+    error: str | None
+    host: str
+    pid: int
+    model: str | None
+    run_id: str | None
+    slot_count: int
+    running_count: int
+    active_version: int
+    """Policy version it generates with; -1: none."""
+    token_count: int
+    """Generated since it started."""
+    tokens_per_s: float
+    environments: list[str]
+    headroom_fraction: float | None
+    """Distance to the SLO on a serving worker; null where nothing is measured."""
+    heartbeat_age_ms: int
+    is_fresh: bool
+    """Its heartbeat is at most 3 s old."""
+    lend: str | None
+    """The serving team's switch as it holds now: on, off or a slot limit; null where there is none."""
+    lease: LeaseView | None
+
+
+class WeightVersion(Model):
+    """One stored version."""
+
+    version: int
+    kind: str
+    """keyframe or delta."""
+    base_version: int
+    """What a delta is applied to; -1 for a keyframe."""
+    payload_bytes: int
+    """What travels."""
+    dense_bytes: int
+    """What the full weights take."""
+    changed_count: int
+    element_count: int
+    chunk_count: int
+
+
+class WeightsView(Model):
+    """A run's weights on the broker."""
+
+    run_id: str
+    head_version: int
+    epoch: int
+    """Of the publisher in charge."""
+    kind: str
+    """Of the head; empty when there is none."""
+    held_count: int
+    """Manifests held on the broker."""
+    versions: list[WeightVersion]
+    """The newest last: at most 8 in /v1/status, 64 in /v1/weights."""
+
+
+class EventView(Model):
+    """Something that happened."""
+
+    event_id: str
+    time_ms: int
+    """By the broker's wall clock."""
+    kind: str
+    facts: dict[str, Any]
+
+
+class Totals(Model):
+    """Sums over all runs and workers."""
+
+    trajectories: dict[str, int]
+    turns: dict[str, int]
+    groups_waiting: int
+    dead_count: int
+    counters: dict[str, int]
+    worker_count: int
+    slot_count: int
+    """Of workers that generate: dedicated and serving."""
+    running_count: int
+
+
+class Status(Model):
+    """Everything the page shows, read at one moment."""
+
+    time_ms: int
+    version: str
+    readiness: Readiness
+    runs: list[RunView]
+    workers: list[WorkerView]
+    leases: list[LeaseView]
+    """Those that have not ended."""
+    weights: list[WeightsView]
+    lend_all: str
+    """The serving team's switch for all workers that have none of their own."""
+    totals: Totals
+    rates: Rates
+    rollouts_per_s_history: list[float]
+    tokens_per_s_history: list[float]
+    events: list[EventView]
+    """The newest first, at most 40; without trainer.step, which `training` and `reward_curve` show."""
+
+
+class Runs(Model):
+    """All runs."""
+
+    runs: list[RunView]
+
+
+class Workers(Model):
+    """All workers."""
+
+    workers: list[WorkerView]
+
+
+class Leases(Model):
+    """All leases that have not ended."""
+
+    leases: list[LeaseView]
+
+
+class Weights(Model):
+    """Weights of all runs."""
+
+    weights: list[WeightsView]
+
+
+class DeadLetterView(Model):
+    """A trajectory given up."""
+
+    trajectory_id: str
+    run_id: str
+    worker_id: str
+    reason: str
+    traceback: str
+    attempt: int
+    job: dict[str, Any]
+    """All that is needed to try it again."""
+
+
+class DeadLetters(Model):
+    """Some of a run's dead letters."""
+
+    dead_count: int
+    """How many there are in all."""
+    dead_letters: list[DeadLetterView]
+
+
+class LendRequest(BaseModel):
+    """The serving team's switch."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    value: Literal["on", "off"] | Annotated[StrictInt, Field(ge=0, le=1_000_000)] = Field(
+        description="on: lend whatever is spare; off: take everything back now; a number: at most so many slots"
+    )
+
+
+class Lend(Model):
+    """The switch as it is now."""
+
+    worker_id: str
+    value: str
+    worker_ids: list[str]
+    """Serving workers alive now that it holds for."""

@@ -1,0 +1,118 @@
+"""The api as a server: binds, runs until told to stop, prints nothing.
+
+- Signals are the caller's: the server ends when `stop` is set.
+- A port that is taken is a ConfigError, found before anything else is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from ..fabric.errors import ConfigError
+from .app import make_app
+from .config import ApiConfig, check_config
+from .status import Ports
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 2  # for requests under way; event streams are ended first
+BACKLOG = 128
+
+
+async def serve(
+    ports: Ports, config: ApiConfig, stop: asyncio.Event, *, on_ready: Callable[[str], None] | None = None
+) -> None:
+    """Serve until `stop`.
+
+    Args:
+        ports: an open connection; see `make_app`.
+        config: where to listen, and who may come in.
+        stop: set it to end the server.
+        on_ready: told the page's address once the server answers; with port 0 the one that was found free.
+
+    Raises:
+        ConfigError: the settings are not safe, or the address is taken or not ours.
+    """
+    app = make_app(ports, config)
+    with open_socket(config) as listening:
+        url = url_of(config.host, listening.getsockname()[1])
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            lifespan="on",
+        )
+        server = _Server(settings, on_started=lambda: on_ready(url) if on_ready else None)
+        stopping = asyncio.create_task(_stop_when(stop, server, app.state.context.tail.close))
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
+    log.info("api.stopped", extra={"url": url})
+
+
+def open_socket(config: ApiConfig) -> socket.socket:
+    """Bind, or say why not.
+
+    Raises:
+        ConfigError: names the address and the cause.
+    """
+    check_config(config)
+    try:
+        found = socket.getaddrinfo(config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"the api cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose another port, "
+            "or 0 for a free one",
+            host=config.host,
+            port=config.port,
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a browser on this machine finds the page."""
+    name = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
+    return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+
+
+async def _stop_when(stop: asyncio.Event, server: uvicorn.Server, close_streams: Callable[[], None]) -> None:
+    await stop.wait()
+    close_streams()
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone and says when it has started."""
+
+    def __init__(self, config: uvicorn.Config, *, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_started()

@@ -1,0 +1,359 @@
+// The live page: reads /v1/status once per second and shows it. Every button is one documented api call.
+
+import { hasKey, lend, readDeadLetters, readStatus, setKey } from "./client.js";
+import { $, Keyed, age, bytes, count, fields, line, percent, rate, show, text, width } from "./draw.js";
+
+const POLL_MS = 1000;
+const POLL_HIDDEN_MS = 5000;
+const ROWS_MAX = 100; // more only on request: a thousand rows per second are nobody's wish
+const GENERATING = ["dedicated", "serving"];
+
+const tiles = fields($("tiles"));
+const cards = new Keyed($("runs"), $("run-card"));
+const rows = new Keyed($("workers"), $("worker-row"));
+const weightRows = new Keyed($("weights"));
+let lastGoodMs = null;
+let showAll = false;
+let timer = null;
+let polling = false;
+
+// ---------------------------------------------------------------- the loop
+
+async function poll() {
+  if (polling) return;
+  polling = true;
+  clearTimeout(timer);
+  try {
+    const status = await readStatus();
+    lastGoodMs = performance.now();
+    render(status);
+    say(status.readiness.is_ready ? "live" : "warn", status.readiness.is_ready ? "live" : "not ready");
+    banner("warn", status.readiness.missing.join(" "));
+  } catch (error) {
+    failed(error);
+  } finally {
+    polling = false;
+    timer = setTimeout(poll, document.hidden ? POLL_HIDDEN_MS : POLL_MS);
+  }
+}
+
+function failed(error) {
+  if (error.status === undefined) throw error; // a mistake of this page, not of the api
+  document.body.classList.add("stale");
+  const since = lastGoodMs === null ? "" : ` What you see is ${age(performance.now() - lastGoodMs)} old.`;
+  if (lastGoodMs !== null) text($("updated"), `${age(performance.now() - lastGoodMs)} old`);
+  if (error.status === 401) {
+    say("bad", "key needed");
+    banner("bad", `${error.message}.${since}`);
+    show($("key-button"), true);
+    if (!hasKey()) askForKey();
+  } else if (error.status === 0) {
+    say("bad", "api unreachable");
+    banner("bad", `The api does not answer: ${error.message}. Is its process running? Trying again every second.${since}`);
+  } else {
+    say("bad", error.status === 503 ? "broker unreachable" : "error");
+    banner("bad", `The api answers, but has nothing to show: ${error.message}.${since}`);
+  }
+}
+
+function say(state, words) {
+  $("state").dataset.state = state;
+  text($("state"), words);
+}
+
+function banner(kind, words) {
+  $("banner").dataset.kind = kind;
+  text($("banner"), words);
+  show($("banner"), Boolean(words));
+}
+
+function toast(words) {
+  text($("toast"), words);
+  show($("toast"), true);
+  clearTimeout(toast.timer);
+  toast.timer = setTimeout(() => show($("toast"), false), 6000);
+}
+
+// ---------------------------------------------------------------- views
+
+function render(status) {
+  document.body.classList.remove("stale");
+  text($("updated"), `rollfab ${status.version} · ${new Date(status.time_ms).toLocaleTimeString("en-GB")}`);
+  renderTiles(status);
+  text($("run-count"), status.runs.length || "");
+  show($("no-runs"), status.runs.length === 0);
+  cards.update(status.runs, (run) => run.run_id, (row, run) => fillRun(row, run, status));
+  renderWorkers(status);
+  renderWeights(status);
+  renderEvents(status.events);
+}
+
+function renderTiles(status) {
+  const { totals, rates } = status;
+  show($("tiles"), true);
+  text(tiles.rollouts, rate(rates.rollouts_per_s));
+  text(tiles.tokens, rate(rates.tokens_per_s));
+  line(tiles["rollouts-spark"], status.rollouts_per_s_history);
+  line(tiles["tokens-spark"], status.tokens_per_s_history);
+  text(tiles.running, count(totals.running_count));
+  text(tiles.slots, ` of ${count(totals.slot_count)}`);
+  width(tiles.meter, totals.running_count / totals.slot_count);
+  text(tiles.ready, count(totals.turns.ready ?? 0));
+  text(tiles.groups, count(totals.groups_waiting));
+  text(tiles.dead, count(totals.dead_count));
+  tiles["dead-tile"].classList.toggle("is-bad", totals.dead_count > 0);
+}
+
+function fillRun({ root, f }, run, status) {
+  root.dataset.run = run.run_id;
+  text(f.name, run.run_id);
+  text(f.what, `${run.environment} · ${run.model}`);
+  const [kind, words] = whoWaits(run, status);
+  f.waits.dataset.kind = kind;
+  text(f.waits, words);
+
+  text(f.head_version, run.head_version < 0 ? "none" : run.head_version);
+  text(f.rollouts_per_s, rate(run.rates.rollouts_per_s));
+  text(f.tokens_per_s, rate(run.rates.tokens_per_s));
+  text(f.claimed, count(run.turns.claimed ?? 0));
+  text(f.ready, count(run.turns.ready ?? 0));
+  text(f.groups_waiting, count(run.groups_waiting));
+  text(f.groups_consumed, count(run.counters.groups_consumed ?? 0));
+  text(f.completed, count(run.counters.trajectories_completed ?? 0));
+  text(f.dead_count, count(run.dead_count));
+  f.dead_count.disabled = run.dead_count === 0;
+  f.dead_count.onclick = () => control(f.dead_count, () => showDeadLetters(run.run_id));
+  f["dead-cell"].classList.toggle("is-bad", run.dead_count > 0);
+
+  const { queued = 0, running = 0, scoring = 0 } = run.trajectories;
+  const done = Math.max(0, run.depth - queued - running - scoring);
+  const open = { queued, running, scoring, done };
+  const sum = queued + running + scoring + done;
+  for (const part of f.stack.children) width(part, open[part.dataset.s] / sum);
+  for (const [name, value] of Object.entries(open)) text(f[name], count(value));
+  text(f.depth, count(run.depth));
+  text(f.limit, count(run.trajectory_count_max));
+
+  fillReward(f, run);
+}
+
+function fillReward(f, run) {
+  const rewards = run.reward_curve.map((point) => point.reward_mean).filter((value) => value !== null);
+  const last = run.training?.reward_mean;
+  text(f.reward, last === null || last === undefined ? "–" : last.toFixed(2));
+  text(f.step, run.training?.step === null || !run.training ? "" : `step ${run.training.step}`);
+  show(f["no-curve"], rewards.length === 0);
+  const isUnit = rewards.every((value) => value >= 0 && value <= 1);
+  const range = isUnit ? { low: 0, high: 1 } : { low: Math.min(...rewards), high: Math.max(...rewards) };
+  line(f.curve, rewards, { ...range, dot: true });
+  text(f.top, rewards.length ? +range.high.toFixed(2) : "");
+  text(f.bottom, rewards.length ? +range.low.toFixed(2) : "");
+}
+
+/** Who holds the run up: the one line an operator wants. */
+function whoWaits(run, status) {
+  const { queued = 0, running = 0, scoring = 0 } = run.trajectories;
+  const hasLease = status.leases.some((lease) => lease.run_id === run.run_id && lease.slot_count > 0);
+  const hasAgent = status.workers.some((worker) => worker.is_fresh && worker.role === "agent");
+  if (run.depth === 0) return ["idle", "idle: nothing submitted"];
+  if (queued + running + scoring === 0) return ["warn", "trainer has all its groups"];
+  if (run.head_version < 0) return ["warn", "waits for first weights"];
+  if (!hasAgent) return ["bad", "no agent worker"];
+  if (!hasLease) return ["bad", "no worker holds a lease"];
+  if ((run.turns.ready ?? 0) > (run.turns.claimed ?? 0)) return ["warn", "turns wait for slots"];
+  if (run.groups_waiting > 8) return ["warn", "groups wait for the trainer"];
+  if (scoring > running) return ["warn", "rollouts wait for rewards"];
+  return ["good", "flowing"];
+}
+
+function renderWorkers(status) {
+  const { workers } = status;
+  const roles = new Map();
+  for (const worker of workers) roles.set(worker.role, (roles.get(worker.role) ?? 0) + 1);
+  text($("worker-count"), [...roles].map(([role, number]) => `${number} ${role}`).join(" · "));
+  show($("no-workers"), workers.length === 0);
+  show($("lend-all"), roles.has("serving"));
+  const heads = new Map(status.runs.map((run) => [run.run_id, run.head_version]));
+  const shown = showAll ? workers : workers.slice(0, ROWS_MAX);
+  rows.update(shown, (worker) => worker.worker_id, (row, worker) => fillWorker(row, worker, heads));
+  show($("more-workers"), workers.length > shown.length);
+  text($("show-all"), `Show all ${workers.length} workers`);
+}
+
+function fillWorker({ root, f }, worker, heads) {
+  root.dataset.worker = worker.worker_id;
+  root.classList.toggle("silent", !worker.is_fresh);
+  const generates = GENERATING.includes(worker.role);
+  text(f.name, worker.worker_id);
+  text(f.role, worker.role);
+  f.role.dataset.role = worker.role;
+  text(f.host, worker.host);
+  const state = worker.is_fresh ? worker.state : "silent";
+  f.state.dataset.state = state;
+  text(f.state, state);
+  text(f.error, worker.error ?? "");
+  text(f.run, worker.run_id ?? "–");
+  text(f.slots, worker.slot_count ? `${worker.running_count}/${worker.slot_count}` : "–");
+  f.meter.parentElement.classList.toggle("none", !worker.slot_count);
+  width(f.meter, worker.running_count / worker.slot_count);
+  text(f.tokens, generates ? rate(worker.tokens_per_s) : "–");
+  fillVersion(f, worker, generates ? heads.get(worker.run_id) : undefined);
+  text(f.headroom, worker.headroom_fraction === null ? "–" : percent(worker.headroom_fraction));
+  text(f.lease, leaseText(worker.lease));
+  text(f.age, age(worker.heartbeat_age_ms));
+  fillSwitch(f, worker);
+}
+
+function fillVersion(f, worker, head) {
+  const has = worker.active_version >= 0;
+  const behind = has && head !== undefined ? head - worker.active_version : 0;
+  text(f.version, has ? worker.active_version : "–");
+  text(f.behind, behind > 0 ? `${behind} behind` : "");
+}
+
+function leaseText(lease) {
+  if (!lease) return "–";
+  const until = lease.is_standing ? "standing" : age(lease.remaining_ms);
+  return `${lease.slot_count} slots · ${until}`;
+}
+
+function fillSwitch(f, worker) {
+  const has = worker.lend !== null;
+  show(f.lend, has);
+  show(f.limit, has);
+  if (!has) return;
+  const isOn = worker.lend !== "off" && worker.lend !== "0";
+  f.lend.setAttribute("aria-checked", String(isOn));
+  f.lend.setAttribute("aria-label", `Lend ${worker.worker_id}`);
+  f.lend.title = isOn ? "Lent. Click to take it back at once." : "Not lent. Click to lend what it can spare.";
+  text(f.limit, !isOn ? "off" : worker.lend === "on" ? "on" : `max ${worker.lend}`);
+  f.lend.onclick = () => control(f.lend, () => lend(worker.worker_id, isOn ? "off" : "on"));
+}
+
+async function control(button, call) {
+  button.disabled = true;
+  try {
+    await call();
+    await poll();
+  } catch (error) {
+    if (error.status === undefined) throw error;
+    toast(error.status === 0 ? `The api does not answer: ${error.message}.` : error.message);
+    if (error.status === 401 || error.status === 403) show($("key-button"), true);
+  } finally {
+    button.disabled = false;
+  }
+}
+
+function renderWeights(status) {
+  const published = status.weights.filter((weights) => weights.head_version >= 0);
+  show($("no-weights"), published.length === 0);
+  weightRows.update(published, (weights) => weights.run_id, ({ root }, weights) => {
+    if (!root.firstChild) {
+      for (const kind of ["", "r num", "", "r num", "r num", "num", "num"]) {
+        const cell = document.createElement("td");
+        cell.className = kind;
+        root.append(cell);
+      }
+    }
+    root.dataset.weights = weights.run_id;
+    const head = weights.versions.findLast((version) => version.version === weights.head_version && version.kind === weights.kind)
+      ?? weights.versions.findLast((version) => version.version === weights.head_version);
+    const cells = [
+      weights.run_id,
+      weights.head_version,
+      head ? head.kind : weights.kind,
+      head ? bytes(head.payload_bytes) : "–",
+      head && head.dense_bytes ? percent(head.payload_bytes / head.dense_bytes) : "–",
+      `${weights.held_count}`,
+      onWorkers(weights, status.workers),
+    ];
+    cells.forEach((value, index) => text(root.children[index], value));
+  });
+}
+
+/** How many workers generate with which version, the newest first. */
+function onWorkers(weights, workers) {
+  const found = new Map();
+  for (const worker of workers) {
+    if (!worker.is_fresh || worker.run_id !== weights.run_id || worker.active_version < 0) continue;
+    found.set(worker.active_version, (found.get(worker.active_version) ?? 0) + 1);
+  }
+  const parts = [...found].sort(([a], [b]) => b - a).slice(0, 3).map(([version, number]) => `v${version} × ${number}`);
+  return parts.join(", ") || "–";
+}
+
+function renderEvents(events) {
+  show($("no-events"), events.length === 0);
+  const list = $("events");
+  const key = events[0]?.event_id ?? "";
+  if (list.dataset.key === key) return;
+  list.dataset.key = key;
+  list.replaceChildren(...events.map(eventRow));
+}
+
+function eventRow(event) {
+  const row = document.createElement("li");
+  const [time, kind, what] = ["time", "b", "span"].map((name) => document.createElement(name));
+  time.textContent = new Date(event.time_ms).toLocaleTimeString("en-GB");
+  kind.textContent = event.kind;
+  kind.dataset.kind = event.kind.split(".")[0];
+  what.textContent = factsText(event.facts);
+  what.title = JSON.stringify(event.facts);
+  row.append(time, kind, what);
+  return row;
+}
+
+const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "reason", "error"]; // say themselves what they are
+const UNSAID = ["lease_epoch", "source"];
+
+function factsText(facts) {
+  const parts = [];
+  for (const [name, value] of Object.entries(facts)) {
+    if (value === null || value === "" || UNSAID.includes(name)) continue;
+    const shown = typeof value === "number" ? +value.toPrecision(4) : typeof value === "object" ? JSON.stringify(value) : value;
+    parts.push(PLAIN.includes(name) ? shown : `${name.replaceAll("_", " ")} ${shown}`);
+  }
+  return parts.join(" · ");
+}
+
+// ---------------------------------------------------------------- buttons
+
+async function showDeadLetters(runId) {
+  const { dead_count, dead_letters } = await readDeadLetters(runId);
+  const shown = dead_letters.length < dead_count ? `, ${dead_letters.length} of them here` : "";
+  text($("dead-count"), `${runId}: ${dead_count}${shown}`);
+  $("dead-letters").replaceChildren(...dead_letters.map(deadLetter));
+  $("dead-dialog").showModal();
+}
+
+function deadLetter(letter) {
+  const [fold, summary, name, reason, facts, trace] = ["details", "summary", "b", "span", "small", "pre"].map((tag) => document.createElement(tag));
+  name.textContent = letter.trajectory_id;
+  reason.textContent = letter.reason;
+  facts.textContent = `attempt ${letter.attempt} on ${letter.worker_id}`;
+  trace.textContent = letter.traceback || "no traceback";
+  summary.append(name, reason, facts);
+  fold.append(summary, trace);
+  return fold;
+}
+
+function askForKey() {
+  if (!$("key-dialog").open) $("key-dialog").showModal();
+}
+
+$("key-dialog").addEventListener("close", () => {
+  if ($("key-dialog").returnValue === "ok" && $("key-input").value) {
+    setKey($("key-input").value.trim());
+    $("key-input").value = "";
+    poll();
+  }
+});
+$("key-button").addEventListener("click", askForKey);
+$("lend-all-on").addEventListener("click", () => control($("lend-all-on"), () => lend("*", "on")));
+$("lend-all-off").addEventListener("click", () => control($("lend-all-off"), () => lend("*", "off")));
+$("show-all").addEventListener("click", () => {
+  showAll = true;
+  poll();
+});
+document.addEventListener("visibilitychange", () => document.hidden || poll());
+poll();

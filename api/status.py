@@ -1,0 +1,227 @@
+"""One reading of the broker, shared by all who ask.
+
+- What is read is O(runs + workers) and does not depend on their history.
+- Concurrent readers wait for one reading; for `cache_s` after it, its answer or its error is everybody's.
+- A broker that is silent for `broker_timeout_s` is reported as an error, not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from .. import __version__
+from ..fabric.clock import Clock
+from ..fabric.errors import BrokerError, FabricError
+from ..fabric.ports import Fabric, RunStatus
+from ..fabric.ports_weights import WeightStore
+from ..fabric.records import Lease, WorkerInfo
+from .config import ApiConfig
+from .events import EventTail
+from .rates import Meters
+from .schemas import LeaseView, Rates, RunView, Status, WeightsView, WorkerView
+from .views import COUNTERS, counters_of, lease_view, readiness, sum_up, totals, worker_view
+from .weights import WeightReader
+
+ALL = "*"
+SAMPLE_S = 1.0
+EVENT_COUNT = 40
+CURVE_COUNT = 128
+VERSION_COUNT = 8
+AT_ONCE_COUNT = 8  # runs read at once: a quarter of the client's connections
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class Ports(Fabric, Protocol):
+    """What the api asks of a broker: the queues, the board and the weights."""
+
+    @property
+    def weights(self) -> WeightStore: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunReading:
+    """What was read of one run."""
+
+    status: RunStatus
+    leases: dict[str, Lease]
+    weights: WeightsView
+
+
+@dataclass(slots=True)
+class _Cache:
+    until_s: float = float("-inf")
+    status: Status | None = None
+    body: bytes | None = None
+    error: FabricError | None = None
+
+
+class StatusReader:
+    """Reads the broker's state as one Status."""
+
+    def __init__(
+        self, ports: Ports, *, tail: EventTail, weights: WeightReader, config: ApiConfig, clock: Clock
+    ) -> None:
+        self._ports = ports
+        self._tail = tail
+        self._config = config
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._cache = _Cache()
+        self._runs = Meters(*COUNTERS)
+        self._tokens = Meters("tokens")
+        self._weights = weights
+
+    async def read(self) -> Status:
+        """The state now, at most `cache_s` old.
+
+        Raises:
+            BrokerError: the broker cannot be reached or does not answer in time.
+        """
+        cache = await self._fresh()
+        if cache.status is None:
+            assert cache.error is not None
+            raise cache.error.with_traceback(None)
+        return cache.status
+
+    async def body(self) -> bytes:
+        """The same as JSON, encoded once for all who ask."""
+        await self.read()
+        cache = self._cache
+        if cache.body is None:
+            assert cache.status is not None
+            cache.body = cache.status.model_dump_json().encode()
+        return cache.body
+
+    def forget(self) -> None:
+        """Something was changed: the next one to ask reads again."""
+        self._cache = _Cache()
+
+    async def watch(self) -> None:
+        """Take a sample per second for rates and their history, until cancelled."""
+        while True:
+            try:
+                status = await self.read()
+            except FabricError:
+                await self._clock.sleep(SAMPLE_S)  # who asks is told; a gap in the history is the truth
+                continue
+            now_s = self._clock.now_s()
+            runs = {run.run_id: run.counters for run in status.runs}
+            self._runs.sample(now_s, {**runs, ALL: sum_up(runs.values())})
+            self._tokens.sample(now_s, {each.worker_id: {"tokens": each.token_count} for each in status.workers})
+            await self._clock.sleep(SAMPLE_S)
+
+    async def _fresh(self) -> _Cache:
+        async with self._lock:
+            if self._clock.now_s() < self._cache.until_s:
+                return self._cache
+            cache = _Cache()
+            try:
+                cache.status = await self._read_in_time()
+            except FabricError as error:
+                cache.error = error
+            cache.until_s = self._clock.now_s() + self._config.cache_s
+            self._cache = cache
+            return cache
+
+    async def _read_in_time(self) -> Status:
+        timeout_s = self._config.broker_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read()
+        except TimeoutError as error:
+            raise BrokerError(
+                f"the broker did not answer within {timeout_s:g} s: is it running, and reachable from the api?",
+                reason="timeout",
+            ) from error
+
+    async def _read(self) -> Status:
+        board = self._ports.board
+        infos, lends, configs = await asyncio.gather(board.workers(), board.lends(), board.runs())
+        self._weights.keep(configs)
+        readings = [each for each in await _for_each(sorted(configs), self._read_run) if each is not None]
+        wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
+        found = (lease_view(lease, wall_ms) for each in readings for lease in each.leases.values())
+        leases = [lease for lease in found if lease is not None]
+        workers = self._worker_views(infos, lends, leases, now_s)
+        runs = [self._run_view(each.status, now_s) for each in readings]
+        counters = sum_up(counters_of(each.status for each in readings).values())
+        return Status(
+            time_ms=wall_ms,
+            version=__version__,
+            readiness=readiness(workers),
+            runs=runs,
+            workers=workers,
+            leases=leases,
+            weights=[each.weights for each in readings],
+            lend_all=lends.get(ALL, "off"),
+            totals=totals(runs, workers),
+            rates=_rates(self._runs.rates(now_s, ALL, counters)),
+            rollouts_per_s_history=self._runs.history(ALL, "trajectories_completed"),
+            tokens_per_s_history=self._runs.history(ALL, "tokens"),
+            events=self._tail.newest(EVENT_COUNT),
+        )
+
+    async def _read_run(self, run_id: str) -> RunReading | None:
+        board = self._ports.board
+        try:
+            status = await board.run_status(run_id)
+            return RunReading(status, await board.leases(run_id), await self._weights.read(run_id, VERSION_COUNT))
+        except BrokerError:
+            raise
+        except FabricError:
+            return None  # deleted since we read the list
+
+    def _worker_views(
+        self, infos: dict[str, tuple[WorkerInfo, int]], lends: dict[str, str], leases: list[LeaseView], now_s: float
+    ) -> list[WorkerView]:
+        by_worker = {lease.worker_id: lease for lease in leases}
+        views = []
+        for name, (info, age_ms) in sorted(infos.items(), key=lambda item: (item[1][0].role, item[0])):
+            rate = self._tokens.rates(now_s, name, {"tokens": info.token_count})["tokens"]
+            views.append(worker_view(info, age_ms, lends=lends, lease=by_worker.get(name), tokens_per_s=rate))
+        return views
+
+    def _run_view(self, status: RunStatus, now_s: float) -> RunView:
+        config = status.config
+        run_id = config.run_id
+        return RunView(
+            run_id=run_id,
+            model=config.model,
+            environment=config.environment,
+            reward=config.reward,
+            staleness=config.staleness,
+            weight=config.weight,
+            head_version=status.head_version,
+            depth=status.depth,
+            trajectory_count_max=config.trajectory_count_max,
+            trajectories=dict(status.trajectories),
+            turns=dict(status.turns),
+            groups_waiting=status.groups_waiting,
+            dead_count=status.dead_count,
+            counters=dict(status.counters),
+            rates=_rates(self._runs.rates(now_s, run_id, status.counters)),
+            rollouts_per_s_history=self._runs.history(run_id, "trajectories_completed"),
+            training=self._tail.training(run_id),
+            reward_curve=self._tail.curve(run_id, CURVE_COUNT),
+        )
+
+
+async def _for_each(items: Iterable[In], do: Callable[[In], Awaitable[Out]]) -> list[Out]:
+    """Results in the order of the items, some at a time."""
+    items, results = list(items), []
+    for start in range(0, len(items), AT_ONCE_COUNT):
+        results += await asyncio.gather(*(do(item) for item in items[start : start + AT_ONCE_COUNT]))
+    return results
+
+
+def _rates(found: dict[str, float]) -> Rates:
+    return Rates(
+        rollouts_per_s=round(found["trajectories_completed"], 2),
+        turns_per_s=round(found["turns_settled"], 2),
+        tokens_per_s=round(found["tokens"], 2),
+    )

@@ -1,0 +1,111 @@
+"""From the fabric's records to what the api shows. Pure: what was read goes in, models come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..fabric.ports import RunStatus
+from ..fabric.records import Lease, WorkerInfo
+from ..fabric.weights.manifest import WeightManifest
+from .schemas import LeaseView, Readiness, RunView, Totals, WeightVersion, WorkerView
+
+FRESH_MS = 3_000  # a heartbeat comes every second
+GENERATING = ("dedicated", "serving")
+COUNTERS = ("trajectories_completed", "turns_settled", "tokens")
+LEND_DEFAULT = "off"  # as the controller decides: nothing is lent before its team said so
+
+
+def lease_view(lease: Lease, wall_ms: int) -> LeaseView | None:
+    """A lease, or None for one that has ended."""
+    until_ms = lease.lease_until_ms
+    remaining_ms = None if until_ms is None else until_ms - wall_ms
+    if remaining_ms is not None and remaining_ms <= 0:
+        return None
+    return LeaseView(
+        worker_id=lease.worker_id,
+        run_id=lease.run_id,
+        lease_epoch=lease.lease_epoch,
+        slot_count=lease.slot_count,
+        is_standing=until_ms is None,
+        lease_until_ms=until_ms,
+        remaining_ms=remaining_ms,
+    )
+
+
+def worker_view(
+    info: WorkerInfo, age_ms: int, *, lends: Mapping[str, str], lease: LeaseView | None, tokens_per_s: float
+) -> WorkerView:
+    """A worker with its switch and its lease."""
+    return WorkerView(
+        worker_id=info.worker_id,
+        role=info.role,
+        state=info.state,
+        error=info.error,
+        host=info.host,
+        pid=info.pid,
+        model=info.model,
+        run_id=info.run_id,
+        slot_count=info.slot_count,
+        running_count=info.running_count,
+        active_version=info.active_version,
+        token_count=info.token_count,
+        tokens_per_s=round(tokens_per_s, 2),
+        environments=list(info.environments),
+        headroom_fraction=info.headroom_fraction,
+        heartbeat_age_ms=age_ms,
+        is_fresh=age_ms <= FRESH_MS,
+        lend=lends.get(info.worker_id, lends.get("*", LEND_DEFAULT)) if info.role == "serving" else None,
+        lease=lease,
+    )
+
+
+def weight_version(manifest: WeightManifest) -> WeightVersion:
+    """What a manifest says, without its blocks."""
+    return WeightVersion(
+        version=manifest.version,
+        kind=manifest.kind,
+        base_version=manifest.base_version,
+        payload_bytes=manifest.payload_bytes,
+        dense_bytes=manifest.dense_bytes,
+        changed_count=manifest.changed_count,
+        element_count=manifest.element_count,
+        chunk_count=len(manifest.chunk_bytes),
+    )
+
+
+def readiness(workers: Iterable[WorkerView]) -> Readiness:
+    """What is missing for work to flow, on a broker that answers."""
+    missing = []
+    if not any(worker.role == "controller" and worker.is_fresh for worker in workers):
+        missing.append("no controller has been heard of for 3 s, so no lease is given: start one (rollfab controller)")
+    return Readiness(is_ready=not missing, missing=missing)
+
+
+def totals(runs: Iterable[RunView], workers: Iterable[WorkerView]) -> Totals:
+    """Sums over all runs and workers."""
+    runs, live = list(runs), [worker for worker in workers if worker.is_fresh]
+    generating = [worker for worker in live if worker.role in GENERATING]
+    return Totals(
+        trajectories=sum_up(run.trajectories for run in runs),
+        turns=sum_up(run.turns for run in runs),
+        groups_waiting=sum(run.groups_waiting for run in runs),
+        dead_count=sum(run.dead_count for run in runs),
+        counters=sum_up(run.counters for run in runs),
+        worker_count=len(live),
+        slot_count=sum(worker.slot_count for worker in generating),
+        running_count=sum(worker.running_count for worker in generating),
+    )
+
+
+def sum_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Numbers of the same name, added."""
+    summed: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            summed[name] = summed.get(name, 0) + value
+    return summed
+
+
+def counters_of(statuses: Iterable[RunStatus]) -> dict[str, dict[str, int]]:
+    """The counters that have rates, by run."""
+    return {s.config.run_id: {name: s.counters.get(name, 0) for name in COUNTERS} for s in statuses}

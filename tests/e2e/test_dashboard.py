@@ -1,0 +1,131 @@
+"""The live page as a person sees it: real Chromium, real api, real broker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollfab.fabric.bus.embedded import EmbeddedBroker
+from tests.api_server import ApiWorld, running_api
+
+from .chromium import Browser, open_browser
+
+pytestmark = pytest.mark.timeout(60)  # a browser's first start on a cold disk
+
+CARD = "[data-run=r1]"
+WORKER = "[data-worker=serving-1]"
+
+
+@pytest.fixture(scope="module")
+def broker_url() -> Iterator[str]:
+    with EmbeddedBroker.start() as broker:
+        yield broker.url
+
+
+@pytest.fixture
+async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
+    async with open_browser(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
+    async with running_api(broker_url) as world:
+        await world.beat("controller-1", "controller")
+        yield world
+
+
+async def test_the_page_shows_what_happens_while_it_is_open(api: ApiWorld, browser: Browser) -> None:
+    # Given an open page
+    page = await browser.open(api.url)
+    await page.wait_text("#state", "live")
+    await page.wait_text(f"{CARD} [data-f=queued]", "0")
+    await page.wait_text(f"{CARD} [data-f=waits]", "idle")
+    # When a group is pushed, run and finished, and a trainer reports a step
+    await api.push_group("g1", 8)
+    await page.wait_text(f"{CARD} [data-f=queued]", "8")
+    for claim in await api.claim(8):
+        await api.settle(claim)
+    await api.fabric.board.add_event("trainer.step", {"run_id": "r1", "step": 4, "reward_mean": 0.75})
+    # Then the page says so, without being asked
+    await page.wait_text(f"{CARD} [data-f=completed]", "8")
+    await page.wait_text("#tiles [data-f=groups]", "1")
+    await page.wait_text(f"{CARD} [data-f=reward]", "0.75")
+    await page.wait_text(f"{CARD} [data-f=step]", "step 4")
+    # And everything it needed came from here
+    assert page.complaints() == []
+    assert all(address.startswith((api.url, "data:")) for address in page.requested())
+
+
+async def test_the_switch_on_the_page_lends_and_takes_back(api: ApiWorld, browser: Browser) -> None:
+    await api.beat("serving-1", "serving", slot_count=8)
+    page = await browser.open(api.url)
+    await page.wait_text(f"{WORKER} [data-f=limit]", "off")
+
+    await page.click(f"{WORKER} [data-f=lend]")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "on")
+    assert await api.fabric.board.lends() == {"serving-1": "on"}
+    await page.wait_text("#events", "lend.switched")
+
+    await page.click("#lend-all-off")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "off")
+    assert await api.fabric.board.lends() == {"serving-1": "off", "*": "off"}
+    assert page.complaints() == []
+
+
+async def test_dead_letters_open_with_their_traceback(api: ApiWorld, browser: Browser) -> None:
+    await api.push_group("g1", 1)
+    (claim,) = await api.claim(1)
+    await api.bury(claim, "environment raised <b>ValueError</b>")
+    page = await browser.open(api.url)
+    await page.wait_text(f"{CARD} [data-f=dead_count]", "1")
+    await page.click(f"{CARD} [data-f=dead_count]")
+    await page.wait_text("#dead-dialog summary", "environment raised <b>ValueError</b>")
+    await page.click("#dead-dialog summary")
+    await page.wait_text("#dead-dialog pre", "Traceback: line 1")
+
+
+async def test_a_page_with_nothing_to_show_says_what_to_do(broker_url: str, browser: Browser) -> None:
+    async with running_api(broker_url) as api:
+        await api.fabric.board.delete_run("r1")
+        page = await browser.open(api.url)
+        await page.wait_text("#banner", "no controller")
+        await page.wait_text("#no-runs", "No run yet")
+        await page.wait_text("#no-workers", "rollfab up")
+
+
+async def test_a_broker_and_an_api_that_vanish_are_told_apart(browser: Browser) -> None:
+    with EmbeddedBroker.start() as broker:
+        async with running_api(broker.url, broker_timeout_s=1.0) as api:
+            page = await browser.open(api.url)
+            await page.wait_text(f"{CARD} [data-f=name]", "r1")
+            broker.stop()
+            await page.wait_text("#state", "broker unreachable")
+            await page.wait_text("#banner", "broker")
+            # What was known stays in sight, marked as old
+            await page.wait_text(f"{CARD} [data-f=name]", "r1")
+            assert await page.evaluate("document.body.classList.contains('stale')")
+        await page.wait_text("#state", "api unreachable")
+        await page.wait_text("#banner", "does not answer")
+
+
+async def test_a_locked_api_asks_for_a_key_and_a_read_key_cannot_lend(broker_url: str, browser: Browser) -> None:
+    async with running_api(broker_url, read_keys=("a-key-that-may-read-only",)) as api:
+        await api.beat("serving-1", "serving", slot_count=8)
+        page = await browser.open(api.url)
+        await page.wait_text("#key-dialog", "Key needed")
+        assert await page.text(CARD) is None
+        await page.type("#key-input", "a-key-that-may-read-only")
+        await page.click("#key-dialog button.main")
+        await page.wait_text(f"{CARD} [data-f=name]", "r1")
+        await page.click(f"{WORKER} [data-f=lend]")
+        await page.wait_text("#toast", "use a control key")
+        assert await api.fabric.board.lends() == {}
+
+
+async def test_the_documentation_is_drawn(api: ApiWorld, browser: Browser) -> None:
+    page = await browser.open(f"{api.url}docs")
+    await page.wait_text("#operations", "/v1/workers/{worker_id}/lend")
+    assert page.complaints() == []

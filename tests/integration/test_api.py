@@ -1,0 +1,423 @@
+"""The api over real HTTP on a real broker: what it says, what it refuses, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rollfab.api.app import make_app
+from rollfab.api.config import ApiConfig
+from rollfab.api.server import open_socket
+from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.errors import ConfigError
+from rollfab.fabric.records import Lease
+from rollfab.trainer.publish import Publisher
+from tests.api_server import ApiWorld, running_api
+
+READ_KEY = "a-key-that-may-read-only"
+CONTROL_KEY = "a-key-that-may-do-everything"
+
+
+@pytest.fixture(scope="module")
+def broker_url() -> Iterator[str]:
+    with EmbeddedBroker.start() as broker:
+        yield broker.url
+
+
+@pytest.fixture
+async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
+    async with running_api(broker_url, cache_s=0.0) as world:
+        yield world
+
+
+@pytest.fixture
+async def locked(broker_url: str) -> AsyncIterator[ApiWorld]:
+    async with running_api(broker_url, read_keys=(READ_KEY,), control_keys=(CONTROL_KEY,)) as world:
+        yield world
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# ---------------------------------------------------------------- probes
+
+
+async def test_the_process_is_healthy_whatever_else_is_missing(api: ApiWorld) -> None:
+    assert (await api.json("healthz"))["status"] == "ok"
+
+
+async def test_readiness_names_the_missing_controller_and_returns_with_it(api: ApiWorld) -> None:
+    said = await api.json("readyz", 503)
+    assert not said["is_ready"]
+    assert "no controller" in said["missing"][0]
+
+    await api.beat("controller-1", "controller")
+
+    assert await api.json("readyz") == {"is_ready": True, "missing": []}
+
+
+async def test_a_broker_that_is_gone_is_said_so_everywhere() -> None:
+    with EmbeddedBroker.start() as broker:
+        async with running_api(broker.url, broker_timeout_s=1.0) as api:
+            await api.json("v1/status")
+            broker.stop()
+            await asyncio.sleep(0.3)
+            for path in ("v1/status", "v1/runs", "v1/workers"):
+                said = await api.json(path, 503)
+                assert said["error"] == "BrokerError"
+                assert "broker" in said["message"]
+            assert "broker" in (await api.json("readyz", 503))["missing"][0]
+            assert "rollfab_broker_up 0.0" in (await api.http.get("metrics")).text
+            await api.json("healthz")
+
+
+# ---------------------------------------------------------------- what it says
+
+
+async def test_the_status_follows_a_group_through_the_fabric(api: ApiWorld) -> None:
+    await api.push_group("g1", 4)
+    (run,) = (await api.json("v1/status"))["runs"]
+    assert (run["depth"], run["trajectories"]["queued"]) == (4, 4)
+
+    claims = await api.claim(3)
+    (run,) = (await api.json("v1/runs"))["runs"]
+    assert run["trajectories"] == {"queued": 1, "running": 3, "scoring": 0}
+
+    for claim in [*claims, *await api.claim(1)]:
+        await api.settle(claim)
+    status = await api.json("v1/status")
+    assert status["totals"]["groups_waiting"] == 1
+    assert status["runs"][0]["counters"]["trajectories_completed"] == 4
+
+
+async def test_workers_show_their_lease_their_switch_and_their_age(api: ApiWorld) -> None:
+    await api.beat("serving-1", "serving", slot_count=8, running_count=3, run_id="r1", headroom_fraction=0.5)
+    await api.beat("dedicated-1", "dedicated", slot_count=16, state="failed", error="out of memory")
+    lease = Lease(worker_id="serving-1", run_id="r1", lease_epoch=5, slot_count=6, lease_until_ms=None)
+    await api.fabric.board.set_lease(lease, 30_000)
+
+    dedicated, serving = (await api.json("v1/workers"))["workers"]
+
+    assert serving["lend"] == "off"
+    assert serving["is_fresh"]
+    assert serving["lease"]["slot_count"] == 6
+    assert 0 < serving["lease"]["remaining_ms"] <= 30_000
+    assert dedicated["lend"] is None
+    assert dedicated["error"] == "out of memory"
+    assert [each["worker_id"] for each in (await api.json("v1/leases"))["leases"]] == ["serving-1"]
+
+
+async def test_a_lease_that_has_ended_is_not_shown(api: ApiWorld) -> None:
+    lease = Lease(worker_id="serving-1", run_id="r1", lease_epoch=5, slot_count=6, lease_until_ms=None)
+    await api.fabric.board.set_lease(lease, 50)
+    await asyncio.sleep(0.1)
+    assert (await api.json("v1/leases"))["leases"] == []
+
+
+async def test_an_unknown_run_is_a_clear_404(api: ApiWorld) -> None:
+    for path in ("v1/runs/nope", "v1/runs/nope/dead-letters"):
+        said = await api.json(path, 404)
+        assert said["error"] == "RunUnknown"
+        assert "'nope'" in said["message"]
+    assert (await api.json("v1/nothing", 404))["error"] == "NotFound"
+
+
+async def test_dead_letters_come_with_reason_and_traceback(api: ApiWorld) -> None:
+    await api.push_group("g1", 1)
+    (claim,) = await api.claim(1)
+    await api.bury(claim, "environment raised ValueError")
+
+    said = await api.json("v1/runs/r1/dead-letters")
+
+    assert said["dead_count"] == 1
+    assert said["dead_letters"][0]["reason"] == "environment raised ValueError"
+    assert said["dead_letters"][0]["traceback"] == "Traceback: line 1"
+    assert (await api.json("v1/runs/r1/dead-letters?count=0", 422))["error"] == "InputError"
+
+
+async def test_published_weights_are_shown_with_their_sizes(api: ApiWorld) -> None:
+    publisher = Publisher(api.fabric.weights, "r1")
+    tensor = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    await publisher.publish({"w": tensor}.items(), 0)
+    tensor[0, 0] += 1
+    await publisher.publish({"w": tensor}.items(), 1)
+
+    (weights,) = (await api.json("v1/weights"))["weights"]
+
+    assert weights["head_version"] == 1
+    first, *_, last = weights["versions"]
+    assert (first["version"], first["kind"], last["version"]) == (0, "keyframe", 1)
+    assert last["payload_bytes"] < last["dense_bytes"] == tensor.nbytes
+    assert (await api.json("v1/status"))["runs"][0]["head_version"] == 1
+
+
+async def test_what_a_trainer_reports_becomes_its_reward_curve(api: ApiWorld) -> None:
+    for step in range(600):
+        facts = {"run_id": "r1", "step": step, "reward_mean": step / 1000, "policy_version": step}
+        await api.fabric.board.add_event("trainer.step", facts)
+    await until(lambda run: run["training"] and run["training"]["step"] == 599, api, "v1/runs/r1")
+
+    (shown,) = (await api.json("v1/status"))["runs"]
+    whole = await api.json("v1/runs/r1")
+
+    assert whole["training"]["reward_mean"] == 0.599
+    assert [point["step"] for point in whole["reward_curve"]] == list(range(88, 600))
+    assert len(shown["reward_curve"]) <= 128
+    assert shown["reward_curve"][-1]["step"] == 599
+
+
+async def test_rates_are_what_was_done_per_second(api: ApiWorld) -> None:
+    await asyncio.sleep(0.1)  # the first sample is taken
+    await api.push_group("g1", 20)
+    for claim in await api.claim(20):
+        await api.settle(claim)
+    rates = (await until(lambda status: status["rates"]["rollouts_per_s"] > 0, api, "v1/status"))["rates"]
+    assert 2 < rates["rollouts_per_s"] < 250
+
+
+async def test_many_readers_cost_the_broker_one_reading(broker_url: str) -> None:
+    async with running_api(broker_url, cache_s=5.0) as api:
+        answers = await asyncio.gather(*(api.http.get("v1/status") for _ in range(40)))
+        assert len({answer.json()["time_ms"] for answer in answers}) == 1
+
+
+async def until(holds: Any, api: ApiWorld, path: str) -> Any:
+    """The first answer for which `holds`."""
+    for _ in range(60):
+        if holds(said := await api.json(path)):
+            return said
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{path} still says {said}")
+
+
+# ---------------------------------------------------------------- metrics
+
+
+async def test_metrics_are_prometheus_text_with_few_labels(api: ApiWorld) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    await api.push_group("g1", 4)
+    await api.beat("dedicated-1", "dedicated", slot_count=16, running_count=5, run_id="r1", active_version=2)
+    answer = await api.http.get("metrics")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert all(name.startswith("rollfab_") for name in families)
+    labels = {label for family in families.values() for sample in family.samples for label in sample.labels}
+    assert labels == {"run", "role", "state"}
+    values = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
+    assert values["rollfab_trajectories", "r1", "queued"] == 4
+    assert values["rollfab_trajectories_submitted_total", "r1"] == 4
+    assert values["rollfab_slots_running", "dedicated"] == 5
+    assert values["rollfab_active_version_min", "r1"] == 2
+
+
+# ---------------------------------------------------------------- events
+
+
+async def read_events(response: httpx.Response, count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            found.append(json.loads(line[6:]))
+        if len(found) == count:
+            break
+    return found
+
+
+async def test_events_arrive_as_they_happen_and_go_on_after_the_last_one_seen(api: ApiWorld) -> None:
+    board = api.fabric.board
+    async with api.http.stream("GET", "v1/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("retry:")
+        await board.add_event("first", {"n": 1})
+        async for line in lines:
+            if line.startswith("data: "):
+                break
+        seen = json.loads(line[6:])
+        assert (seen["kind"], seen["facts"]) == ("first", {"n": 1})
+    # When the reader is away while two more happen, and comes back
+    await board.add_event("second", {})
+    await board.add_event("third", {})
+    async with api.http.stream("GET", "v1/events", headers={"last-event-id": seen["event_id"]}) as response:
+        # Then it sees them, in order, and nothing twice
+        assert [event["kind"] for event in await read_events(response, 2)] == ["second", "third"]
+
+
+async def test_a_late_reader_gets_what_the_api_itself_no_longer_holds(api: ApiWorld) -> None:
+    for number in range(1200):
+        await api.fabric.board.add_event("tick", {"n": number})
+    async with api.http.stream("GET", "v1/events?after=0") as response:
+        assert [event["facts"]["n"] for event in await read_events(response, 1200)] == list(range(1200))
+
+
+async def test_a_silent_stream_is_kept_alive_by_comments(broker_url: str) -> None:
+    async with running_api(broker_url, keep_alive_s=0.1) as api, api.http.stream("GET", "v1/events") as response:
+        async with asyncio.timeout(3):
+            async for line in response.aiter_lines():
+                if line == ": still here":
+                    break
+
+
+async def test_a_stream_too_many_and_an_id_that_is_none_are_refused(broker_url: str) -> None:
+    async with running_api(broker_url, event_reader_count_max=1) as api:
+        async with api.http.stream("GET", "v1/events") as response:
+            await anext(response.aiter_lines())
+            assert (await api.json("v1/events", 503))["error"] == "TooManyReaders"
+        assert (await api.json("v1/events", 422, headers={"last-event-id": "abc"}))["error"] == "InputError"
+
+
+# ---------------------------------------------------------------- the switch
+
+
+async def test_the_switch_reaches_the_board_at_once(api: ApiWorld) -> None:
+    await api.beat("serving-1", "serving", slot_count=8)
+    for value, kept in (("on", "on"), (3, "3"), ("off", "off"), (0, "0")):
+        answer = await api.http.post("v1/workers/serving-1/lend", json={"value": value})
+        assert answer.json() == {"worker_id": "serving-1", "value": kept, "worker_ids": ["serving-1"]}
+        assert await api.fabric.board.lends() == {"serving-1": kept}
+        assert (await api.json("v1/workers"))["workers"][0]["lend"] == kept
+
+
+async def test_taking_all_back_overrules_a_worker_with_a_switch_of_its_own(api: ApiWorld) -> None:
+    for name in ("serving-1", "serving-2"):
+        await api.beat(name, "serving", slot_count=8)
+    await api.http.post("v1/workers/serving-1/lend", json={"value": "on"})
+
+    answer = await api.http.post("v1/workers/*/lend", json={"value": "off"})
+
+    assert answer.json()["worker_ids"] == ["serving-1", "serving-2"]
+    assert [worker["lend"] for worker in (await api.json("v1/workers"))["workers"]] == ["off", "off"]
+    assert set((await api.fabric.board.lends()).values()) == {"off"}
+
+
+@pytest.mark.parametrize("value", ["maybe", True, -1, 1.5, None, "3"])
+async def test_a_value_that_is_none_of_the_switchs_changes_nothing(api: ApiWorld, value: Any) -> None:
+    await api.beat("serving-1", "serving")
+    answer = await api.http.post("v1/workers/serving-1/lend", json={"value": value})
+    assert answer.status_code == 422
+    assert answer.json()["error"] == "InputError"
+    assert await api.fabric.board.lends() == {}
+
+
+async def test_only_a_known_serving_worker_has_a_switch(api: ApiWorld) -> None:
+    await api.beat("dedicated-1", "dedicated")
+    for name, status, error in (("nobody", 404, "WorkerUnknown"), ("dedicated-1", 422, "NotLendable")):
+        answer = await api.http.post(f"v1/workers/{name}/lend", json={"value": "off"})
+        assert (answer.status_code, answer.json()["error"]) == (status, error)
+    assert await api.fabric.board.lends() == {}
+
+
+# ---------------------------------------------------------------- who may come in
+
+
+async def test_without_a_key_nothing_is_read_but_probes_and_pages(locked: ApiWorld) -> None:
+    for path in ("v1/status", "v1/runs", "v1/events", "metrics"):
+        answer = await locked.http.get(path)
+        assert answer.status_code == 401, path
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+        assert answer.json()["error"] == "Unauthorized"
+    for path in ("", "docs", "static/app.js", "healthz", "openapi.json"):
+        assert (await locked.http.get(path)).status_code == 200, path
+    assert (await locked.http.get("v1/status", headers=bearer("a-key-nobody-has-given-out"))).status_code == 401
+
+
+async def test_reading_and_controlling_are_separate_rights(locked: ApiWorld) -> None:
+    await locked.beat("serving-1", "serving")
+    for key in (READ_KEY, CONTROL_KEY):
+        assert (await locked.http.get("v1/status", headers=bearer(key))).status_code == 200
+    path, body = "v1/workers/serving-1/lend", {"value": "on"}
+    assert (await locked.http.post(path, json=body)).status_code == 401
+    refused = await locked.http.post(path, json=body, headers=bearer(READ_KEY))
+    assert (refused.status_code, refused.json()["error"]) == (403, "Forbidden")
+    assert await locked.fabric.board.lends() == {}
+    assert (await locked.http.post(path, json=body, headers=bearer(CONTROL_KEY))).status_code == 200
+
+
+async def test_a_foreign_name_that_leads_here_is_refused(api: ApiWorld) -> None:
+    said = await api.json("v1/status", 403, headers={"host": "evil.example"})
+    assert said["error"] == "HostRefused"
+    for name in ("localhost:9000", "127.0.0.1", "[::1]:8420"):
+        await api.json("v1/status", headers={"host": name})
+
+
+async def test_a_foreign_page_may_not_control_but_our_own_may(api: ApiWorld) -> None:
+    await api.beat("serving-1", "serving")
+    own = api.url.rstrip("/")
+    foreign = (
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:1"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site", "origin": own},
+    )
+    for headers in foreign:
+        answer = await api.http.post("v1/workers/*/lend", json={"value": "on"}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]) == (403, "OriginRefused"), headers
+    assert await api.fabric.board.lends() == {}
+    headers = {"origin": own, "sec-fetch-site": "same-origin"}
+    assert (await api.http.post("v1/workers/*/lend", json={"value": "on"}, headers=headers)).status_code == 200
+
+
+async def test_every_answer_forbids_framing_and_foreign_scripts(api: ApiWorld) -> None:
+    for path in ("", "v1/status", "v1/runs/nope", "static/app.js"):
+        headers = (await api.http.get(path)).headers
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "10.0.0.7", "gpu-box"])
+def test_an_open_address_without_keys_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="keys"):
+        make_app(None, ApiConfig(host=host))  # type: ignore[arg-type]
+
+
+def test_a_key_that_can_be_guessed_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_app(None, ApiConfig(read_keys=("secret",)))  # type: ignore[arg-type]
+    assert "secret'" not in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)):
+            open_socket(ApiConfig(port=port))
+
+
+# ---------------------------------------------------------------- documentation
+
+
+async def test_the_documentation_describes_every_route_and_loads_nothing_from_elsewhere(api: ApiWorld) -> None:
+    document = await api.json("openapi.json")
+    assert {"/v1/status", "/v1/workers/{worker_id}/lend", "/v1/events", "/readyz"} <= set(document["paths"])
+    for path in (
+        "",
+        "docs",
+        "static/app.js",
+        "static/docs.js",
+        "static/style.css",
+        "static/client.js",
+        "static/draw.js",
+    ):
+        text = (await api.http.get(path)).text.replace("http://www.w3.org", "")
+        assert "http://" not in text, path
+        assert "https://" not in text, path
+
+
+async def test_the_server_stops_although_a_stream_is_open(broker_url: str) -> None:
+    async with running_api(broker_url) as api:
+        stream = api.http.stream("GET", "v1/events")
+        response = await stream.__aenter__()
+        await anext(response.aiter_lines())
+    await stream.__aexit__(None, None, None)

@@ -1,0 +1,88 @@
+"""The command line as a person meets it: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollfab.fabric.bus.embedded import EmbeddedBroker
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with EmbeddedBroker.start() as broker:
+        yield broker.url
+
+
+def rollfab(*words: str, url: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "ROLLFAB_URL"}
+    if url is not None:
+        environment["ROLLFAB_URL"] = url
+    return subprocess.run(
+        [sys.executable, "-m", "rollfab", *words], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+def test_without_a_broker_a_command_says_how_to_get_one() -> None:
+    done = rollfab("status")
+    assert done.returncode == 2
+    assert "no broker: give --url" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unreachable_broker_is_named_without_a_traceback() -> None:
+    done = rollfab("status", "--url", "redis://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_usage_is_exit_code_two(url: str) -> None:
+    assert rollfab("status", "--nonsense", url=url).returncode == 2
+    done = rollfab("lend", "maybe", url=url)
+    assert (done.returncode, "expected on, off, status" in done.stderr) == (1, True)
+
+
+def test_status_is_one_object(url: str) -> None:
+    done = rollfab("status", "--json", url=url)
+    assert done.returncode == 0
+    assert set(json.loads(done.stdout)) == {"runs", "workers", "leases", "lends"}
+
+
+def test_the_switch_is_kept_and_shown(url: str) -> None:
+    assert rollfab("lend", "on", url=url).returncode == 0
+    assert "all serving workers: on" in rollfab("lend", "status", url=url).stdout
+    assert json.loads(rollfab("lend", "3", "--worker", "w9", "--json", url=url).stdout)["lends"] == {"*": "on", "w9": "3"}
+
+
+def test_tasks_of_a_file_become_groups(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"seed": 1}\n\n{"seed": 2}\n')
+    words = ("--run", "cli", "--group-size", "2")
+    unknown = rollfab("submit", str(file), *words, url=url)
+    assert (unknown.returncode, "run 'cli' does not exist" in unknown.stderr) == (2, True)
+    done = rollfab("submit", str(file), *words, "--model", "tiny", "--environment", "frozenlake", "--json", url=url)
+    assert len(json.loads(done.stdout)["group_ids"]) == 2
+    (row,) = json.loads(rollfab("status", "--json", url=url).stdout)["runs"]
+    assert (row["run_id"], row["depth"], row["trajectories"]["queued"]) == ("cli", 4, 4)
+    assert json.loads(rollfab("dead", "ls", "--run", "cli", "--json", url=url).stdout) == []
+    assert json.loads(rollfab("weights", "ls", "--run", "cli", "--json", url=url).stdout) == []
+
+
+def test_a_line_that_is_no_task_is_named(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"seed": 1}\n[1]\n')
+    done = rollfab("submit", str(file), "--run", "cli", url=url)
+    assert (done.returncode, "line 2 is list" in done.stderr) == (1, True)
+
+
+def test_the_doctor_lists_what_is_there() -> None:
+    rows = json.loads(rollfab("doctor", "--json").stdout)
+    assert {"Python", "GPU"} <= {row["what"] for row in rows}
+    assert all(row["is_fine"] for row in rows if row["what"] == "Python")

@@ -1,0 +1,253 @@
+"""GRPO, small enough to read: the reference trainer's algorithm, its settings, and the models it trains.
+
+B rollouts, T tokens, K = T - 1 predictions of the next token, V the vocabulary.
+
+- A rollout's advantage is its reward relative to its group (batch.py); every token that the policy made carries it.
+- Rollouts may be older than the weights being trained. The ratio that is clipped compares with the weights at the
+  start of the step; how far these are from the weights that sampled a token enters as a truncated importance weight.
+- Parameters are float32 for the presets, and published as such: rounding them to bfloat16 would make the workers
+  sample from another policy than the one being trained.
+
+The loop around it, with its checkpoints, is loop.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fabric.models import is_preset, model_config
+from ..fabric.records import Group
+from .batch import Batch, pad_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSettings:
+    """Everything that decides how a run learns."""
+
+    learning_rate: float = 1e-6
+    """AdamW's, at the first step."""
+    learning_rate_end: float = 0.1
+    """The last step's learning rate as a fraction of the first's, [0, 1]; linear in between."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay of the gradient's mean and square."""
+    weight_decay: float = 0.0
+    clip_fraction: float = 0.2
+    """How far a token's ratio may move within one step, (0, 1)."""
+    importance_max: float = 2.0
+    """Bound on the weight of a token that older weights sampled, at least 1."""
+    entropy_weight: float = 0.0
+    """Reward for staying undecided, in nats."""
+    kl_weight: float = 0.0
+    """Penalty for moving away from the weights at the start of the step; off as in most recent recipes."""
+    gradient_norm_max: float = 1.0
+    epoch_count: int = 2
+    """Passes over the rollouts of one step, at least 1."""
+    minibatch_size: int = 32
+    """Rollouts per optimiser update, at least 1."""
+    group_count: int = 8
+    """Groups per step, at least 1."""
+    group_size: int = 8
+    """Trajectories per group, at least 2."""
+    step_count: int = 100
+    staleness: int = 1
+    """Batches generated ahead of the one being trained, and the run's staleness, at least 0."""
+    temperature: float = 1.0
+    """The one that rollouts are sampled at."""
+
+
+# Found by trial on the environments as they ship, with the model preset "tiny".
+PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
+    {
+        "frozenlake": GrpoSettings(
+            learning_rate=3e-3,
+            betas=(0.9, 0.99),
+            entropy_weight=0.003,
+            group_count=4,
+            group_size=16,
+            minibatch_size=32,
+            step_count=60,
+            staleness=0,
+        ),
+        "guess-the-number": GrpoSettings(
+            learning_rate=2e-3,
+            betas=(0.9, 0.99),
+            group_count=10,
+            group_size=16,
+            minibatch_size=20,
+            epoch_count=3,
+            step_count=70,
+            staleness=0,
+        ),
+    }
+)
+
+
+def build_model(name: str, seed: int = 0) -> nn.Module:
+    """A model to train: a preset with random float32 weights drawn from `seed`, or a path or hub name.
+
+    The same name and seed give the same bits. Dropout is off: workers have none.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not is_preset(name):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
+        return model.eval()
+    config = model_config(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    return model.eval()
+
+
+class Grpo:
+    """Trains `model` in place.
+
+    Args:
+        model: anything whose call on int64 tokens (B, T) has `.logits`, shape (B, T, V).
+        settings: see GrpoSettings.
+    """
+
+    def __init__(self, model: nn.Module, settings: GrpoSettings) -> None:
+        self.model = model
+        self.settings = settings
+        self.step_index = 0
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+
+    def step(self, groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
+        """Learn from some groups.
+
+        Args:
+            groups: complete groups; those without rollouts add nothing. At least one rollout in all.
+            version: the policy version that the weights have now. Where given, `mismatch_*` looks only at tokens
+                which that version sampled: there, trainer and workers should agree.
+
+        Returns:
+            reward_mean, reward_std, success_fraction (where environments say), turn_count_mean, loss, ratio_mean,
+            clipped_fraction, entropy, gradient_norm, mismatch_mean and mismatch_max (|log-probability here − as
+            sampled|), staleness_mean, learning_rate, rollout_count, turn_count, token_count.
+        """
+        batch = pad_groups(groups).to(next(self.model.parameters()).device)
+        learning_rate = self._set_learning_rate()
+        with torch.no_grad():
+            start_B_K, _ = self._logprobs(batch)
+        metrics = {
+            **_describe(groups, batch),
+            **_compare(batch, start_B_K, version),
+            "learning_rate": learning_rate,
+            **self._update(batch, start_B_K),
+        }
+        self.step_index += 1
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later process needs to go on, tensors included."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step_index": self.step_index,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of another process."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step_index = int(state["step_index"])
+
+    def _set_learning_rate(self) -> float:
+        settings = self.settings
+        done = min(1.0, self.step_index / max(1, settings.step_count - 1))
+        rate = settings.learning_rate * (1 - done * (1 - settings.learning_rate_end))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _update(self, batch: Batch, start_B_K: Tensor) -> dict[str, float]:
+        """All optimiser updates of one step; means over them."""
+        rows: list[dict[str, Tensor]] = []
+        for index_B in self._minibatches(len(batch)):
+            loss, facts = self._loss(batch.rows(index_B), start_B_K[index_B])
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.gradient_norm_max)
+            self.optimizer.step()
+            rows.append({**facts, "loss": loss.detach(), "gradient_norm": norm})
+        return {name: float(torch.stack([row[name] for row in rows]).mean()) for name in rows[0]}
+
+    def _minibatches(self, row_count: int) -> Iterator[Tensor]:
+        """Row indices of each update: every epoch visits every row once, in an order that the step number decides."""
+        dice = torch.Generator().manual_seed(self.step_index)
+        for _ in range(self.settings.epoch_count):
+            yield from torch.randperm(row_count, generator=dice).split(self.settings.minibatch_size)
+
+    def _loss(self, batch: Batch, start_B_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective, negated, as the mean over the minibatch's policy tokens.
+
+        Rows of groups that are all alike have advantage 0 and yet count in the mean. Left out, the last few rows
+        that still differ would make a whole update by themselves, and undo late in training what was learnt.
+
+        Source: clipping, PPO (arXiv 1707.06347); the two ratios, AReaL's decoupled objective (arXiv 2505.24298).
+        """
+        settings = self.settings
+        logprobs_B_K, entropy_B_K = self._logprobs(batch)
+        mask_B_K = batch.completion_mask_B_T[:, 1:]
+        token_count = mask_B_K.sum().clamp(min=1)
+        moved_B_K = (logprobs_B_K - start_B_K) * mask_B_K
+        ratio_B_K = moved_B_K.exp()
+        clipped_B_K = ratio_B_K.clamp(1 - settings.clip_fraction, 1 + settings.clip_fraction)
+        older_B_K = (start_B_K - batch.logprobs_B_T[:, 1:]) * mask_B_K
+        weight_B_K = older_B_K.exp().clamp(max=settings.importance_max)
+        advantage_B_1 = batch.advantages_B[:, None]
+        gain_B_K = weight_B_K * torch.minimum(ratio_B_K * advantage_B_1, clipped_B_K * advantage_B_1)
+        penalty_B_K = ratio_B_K - 1 - moved_B_K  # k3 estimate of the KL divergence, never below 0
+        entropy = (entropy_B_K * mask_B_K).sum() / token_count
+        gain = ((gain_B_K - settings.kl_weight * penalty_B_K) * mask_B_K).sum() / token_count
+        facts = {
+            "entropy": entropy.detach(),
+            "ratio_mean": ((ratio_B_K * mask_B_K).sum() / token_count).detach(),
+            "clipped_fraction": (((ratio_B_K != clipped_B_K) & mask_B_K).sum() / token_count).detach(),
+        }
+        return -(gain + settings.entropy_weight * entropy), facts
+
+    def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probability of every token after the first, and the entropy there; float32, shape (B, K)."""
+        logits_B_K_V = self.model(batch.tokens_B_T[:, :-1]).logits.float() / self.settings.temperature
+        logprobs_B_K_V = torch.log_softmax(logits_B_K_V, dim=-1)
+        logprobs_B_K = logprobs_B_K_V.gather(-1, batch.tokens_B_T[:, 1:, None]).squeeze(-1)
+        return logprobs_B_K, -(logprobs_B_K_V.exp() * logprobs_B_K_V).sum(-1)
+
+
+def _describe(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
+    """The rollouts in numbers."""
+    infos = [rollout.info for group in groups for rollout in group.rollouts]
+    return {
+        "reward_mean": float(batch.rewards_B.mean()),
+        "reward_std": float(batch.rewards_B.std(correction=0)),
+        "success_fraction": sum(bool(info.get("success")) for info in infos) / len(infos),
+        "turn_count_mean": float(batch.turn_counts_B.float().mean()),
+        "rollout_count": float(len(batch)),
+        "turn_count": float(batch.turn_counts_B.sum()),
+        "token_count": float(batch.completion_mask_B_T.sum()),
+    }
+
+
+def _compare(batch: Batch, start_B_K: Tensor, version: int | None) -> dict[str, float]:
+    """How far the weights being trained are from those that sampled; means over the tokens looked at, 0 without any."""
+    mask_B_K = batch.completion_mask_B_T[:, 1:]
+    versions_B_K = batch.versions_B_T[:, 1:]
+    now = int(versions_B_K.max()) if version is None else version
+    is_same_B_K = mask_B_K if version is None else mask_B_K & (versions_B_K == version)
+    difference = (start_B_K - batch.logprobs_B_T[:, 1:]).abs()[is_same_B_K]
+    behind = (now - versions_B_K)[mask_B_K].float()
+    return {
+        "mismatch_mean": float(difference.mean()) if len(difference) else 0.0,
+        "mismatch_max": float(difference.max()) if len(difference) else 0.0,
+        "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
+    }

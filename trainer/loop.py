@@ -1,0 +1,170 @@
+"""The reference training loop: submit, collect, learn, publish, and survive a kill at any point.
+
+- Group names are made of the run's seed and a count, so a restarted loop repeats its pushes without effect.
+- A step is one transaction: its groups are acknowledged after the weights are published and the checkpoint is written.
+  Killed before that, the same groups come again; killed after it, the checkpoint knows them and skips them.
+- The checkpoint replaces its predecessor in one rename.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..fabric.records import Group
+from .client import Run
+from .grpo import Grpo, GrpoSettings, build_model
+from .publish import PublishReport
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint.pt"
+REMEMBERED_GROUPS = 4096  # names of trained groups kept for telling a redelivery apart; far more than can be in flight
+GROUP_TIMEOUT_S = 300.0
+
+
+@dataclass
+class Progress:
+    """Where training stands; all of it is in the checkpoint."""
+
+    step: int = 0
+    version: int = 0
+    submitted_count: int = 0
+    trained_ids: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    rollout_count: int = 0
+    failed_count: int = 0
+    duplicated_count: int = 0
+    delta_count: int = 0
+    delta_bytes: int = 0
+    dense_bytes: int = 0
+
+
+class TrainingLoop:
+    """Trains one run with GRPO."""
+
+    def __init__(
+        self,
+        run: Run,
+        settings: GrpoSettings,
+        tasks: Callable[[int, int], list[dict[str, Any]]],
+        *,
+        seed: int,
+        directory: Path,
+        report: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._tasks = tasks
+        self._seed = seed
+        self._path = directory / CHECKPOINT
+        self._report = report
+        self._grpo = Grpo(build_model(run.config.model, seed), settings)
+        self.progress = Progress()
+
+    def train(self) -> Progress:
+        """Train to the last step, from the checkpoint if there is one."""
+        self._restore()
+        while self.progress.step < self._settings.step_count:
+            self._submit()
+            with self._run.groups(count=self._wanted(), timeout=GROUP_TIMEOUT_S) as groups:
+                fresh = [group for group in groups if self._is_fresh(group)]
+                if fresh:
+                    self._learn(fresh)
+        return self.progress
+
+    def _restore(self) -> None:
+        """Load the checkpoint, and make sure that the head is the model we hold."""
+        progress = self.progress
+        if self._path.exists():
+            state = torch.load(self._path, weights_only=True)
+            self._grpo.load_state_dict(state["grpo"])
+            progress = self.progress = Progress(**state["progress"])
+        head = self._run.head_version()
+        if head != progress.version or not self._path.exists():
+            progress.version = head + 1
+            self._publish()
+
+    def _submit(self) -> None:
+        """Keep `1 + staleness` steps' groups in flight; pushing the same names again changes nothing."""
+        settings, progress = self._settings, self.progress
+        goal = min(progress.step + 1 + settings.staleness, settings.step_count) * settings.group_count
+        first = progress.step * settings.group_count
+        names = [f"{self._run.run_id}-{self._seed}-{index}" for index in range(first, goal)]
+        if names:
+            self._run.submit(self._tasks(len(names), first), group_size=settings.group_size, group_ids=names)
+        progress.submitted_count = max(progress.submitted_count, goal)
+
+    def _wanted(self) -> int:
+        """Groups to receive for one step."""
+        return self._settings.group_count
+
+    def _is_fresh(self, group: Group) -> bool:
+        """Whether this group was not trained on yet; one that was is acknowledged and dropped."""
+        if group.group_id not in self.progress.trained_ids:
+            return True
+        self.progress.duplicated_count += not group.redelivered
+        log.info("training.group_came_again", extra={"group_id": group.group_id})
+        return False
+
+    def _learn(self, groups: list[Group]) -> None:
+        progress = self.progress
+        metrics = self._grpo.step(groups, progress.version)
+        progress.step += 1
+        progress.version += 1
+        progress.rewards.append(metrics["reward_mean"])
+        progress.rollout_count += sum(len(group.rollouts) for group in groups)
+        progress.failed_count += sum(len(group.failures) for group in groups)
+        progress.trained_ids = [*progress.trained_ids, *(group.group_id for group in groups)][-REMEMBERED_GROUPS:]
+        published = self._publish()
+        self._save()
+        self._report(
+            {
+                **metrics,
+                "step": progress.step,
+                "step_count": self._settings.step_count,
+                "policy_version": progress.version,
+                "payload_bytes": published.payload_bytes,
+                "dense_bytes": published.dense_bytes,
+            }
+        )
+
+    def _publish(self) -> PublishReport:
+        published = self._run.publish(self._grpo.model.named_parameters(), self.progress.version)
+        if published.kind == "delta":
+            self.progress.delta_count += 1
+            self.progress.delta_bytes += published.payload_bytes
+            self.progress.dense_bytes += published.dense_bytes
+        return published
+
+    def _save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        waiting = self._path.with_suffix(".new")
+        torch.save({"grpo": self._grpo.state_dict(), "progress": vars(self.progress)}, waiting)
+        os.replace(waiting, self._path)
+
+
+def summary_of(progress: Progress, settings: GrpoSettings, window: int = 3) -> dict[str, Any]:
+    """Training in numbers. Rewards are means over the first step, and over the last `window` steps.
+
+    lost: rollouts that were submitted and neither arrived nor are named as failed.
+    """
+    expected = progress.submitted_count * settings.group_size
+    last = progress.rewards[-window:] or [0.0]
+    return {
+        "steps": progress.step,
+        "reward_first": round(progress.rewards[0], 4) if progress.rewards else 0.0,
+        "reward_last": round(sum(last) / len(last), 4),
+        "rollouts": progress.rollout_count,
+        "failed": progress.failed_count,
+        "lost": expected - progress.rollout_count - progress.failed_count,
+        "duplicated": progress.duplicated_count,
+        "deltas": progress.delta_count,
+        "delta_ratio": round(progress.dense_bytes / max(1, progress.delta_bytes), 3),
+    }

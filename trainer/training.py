@@ -1,0 +1,74 @@
+"""`rollfab train`: the reference loop as a process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..fabric.errors import InputError
+from ..fabric.wire import dump_json
+from .client import connect
+from .grpo import PRESETS
+from .loop import CHECKPOINT, TrainingLoop, summary_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What to train, and where."""
+
+    url: str
+    run_id: str
+    environment: str
+    reward: str | None
+    steps: int | None
+    seed: int
+    output: str
+    is_fresh: bool
+
+
+def run_training(options: TrainOptions) -> dict[str, Any]:
+    """Train the tiny model on an environment and leave summary.json; returns what is in it.
+
+    Raises:
+        InputError: no settings are known for that environment.
+    """
+    settings = PRESETS.get(options.environment)
+    if settings is None:
+        raise InputError(
+            f"no settings are known for environment {options.environment!r}, only for {', '.join(sorted(PRESETS))}: "
+            "write your own loop, as README.md shows"
+        )
+    if options.steps is not None:
+        settings = dataclasses.replace(settings, step_count=options.steps)
+    directory = Path(options.output)
+    directory.mkdir(parents=True, exist_ok=True)
+    if options.is_fresh:
+        (directory / CHECKPOINT).unlink(missing_ok=True)
+    torch.set_num_threads(1)
+    with connect(options.url) as fabric:
+        run = fabric.run(
+            options.run_id,
+            model="tiny",
+            environment=options.environment,
+            reward=options.reward,
+            staleness=settings.staleness,
+            sampling={"temperature": settings.temperature},
+        )
+
+        def report(facts: Mapping[str, Any]) -> None:
+            run.report(**facts)
+
+        loop = TrainingLoop(run, settings, tasks, seed=options.seed, directory=directory, report=report)
+        summary = summary_of(loop.train(), settings)
+    (directory / "summary.json").write_bytes(dump_json(summary))
+    return summary
+
+
+def tasks(count: int, first: int) -> list[dict[str, Any]]:
+    """Tasks `first` … `first + count - 1` of an endless series: a seed each, so a group meets one world."""
+    return [{"seed": index, "number": index % 10 + 1} for index in range(first, first + count)]
