@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+
 from rollfab.fabric.errors import RunMismatch, RunUnknown
 from rollfab.fabric.records import Lease, WorkerInfo
 

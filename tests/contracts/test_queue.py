@@ -163,7 +163,7 @@ async def test_an_unacknowledged_group_comes_again_to_a_restarted_trainer_and_sa
 
 
 async def test_a_turn_goes_from_agent_to_worker_and_back(world: World) -> None:
-    claim, turn = await claimed_turn(world)
+    _, turn = await claimed_turn(world)
     assert turn.job.prompt_ids.tolist() == [0, 1, 2, 3, 4]
     settle = TurnSettle(claim=turn, result=result_of("g1.0.0"))
     exchange = await world.turns.exchange("w1", settles=[settle])

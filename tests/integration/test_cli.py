@@ -58,7 +58,10 @@ def test_status_is_one_object(url: str) -> None:
 def test_the_switch_is_kept_and_shown(url: str) -> None:
     assert rollfab("lend", "on", url=url).returncode == 0
     assert "all serving workers: on" in rollfab("lend", "status", url=url).stdout
-    assert json.loads(rollfab("lend", "3", "--worker", "w9", "--json", url=url).stdout)["lends"] == {"*": "on", "w9": "3"}
+    assert json.loads(rollfab("lend", "3", "--worker", "w9", "--json", url=url).stdout)["lends"] == {
+        "*": "on",
+        "w9": "3",
+    }
 
 
 def test_tasks_of_a_file_become_groups(url: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollfab.fabric.errors import BrokerError, DigestMismatch
+from rollfab.fabric.errors import BrokerError, EngineError
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.weights.chain import fetch_weights
@@ -31,6 +32,7 @@ class FaultyStore(MemoryWeightStore):
         self.spoil: dict[tuple[int, str], int] = {}  # (version, kind) → how many reads come out wrong
         self.lose: dict[tuple[int, str], int] = {}
         self.fetched: list[tuple[int, str]] = []
+        self.is_state_wrong = False
 
     async def put_chunks(self, manifest: WeightManifest, first_index: int, chunks: Sequence[bytes]) -> None:
         self._fail("put_chunks")
@@ -46,6 +48,12 @@ class FaultyStore(MemoryWeightStore):
         self._fail("advance_head")
         await super().advance_head(manifest, shard_count)
         self._lose_answer("advance_head")
+
+    async def manifests(self, run_id: str, names: Sequence[tuple[int, str]]) -> list[WeightManifest | None]:
+        found = await super().manifests(run_id, names)
+        if not self.is_state_wrong:
+            return found
+        return [item and dataclasses.replace(item, state_digest="0" * 32) for item in found]
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
         name = (manifest.version, manifest.kind)
@@ -86,7 +94,7 @@ class BitsEngine:
             self.reject = False
             name, (_, values) = next(iter(staged.writes().items()))
             self.bits[name][: len(values)] += 1
-            raise DigestMismatch("the engine could not write")
+            raise EngineError("the engine could not write")
         commit(staged, self.bits)  # type: ignore[arg-type]
         return 0.0
 

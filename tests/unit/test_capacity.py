@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rollfab.fabric.rules.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
 
 RULE = CapacityRule()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rollfab.fabric.errors import ChainBroken, DigestMismatch, FabricError, LayoutMismatch
+from rollfab.fabric.errors import ChainBroken, DigestMismatch, EngineError, FabricError, LayoutMismatch
 from rollfab.fabric.rules.chain import DELTA, KEYFRAME
 from rollfab.fabric.weights.layout import Layout
 from rollfab.trainer.publish import Publisher
@@ -196,6 +196,19 @@ async def test_live_weights_that_drifted_are_found_and_healed(
     assert receiver.last.kinds[0] == KEYFRAME
 
 
+async def test_a_newcomer_checks_the_whole_state_before_writing(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    await publisher.publish(model.named_parameters(), 0)
+    store.is_state_wrong = True
+    engine = BitsEngine(small_model(1))
+
+    with pytest.raises(DigestMismatch, match="not version 0"):
+        await receiver_of(store, engine).update()
+
+    assert_holds(engine, small_model(1))
+
+
 async def test_a_commit_that_broke_off_is_repaired(
     store: FaultyStore, publisher: Publisher, model: torch.nn.Module
 ) -> None:
@@ -207,7 +220,7 @@ async def test_a_commit_that_broke_off_is_repaired(
     await publisher.publish(model.named_parameters(), 1)
     engine.reject = True
 
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(EngineError):
         await receiver.update()
     assert await receiver.update()
 

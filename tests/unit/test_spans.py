@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from rollfab.fabric.errors import ConfigError
 from rollfab.fabric.ids import check_name, group_of, shard_of, trajectory_id, trajectory_of, turn_id
 from rollfab.fabric.records import Span, TokenLog
