@@ -16,6 +16,7 @@ from rich.console import Console
 from .. import __version__
 from ..fabric.errors import ConfigError, FabricError
 from .child import follow_parent
+from .logs import set_up_logs
 from .options import Allowed, AsJson, Name, Port, Rewards, Url, need_url
 
 app = typer.Typer(
@@ -31,13 +32,7 @@ def main() -> None:
     """Entry point: run a command, turn errors into one clear line."""
     arguments = [each for each in sys.argv[1:] if each != "--debug"]
     is_debug = len(arguments) < len(sys.argv) - 1
-    logging.basicConfig(
-        level=logging.DEBUG if is_debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
-    for noisy in ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    set_up_logs(logging.DEBUG if is_debug else logging.INFO)
     parent = os.environ.pop("ROLLFAB_PARENT", None)
     if parent is not None:
         follow_parent(int(parent))
@@ -171,14 +166,20 @@ def worker(
 
 
 @app.command()
-def reward(url: Url = None, name: Name = None, environment: Allowed = None, reward: Rewards = None) -> None:
+def reward(
+    url: Url = None,
+    name: Name = None,
+    timeout: Annotated[float, typer.Option(help="Seconds one reward may take.")] = 20.0,
+    environment: Allowed = None,
+    reward: Rewards = None,
+) -> None:
     """Run an rq worker: reward functions and housekeeping."""
     from .roles import RoleOptions, run_reward
 
     options = RoleOptions(
         url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
     )
-    run_reward(options)
+    run_reward(options, reward_timeout_s=timeout)
 
 
 @app.command()

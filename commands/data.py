@@ -153,6 +153,8 @@ def _register_dead(app: typer.Typer) -> None:
         print(f"{letter.trajectory_id}: {letter.reason}")
         print(f"task: {dump_json(letter.job['task']).decode()}\n{letter.traceback}")
 
+    _register_discard(dead)
+
     @dead.command("retry")
     def retry_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
         """Push a dead letter's task again, as a new group of one."""
@@ -169,6 +171,19 @@ def _register_dead(app: typer.Typer) -> None:
             return group_id
 
         print(f"pushed again as group {with_ports(need_url(url), work)}")
+
+
+def _register_discard(dead: typer.Typer) -> None:
+    @dead.command("discard")
+    def discard_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
+        """Forget a dead letter."""
+
+        async def work(ports: RedisFabric) -> bool:
+            return await ports.rollouts(await _run(ports, run)).discard(trajectory)
+
+        if not with_ports(need_url(url), work):
+            raise InputError(f"no dead letter {trajectory!r} in this run; `rollfab dead ls` lists them")
+        print("forgotten")
 
 
 async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:

@@ -52,10 +52,11 @@ class Script:
     lend_again_at: float = 0.8
     done: set[str] = field(default_factory=set)
 
-    def due(self, share: float) -> str | None:
-        """The next act whose time has come, once each."""
+    def due(self, share: float, running_count: int) -> str | None:
+        """The next act whose time has come, once each; killing waits until there is something to lose."""
         for name in ("lend_on", "kill", "lend_off", "lend_again"):
-            if name not in self.done and share >= getattr(self, f"{name}_at"):
+            is_time = name not in self.done and share >= getattr(self, f"{name}_at")
+            if is_time and (name != "kill" or running_count > 0):
                 self.done.add(name)
                 return name
         return None
@@ -114,7 +115,7 @@ async def _watch(url: str, supervisor: Supervisor, console: Console, options: De
                 for child in supervisor.watch():
                     if child.name != "trainer":
                         state.say(f"{child.name} ended with code {child.exit_code}; the supervisor starts it again")
-                await _act(ports, supervisor, state, script.due(state.share()))
+                await _act(ports, supervisor, state, script.due(state.share(), state.running_on("dedicated")))
                 live.update(draw(state))
                 await asyncio.sleep(LOOK_S)
             await _look(ports, state, after)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,10 @@ from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError
 from ..fabric.ids import new_worker_id
 from ..fabric.records import WorkerInfo
+
+log = logging.getLogger(__name__)
+
+LEFTOVERS_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +54,21 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         await serve(stop)
+        await _end_leftovers()
 
     asyncio.run(main())
+
+
+async def _end_leftovers() -> None:
+    """End tasks that nobody waits for; with one that refuses (an environment's, surely) end the process."""
+    leftovers = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in leftovers:
+        task.cancel()
+    _, stubborn = await asyncio.wait(leftovers, timeout=LEFTOVERS_S) if leftovers else ((), ())
+    if stubborn:
+        log.warning("role.tasks_refused_to_end", extra={"count": len(stubborn)})
+        logging.shutdown()
+        os._exit(0)
 
 
 def run_controller(options: RoleOptions) -> None:
@@ -115,7 +133,7 @@ def run_worker(options: RoleOptions, *, role: str, model: str, slot_count: int, 
     run_until_stopped(serve)
 
 
-def run_reward(options: RoleOptions) -> None:
+def run_reward(options: RoleOptions, *, reward_timeout_s: float) -> None:
     """Run rq jobs: rewards and housekeeping. rq owns the main thread and its signals; our loop has one of its own."""
     import threading
 
@@ -128,7 +146,8 @@ def run_reward(options: RoleOptions) -> None:
     thread.start()
     opened = asyncio.run_coroutine_threadsafe(RedisFabric.open(options.url, client_name=worker_id), loop)
     ports = opened.result()
-    worker = RewardWorker(ports, Registry(options.environments, options.rewards), worker_id, loop)
+    registry = Registry(options.environments, options.rewards)
+    worker = RewardWorker(ports, registry, worker_id, loop, reward_timeout_s=reward_timeout_s)
     try:
         worker.work(open_queue(options.url), _info(worker_id, "reward"))
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import socket
 import threading
@@ -49,6 +50,7 @@ def run_up(options: UpOptions) -> int:
     """Start everything and keep it running until Ctrl-C."""
     console = Console()
     directory = Path(options.data)
+    options = options if options.port else dataclasses.replace(options, port=free_port())
     broker = None if options.url else EmbeddedBroker.start(directory / "broker")
     url = options.url or (broker.url if broker else "")
     stop = _stop_event()

@@ -34,7 +34,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 4,
             "max_position_embeddings": 512,
         },
-        # 3,270,528 parameters: the smallest that learns more than a toy environment
+        # 3,268,416 parameters: the smallest that learns more than a toy environment
         "small": {
             **_COMMON,
             "hidden_size": 192,

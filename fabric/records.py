@@ -37,7 +37,7 @@ class Span:
 
 def spans_from(rows: list[Any]) -> tuple[Span, ...]:
     """Spans of plain rows as they arrive in metadata."""
-    return tuple(Span(**row) if isinstance(row, dict) else Span(*row) for row in rows)
+    return tuple([Span(**row) if isinstance(row, dict) else Span(*row) for row in rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class Sampling:
 
 def sampling_from(row: dict[str, Any]) -> Sampling:
     """Sampling of a plain row as it arrives in metadata."""
-    return Sampling(**{**row, "stop_ids": tuple(row.get("stop_ids", ()))})
+    row["stop_ids"] = tuple(row.get("stop_ids", ()))
+    return Sampling(**row)
 
 
 @dataclass(frozen=True, kw_only=True)

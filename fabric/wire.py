@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -32,7 +33,9 @@ MAGIC = b"rf"
 SCHEMA = 1
 HEADER = struct.Struct("<2sBBI")
 ALIGNMENT = 8  # numpy views need aligned starts; 8 covers every dtype we send
-ARRAY_DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+PADDING = [b"\0" * count for count in range(ALIGNMENT)]
+SPACES = [b" " * count for count in range(ALIGNMENT)]
+ARRAY_DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 
 R = TypeVar("R", bound="Record")
 
@@ -56,19 +59,14 @@ class Record:
         Raises:
             InputError: a value that JSON cannot carry exactly (NaN, bytes, foreign objects).
         """
-        meta: dict[str, Any] = {}
+        meta = dict(self.__dict__)  # its fields in order, and nothing else: subclasses are frozen dataclasses
         parts: list[bytes] = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            code = self.ARRAYS.get(field.name)
-            if code is None:
-                meta[field.name] = value
-                continue
-            raw = np.ascontiguousarray(value, dtype=ARRAY_DTYPES[code]).tobytes()
-            meta[field.name] = [code, len(raw) // ARRAY_DTYPES[code].itemsize]
-            parts.append(raw + b"\0" * (-len(raw) % ALIGNMENT))
+        for name, code in self.ARRAYS.items():
+            array = np.asarray(meta[name], ARRAY_DTYPES[code])
+            meta[name] = (code, array.size)
+            parts += (array.tobytes(), PADDING[-array.nbytes % ALIGNMENT])
         head = dump_json(meta)
-        head += b" " * (-(HEADER.size + len(head)) % ALIGNMENT)
+        head += SPACES[-(HEADER.size + len(head)) % ALIGNMENT]
         return b"".join((HEADER.pack(MAGIC, SCHEMA, self.KIND, len(head)), head, *parts))
 
     @classmethod
@@ -79,56 +77,66 @@ class Record:
             SchemaUnknown: made by a version with another schema.
             WireError: not such a record.
         """
-        meta, body = _split(cls, data)
+        meta, offset = _metadata(cls, data)
         try:
-            arrays, end = _views(cls, meta, body)
-            if end != len(body):
-                raise WireError(f"{cls.__name__}: {len(body) - end} bytes too many after the last array")
+            for name in cls.ARRAYS:
+                meta[name], offset = _view(cls, name, meta[name], data, offset)
+            if offset != len(data):
+                raise WireError(f"{cls.__name__}: {len(data) - offset} bytes too many after the last array")
             for name, make in cls.NESTED.items():
                 meta[name] = make(meta[name])
-            return cls(**{**meta, **arrays})
+            return _made(cls, meta)
         except WireError:
             raise
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise WireError(f"{cls.__name__}: fields do not fit: {error}") from error
 
 
-def _split(cls: type[Record], data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
-    """Metadata and array bytes of `data`, after checking the header."""
-    view = memoryview(data)
-    if len(view) < HEADER.size:
-        raise WireError(f"{cls.__name__}: {len(view)} bytes are too few for a record")
-    magic, schema, kind, length = HEADER.unpack_from(view)
+def _made(cls: type[R], values: dict[str, Any]) -> R:
+    """`cls(**values)`. Where every field was sent, as is the rule, without __init__: frozen, it sets field by field."""
+    if values.keys() != _field_names(cls):  # type: ignore[arg-type]
+        return cls(**values)
+    record = object.__new__(cls)
+    record.__dict__.update(values)
+    return record
+
+
+@cache
+def _field_names(cls: type[Record]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+
+def _metadata(cls: type[Record], data: bytes | memoryview) -> tuple[dict[str, Any], int]:
+    """Metadata of `data` after checking the header, and the offset behind it."""
+    if len(data) < HEADER.size:
+        raise WireError(f"{cls.__name__}: {len(data)} bytes are too few for a record")
+    magic, schema, kind, length = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise WireError(f"{cls.__name__}: starts with {bytes(magic)!r}, not {MAGIC!r}: not a rollfab record")
     if schema != SCHEMA:
         raise SchemaUnknown(f"{cls.__name__}: schema {schema}, this version reads {SCHEMA}: upgrade the older side")
     if kind != cls.KIND:
         raise WireError(f"{cls.__name__}: kind {kind}, expected {cls.KIND}")
-    if len(view) < HEADER.size + length:
+    end = HEADER.size + length
+    if len(data) < end:
         raise WireError(f"{cls.__name__}: cut off inside its metadata")
-    meta = load_json(view[HEADER.size : HEADER.size + length])
+    meta = load_json(data[HEADER.size : end])
     if not isinstance(meta, dict):
         raise WireError(f"{cls.__name__}: metadata is not an object")
-    return meta, view[HEADER.size + length :]
+    return meta, end
 
 
-def _views(cls: type[Record], meta: dict[str, Any], body: memoryview) -> tuple[dict[str, Any], int]:
-    """Arrays of a record as views into `body`, and the offset behind the last."""
-    arrays: dict[str, Any] = {}
-    offset = 0
-    for name, code in cls.ARRAYS.items():
-        sent, length = meta[name]
-        if sent != code or not isinstance(length, int) or length < 0:
-            raise WireError(f"{cls.__name__}.{name}: {sent!r} of length {length!r}, expected {code!r}")
-        dtype = ARRAY_DTYPES[code]
-        size = length * dtype.itemsize
-        end = offset + size + (-size % ALIGNMENT)
-        if end > len(body):
-            raise WireError(f"{cls.__name__}.{name}: cut off, needs {size} bytes")
-        arrays[name] = np.frombuffer(body, dtype=dtype, count=length, offset=offset)
-        offset = end
-    return arrays, offset
+def _view(cls: type[Record], name: str, sent: Any, data: bytes | memoryview, offset: int) -> tuple[Any, int]:
+    """One array as a view into `data`, and the offset behind it and its padding."""
+    code, length = sent
+    if code != cls.ARRAYS[name] or not isinstance(length, int) or length < 0:
+        raise WireError(f"{cls.__name__}.{name}: {code!r} of length {length!r}, expected {cls.ARRAYS[name]!r}")
+    dtype = ARRAY_DTYPES[code]
+    size = length * dtype.itemsize
+    end = offset + size + (-size % ALIGNMENT)
+    if end > len(data):
+        raise WireError(f"{cls.__name__}.{name}: cut off, needs {size} bytes")
+    return np.ndarray(length, dtype, data, offset), end
 
 
 def dump_json(value: Any) -> bytes:
@@ -138,8 +146,12 @@ def dump_json(value: Any) -> bytes:
         InputError: NaN or infinity, or a type that JSON has no word for.
     """
     try:
-        check_finite(value)
-        return orjson.dumps(value)
+        data = orjson.dumps(value)
+        # NaN and infinity become null, so only data with nulls we cannot account for needs the walk, the dearest part.
+        none_count = list(value.values()).count(None) if isinstance(value, dict) else 0
+        if data.count(b"null") > none_count:
+            check_finite(value)
+        return data
     except (TypeError, RecursionError) as error:
         raise InputError(f"value cannot be sent as JSON: {error}") from error
 
@@ -171,6 +183,9 @@ def check_finite(value: Any, path: str = "value") -> None:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             check_finite(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            check_finite(getattr(value, field.name), f"{path}.{field.name}")
 
 
 def check_size(name: str, data: bytes, limit_bytes: int) -> bytes:
@@ -181,7 +196,8 @@ def check_size(name: str, data: bytes, limit_bytes: int) -> bytes:
     """
     if len(data) > limit_bytes:
         raise PayloadTooLarge(
-            f"{name} is {len(data):,} bytes, the limit is {limit_bytes:,}: send a reference instead, or raise the limit",
+            f"{name} is {len(data):,} bytes, the limit is {limit_bytes:,}: "
+            "send a reference instead, or raise the limit",
             size_bytes=len(data),
             limit_bytes=limit_bytes,
         )

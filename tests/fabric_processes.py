@@ -1,4 +1,4 @@
-"""A whole fabric of real processes for tests: a private broker, a supervisor, a client, and what one may ask of them."""
+"""A whole fabric of real processes for tests: a private broker, a supervisor, a client, and what must hold."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Processes:
 
     def logs(self) -> str:
         """The last lines of every child, for failure messages."""
-        return "\n".join(f"== {name}\n{child.tail(12)}" for name, child in self.supervisor.children.items())
+        return "\n".join(f"== {name}\n{child.tail(15)}" for name, child in self.supervisor.children.items())
 
     def close(self) -> None:
         """End everything."""
@@ -189,7 +189,7 @@ def check_totals(fabric: Processes, run: Run) -> Mapping[str, int]:
     fabric.until(lambda: not _unsettled(run), 5.0, f"nothing is under way: {_unsettled(run)}")
     counters = run.status().counters
     assert counters["groups_submitted"] == counters["groups_completed"] == counters["groups_consumed"]
-    ended = counters["trajectories_completed"] + counters.get("trajectories_failed", 0)
+    ended = counters.get("trajectories_completed", 0) + counters.get("trajectories_failed", 0)
     assert counters["trajectories_submitted"] == ended
     left = leftovers(fabric.redis, run.run_id)
     assert left == {}, left

@@ -1,6 +1,6 @@
 """Environments and reward functions for tests with real processes: paced, forgetful, slow, and broken in every way.
 
-Agents and reward workers reach them by `--environment NAME=tests.worlds:Class` and `--reward NAME=tests.worlds:function`;
+Agents and reward workers reach them by `--environment NAME=tests.worlds:Class` and `--reward NAME=tests.worlds:name`;
 `fabric_processes.py` puts this repository on their path.
 """
 
@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rollfab.fabric.records import Rollout
 from rollfab.workers.environments.base import Environment, Observation, Step, TextSampling
@@ -86,11 +86,8 @@ class Broken(Environment):
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         self._fault = task.get("fault") if seed in task.get("fault_seeds", [seed]) else None
         self._turn = 0
-        if "attempts_file" in task:
-            with Path(task["attempts_file"]).open("a") as lines:
-                lines.write("attempt\n")
+        attempt_count = count_attempt(Path(task["attempts_file"])) if "attempts_file" in task else 0
         if self._fault == "recovers":
-            attempt_count = len(Path(task["attempts_file"]).read_text().splitlines())
             self._fault = "step" if attempt_count == 1 else None
         if self._fault == "reset":
             raise KeyError("no such level")
@@ -137,10 +134,18 @@ class Broken(Environment):
             raise OSError("cannot close either")
 
 
+def count_attempt(path: Path) -> int:
+    """Add a line to a file; returns how many it has."""
+    with path.open("a+") as lines:
+        lines.write("attempt\n")
+        lines.seek(0)
+        return len(lines.readlines())
+
+
 class BrokenGym:
     """A plain synchronous world; the seed chooses how it breaks. Its calls run in threads."""
 
-    SEEDS = {"hangs": 101, "stops": 102, "exits": 103, "four values": 104}
+    SEEDS: ClassVar = {"hangs": 101, "stops": 102, "exits": 103, "four values": 104}
     sampling = TextSampling(max_tokens=1)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:

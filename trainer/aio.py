@@ -10,25 +10,22 @@ This is the one implementation, asynchronous; client.py is the same surface for 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
-from zlib import crc32
 
 from numpy.typing import NDArray
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import EnvironmentUnknown, InputError, QueueFull, RunUnknown
-from ..fabric.ids import check_name, new_group_id, trajectory_id
+from ..fabric.errors import EnvironmentUnknown, QueueFull, RunUnknown
+from ..fabric.ids import check_name
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RolloutStream, RunStatus
-from ..fabric.records import Group, RunConfig, TrajectoryJob, check_task
+from ..fabric.records import Group, RunConfig
 from ..fabric.weights.chain import fetch_weights
-from ..fabric.wire import check_size, dump_json
+from .checks import check_run, check_settings, make_groups
 from .publish import Publisher, PublishReport
 
-TASK_BYTES_MAX = 1 << 20  # larger inputs belong in a file or object store, with a reference in the task
 PUSH_RETRY_S = 0.1
 POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
 
@@ -62,10 +59,7 @@ class AsyncFabric:
             RunMismatch: the run exists with other settings.
         """
         check_name("run", run_id)
-        known = {field.name for field in dataclasses.fields(RunConfig)}
-        for name in settings:
-            if name not in known:
-                raise InputError(f"run {run_id!r}: there is no setting {name!r}; there are {', '.join(sorted(known))}")
+        check_settings(run_id, settings)
         if model is None or environment is None:
             existing = (await self._ports.board.runs()).get(run_id)
             if existing is None:
@@ -75,7 +69,7 @@ class AsyncFabric:
             return AsyncRun(self._ports, existing)
         await self._check_environment(environment)
         config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
-        _check_run(config)
+        check_run(config)
         return AsyncRun(self._ports, await self._ports.board.create_run(config))
 
     async def _check_environment(self, name: str) -> None:
@@ -145,7 +139,7 @@ class AsyncRun:
             QueueFull: still full after `timeout`; groups before the one that did not fit were pushed.
         """
         await self._hand.acknowledge()
-        groups = make_groups(list(tasks), group_size, group_ids)
+        groups = make_groups(tasks, group_size, group_ids)
         deadline_s = asyncio.get_running_loop().time() + timeout
         for start in range(0, len(groups), 64):
             await self._push(groups[start : start + 64], deadline_s)
@@ -305,58 +299,3 @@ async def connect(url: str, *, client_name: str = "trainer") -> AsyncFabric:
         BrokerError: unreachable, refused, too old, or it would evict keys.
     """
     return AsyncFabric(await RedisFabric.open(url, client_name=client_name), url)
-
-
-def make_groups(
-    tasks: Sequence[Mapping[str, Any]], group_size: int, group_ids: Sequence[str] | None = None
-) -> list[GroupPush]:
-    """The groups of some tasks, checked.
-
-    Raises:
-        InputError, PayloadTooLarge: names the task and what is wrong with it.
-    """
-    if not isinstance(group_size, int) or group_size < 1:
-        raise InputError(f"group_size is {group_size!r}, expected a whole number of at least 1")
-    if group_ids is not None and len(group_ids) != len(tasks):
-        raise InputError(f"{len(group_ids)} group_ids for {len(tasks)} tasks: one each, please")
-    groups: list[GroupPush] = []
-    for index, given in enumerate(tasks):
-        task = check_task(given, index)
-        try:
-            raw = dump_json(task)
-        except InputError as error:
-            raise InputError(f"task {index}: {error}", index=index) from error
-        check_size(f"task {index}", raw, TASK_BYTES_MAX)
-        group_id = new_group_id() if group_ids is None else check_name("group", group_ids[index])
-        groups.append(_group(group_id, task, group_size, str(task.get("task_id", f"task-{crc32(raw):08x}"))))
-    return groups
-
-
-def _group(group_id: str, task: dict[str, Any], group_size: int, task_id: str) -> GroupPush:
-    seed = task.get("seed")
-    jobs = tuple(
-        TrajectoryJob(
-            trajectory_id=trajectory_id(group_id, index),
-            group_id=group_id,
-            task_id=task_id,
-            index=index,
-            task=task,
-            seed=int(seed) if isinstance(seed, int) else crc32(f"{group_id}.{index}".encode()),
-        )
-        for index in range(group_size)
-    )
-    return GroupPush(group_id=group_id, task_id=task_id, task=task, jobs=jobs)
-
-
-def _check_run(config: RunConfig) -> None:
-    bounds: list[tuple[str, Any, bool]] = [
-        ("staleness", config.staleness, config.staleness >= 0),
-        ("attempt_count_max", config.attempt_count_max, config.attempt_count_max >= 1),
-        ("turn_count_max", config.turn_count_max, config.turn_count_max >= 1),
-        ("shard_count", config.shard_count, 1 <= config.shard_count <= 1024),
-        ("trajectory_count_max", config.trajectory_count_max, config.trajectory_count_max >= config.shard_count),
-        ("weight", config.weight, config.weight > 0),
-    ]
-    for name, value, is_fine in bounds:
-        if not is_fine:
-            raise InputError(f"run {config.run_id!r}: {name} is {value!r}, which is out of bounds (see RunConfig)")

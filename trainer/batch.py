@@ -29,7 +29,8 @@ class Batch:
 
     tokens_B_T: int64, padded with 0. completion_mask_B_T: bool, True where the policy made the token.
     logprobs_B_T: float32, natural log, as sampled; 0 where the mask is False.
-    versions_B_T: int64, the policy version that made the token, -1 where none did. advantages_B: float32. rewards_B: float32. turn_counts_B: int64.
+    versions_B_T: int64, the policy version that made the token, -1 where none did.
+    advantages_B: float32. rewards_B: float32. turn_counts_B: int64.
     """
 
     tokens_B_T: Tensor
@@ -66,11 +67,14 @@ def group_advantages(rewards_G: NDArray[np.float32]) -> NDArray[np.float32]:
     Source: GRPO, "DeepSeekMath" (arXiv 2402.03300), outcome supervision.
     """
     assert np.isfinite(rewards_G).all()
+    if not len(rewards_G):
+        return np.zeros(0, dtype=np.float32)
     centred_G = rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
-    variance = float(np.mean(centred_G**2)) if len(centred_G) else 0.0
+    variance = float(np.mean(centred_G**2))
     if variance < VARIANCE_MIN:
         return np.zeros(len(rewards_G), dtype=np.float32)
-    return (centred_G / np.sqrt(variance)).astype(np.float32)
+    advantages_G: NDArray[np.float32] = (centred_G / np.sqrt(variance)).astype(np.float32)
+    return advantages_G
 
 
 def pad_groups(groups: Sequence[Group]) -> Batch:

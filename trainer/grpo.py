@@ -38,7 +38,9 @@ class GrpoSettings:
     """AdamW's decay of the gradient's mean and square."""
     weight_decay: float = 0.0
     clip_fraction: float = 0.2
-    """How far a token's ratio may move within one step, (0, 1)."""
+    """How far a token's ratio may fall within one step, (0, 1)."""
+    clip_fraction_up: float = 0.2
+    """How far it may rise, above 0. More lets a lucky rare choice become likely before it is forgotten."""
     importance_max: float = 2.0
     """Bound on the weight of a token that older weights sampled, at least 1."""
     entropy_weight: float = 0.0
@@ -74,14 +76,15 @@ PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
             step_count=60,
             staleness=0,
         ),
+        # ten groups are one of each number; many small updates per step, because the tree of guesses is learnt slowly
         "guess-the-number": GrpoSettings(
-            learning_rate=2e-3,
-            betas=(0.9, 0.99),
+            learning_rate=1e-3,
+            learning_rate_end=0.4,
             group_count=10,
             group_size=16,
             minibatch_size=20,
-            epoch_count=3,
-            step_count=70,
+            epoch_count=6,
+            step_count=90,
             staleness=0,
         ),
     }
@@ -185,7 +188,7 @@ class Grpo:
         """Row indices of each update: every epoch visits every row once, in an order that the step number decides."""
         dice = torch.Generator().manual_seed(self.step_index)
         for _ in range(self.settings.epoch_count):
-            yield from torch.randperm(row_count, generator=dice).split(self.settings.minibatch_size)
+            yield from torch.split(torch.randperm(row_count, generator=dice), self.settings.minibatch_size)
 
     def _loss(self, batch: Batch, start_B_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective, negated, as the mean over the minibatch's policy tokens.
@@ -193,7 +196,7 @@ class Grpo:
         Rows of groups that are all alike have advantage 0 and yet count in the mean. Left out, the last few rows
         that still differ would make a whole update by themselves, and undo late in training what was learnt.
 
-        Source: clipping, PPO (arXiv 1707.06347); the two ratios, AReaL's decoupled objective (arXiv 2505.24298).
+        Source: clipping, PPO (arXiv 1707.06347), its two bounds, DAPO (arXiv 2503.14476); the two ratios, AReaL's decoupled objective (arXiv 2505.24298).
         """
         settings = self.settings
         logprobs_B_K, entropy_B_K = self._logprobs(batch)
@@ -201,7 +204,7 @@ class Grpo:
         token_count = mask_B_K.sum().clamp(min=1)
         moved_B_K = (logprobs_B_K - start_B_K) * mask_B_K
         ratio_B_K = moved_B_K.exp()
-        clipped_B_K = ratio_B_K.clamp(1 - settings.clip_fraction, 1 + settings.clip_fraction)
+        clipped_B_K = ratio_B_K.clamp(1 - settings.clip_fraction, 1 + settings.clip_fraction_up)
         older_B_K = (start_B_K - batch.logprobs_B_T[:, 1:]) * mask_B_K
         weight_B_K = older_B_K.exp().clamp(max=settings.importance_max)
         advantage_B_1 = batch.advantages_B[:, None]

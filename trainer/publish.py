@@ -86,6 +86,9 @@ class Publisher:
             VersionConflict: not newer than the head, or another publisher took over.
             BrokerError: not sent; the next call finishes it.
         """
+        if isinstance(version, bool) or not isinstance(version, (int, np.integer)):
+            raise InputError(f"version is {version!r}, expected a whole number above the head's", version=version)
+        version = int(version)
         if version < 0:
             raise InputError(f"version {version} is below 0: versions count up from 0", version=version)
         async with self._lock:
@@ -201,7 +204,7 @@ def collect_bits(named: Named) -> tuple[Layout, dict[str, Bits]]:
     Raises:
         InputError: no tensors, or something that is not one. LayoutMismatch: a name twice, tied tensors, odd dtypes.
     """
-    pairs = list(named.items() if isinstance(named, Mapping) else named)
+    pairs = _pairs(named)
     if not pairs:
         raise InputError("no tensors to publish: was the iterator of parameters used up before?")
     specs: list[TensorSpec] = []
@@ -219,6 +222,20 @@ def collect_bits(named: Named) -> tuple[Layout, dict[str, Bits]]:
         specs.append(spec)
         bits[name] = array
     return Layout(tuple(specs)), bits
+
+
+def _pairs(named: Named) -> list[tuple[str, Any]]:
+    try:
+        pairs = [(name, tensor) for name, tensor in (named.items() if isinstance(named, Mapping) else named)]
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{type(named).__name__} cannot be published: give model.named_parameters(), a mapping, or pairs of name"
+            " and tensor"
+        ) from error
+    for name, _ in pairs:
+        if not isinstance(name, str):
+            raise InputError(f"a tensor's name is {name!r}: names are texts")
+    return pairs
 
 
 def _from_torch(name: str, tensor: Any) -> tuple[TensorSpec, Bits, tuple[Any, ...]]:

@@ -12,21 +12,20 @@ One trajectory's life is episode.py's.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import socket
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError, ClaimLost, EnvironmentFailed, FabricError
+from ..fabric.errors import BrokerError, ClaimLost, FabricError
 from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
-from ..fabric.records import DeadLetter, RunConfig, TurnJob, TurnResult, WorkerInfo
+from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
 from .engines.transformers_tokenizer import load_tokenizer
 from .environments.registry import Registry
 from .episode import Episode
+from .failures import dead_letter
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +187,7 @@ class RunAgent:
                 self._asked = [*asked, *self._asked]
                 self._has_asked.set()
                 raise
-            self._lose(lost)
+            self._lose(lost, {push.trajectory_id: push.fence for push in asked})
 
     async def _receive(self) -> None:
         while True:
@@ -200,8 +199,10 @@ class RunAgent:
     async def _renew(self) -> None:
         while True:
             await self._clock.sleep(self._config.renew_s)
-            if self.claims:
-                self._lose(await self._trajectories.renew(self._config.worker_id, list(self.claims.values())))
+            held = list(self.claims.values())
+            if held:
+                lost = await self._trajectories.renew(self._config.worker_id, held)
+                self._lose(lost, {claim.job.trajectory_id: claim.fence for claim in held})
 
     async def _reap(self) -> None:
         while True:
@@ -218,11 +219,12 @@ class RunAgent:
         self.claims[name] = claim
         self._episodes[name] = asyncio.create_task(self._live(claim))
 
-    def _lose(self, trajectory_ids: list[str]) -> None:
+    def _lose(self, trajectory_ids: list[str], fences: Mapping[str, int]) -> None:
+        """End episodes whose claim is lost, but not those that were claimed anew while the broker was asked."""
         for name in trajectory_ids:
-            task = self._episodes.get(name)
-            if task is not None:
-                task.cancel()
+            claim = self.claims.get(name)
+            if claim is not None and claim.fence == fences[name]:
+                self._episodes[name].cancel()
 
     async def _live(self, claim: TrajectoryClaim) -> None:
         """Run a claimed trajectory to its end, whatever that is."""
@@ -231,16 +233,17 @@ class RunAgent:
             world = (self._registry, self._tokenizer, self._config)
             rollout = await Episode(self._run, claim, *world, self._ask(claim), self._save(claim)).run()
             is_scored = self._run.reward is None
-            if await self._settle_patiently(lambda: self._trajectories.settle(claim, rollout, is_scored=is_scored)):
-                if not is_scored:
-                    await self._ask_reward(self._run.run_id, name, claim.fence)
+            settle = self._trajectories.settle
+            is_settled = await self._settle_patiently(lambda: settle(claim, rollout, is_scored=is_scored))
+            if is_settled and not is_scored:
+                await self._ask_reward(self._run.run_id, name, claim.fence)
         except ClaimLost:
             log.info("agent.claim_lost", extra={"job_id": name, "fence": claim.fence})
-        except Exception as error:  # around a user's environment: the attempt fails, the agent goes on
+        except Exception as error:  # noqa: BLE001 - around a user's environment: its attempt fails, the agent goes on
             await self._fail(claim, error)
         finally:
-            self.claims.pop(name, None)
-            self._episodes.pop(name, None)
+            if self.claims.get(name) is claim:  # not, when a retry of it was claimed here in the meantime
+                del self.claims[name], self._episodes[name]
 
     async def _settle_patiently(self, settle: Callable[[], Awaitable[bool]]) -> bool:
         """Settling is idempotent, so it is repeated until the broker answers or the claim is surely lost."""
@@ -253,17 +256,8 @@ class RunAgent:
         return False
 
     async def _fail(self, claim: TrajectoryClaim, error: Exception) -> None:
-        letter = DeadLetter(
-            trajectory_id=claim.job.trajectory_id,
-            run_id=self._run.run_id,
-            worker_id=self._config.worker_id,
-            reason=f"{type(error).__name__}: {error}",
-            traceback=str(error.facts.get("traceback", "")) if isinstance(error, EnvironmentFailed) else "",
-            attempt=claim.attempt,
-            job=dataclasses.asdict(claim.job),
-        )
-        if not letter.traceback:
-            letter = dataclasses.replace(letter, traceback="".join(traceback.format_exception(error)))
+        who = {"run_id": self._run.run_id, "worker_id": self._config.worker_id}
+        letter = dead_letter(error, claim.job, attempt=claim.attempt, **who)
         try:
             outcome = await self._trajectories.fail(claim.job.trajectory_id, claim.fence, letter)
         except FabricError as trouble:

@@ -67,6 +67,7 @@ class Controller:
         lends = await self._board.lends()
         statuses = [await self._board.run_status(name) for name in await self._board.runs()]
         current = {status.config.run_id: await self._board.leases(status.config.run_id) for status in statuses}
+        self._count = max([self._count, *_counts(term, current)])
         facts = [_worker_facts(info, lends, current) for info in workers.values() if info.role in ROLES]
         grants = plan(facts, [self._run_facts(status) for status in statuses], self._config.rule)
         for grant in grants:
@@ -156,6 +157,12 @@ class Controller:
         }
         log.info(kind, extra=facts)
         await self._board.add_event(kind, facts)
+
+
+def _counts(term: int, current: dict[str, dict[str, Lease]]) -> list[int]:
+    """Lease numbers of this term in use: a controller that is started again under its name goes on in its own term."""
+    epochs = [lease.lease_epoch for leases in current.values() for lease in leases.values()]
+    return [epoch % EPOCHS_PER_TERM for epoch in epochs if epoch // EPOCHS_PER_TERM == term]
 
 
 def _worker_facts(info: WorkerInfo, lends: dict[str, str], current: dict[str, dict[str, Lease]]) -> WorkerFacts:

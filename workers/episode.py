@@ -9,23 +9,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ..fabric.errors import EnvironmentFailed, FabricError
+from ..fabric.errors import EnvironmentFailed, FabricError, InputError
 from ..fabric.ids import turn_id
 from ..fabric.ports import TrajectoryClaim
 from ..fabric.records import Int32, Rollout, RunConfig, Sampling, Span, TurnJob, TurnResult, check_reward
 from ..fabric.tokenizer import Tokenizer
 from ..fabric.wire import dump_json, load_json
-from .environments.base import Environment, Step
+from .environments.base import Environment, Observation, Step, as_error, in_thread
 from .environments.registry import Registry
 
 if TYPE_CHECKING:
     from .agent import AgentConfig
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,6 +61,7 @@ class Episode:
         self._texts: list[str] = []
         self._rewards: list[float] = []
         self._length = 0
+        self._is_inline = False  # until the world is made
 
     async def run(self) -> Rollout:
         """The finished rollout, scored by the environment unless the run has a reward function.
@@ -66,15 +70,14 @@ class Episode:
             EnvironmentFailed: user code raised, hung, or gave an impossible answer; traceback in its facts.
         """
         job = self._claim.job
-        world = await self._guard(
-            "make", _call(self._registry.make, self._run.environment, self._run.environment_options)
-        )
+        world = await self._guard("make", self._make())
+        self._is_inline = world.inline
         try:
             step = await self._recover(world)
             while not step.is_done and len(self._rewards) < self._turn_count_max(world):
                 step = await self._turn(world)
         finally:
-            await self._guard("close", world.close())
+            await self._close(world)
         return Rollout(
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
@@ -89,10 +92,23 @@ class Episode:
             completion_ids=_joined(self._ids, np.int32),
             logprobs=_joined(self._logprobs, np.float32),
             completion_mask=_joined(self._mask, np.uint8),
-            info={**step.info, "rewards": self._rewards},
+            info={**load_json(self._dump("info", step.info)), "rewards": self._rewards},
         )
 
     # ---- the world
+
+    async def _make(self) -> Environment:
+        name, options = self._run.environment, self._run.environment_options
+        if self._registry.may_block(name):
+            return await in_thread(lambda: self._registry.make(name, options))
+        return self._registry.make(name, options)
+
+    async def _close(self, world: Environment) -> None:
+        """The trajectory has ended: a world that cannot be closed takes nothing back."""
+        try:
+            await self._guard("close", world.close())
+        except FabricError as error:
+            log.warning("episode.close_failed", extra={"job_id": self._claim.job.trajectory_id, "reason": str(error)})
 
     async def _recover(self, world: Environment) -> Step:
         """Start the episode, or bring it to where an earlier claim left it."""
@@ -105,6 +121,10 @@ class Episode:
         if settled and world.recovery == "snapshot" and self._claim.snapshot is not None:
             return await self._restore(world, self._claim.snapshot)
         observation = await self._guard("reset", world.reset(job.task, job.seed))
+        if not (isinstance(observation, Observation) and isinstance(observation.text, str)):
+            raise EnvironmentFailed(
+                f"{self._name}: reset gave {observation!r}, expected an Observation with text", reason="reset"
+            )
         self._prompt_ids = self._encode(observation.text, where="reset")
         step = Step(observation.text, 0.0)
         for result in settled:
@@ -150,8 +170,10 @@ class Episode:
         """Give one turn's text to the world and take down what follows."""
         self._add_tokens(result)
         step = await self._guard("step", world.step(self._tokenizer.decode(result.completion_ids)))
-        if not isinstance(step, Step):
-            raise EnvironmentFailed(f"{self._run.environment}.step gave {step!r}, expected a Step", reason="step")
+        if not (isinstance(step, Step) and isinstance(step.text, str) and isinstance(step.info, dict)):
+            raise EnvironmentFailed(
+                f"{self._name}: step gave {step!r}, expected a Step with text and a dict of info", reason="step"
+            )
         self._add_step(step)
         return step
 
@@ -163,7 +185,7 @@ class Episode:
             "rewards": self._rewards,
             "done": [step.terminated, step.truncated],
         }
-        await self._save(dump_json(state))
+        await self._save(self._dump("snapshot", state))
 
     # ---- the record
 
@@ -177,7 +199,7 @@ class Episode:
         self._length += count
 
     def _add_step(self, step: Step) -> None:
-        self._rewards.append(check_reward(step.reward, f"environment {self._run.environment!r}"))
+        self._rewards.append(check_reward(step.reward, self._name))
         self._texts.append(step.text)
         if step.is_done or not step.text:
             return
@@ -191,15 +213,15 @@ class Episode:
         ids = self._tokenizer.encode(text)
         if where == "reset" and not len(ids):
             raise EnvironmentFailed(
-                f"environment {self._run.environment!r}: the first observation is empty, the policy needs a token to start from",
-                reason="reset",
+                f"{self._name}: the first observation is empty, the policy needs a token to start from", reason="reset"
             )
         return ids
 
     def _sampling(self, world: Environment) -> Sampling:
         own, wanted = world.sampling, self._run.sampling
         stops = [int(self._tokenizer.encode(text)[-1]) for text in wanted.get("stop_texts", own.stop_texts)]
-        end = () if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,)
+        eos_id = self._tokenizer.eos_id if own.ends_at_eos else None
+        end = () if eos_id is None else (eos_id,)
         return Sampling(
             temperature=float(wanted.get("temperature", own.temperature)),
             max_tokens=int(wanted.get("max_tokens", own.max_tokens)),
@@ -211,13 +233,11 @@ class Episode:
 
     async def _guard(self, what: str, work: Awaitable[T]) -> T:
         """User code under its time limit, with whatever it raises translated."""
-        where = f"environment {self._run.environment!r}: {what}"
+        where = f"{self._name}: {what}"
         try:
-            return await asyncio.wait_for(work, self._config.environment_timeout_s)
-        except TimeoutError as error:
-            raise EnvironmentFailed(
-                f"{where} took longer than {self._config.environment_timeout_s:g} s", reason="timeout"
-            ) from error
+            if self._is_inline:  # it does not wait for anything, so no limit could stop it
+                return await _contain(work)
+            return await self._in_time(where, work)
         except FabricError:
             raise
         except Exception as error:  # around a user's environment
@@ -225,9 +245,41 @@ class Episode:
                 f"{where} raised {type(error).__name__}: {error}", reason=what, traceback=traceback.format_exc()
             ) from error
 
+    async def _in_time(self, where: str, work: Awaitable[T]) -> T:
+        """In a task of its own, which is left behind when it does not even end on being cancelled."""
+        task = asyncio.create_task(_contain(work))
+        try:
+            done, _ = await asyncio.wait((task,), timeout=self._config.environment_timeout_s)
+        finally:
+            task.cancel()
+        if not done:
+            raise EnvironmentFailed(
+                f"{where} took longer than {self._config.environment_timeout_s:g} s", reason="timeout"
+            )
+        return task.result()
 
-async def _call(function: Callable[..., T], *args: object) -> T:
-    return function(*args)
+    def _dump(self, what: str, value: object) -> bytes:
+        try:
+            return dump_json(value)
+        except InputError as error:
+            raise EnvironmentFailed(f"{self._name}: {what} cannot be sent: {error}", reason=what) from error
+
+    @property
+    def _name(self) -> str:
+        return f"environment {self._run.environment!r}"
+
+
+async def _contain(work: Awaitable[T]) -> T:
+    """Await user code; what it raises ends no more than this. A cancelling that is not ours is an error of its own."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise as_error(error) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise as_error(error) from error
 
 
 def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

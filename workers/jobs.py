@@ -9,9 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +19,12 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from ..fabric.clock import Clock
-from ..fabric.errors import ConfigError, FabricError
+from ..fabric.errors import ConfigError, EnvironmentFailed, FabricError
 from ..fabric.ports import Fabric, TrajectoryQueue
 from ..fabric.records import DeadLetter, Rollout, RunConfig, TrajectoryJob, WorkerInfo, check_reward
+from .environments.base import in_thread
 from .environments.registry import Registry
+from .failures import dead_letter
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ JOB_TIMEOUT_S = 60  # for a whole batch; what is not scored by then is asked for
 RESULT_TTL_S = 0  # results go to the fabric's own streams
 FAILURE_TTL_S = 3600
 GATHER_S = 0.02  # rewards asked for within this time travel in one job
+REWARD_COUNT_MAX = 16  # rewards of one job computed at once: one that hangs holds up none beside it
 
 JobFunction = Callable[..., object]
 
@@ -58,13 +59,14 @@ class RewardAsker:
             self._sending = asyncio.create_task(self._send())
 
     async def _send(self) -> None:
-        await self._clock.sleep(GATHER_S)
-        asked, self._asked = self._asked, {}
-        for run_id, rows in asked.items():
-            try:
-                await asyncio.to_thread(self._enqueue, "score", run_id, rows)
-            except Exception:
-                log.exception("rewards.not_asked", extra={"run_id": run_id, "count": len(rows)})
+        while self._asked:  # again: what was asked for during a slow call waits here
+            await self._clock.sleep(GATHER_S)
+            asked, self._asked = self._asked, {}
+            for run_id, rows in asked.items():
+                try:
+                    await asyncio.to_thread(self._enqueue, "score", run_id, rows)
+                except Exception:
+                    log.exception("rewards.not_asked", extra={"run_id": run_id, "count": len(rows)})
 
     def _enqueue(self, name: str, *args: object) -> None:
         enqueue(self._queue, name, *args)
@@ -101,11 +103,20 @@ def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
 class RewardWorker:
     """Runs reward and housekeeping jobs in one process."""
 
-    def __init__(self, fabric: Fabric, registry: Registry, worker_id: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        registry: Registry,
+        worker_id: str,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        reward_timeout_s: float = 20.0,
+    ) -> None:
         self._fabric = fabric
         self._registry = registry
         self._worker_id = worker_id
         self._loop = loop
+        self._reward_timeout_s = reward_timeout_s
         self._runs: dict[str, tuple[RunConfig, TrajectoryQueue]] = {}
 
     @property
@@ -115,7 +126,7 @@ class RewardWorker:
 
     def work(self, queue: Queue, info: WorkerInfo, *, burst: bool = False) -> None:
         """Serve the queue until stopped by a signal; `burst`: until it is empty."""
-        beating = self._loop.create_task(self._beat(info))
+        beating = asyncio.run_coroutine_threadsafe(self._beat(info), self._loop)
         worker = SimpleWorker(
             [queue], connection=queue.connection, serializer=JSONSerializer, job_class=job_class(self.functions)
         )
@@ -123,7 +134,7 @@ class RewardWorker:
         try:
             worker.work(burst=burst, logging_level="WARNING")
         finally:
-            self._loop.call_soon_threadsafe(beating.cancel)
+            beating.cancel()
 
     async def _beat(self, info: WorkerInfo) -> None:
         while True:
@@ -149,21 +160,40 @@ class RewardWorker:
         if found is None:
             return
         config, queue = found
-        for trajectory_id, fence in rows:
-            waiting = await queue.scoring(str(trajectory_id))
-            if waiting is None:
-                continue
-            task, rollout = waiting
-            try:
-                reward = await asyncio.to_thread(self._reward, config, task, rollout)
-            except Exception as error:  # noqa: BLE001 - around a user's reward function: its attempt fails
-                await queue.fail(rollout.trajectory_id, int(fence), self._letter(run_id, task, rollout, error))
-                continue
-            await queue.score(rollout.trajectory_id, int(fence), reward)
+        places = asyncio.Semaphore(REWARD_COUNT_MAX)
 
-    def _reward(self, config: RunConfig, task: dict[str, Any], rollout: Rollout) -> float:
+        async def score(trajectory_id: str, fence: int) -> None:
+            async with places:
+                await self._score_one(config, queue, trajectory_id, fence)
+
+        await asyncio.gather(*(score(str(name), int(fence)) for name, fence in rows))
+
+    async def _score_one(self, config: RunConfig, queue: TrajectoryQueue, trajectory_id: str, fence: int) -> None:
+        waiting = await queue.scoring(trajectory_id)
+        if waiting is None:
+            return
+        task, rollout = waiting
+        try:
+            reward = await self._reward(config, task, rollout)
+        except Exception as error:  # noqa: BLE001 - around a user's reward function: its attempt fails
+            log.warning("rewards.attempt_failed", extra={"job_id": trajectory_id, "reason": str(error)})
+            await queue.fail(trajectory_id, fence, self._letter(config.run_id, task, rollout, error))
+            return
+        await queue.score(trajectory_id, fence, reward)
+
+    async def _reward(self, config: RunConfig, task: dict[str, Any], rollout: Rollout) -> float:
+        where = f"reward function {config.reward!r}"
         function = self._registry.reward(config.reward or "")
-        return check_reward(function(task, rollout), f"reward function {config.reward!r}")
+        try:
+            async with asyncio.timeout(self._reward_timeout_s) as limit:
+                reward = await in_thread(lambda: function(task, rollout))
+        except Exception as error:  # around a user's reward function
+            if limit.expired():
+                text = f"{where} took longer than {self._reward_timeout_s:g} s"
+            else:
+                text = f"{where} raised {type(error).__name__}: {error}"
+            raise EnvironmentFailed(text, reason="reward") from error
+        return check_reward(reward, where)
 
     async def _run(self, run_id: str) -> tuple[RunConfig, TrajectoryQueue] | None:
         if run_id not in self._runs:
@@ -182,12 +212,4 @@ class RewardWorker:
             task=task,
             seed=rollout.seed,
         )
-        return DeadLetter(
-            trajectory_id=rollout.trajectory_id,
-            run_id=run_id,
-            worker_id=self._worker_id,
-            reason=f"{type(error).__name__}: {error}",
-            traceback="".join(traceback.format_exception(error)),
-            attempt=rollout.attempt,
-            job=dataclasses.asdict(job),
-        )
+        return dead_letter(error, job, run_id=run_id, worker_id=self._worker_id, attempt=rollout.attempt)

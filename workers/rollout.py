@@ -15,12 +15,12 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, EngineError, FabricError
-from ..fabric.ports import Fabric, TurnClaim, TurnProgress, TurnQueue, TurnSettle
+from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ..fabric.records import NO_IDS, NO_LOGPROBS, Lease, TurnResult, WorkerInfo
 from .engines.base import Engine, Generation, GenerationRequest
 from .spans import merge
@@ -80,7 +80,10 @@ class RolloutWorker:
         self._receiver: WeightReceiver | None = None
         self._running: dict[str, _Running] = {}
         self._done: list[Generation] = []
+        self._is_lease_in_doubt = False
         self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._is_beat_due = asyncio.Event()
         self._run_id: str | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -110,38 +113,43 @@ class RolloutWorker:
         await self._follow_lease()
         if self._turns is None:
             return
+        outcome = await self._exchange(self._turns)
+        if not outcome.has_lease:
+            self._doubt_lease()
+        taken = [claim.job.turn_id for claim in outcome.claims]
+        stale = [*outcome.lost, *(name for name in taken if name in self._running)]
+        if stale:
+            await self._drop(stale)
+        self._start(outcome.claims)
+        if self._free_count():
+            self._has_room.set()
+
+    async def _wait(self) -> None:
+        timer = asyncio.get_running_loop().call_later(self._config.poll_s, self._wake.set)
+        await self._wake.wait()
+        timer.cancel()
+        self._wake.clear()
+
+    async def _exchange(self, turns: TurnQueue) -> Exchange:
+        """Hand in all that has ended; the slots which that frees are asked for in the same round trip."""
+        self._check_engine()
         done, self._done = self._done, []
-        settles = [settle for generation in done if (settle := self._settle(generation)) is not None]
+        settles = {each.request_id: settle for each in done if (settle := self._settle(each)) is not None}
         try:
-            outcome = await self._turns.exchange(
+            outcome = await turns.exchange(
                 self._config.worker_id,
-                settles=settles,
-                progress=self._due(),
-                want=self._free_count(),
+                settles=list(settles.values()),
+                progress=self._due(settles),
+                want=self._free_count(len(settles)),
                 lease_epoch=self._lease.lease_epoch if self._lease else 0,
                 active_version=self._active_version(),
             )
         except BrokerError:
             self._done = [*done, *self._done]  # settling is idempotent: hand in again
             raise
-        for settle in settles:
-            self._running.pop(settle.claim.job.turn_id, None)
-        if not outcome.has_lease:
-            self._lease = None
-            self._wake.set()
-        if outcome.lost:
-            await self._drop(outcome.lost)
-        for claim in outcome.claims:
-            self._start(claim)
-        if outcome.claims:
-            self._wake.set()  # there may be more
-
-    async def _wait(self) -> None:
-        try:
-            await asyncio.wait_for(self._wake.wait(), self._config.poll_s)
-        except TimeoutError:
-            return
-        self._wake.clear()
+        for name in settles:
+            self._running.pop(name, None)
+        return outcome
 
     # ---- leases
 
@@ -210,23 +218,37 @@ class RolloutWorker:
 
     # ---- turns
 
-    def _free_count(self) -> int:
-        if self._lease is None or self._active_version() < 0 or self._trouble():
+    def _free_count(self, ended_count: int = 0) -> int:
+        """Turns that may be asked for, once `ended_count` of those that count as running have been handed in."""
+        if self._lease is None or self._is_lease_in_doubt or self._active_version() < 0 or self._trouble():
             return 0
-        return max(0, self._lease.slot_count - len(self._running))
+        return max(0, self._lease.slot_count + ended_count - len(self._running))
 
-    def _start(self, claim: TurnClaim) -> None:
-        job = claim.job
-        prior_ids = claim.log.completion_ids if claim.log else NO_IDS
-        self._running[job.turn_id] = _Running(claim, self._clock.now_s(), len(prior_ids))
-        request = GenerationRequest(
-            request_id=job.turn_id, prompt_ids=job.prompt_ids, sampling=job.sampling, prior_ids=prior_ids
-        )
-        try:
-            self._engine.generate(request)
-        except EngineError as error:
-            self._done.append(Generation(request_id=job.turn_id, finish_reason="error", error=str(error)))
-            self._wake.set()
+    def _start(self, claims: list[TurnClaim]) -> None:
+        now = self._clock.now_s()
+        for claim in claims:
+            saved_count = len(claim.log.completion_ids) if claim.log else 0
+            self._running[claim.job.turn_id] = _Running(claim, now, saved_count)
+        for claim in claims:
+            job = claim.job
+            prior_ids = claim.log.completion_ids if claim.log else NO_IDS
+            request = GenerationRequest(
+                request_id=job.turn_id, prompt_ids=job.prompt_ids, sampling=job.sampling, prior_ids=prior_ids
+            )
+            try:
+                self._engine.generate(request)
+            except EngineError as error:
+                self._done.append(Generation(request_id=job.turn_id, finish_reason="error", error=str(error)))
+                self._wake.set()
+
+    def _check_engine(self) -> None:
+        """Tell a request that failed from an engine that did: no turn may pay for the latter with an attempt.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        if any(each.finish_reason == "error" for each in self._done):
+            self._engine.stats()
 
     def _settle(self, generation: Generation) -> TurnSettle | None:
         """The handing in of a finished turn; None for one that is no longer ours."""
@@ -246,16 +268,16 @@ class RolloutWorker:
         )
         return TurnSettle(claim=running.claim, result=result)
 
-    def _due(self) -> list[TurnProgress]:
-        """Turns whose claim should be renewed now, with their tokens where there are new ones."""
-        now = self._clock.now_s()
-        due = {name: each for name, each in self._running.items() if now - each.renewed_at_s >= self._config.log_s}
+    def _due(self, ended: Container[str]) -> list[TurnProgress]:
+        """Turns whose claim should be renewed now, unless they have `ended`; with their tokens where there are new ones."""
+        last_s = self._clock.now_s() - self._config.log_s
+        due = {name: each for name, each in self._running.items() if each.renewed_at_s <= last_s and name not in ended}
         if not due:
             return []
         made = {each.request_id: each for each in self._engine.progress(list(due))}
         progress: list[TurnProgress] = []
         for name, each in due.items():
-            each.renewed_at_s = now
+            each.renewed_at_s = last_s + self._config.log_s
             tokens = merge(each.claim.log, made.get(name), self._config.worker_id)
             is_new = len(tokens.completion_ids) > each.saved_count
             each.saved_count = len(tokens.completion_ids)
@@ -263,45 +285,59 @@ class RolloutWorker:
         return progress
 
     async def _drop(self, turn_ids: list[str]) -> None:
-        """Stop turns whose claim is lost: cancelled, or taken over."""
-        lost = [name for name in turn_ids if self._running.pop(name, None) is not None]
-        await self._engine.abort(lost)
+        """Stop turns whose claim is lost: cancelled, taken over, or asked for anew while the old one still ran.
+
+        What they made goes too: a later claim of the same turn must never be settled with it.
+        """
+        lost = {name for name in turn_ids if self._running.pop(name, None) is not None}
+        await self._engine.abort(list(lost))
+        self._done = [each for each in self._done if each.request_id not in lost]
         log.info("worker.claims_lost", extra={"turn_count": len(lost)})
 
     # ---- what happens by itself
 
     async def _collect(self) -> None:
         while True:
-            self._done += await self._engine.finished(1.0)
-            if self._done:
+            finished = await self._engine.finished(1.0)
+            self._done += finished  # in two steps: the list may be another one after the wait
+            if finished:
                 self._wake.set()
 
     async def _listen(self) -> None:
+        """Answer the doorbell while there is room; one ring, one exchange, so that other workers hear the next."""
         while True:
-            turns = self._turns
-            if turns is None or self._free_count() == 0:
-                await self._clock.sleep(0.01)
+            await self._has_room.wait()
+            self._has_room.clear()
+            if self._turns is None:
                 continue
             try:
-                await turns.wait(1.0)
+                await self._turns.wait(1.0)
             except BrokerError:
                 await self._clock.sleep(self._config.poll_s)
             self._wake.set()
 
     async def _beat(self) -> None:
         while True:
+            self._is_beat_due.clear()
             try:
                 asked_at_s = self._clock.now_s()
                 self._take_lease(await self._fabric.board.heartbeat(self._info()), asked_at_s)
             except BrokerError as error:
                 log.warning("worker.heartbeat_failed", extra={"error": str(error)})
-            await self._clock.sleep(self._config.heartbeat_s)
+            timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._is_beat_due.set)
+            await self._is_beat_due.wait()
+            timer.cancel()
+
+    def _doubt_lease(self) -> None:
+        """The broker has another lease or none: ask which, before giving back what may still be ours to run."""
+        self._is_lease_in_doubt = True
+        self._is_beat_due.set()
 
     def _take_lease(self, lease: Lease | None, asked_at_s: float) -> None:
-        is_other = (lease and (lease.run_id, lease.lease_epoch)) != (
+        is_other = self._is_lease_in_doubt or (lease and (lease.run_id, lease.lease_epoch)) != (
             self._lease and (self._lease.run_id, self._lease.lease_epoch)
         )
-        self._lease = lease
+        self._lease, self._is_lease_in_doubt = lease, False
         remaining_ms = lease.remaining_ms if lease else None
         self._lease_until_s = None if remaining_ms is None else asked_at_s + remaining_ms / 1000
         if is_other:

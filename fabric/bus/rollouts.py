@@ -12,13 +12,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..clock import Clock, SystemClock
-from ..errors import QueueFull, RunUnknown
 from ..ids import trajectory_id
 from ..ports import Delivery, GroupPush
 from ..records import DeadLetter, Group, Rollout, RunConfig
+from ..rules.push import DEAD_COUNT_MAX, no_such_run, too_many_dead, too_many_open
 from ..wire import dump_json, load_json
+from .channel import checked, stream_entries
 from .connection import translate
-from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, ShardKeys
+from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER
 from .scripts import Scripts
 from .shards import RunShards, ending_keys
 
@@ -47,32 +48,27 @@ class RedisRolloutStream:
             if isinstance(answer, Exception):
                 with translate():
                     raise answer
-            self._check(answer, sum(taken))
+            self._check(answer)
             taken.append(answer[0] == 1)
         return taken
 
     def _push_call(self, group: GroupPush) -> tuple[str, list[str], list[Any]]:
         keys = self._shards.of(group.group_id)
         t = keys.trajectory
-        names = [keys.run, t.ready, t.job, t.record, t.bell, keys.counters, keys.group(group.group_id), keys.consumed]
+        names = [keys.run, t.ready, t.job, t.record, t.bell, keys.counters, keys.group(group.group_id)]
+        names += [keys.consumed, keys.dead]
         facts = dump_json({"task_id": group.task_id, "task": group.task})
-        args: list[Any] = [group.group_id, len(group.jobs), facts]
+        args: list[Any] = [group.group_id, len(group.jobs), facts, DEAD_COUNT_MAX]
         for job in group.jobs:
             args += [job.trajectory_id, job.encode()]
         return "push_group", names, args
 
-    def _check(self, answer: Sequence[int], taken_count: int) -> None:
-        if answer[0] == -1:
-            _, depth, limit = answer
-            raise QueueFull(
-                f"run {self._run.run_id!r} holds {depth} trajectories not yet consumed, its limit is {limit}: "
-                "consume groups, or raise trajectory_count_max",
-                depth=depth,
-                limit=limit,
-                taken_count=taken_count,
-            )
+    def _check(self, answer: Sequence[int]) -> None:
+        refusals = {-1: too_many_open, -3: too_many_dead}
+        if answer[0] in refusals:
+            raise refusals[answer[0]](self._run.run_id, *answer[1:])
         if answer[0] == -2:
-            raise RunUnknown(f"run {self._run.run_id!r} does not exist on this broker: create it with fabric.run(…)")
+            raise no_such_run(self._run.run_id)
 
     async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
         if self._look_back_at_s.get(consumer, 0.0) <= self._clock.now_s():
@@ -87,48 +83,44 @@ class RedisRolloutStream:
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
         self._look_back_at_s.clear()
 
-    async def _read(self, consumer: str, count: int, after: str, timeout_s: float | None) -> list[tuple[int, Any, Any]]:
-        streams: dict[Any, Any] = {keys.completed: after for keys in self._shards.all}
-        block = None if timeout_s is None else max(1, int(timeout_s * 1000))
+    async def _read(
+        self, consumer: str, count: int, after: str, timeout_s: float | None
+    ) -> list[tuple[int, bytes, str]]:
+        """Entries of the completed streams as (shard, entry id, group id); no group id: it was deleted meanwhile."""
+        names = [keys.completed for keys in self._shards.all]
+        block = () if timeout_s is None else ("BLOCK", max(1, int(timeout_s * 1000)))
+        command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, consumer, "COUNT", count, *block)
         with translate():
-            answer = await self._client.xreadgroup(CONSUMER_GROUP_TRAINER, consumer, streams, count=count, block=block)
+            (answer,) = checked(
+                await self._scripts.channel.ask_alone([(*command, "STREAMS", *names, *[after] * len(names))])
+            )
         return [
-            (self._index(name), entry_id, fields) for name, parts in stream_rows(answer) for entry_id, fields in parts
+            (names.index(name), entry_id, fields[1].decode() if fields else "")
+            for name, entry_id, fields in stream_entries(answer)
         ]
 
-    def _index(self, name: str) -> int:
-        return next(index for index, keys in enumerate(self._shards.all) if keys.completed == name)
-
-    async def _deliveries(self, rows: list[tuple[int, Any, Any]], *, is_again: bool) -> list[Delivery]:
-        found: list[Delivery] = []
-        for shard, entry_id, fields in rows:
+    async def _deliveries(self, rows: list[tuple[int, bytes, str]], *, is_again: bool) -> list[Delivery]:
+        commands: list[tuple[str, str]] = []
+        for shard, _, group_id in rows:
             keys = self._shards.all[shard]
-            group_id = fields[b"group"].decode() if fields else ""
-            group = await self._group(keys, group_id, is_again=is_again) if group_id else None
-            if group is None:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
-                with translate():
-                    await self._client.xack(keys.completed, CONSUMER_GROUP_TRAINER, entry_id)
-                    await self._client.xdel(keys.completed, entry_id)
+            commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
+        with translate():
+            answers = checked(await self._scripts.channel.ask_many(commands))
+        found: list[Delivery] = []
+        for (shard, entry_id, group_id), facts, made in zip(rows, answers[::2], answers[1::2], strict=True):
+            if not facts:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
+                await self._drop(shard, entry_id)
                 continue
             self._in_hand.add((shard, entry_id))
+            group = _group(group_id, facts, made, is_again=is_again)
             found.append(Delivery(group=group, shard=shard, entry_id=entry_id.decode()))
         return found
 
-    async def _group(self, keys: ShardKeys, group_id: str, *, is_again: bool) -> Group | None:
+    async def _drop(self, shard: int, entry_id: bytes) -> None:
+        name = self._shards.all[shard].completed
+        commands = [("XACK", name, CONSUMER_GROUP_TRAINER, entry_id), ("XDEL", name, entry_id)]
         with translate():
-            facts = await self._client.hgetall(keys.group(group_id))
-            raw = await self._client.hgetall(keys.rollouts(group_id))
-        if not facts:
-            return None
-        names = [trajectory_id(group_id, index) for index in range(int(facts[b"size"]))]
-        made = {name.decode(): Rollout.decode(value) for name, value in raw.items()}
-        return Group(
-            group_id=group_id,
-            task_id=load_json(facts[b"task"])["task_id"],
-            rollouts=tuple(made[name] for name in names if name in made),
-            failures=tuple(name for name in names if name not in made),
-            redelivered=is_again,
-        )
+            checked(await self._scripts.channel.ask_many(commands))
 
     async def acknowledge(self, delivery: Delivery) -> bool:
         keys = self._shards.all[delivery.shard]
@@ -163,6 +155,20 @@ class RedisRolloutStream:
     async def discard(self, trajectory_id: str) -> bool:
         with translate():
             return bool(await self._client.hdel(self._shards.of(trajectory_id).dead, trajectory_id))
+
+
+def _group(group_id: str, raw_facts: list[bytes], made: list[bytes], *, is_again: bool) -> Group:
+    """A group of its hashes, each as fields and values in turn."""
+    facts = dict(zip(raw_facts[::2], raw_facts[1::2], strict=True))
+    rollouts = {name.decode(): Rollout.decode(raw) for name, raw in zip(made[::2], made[1::2], strict=True)}
+    names = [trajectory_id(group_id, index) for index in range(int(facts[b"size"]))]
+    return Group(
+        group_id=group_id,
+        task_id=load_json(facts[b"task"])["task_id"],
+        rollouts=tuple(rollouts[name] for name in names if name in rollouts),
+        failures=tuple(name for name in names if name not in rollouts),
+        redelivered=is_again,
+    )
 
 
 def stream_rows(answer: Any) -> list[tuple[str, list[Any]]]:

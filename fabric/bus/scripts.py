@@ -17,40 +17,36 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
+from .channel import Argument, Channel, checked
+
+__all__ = ["Argument", "Call", "Scripts", "load_script"]
+
 USE = re.compile(r"^-- use ([a-z_ ]+)$", re.MULTILINE)
-Argument = str | bytes | int | float
+Call = tuple[str, Sequence[str], Sequence[Argument]]
 
 
 class Scripts:
     """Calls scripts on one broker connection pool."""
 
     def __init__(self, client: Redis) -> None:
-        self._client = client
+        self.channel = Channel(client)
         self._sources: dict[str, tuple[str, str]] = {}
 
     async def call(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Run script `name`; loads it first where the broker has not seen it (or forgot it in a restart)."""
-        digest, source = self._script(name)
-        try:
-            return await self._client.evalsha(digest, len(keys), *keys, *args)
-        except NoScriptError:
-            return await self._client.eval(source, len(keys), *keys, *args)
+        """Run script `name`; its error is raised."""
+        return checked(await self.call_many([(name, keys, args)]))[0]
 
-    async def call_many(self, calls: Sequence[tuple[str, Sequence[str], Sequence[Argument]]]) -> list[Any]:
+    async def call_many(self, calls: Sequence[Call]) -> list[Any]:
         """Run several scripts in one round trip; answers in order, an error as an exception object in its place."""
-        answers = await self._pipeline(calls)
-        if any(isinstance(answer, NoScriptError) for answer in answers):
-            # Nothing ran for those calls, so repeating just them is safe.
-            for index, answer in enumerate(answers):
-                if isinstance(answer, NoScriptError):
-                    answers[index] = await self.call(*calls[index])
+        answers = await self.channel.ask_many(
+            [("EVALSHA", self._script(name)[0], len(keys), *keys, *args) for name, keys, args in calls]
+        )
+        for index, answer in enumerate(answers):
+            if isinstance(answer, NoScriptError):  # new to this broker, or forgotten in a restart: nothing ran
+                name, keys, args = calls[index]
+                again = ("EVAL", self._script(name)[1], len(keys), *keys, *args)
+                (answers[index],) = await self.channel.ask_many([again])
         return answers
-
-    async def _pipeline(self, calls: Sequence[tuple[str, Sequence[str], Sequence[Argument]]]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for name, keys, args in calls:
-            pipeline.evalsha(self._script(name)[0], len(keys), *keys, *args)
-        return list(await pipeline.execute(raise_on_error=False))
 
     def _script(self, name: str) -> tuple[str, str]:
         found = self._sources.get(name)

@@ -21,7 +21,7 @@ class RunShards:
 
     def index_of(self, job_id: str) -> int:
         """The shard of a group, trajectory or turn."""
-        return shard_of(group_of(job_id), len(self.all))
+        return shard_of(group_of(job_id), len(self.all)) if len(self.all) > 1 else 0
 
     def of(self, job_id: str) -> ShardKeys:
         """Keys of the shard of a group, trajectory or turn."""

@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from ..ids import trajectory_of
 from ..ports import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, RunConfig, TokenLog, TurnJob, TurnResult
+from .channel import Command, checked, stream_entries
 from .connection import translate
 from .keys import INBOX_TTL_MS, ShardKeys
-from .rollouts import stream_rows
 from .scripts import Scripts
 from .shards import RunShards
 
@@ -36,7 +36,8 @@ class RedisTurnQueue:
         self._scripts = Scripts(client)
         self._shards = RunShards(run.run_id, run.shard_count)
         self._claim_ms = claim_ms
-        self._positions: dict[tuple[str, int], bytes] = {}
+        self._positions: dict[str, bytes] = {}  # inbox → the last entry read
+        self._taken: dict[str, list[bytes]] = {}  # inbox → entries read last time, deleted together with the next read
 
     def _by_shard(self, rows: Iterable[tuple[str, T]]) -> dict[int, list[T]]:
         parts: dict[int, list[T]] = {}
@@ -61,23 +62,20 @@ class RedisTurnQueue:
         return lost
 
     async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
-        streams: dict[Any, Any] = {}
-        for shard, keys in enumerate(self._shards.all):
-            streams[keys.inbox(agent_id)] = self._positions.get((agent_id, shard), b"0")
+        names = [keys.inbox(agent_id) for keys in self._shards.all]
+        after = [self._positions.get(name, b"0") for name in names]
+        commands: list[Command] = [("XDEL", name, *self._taken[name]) for name in names if name in self._taken]
+        block_ms = max(1, int(timeout_s * 1000))
+        commands.append(("XREAD", "COUNT", RESULT_COUNT, "BLOCK", block_ms, "STREAMS", *names, *after))
         with translate():
-            answer = await self._client.xread(streams, count=RESULT_COUNT, block=max(1, int(timeout_s * 1000)))
-        found: list[TurnResult] = []
-        for name, entries in stream_rows(answer):
-            if entries:
-                found += [TurnResult.decode(fields[b"result"]) for _, fields in entries]
-                await self._taken(agent_id, name, entries)
-        return found
-
-    async def _taken(self, agent_id: str, name: str, entries: list[Any]) -> None:
-        shard = next(index for index, keys in enumerate(self._shards.all) if keys.inbox(agent_id) == name)
-        self._positions[agent_id, shard] = entries[-1][0]
-        with translate():
-            await self._client.xdel(name, *(entry_id for entry_id, _ in entries))
+            *_, answer = checked(await self._scripts.channel.ask_alone(commands))
+        for name in names:
+            self._taken.pop(name, None)
+        rows = stream_entries(answer)
+        for name, entry_id, _ in rows:
+            self._positions[name] = entry_id
+            self._taken.setdefault(name, []).append(entry_id)
+        return [TurnResult.decode(result) for _, _, (_, _, _, result) in rows]
 
     async def exchange(
         self,
@@ -116,11 +114,12 @@ class RedisTurnQueue:
         u = keys.turn
         names = [u.record, u.deadline, u.held, u.job, u.log, keys.turn_agent, keys.turn_result, keys.counters]
         args: list[Any] = [worker_id, INBOX_TTL_MS]
+        inboxes: dict[str, int] = {}  # agent → which of the inbox keys is its
         for row in rows:
             job, result = row.claim.job, row.result
-            names.append(keys.inbox(job.agent_id))
-            args += [job.turn_id, row.claim.fence, job.agent_id, result.encode(), len(result.completion_ids)]
-        return "settle_turns", names, args
+            inbox = inboxes.setdefault(job.agent_id, len(inboxes) + 1)
+            args += [job.turn_id, row.claim.fence, job.agent_id, inbox, result.encode(), len(result.completion_ids)]
+        return "settle_turns", [*names, *map(keys.inbox, inboxes)], args
 
     def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Any:
         args: list[Any] = [worker_id, self._claim_ms]
@@ -229,6 +228,7 @@ def _give_up(row: Sequence[Any]) -> TurnSettle:
         spans=(),
         completion_ids=NO_IDS,
         logprobs=NO_LOGPROBS,
-        error=f"{LOSS_COUNT_MAX} workers died or froze while they ran turn {name.decode()} of {trajectory_of(job.turn_id)}",
+        error=f"{LOSS_COUNT_MAX} workers died or froze while they ran turn {name.decode()} "
+        f"of {trajectory_of(job.turn_id)}",
     )
     return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=LOSS_COUNT_MAX), result=result)

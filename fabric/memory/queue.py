@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import RunUnknown
 from ..ids import group_of, turn_id
 from ..ports import Exchange, Reaped, TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, DeadLetter, Rollout, RunConfig, TurnResult
+from ..rules.push import no_such_run
 from .state import JobRecord, JobTable, MemoryBroker, RunState
 
 CLAIM_MS = 5_000
@@ -29,7 +29,7 @@ class RunPort:
     def run(self) -> RunState:
         state = self._broker.runs.get(self._config.run_id)
         if state is None:
-            raise RunUnknown(f"run {self._config.run_id!r} does not exist on this broker: create it with fabric.run(…)")
+            raise no_such_run(self._config.run_id)
         return state
 
     def _take_ready(self, table: JobTable, worker_id: str, want: int, claim_ms: int) -> list[tuple[str, JobRecord]]:
@@ -289,6 +289,8 @@ class MemoryTurnQueue(RunPort):
             run.results[name] = result
             run.deliver(run.agents[name], result)
             run.count("turns_settled")
+            if claim.fence > 1:
+                run.count("turns_resumed")
             run.count("tokens", len(result.completion_ids))
         return True
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import QueueFull
 from ..ids import trajectory_id
 from ..ports import Delivery, GroupPush
 from ..records import DeadLetter, Group, RunConfig
+from ..rules.push import DEAD_COUNT_MAX, too_many_dead, too_many_open
 from .queue import RunPort
 from .state import GroupState, JobRecord, MemoryBroker
 
@@ -28,12 +28,9 @@ class MemoryRolloutStream(RunPort):
             return False
         limit = run.config.trajectory_count_max
         if run.depth + len(group.jobs) > limit:
-            raise QueueFull(
-                f"run {run.config.run_id!r} holds {run.depth} trajectories not yet consumed, its limit is {limit}: "
-                "consume groups, or raise trajectory_count_max",
-                depth=run.depth,
-                limit=limit,
-            )
+            raise too_many_open(run.config.run_id, run.depth, limit)
+        if len(run.dead) >= DEAD_COUNT_MAX:
+            raise too_many_dead(run.config.run_id, len(run.dead), DEAD_COUNT_MAX)
         run.depth += len(group.jobs)
         run.groups[group.group_id] = GroupState(task_id=group.task_id, task=group.task, size=len(group.jobs))
         for job in group.jobs:

@@ -369,3 +369,21 @@ async def test_who_waits_is_woken_by_a_push(world: World) -> None:
     await asyncio.sleep(0.05)
     await world.rollouts.push([group_of_size("g1", 1)])
     await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_turn_that_a_second_claim_finishes_counts_as_resumed(world: World) -> None:
+    _, turn = await claimed_turn(world)
+    await world.turns.release("w1", [TurnProgress(claim=turn)])
+    (again,) = (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims
+    await world.turns.exchange("w1", settles=[TurnSettle(claim=again, result=result_of("g1.0.0"))])
+    assert (await world.board.run_status("r1")).counters["turns_resumed"] == 1
+
+
+async def test_dead_letters_that_pile_up_stop_the_pusher(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rollfab.fabric.bus.rollouts", "rollfab.fabric.memory.rollouts"):
+        monkeypatch.setattr(f"{module}.DEAD_COUNT_MAX", 1)
+    await world.rollouts.push([group_of_size("g1", 1)])
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await world.trajectories.fail("g1.0", claim.fence, letter_of(claim), is_final=True) == "dead"
+    with pytest.raises(QueueFull, match="1 dead letters"):
+        await world.rollouts.push([group_of_size(f"h{index}", 1) for index in range(12)])  # some on every shard

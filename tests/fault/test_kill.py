@@ -15,7 +15,7 @@ import pytest
 
 from rollfab.commands.up import free_port
 from rollfab.fabric.bus.keys import LEADER
-from rollfab.fabric.records import RunConfig
+from rollfab.fabric.records import Lease
 from rollfab.trainer.client import Run
 from tests.fabric_processes import (
     PYTHONPATH,
@@ -24,7 +24,6 @@ from tests.fabric_processes import (
     check_totals,
     check_walk,
     processes,
-    tiny_weights,
 )
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]
@@ -114,7 +113,12 @@ def test_a_killed_controller_costs_its_leases_and_nothing_else(fabric: Processes
     fabric.lend("on")
     run = start_walks(fabric, "controller", pace_s=0.5)
     fabric.until(lambda: fabric.claimed_by(run, "serving") > 0, 20.0, "the serving worker runs turns")
-    lease = fabric.ask(lambda ports: ports.board.leases(run.run_id))[fabric.worker_of("serving").worker_id]
+    serving = fabric.worker_of("serving").worker_id
+
+    def leases() -> dict[str, Lease]:
+        return fabric.ask(lambda ports: ports.board.leases(run.run_id))
+
+    assert leases()[serving].slot_count == 8
 
     # When the controller is killed
     assert fabric.redis.get(LEADER).startswith(b"controller ")
@@ -125,11 +129,7 @@ def test_a_killed_controller_costs_its_leases_and_nothing_else(fabric: Processes
     # Then another start of it leads, everything arrives, and it can still end what its predecessor granted
     finish_walks(fabric, run)
     fabric.lend("off")
-    serving = fabric.worker_of("serving").worker_id
-    fabric.until(
-        lambda: serving not in fabric.ask(lambda ports: ports.board.leases(run.run_id)), 5.0, "the lease is ended"
-    )
-    assert lease.slot_count == 8
+    fabric.until(lambda: serving not in leases(), 5.0, "the lease is ended")
 
 
 @pytest.mark.timeout(90)
@@ -143,7 +143,7 @@ def test_a_killed_reward_worker_leaves_no_trajectory_without_its_reward(fabric: 
     waiting = run.status().trajectories["scoring"]
     restarted(fabric, "reward")
 
-    # Then rewards that its death took are asked for again (after SCORE_MS), each group arrives once, each reward is right
+    # Then rewards that its death took are asked for again (after SCORE_MS), and every group arrives once with its own
     assert waiting > 0
     groups = fabric.collect(run, len(GROUPS), 60.0)
     check_each_arrived_once(groups, GROUPS, GROUP_SIZE)
@@ -155,12 +155,10 @@ def test_a_killed_reward_worker_leaves_no_trajectory_without_its_reward(fabric: 
 def test_a_killed_trainer_that_repeats_itself_gets_every_group_exactly_once(fabric: Processes, tmp_path: Path) -> None:
     # Given a trainer in the middle of a transaction
     group_count, journal = 14, tmp_path / "journal"
-    config = RunConfig(run_id="trainer", model="tiny", environment="walk")
-    fabric.fabric.run(
-        config.run_id, model="tiny", environment="walk", environment_options={"turns": 3, "pace_s": 0.02}
-    ).publish(tiny_weights(), version=0)
+    options = {"turns": 3, "pace_s": 0.02}
+    fabric.new_run("trainer", "walk", environment_options=options)
     script = Path(__file__).with_name("trainer_process.py")
-    command = [sys.executable, str(script), fabric.url, config.run_id, str(journal), str(group_count)]
+    command = [sys.executable, str(script), fabric.url, "trainer", str(journal), str(group_count)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
 
     def lines() -> list[str]:
@@ -184,7 +182,7 @@ def test_a_killed_trainer_that_repeats_itself_gets_every_group_exactly_once(fabr
     acknowledged = [line.split()[1] for line in before if line.startswith("group")][: -len(interrupted)]
     assert sorted([*acknowledged, *(name for name, _ in after)]) == sorted(f"step-{n}" for n in range(group_count))
     assert lines()[-1] == "done"
-    run = fabric.fabric.run(config.run_id)
+    run = fabric.fabric.run("trainer")
     published = [int(line.split()[1]) for line in lines() if line.startswith("published")]
     assert run.head_version() == published[-1]
     assert published == list(range(1, len(published) + 1))

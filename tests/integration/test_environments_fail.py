@@ -26,8 +26,8 @@ TIMEOUT_S = 1
 # fault → what the dead letter's reason says after the environment's name; what its traceback says
 ENVIRONMENT_FAULTS = {
     "reset": ("reset raised KeyError: 'no such level'", 'raise KeyError("no such level")'),
-    "reset hangs": (f"reset took longer than {TIMEOUT_S} s", "TimeoutError"),
-    "will not be stopped": (f"reset took longer than {TIMEOUT_S} s", "TimeoutError"),
+    "reset hangs": (f"reset took longer than {TIMEOUT_S} s", "EnvironmentFailed"),
+    "will not be stopped": (f"reset took longer than {TIMEOUT_S} s", "EnvironmentFailed"),
     "no observation": ("reset gave None, expected an Observation", "EnvironmentFailed"),
     "empty observation": ("the first observation is empty", "EnvironmentFailed"),
     "step": ("step raised RuntimeError: the world fell over", 'raise RuntimeError("the world fell over")'),
@@ -44,7 +44,7 @@ ENVIRONMENT_FAULTS = {
     "no number": ("gave reward 'high': not a number", "EnvironmentFailed"),
 }
 GYM_FAULTS = {
-    "hangs": (f"step took longer than {TIMEOUT_S} s", "TimeoutError"),
+    "hangs": (f"step took longer than {TIMEOUT_S} s", "EnvironmentFailed"),
     "stops": ("step raised RuntimeError: StopIteration() left the code", "next(iter(()))"),
     "exits": ("step raised RuntimeError: SystemExit(4) left the code", "raise SystemExit(4)"),
     "four values": ("expected (observation, reward, terminated, truncated, info)", "EnvironmentFailed"),
@@ -147,9 +147,7 @@ def test_trajectories_beside_broken_ones_are_well(fabric: Processes, broken: tup
     for index in range(len(ENVIRONMENT_FAULTS)):
         check_well(outcome.groups[f"well-{index}"], 1.0)
 
-    assert {child.name: child.start_count for child in fabric.supervisor.children.values()} == {
-        name: 1 for name in ("reward", "controller", "agent", "dedicated")
-    }
+    assert all(child.start_count == 1 and child.is_running for child in fabric.supervisor.children.values())
 
 
 def test_a_group_arrives_with_the_rollouts_it_has_and_names_those_it_has_not(broken: tuple[Outcome, Path]) -> None:
@@ -187,7 +185,9 @@ def test_a_broken_synchronous_environment_blocks_nobody(broken_gym: Outcome, fau
 def test_an_environment_that_cannot_be_constructed_says_why(fabric: Processes) -> None:
     outcome = play(fabric, "unmakeable", "unmakeable", {"group": {}})
 
-    check_dead(outcome, "group", "environment 'unmakeable': make raised FileNotFoundError: maps/level-1.txt", "__init__")
+    check_dead(
+        outcome, "group", "environment 'unmakeable': make raised FileNotFoundError: maps/level-1.txt", "__init__"
+    )
 
 
 def test_options_that_an_environment_does_not_take_are_named(fabric: Processes) -> None:

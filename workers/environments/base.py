@@ -33,6 +33,8 @@ class TextSampling:
     temperature: float = 1.0
     max_tokens: int = 16
     stop_texts: tuple[str, ...] = ()
+    ends_at_eos: bool = True
+    """Whether the tokenizer's end of sequence, where it has one, ends a turn too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,6 @@ class Environment(ABC):
         """Free what it holds. Called once, also after a failure."""
         return
 
-    @classmethod
-    def example_tasks(cls, count: int, first: int = 0) -> list[dict[str, Any]]:
-        """Tasks `first` … `first + count - 1` of an endless series, for demos and trials."""
-        return [{"seed": first + index} for index in range(count)]
-
 
 class GymEnvironment(Environment):
     """A synchronous Gymnasium or GEM style object as an Environment.
@@ -123,7 +120,9 @@ class GymEnvironment(Environment):
         """
         answer = await self._call(lambda: self._world.reset(seed=int(task.get("seed", seed))))
         if not (isinstance(answer, tuple) and len(answer) == 2):
-            raise EnvironmentFailed(f"{self.name}.reset gave {answer!r}, expected (observation, info)", reason="reset")
+            raise EnvironmentFailed(
+                f"environment {self.name!r}: reset gave {answer!r}, expected (observation, info)", reason="reset"
+            )
         return Observation(str(answer[0]), dict(answer[1]))
 
     async def step(self, action: str) -> Step:
@@ -135,7 +134,8 @@ class GymEnvironment(Environment):
         answer = await self._call(lambda: self._world.step(action))
         if not (isinstance(answer, tuple) and len(answer) == FIVE):
             raise EnvironmentFailed(
-                f"{self.name}.step gave {answer!r}, expected (observation, reward, terminated, truncated, info)",
+                f"environment {self.name!r}: step gave {answer!r}, "
+                "expected (observation, reward, terminated, truncated, info)",
                 reason="step",
             )
         text, reward, terminated, truncated, info = answer
@@ -149,6 +149,19 @@ class GymEnvironment(Environment):
 
     async def _call(self, function: Callable[[], T]) -> T:
         return function() if self.inline else await in_thread(function)
+
+
+def as_error(raised: BaseException) -> Exception:
+    """What user code raised, as an error that can pass through a coroutine without ending more than its call.
+
+    SystemExit and KeyboardInterrupt would end the process, CancelledError reads as our own cancelling, and a
+    StopIteration cannot be raised into a coroutine at all.
+    """
+    if isinstance(raised, Exception) and not isinstance(raised, (StopIteration, StopAsyncIteration)):
+        return raised
+    error = RuntimeError(f"{type(raised).__name__}({', '.join(map(repr, raised.args))}) left the code that was called")
+    error.__cause__ = raised
+    return error
 
 
 async def in_thread(function: Callable[[], T]) -> T:
@@ -170,8 +183,8 @@ async def in_thread(function: Callable[[], T]) -> T:
     def work() -> None:
         try:
             result, error = function(), None
-        except BaseException as caught:  # noqa: BLE001 - user code: handed to the awaiting side as it is
-            result, error = None, caught
+        except BaseException as caught:  # noqa: BLE001 - user code: what it raises ends its call, not our process
+            result, error = None, as_error(caught)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 

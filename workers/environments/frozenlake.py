@@ -45,7 +45,9 @@ class FrozenLake(Environment):
                 "FrozenLake-v1", is_slippery=slippery, max_episode_steps=-1, disable_env_checker=True, **where
             ).unwrapped
         except (KeyError, ValueError, IndexError) as error:
-            raise ConfigError(f"frozenlake map {map!r} cannot be made: use '4x4', '8x8' or rows of S, F, H, G") from error
+            raise ConfigError(
+                f"frozenlake map {map!r} cannot be made: use '4x4', '8x8' or rows of S, F, H, G"
+            ) from error
         self._cell_count = int(self._world.observation_space.n)  # type: ignore[attr-defined]
         self._column_count = int(self._world.ncol)  # type: ignore[attr-defined]
         self._invalid_reward = invalid_reward

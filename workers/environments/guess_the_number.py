@@ -58,11 +58,6 @@ class GuessTheNumber(Environment):
             self._world.game_number = _check_number(task["number"])
         return Observation("?")
 
-    @classmethod
-    def example_tasks(cls, count: int, first: int = 0) -> list[dict[str, Any]]:
-        """Every number in turn, so that ten tasks in a row are one of each."""
-        return [{"number": index % len(DIGITS) + 1} for index in range(first, first + count)]
-
     async def step(self, action: str) -> Step:
         """Guess, or stay where the action is not a digit."""
         guess = DIGITS.find(action.strip() or "x") + 1

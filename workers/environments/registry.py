@@ -1,97 +1,132 @@
-"""Which environments and reward functions this process offers, and how they are found.
+"""Environments and reward functions by name.
 
-- A name leads to an entry point of an installed package, or to a NAME=module:attr pair of this process's own
-  configuration. Nothing that came through the queue is ever imported.
-- Nothing is imported before it is used.
+- Names come from installed packages (entry points `rollfab.environments`, `rollfab.rewards`) and from this worker's
+  own configuration (`--environment NAME=module:attr`); the worker's own wins. Nothing is imported before it is used.
+- A name that arrives with a run is only ever looked up. It is never imported as a path, whatever it looks like: who
+  may push tasks may not choose what code runs here.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any
 
-from ...fabric.errors import ConfigError, EnvironmentUnknown
+from ...fabric.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown
+from ...fabric.offers import installed
 from ...fabric.records import Rollout
-from .base import Environment
+from .base import Environment, GymEnvironment
 
-RewardFunction = Callable[[dict[str, Any], Rollout], float]
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+RewardFunction = Callable[[dict[str, Any], Rollout], float]
+CLASS_SETTINGS = ("recovery", "sampling", "turn_count_max", "inline")  # read off a plain class where it has them
 
 
 class Registry:
-    """Environments and reward functions by name."""
+    """What this worker offers.
 
-    def __init__(self, environments: Sequence[str] = (), rewards: Sequence[str] = ()) -> None:
-        self._environments = _Table(ENVIRONMENTS, environments)
-        self._rewards = _Table(REWARDS, rewards)
+    Args:
+        environments: "NAME=module:attr" of an Environment, or of a class with Gymnasium's or GEM's `reset` and `step`.
+        rewards: "NAME=module:attr" of a function (task, rollout) → float.
+
+    Raises:
+        ConfigError: one of them is not written so.
+    """
+
+    def __init__(self, environments: Iterable[str] = (), rewards: Iterable[str] = ()) -> None:
+        self._targets = {ENVIRONMENTS: _parse(environments), REWARDS: _parse(rewards)}
+        self._loaded: dict[tuple[str, str], Any] = {}
+        self._offered = sorted({*self._targets[ENVIRONMENTS], *installed(ENVIRONMENTS)})
 
     def offered(self) -> list[str]:
-        """Names of the environments this process can make, sorted."""
-        return self._environments.names()
+        """Names of the environments that can be made here, sorted."""
+        return list(self._offered)
 
-    def rewards(self) -> list[str]:
-        """Names of the reward functions this process can call, sorted."""
-        return self._rewards.names()
-
-    def make(self, name: str, options: dict[str, Any]) -> Environment:
-        """A new environment.
+    def make(self, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Environment:
+        """A fresh environment.
 
         Raises:
-            EnvironmentUnknown: not offered here, or its package cannot be imported.
+            EnvironmentUnknown: not offered by this worker.
+            ConfigError: it is offered, but cannot be imported, or does not take these options.
         """
-        made = self._environments.find(name)(**options)
-        if not isinstance(made, Environment):
-            raise EnvironmentUnknown(f"environment {name!r} made {type(made).__name__}, which is no Environment")
-        return made
+        factory = self._load(ENVIRONMENTS, name)
+        try:
+            world = factory(**options)
+        except TypeError as error:
+            raise ConfigError(
+                f"environment {name!r} does not take the options {dict(options)}: {error}", environment=name
+            ) from error
+        return world if isinstance(world, Environment) else _adapt(name, factory, world)
+
+    def may_block(self, name: str) -> bool:
+        """Whether making it belongs in a thread: it is a plain synchronous class, and does not say `inline`.
+
+        Raises:
+            EnvironmentUnknown, ConfigError: as `make`.
+        """
+        factory = self._load(ENVIRONMENTS, name)
+        is_ours = isinstance(factory, type) and issubclass(factory, Environment)
+        return not is_ours and not getattr(factory, "inline", False)
 
     def reward(self, name: str) -> RewardFunction:
         """A reward function.
 
         Raises:
-            EnvironmentUnknown: not offered here, or its package cannot be imported.
+            ConfigError: not offered by this worker, or it cannot be imported.
         """
-        function: RewardFunction = self._rewards.find(name)
+        function: RewardFunction = self._load(REWARDS, name)
         return function
 
+    def _load(self, group: str, name: str) -> Any:
+        if (group, name) not in self._loaded:
+            self._loaded[group, name] = self._find(group, name)
+        return self._loaded[group, name]
 
-class _Table:
-    """Names of one kind and what they lead to."""
-
-    def __init__(self, group: str, pairs: Sequence[str]) -> None:
-        self._group = group
-        self._points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=group)}
-        self._paths = dict(_pair(pair) for pair in pairs)
-        self._found: dict[str, Any] = {}
-
-    def names(self) -> list[str]:
-        return sorted({*self._points, *self._paths})
-
-    def find(self, name: str) -> Any:
-        if name not in self._found:
-            self._found[name] = self._load(name)
-        return self._found[name]
-
-    def _load(self, name: str) -> Any:
-        path = self._paths.get(name) or (self._points[name].value if name in self._points else None)
-        if path is None:
-            raise EnvironmentUnknown(
-                f"{name!r} is not offered by this process; {self._group} here: {', '.join(self.names()) or 'none'}. "
-                f"Install a package that registers it, or start with {name}=module:attr",
-                name=name,
-            )
-        module, _, attribute = path.partition(":")
+    def _find(self, group: str, name: str) -> Any:
         try:
-            return getattr(importlib.import_module(module), attribute)
+            target = self._targets[group].get(name)
+            if target is not None:
+                module, attribute = target.split(":")
+                return getattr(importlib.import_module(module), attribute)
+            for point in entry_points(group=group, name=name):
+                return point.load()
         except (ImportError, AttributeError) as error:
-            raise EnvironmentUnknown(f"{name!r} leads to {path}, which cannot be imported: {error}", name=name) from error
+            raise ConfigError(f"{group.split('.')[1][:-1]} {name!r} cannot be loaded: {error}", name=name) from error
+        raise self._unknown(group, name)
+
+    def _unknown(self, group: str, name: str) -> ConfigError:
+        kind, option = ("environment", "--environment") if group == ENVIRONMENTS else ("reward function", "--reward")
+        names = sorted({*self._targets[group], *installed(group)})
+        text = (
+            f"{kind} {name!r} is not offered by this worker; it offers {', '.join(names) or 'none'}. "
+            f"Install a package that registers it under {group!r}, or start the worker with {option} NAME=module:attr"
+        )
+        return EnvironmentUnknown(text, environment=name) if group == ENVIRONMENTS else ConfigError(text, name=name)
 
 
-def _pair(pair: str) -> tuple[str, str]:
-    name, equals, path = pair.partition("=")
-    module, colon, attribute = path.partition(":")
-    if not (name and equals and module and colon and attribute):
-        raise ConfigError(f"{pair!r} is not NAME=module:attr")
-    return name, path
+def _parse(pairs: Iterable[str]) -> dict[str, str]:
+    """name → "module:attr"."""
+    targets: dict[str, str] = {}
+    for pair in pairs:
+        name, _, target = pair.partition("=")
+        module, _, attribute = target.partition(":")
+        if not (name and module and attribute.isidentifier()):
+            raise ConfigError(f"{pair!r} does not name code: write NAME=module:attr", name=name)
+        targets[name] = target
+    return targets
+
+
+def _adapt(name: str, factory: Any, world: Any) -> Environment:
+    """A plain synchronous object as an Environment; settings are read off its class where it has them."""
+    if not (hasattr(world, "reset") and hasattr(world, "step")):
+        raise EnvironmentFailed(
+            f"environment {name!r} made a {type(world).__name__}, which has no reset and step", reason="make"
+        )
+    settings = {key: getattr(factory, key) for key in CLASS_SETTINGS if hasattr(factory, key)}
+    adapted: type[GymEnvironment] = type("Adapted", (GymEnvironment,), {"name": name, **settings})
+    return adapted(lambda: world)

@@ -5,7 +5,7 @@
 --   KEYS[13] group hash   KEYS[14] rollouts hash   (deleted)   KEYS[15] completed stream (its entry stays; skipped when read)
 --   KEYS[16] counters     KEYS[17] run hash        depth shrinks by the group's size
 -- Returns 1 cancelled · 0 no such group (never pushed, consumed, or cancelled before)
--- use record forget_turns
+-- use batch record forget_turns
 local size = redis.call('HGET', KEYS[13], 'size')
 if not size then return 0 end
 for index = 0, tonumber(size) - 1 do

@@ -4,7 +4,7 @@
 --   KEYS[5] held hash      KEYS[6] log hash     KEYS[7] leases hash   KEYS[8] run hash
 -- Returns {1, {id, fence, attempt, loss, job, log}…} · {0} no valid lease · {-1, head_version} weights too old
 -- Jobs whose record is gone or not ready (cancelled, settled meanwhile) are dropped from the stream here.
--- use record
+-- use batch record time
 local worker, want, claim_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = now_ms()
 
@@ -20,18 +20,28 @@ end
 if want <= 0 then return {1} end
 
 local read = redis.call('XREADGROUP', 'GROUP', 'workers', 'fabric', 'COUNT', want, 'NOACK', 'STREAMS', KEYS[1], '>')
-local answer = {1}
-if not read then return answer end
-for _, entry in ipairs(read[1][2]) do
-  local id = entry[2][2]
-  redis.call('XDEL', KEYS[1], entry[1])
-  local r = read_record(KEYS[3], id)
+if not read then return {1} end
+local entries, ids = {}, {}
+for n, entry in ipairs(read[1][2]) do entries[n], ids[n] = entry[1], entry[2][2] end
+call_in_parts('XDEL', KEYS[1], entries)
+
+local records = read_records(KEYS[3], ids)
+local taken, deadlines = {}, {}
+for _, id in ipairs(ids) do
+  local r = records[id]
   if r and r.state == 'ready' then
     r.state, r.fence, r.worker = 'claimed', r.fence + 1, worker
-    write_record(KEYS[3], id, r)
-    redis.call('ZADD', KEYS[4], now + claim_ms, id)
-    redis.call('HINCRBY', KEYS[5], worker, 1)
-    answer[#answer + 1] = {id, r.fence, r.attempt, r.loss, redis.call('HGET', KEYS[2], id), redis.call('HGET', KEYS[6], id)}
+    taken[#taken + 1] = id
+    add_pair(deadlines, now + claim_ms, id)
   end
+end
+write_records(KEYS[3], taken, records)
+call_in_parts('ZADD', KEYS[4], deadlines)
+if #taken > 0 then redis.call('HINCRBY', KEYS[5], worker, #taken) end
+
+local answer, jobs, logs = {1}, fetch_all(KEYS[2], taken), fetch_all(KEYS[6], taken)
+for n, id in ipairs(taken) do
+  local r = records[id]
+  answer[n + 1] = {id, r.fence, r.attempt, r.loss, jobs[n], logs[n]}
 end
 return answer

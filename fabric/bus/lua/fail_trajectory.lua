@@ -5,7 +5,7 @@
 --   KEYS[13] group hash   KEYS[14] rollouts hash   KEYS[15] completed stream   KEYS[16] counters
 --   KEYS[17] ready stream   KEYS[18] bell   KEYS[19] dead hash
 -- Returns 2 waiting for the next attempt · 3 in the dead letters · 0 the fence is stale (nothing written)
--- use record ring forget_turns close
+-- use batch record ring forget_turns close
 local id, fence, group_id = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local r = read_record(KEYS[1], id)
 if not r or r.fence ~= fence or (r.state ~= 'claimed' and r.state ~= 'scoring') then return 0 end
@@ -18,7 +18,7 @@ redis.call('HINCRBY', KEYS[16], 'attempts_failed', 1)
 if r.attempt < tonumber(ARGV[5]) then
   r.state = 'ready'
   write_record(KEYS[1], id, r)
-  make_ready(KEYS[17], KEYS[18], id)
+  make_ready(KEYS[17], KEYS[18], {id})
   return 2
 end
 r.state = 'failed'

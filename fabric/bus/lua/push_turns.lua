@@ -5,27 +5,35 @@
 --   KEYS[6] turn agent hash   KEYS[7] turn result hash   KEYS[8] inbox stream of this agent
 -- Returns per turn 1 pushed · 2 under way since an earlier agent: its result now comes here ·
 -- 3 settled already: its result is in the inbox · 0 the trajectory's claim is lost (nothing written)
--- use record ring
+-- use batch record ring
 local agent = ARGV[1]
-local answer = {}
+local trajectories, ids = {}, {}
 for i = 2, #ARGV, 4 do
-  local id, code = ARGV[i + 2], 0
-  local owner = read_record(KEYS[1], ARGV[i])
-  if owner and owner.state == 'claimed' and owner.worker == agent and owner.fence == tonumber(ARGV[i + 1]) then
-    local r = read_record(KEYS[5], id)
-    redis.call('HSET', KEYS[6], id, agent)
+  trajectories[#trajectories + 1], ids[#ids + 1] = ARGV[i], ARGV[i + 2]
+end
+local owners, records = fetch_all(KEYS[1], trajectories), read_records(KEYS[5], ids)
+
+local answer, agents, jobs, fresh = {}, {}, {}, {}
+for n, id in ipairs(ids) do
+  local r = records[id]
+  answer[n] = 0
+  if is_held(owners[n], ARGV[4 * n - 1], agent) then
+    add_pair(agents, id, agent)
     if not r then
-      code = 1
-      redis.call('HSET', KEYS[4], id, ARGV[i + 3])
-      write_record(KEYS[5], id, {state = 'ready', fence = 0, attempt = 0, loss = 0, worker = '-'})
-      make_ready(KEYS[2], KEYS[3], id)
+      answer[n] = 1
+      records[id] = new_record()
+      fresh[#fresh + 1] = id
+      add_pair(jobs, id, ARGV[4 * n + 1])
     elseif r.state == 'settled' then
-      code = 3
+      answer[n] = 3
       redis.call('XADD', KEYS[8], '*', 'id', id, 'result', redis.call('HGET', KEYS[7], id))
     else
-      code = 2
+      answer[n] = 2
     end
   end
-  answer[#answer + 1] = code
 end
+call_in_parts('HSET', KEYS[6], agents)
+call_in_parts('HSET', KEYS[4], jobs)
+write_records(KEYS[5], fresh, records)
+make_ready(KEYS[2], KEYS[3], fresh)
 return answer

@@ -4,7 +4,7 @@
 --   KEYS[6] job hash       KEYS[7] counters
 -- Returns rows {what, id, fence, job}: 'ready' is waiting again · 'scoring' needs its reward asked for again ·
 -- 'lost' has cost loss_max workers: the reaper must now give it up, with a reason, under the fence given here.
--- use record ring
+-- use batch record time ring
 local reaper, loss_max, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
 local answer = {}
@@ -25,7 +25,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', now, 'LIMIT', 0
     redis.call('HINCRBY', KEYS[7], 'reaped', 1)
     if r.loss < loss_max then
       r.state, r.worker = 'ready', '-'
-      make_ready(KEYS[1], KEYS[2], id)
+      make_ready(KEYS[1], KEYS[2], {id})
     else
       what = 'lost'
       r.fence, r.worker = r.fence + 1, reaper

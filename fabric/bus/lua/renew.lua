@@ -2,16 +2,15 @@
 -- Extend claims, and save what their jobs have made so far.
 --   KEYS[1] record hash   KEYS[2] deadline zset   KEYS[3] log hash
 -- Returns per job 1 extended · 0 the claim is lost: drop the work
--- use record
+-- use batch record time
 local worker, until_ms = ARGV[1], now_ms() + tonumber(ARGV[2])
 local answer = {}
 for i = 3, #ARGV, 3 do
-  local r = read_record(KEYS[1], ARGV[i])
-  local is_held = r and r.state == 'claimed' and r.worker == worker and r.fence == tonumber(ARGV[i + 1])
-  if is_held then
+  local kept = is_held(redis.call('HGET', KEYS[1], ARGV[i]), ARGV[i + 1], worker)
+  if kept then
     redis.call('ZADD', KEYS[2], until_ms, ARGV[i])
     if ARGV[i + 2] ~= '' then redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 2]) end
   end
-  answer[#answer + 1] = is_held and 1 or 0
+  answer[#answer + 1] = kept and 1 or 0
 end
 return answer

@@ -2,7 +2,7 @@
 -- Publish, extend, shrink or end a worker's lease; an older epoch never overwrites a newer one.
 --   KEYS[1] leases hash   worker → "lease_epoch slot_count lease_until_ms" (0: standing)
 -- Returns lease_until_ms · -1 a newer lease is in place (nothing written)
--- use record
+-- use time
 local held = redis.call('HGET', KEYS[1], ARGV[1])
 if held and tonumber(string.match(held, '^%d+')) > tonumber(ARGV[2]) then return -1 end
 if ARGV[5] == '1' then

@@ -4,7 +4,7 @@
 --   KEYS[6..12] turns: record, deadline, held, job, log, agent, result      (deleted)
 --   KEYS[13] group hash   KEYS[14] rollouts hash   KEYS[15] completed stream   KEYS[16] counters
 -- Returns 1 settled (also when asked again) · 0 the fence is stale (nothing written)
--- use record forget_turns close
+-- use batch record time forget_turns close
 local id, fence, group_id, state = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local r = read_record(KEYS[1], id)
 if r and r.fence == fence and r.state == state then return 1 end

@@ -1,0 +1,83 @@
+"""What README.md tells a newcomer to type works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollfab
+
+README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+
+
+def snippet(heading: str) -> str:
+    """The first Python block under a heading of the README."""
+    part = README.split(f"## {heading}", 1)[1]
+    found = re.search(r"```python\n(.*?)```", part, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+@pytest.fixture
+def fabric_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`rollfab up`, with the URL that it prints exported as it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollfab", "up", "--port", "0", "--data", str(tmp_path / "data")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    try:
+        assert process.stdout is not None
+        url = ""
+        while not url:
+            line = process.stdout.readline()
+            assert line, "rollfab up ended before it said where the broker is"
+            url = line.partition("ROLLFAB_URL=")[2].strip()
+        monkeypatch.setenv("ROLLFAB_URL", url)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_trainer_of_the_readme_runs(fabric_up: str) -> None:
+    # Given the README's loop, cut to two steps
+    source = snippet("Bring your own trainer")
+    assert "range(1, 100)" in source
+    from rollfab.trainer.grpo import build_model
+
+    learnt: list[Any] = []
+    names = {"model": build_model("tiny"), "learn": learnt.append}
+    # When it is run as it stands
+    exec(compile(source.replace("range(1, 100)", "range(1, 3)"), "README.md", "exec"), names)
+    # Then both steps had their eight groups of eight
+    assert [[len(group.rollouts) for group in groups] for groups in learnt] == [[8] * 8, [8] * 8]
+    with rollfab.connect() as fabric:
+        run = fabric.run("my-run")
+        assert run.head_version() == 2
+        assert set(run.weights()) == {name for name, _ in names["model"].named_parameters()}
+    names["fabric"].close()
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    root = Path(__file__).parents[2]
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (root / target).exists(), f"README.md links to {target}"
+
+
+def test_every_command_that_the_readme_names_exists() -> None:
+    listed = subprocess.run([sys.executable, "-m", "rollfab", "--help"], capture_output=True, text=True).stdout
+    for command in set(re.findall(r"`rollfab ([a-z]+)", README)):
+        assert command in listed, f"README.md names `rollfab {command}`"

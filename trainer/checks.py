@@ -1,0 +1,159 @@
+"""What a caller hands in, checked before anything is written: settings of a run, tasks, groups.
+
+- A refusal names the thing, what was given and what is expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+from zlib import crc32
+
+from ..fabric.errors import InputError
+from ..fabric.ids import check_name, new_group_id, trajectory_id
+from ..fabric.ports import GroupPush
+from ..fabric.records import RunConfig, TrajectoryJob, check_task
+from ..fabric.wire import check_size, dump_json
+
+TASK_BYTES_MAX = 1 << 20  # larger inputs belong in a file or object store, with a reference in the task
+SHARD_COUNT_MAX = 1024
+
+Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
+
+
+def check_settings(run_id: str, names: Iterable[str]) -> None:
+    """Require that a run has these settings.
+
+    Raises:
+        InputError: names the one it has not, and those it has.
+    """
+    known = sorted(field.name for field in fields(RunConfig))
+    for name in names:
+        if name not in known:
+            raise InputError(f"run {run_id!r}: there is no setting {name!r}; there are {', '.join(known)}", name=name)
+
+
+def check_run(config: RunConfig) -> None:
+    """Require values that make sense, so that no worker finds out later.
+
+    Raises:
+        InputError: names the setting, its value and what is expected.
+    """
+    where = f"run {config.run_id!r}"
+    for name, check in _CHECKS.items():
+        _require(where, name, getattr(config, name), check)
+    for name, value in config.sampling.items():
+        if name not in _SAMPLING:
+            raise InputError(f"{where}: sampling has no {name!r}; it has {', '.join(_SAMPLING)}", name=name)
+        _require(f"{where}, sampling", name, value, _SAMPLING[name])
+    if config.trajectory_count_max < config.shard_count:
+        raise InputError(
+            f"{where}: trajectory_count_max is {config.trajectory_count_max}, expected at least one for each of "
+            f"{config.shard_count} shards"
+        )
+    try:
+        dump_json(config.environment_options)
+    except InputError as error:
+        raise InputError(f"{where}: environment_options: {error}") from error
+
+
+def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = None) -> list[GroupPush]:
+    """The groups of some tasks, checked.
+
+    Raises:
+        InputError, PayloadTooLarge: names the task and what is wrong with it.
+    """
+    if isinstance(tasks, Mapping) or not isinstance(tasks, Iterable):
+        raise InputError(f"tasks are {type(tasks).__name__}, expected a list of dicts, one per group")
+    given = list(tasks)
+    if not _is_whole(group_size) or group_size < 1:
+        raise InputError(f"group_size is {group_size!r}, expected a whole number of at least 1")
+    names = None if group_ids is None else _check_group_ids(group_ids, len(given))
+    groups: list[GroupPush] = []
+    for index, each in enumerate(given):
+        task = check_task(each, index)
+        try:
+            raw = dump_json(task)
+        except InputError as error:
+            raise InputError(f"task {index}: {error}", index=index) from error
+        check_size(f"task {index}", raw, TASK_BYTES_MAX)
+        group_id = new_group_id() if names is None else names[index]
+        groups.append(_group(group_id, task, group_size, str(task.get("task_id", f"task-{crc32(raw):08x}"))))
+    return groups
+
+
+def _check_group_ids(group_ids: Sequence[str], count: int) -> list[str]:
+    if isinstance(group_ids, str):
+        raise InputError(f"group_ids is {group_ids!r}, expected a list of names")
+    names = [check_name("group", name) for name in group_ids]
+    if len(names) != count:
+        raise InputError(f"{len(names)} group_ids for {count} tasks: one each, please")
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InputError(f"group_ids hold {name!r} twice: the second group would be taken for the first", name=name)
+        seen.add(name)
+    return names
+
+
+def _group(group_id: str, task: dict[str, Any], group_size: int, task_id: str) -> GroupPush:
+    seed = task.get("seed")
+    jobs = tuple(
+        TrajectoryJob(
+            trajectory_id=trajectory_id(group_id, index),
+            group_id=group_id,
+            task_id=task_id,
+            index=index,
+            task=task,
+            seed=int(seed) if isinstance(seed, int) else crc32(f"{group_id}.{index}".encode()),
+        )
+        for index in range(group_size)
+    )
+    return GroupPush(group_id=group_id, task_id=task_id, task=task, jobs=jobs)
+
+
+# ---- what is expected of a value
+
+
+def _require(where: str, name: str, value: Any, check: Check) -> None:
+    expected, is_fine = check
+    if not is_fine(value):
+        raise InputError(f"{where}: {name} is {value!r}, expected {expected}", name=name)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(least: int, most: int | None = None) -> Check:
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return f"a whole number {bounds}", lambda value: _is_whole(value) and least <= value <= (most or value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(text, str) and text for text in value)
+
+
+_CHECKS: dict[str, Check] = {
+    "model": ("a preset, path or hub name", lambda value: isinstance(value, str) and bool(value)),
+    "environment_options": ("a dict", lambda value: isinstance(value, dict)),
+    "reward": ("the name of a reward function, or None", lambda value: value is None or isinstance(value, str)),
+    "staleness": _whole(0),
+    "sampling": ("a dict", lambda value: isinstance(value, dict)),
+    "turn_count_max": _whole(1),
+    "attempt_count_max": _whole(1),
+    "trajectory_count_max": _whole(1),
+    "shard_count": _whole(1, SHARD_COUNT_MAX),
+    "weight": ("a number above 0", lambda value: _is_number(value) and value > 0),
+}
+_SAMPLING: dict[str, Check] = {
+    "temperature": ("a number of at least 0", lambda value: _is_number(value) and value >= 0),
+    "max_tokens": _whole(1),
+    "stop_texts": ("a list of texts", _is_texts),
+}
