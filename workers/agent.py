@@ -41,8 +41,9 @@ class AgentConfig:
     """Environments at once, over all runs, [1, 10000]."""
     environment_timeout_s: float = 30.0
     """A reset or step that takes longer fails its attempt."""
-    turn_timeout_s: float = 600.0
-    """A turn that takes longer (no worker at all) fails its attempt."""
+    ask_again_s: float = 60.0
+    """A turn without a result for this long is asked for again, which changes nothing if it is under way, and brings
+    the result if that was lost on its way here. Waiting itself has no end: there may be no worker for hours."""
     renew_s: float = 1.0
     """Must be well below the claim time of 5 s."""
     reap_s: float = 0.5
@@ -145,11 +146,12 @@ class RunAgent:
 
     async def close(self) -> None:
         """Stop, and give back what is unfinished."""
-        for task in [*self._loops, *self._episodes.values()]:
+        held, running = list(self.claims.values()), [*self._loops, *self._episodes.values()]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._loops, *self._episodes.values(), return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         try:
-            await self._trajectories.release(self._config.worker_id, list(self.claims.values()))
+            await self._trajectories.release(self._config.worker_id, held)
         except FabricError as error:
             log.warning("agent.left_without_saying", extra={"error": str(error)})
 
@@ -277,10 +279,12 @@ class RunAgent:
         async def ask(job: TurnJob) -> TurnResult:
             future: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
             self._waiting[job.turn_id] = future
-            self._asked.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
-            self._has_asked.set()
             try:
-                return await asyncio.wait_for(future, self._config.turn_timeout_s)
+                while not future.done():
+                    self._asked.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
+                    self._has_asked.set()
+                    await asyncio.wait([future], timeout=self._config.ask_again_s)
+                return future.result()
             finally:
                 self._waiting.pop(job.turn_id, None)
 

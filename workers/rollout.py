@@ -269,7 +269,7 @@ class RolloutWorker:
         return TurnSettle(claim=running.claim, result=result)
 
     def _due(self, ended: Container[str]) -> list[TurnProgress]:
-        """Turns whose claim should be renewed now, unless they have `ended`; with their tokens where there are new ones."""
+        """Turns whose claim should be renewed now, except those `ended`; with their tokens where there are new."""
         last_s = self._clock.now_s() - self._config.log_s
         due = {name: each for name, each in self._running.items() if each.renewed_at_s <= last_s and name not in ended}
         if not due:

@@ -1,0 +1,170 @@
+"""The agent worker over memory ports: real environment, turns answered by the test in place of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.clock import SystemClock
+from rollfab.fabric.memory.fabric import MemoryFabric
+from rollfab.fabric.memory.state import RunState
+from rollfab.fabric.ports import Exchange, TurnSettle
+from rollfab.fabric.records import Group, Lease, RunConfig, Span, TurnResult
+from rollfab.fabric.tokenizer import CharTokenizer
+from rollfab.trainer.aio import make_groups
+from rollfab.workers.agent import AgentConfig, AgentWorker
+from rollfab.workers.environments.registry import Registry
+
+TEXT = CharTokenizer()
+TO_THE_GOAL = "DDRRDR"  # on FrozenLake's own 4x4 map
+
+
+class Setting:
+    """A fabric in memory with one run, and a worker played by the test."""
+
+    def __init__(self) -> None:
+        self.fabric = MemoryFabric()
+        self.run = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
+        self.asked: list[tuple[str, str, int]] = []
+
+    async def begin(self) -> Setting:
+        await self.fabric.board.create_run(self.run)
+        lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=8, lease_until_ms=None)
+        await self.fabric.board.set_lease(lease, None)
+        self.fabric.broker.runs["r1"].head_version = 4
+        return self
+
+    async def push(self, size: int = 1) -> None:
+        await self.fabric.rollouts(self.run).push(make_groups([{"seed": 1}], size, ["g"]))
+
+    @contextlib.asynccontextmanager
+    async def agent(self, name: str = "a1", **settings: float) -> AsyncIterator[None]:
+        async def ask_reward(run_id: str, trajectory_id: str, fence: int) -> None:
+            self.asked.append((run_id, trajectory_id, fence))
+
+        config = AgentConfig(worker_id=name, runs_s=0.01, **settings)  # type: ignore[arg-type]
+        worker = AgentWorker(self.fabric, Registry(), config, SystemClock(), ask_reward=ask_reward)
+        stop = asyncio.Event()
+        task = asyncio.create_task(worker.run(stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await task
+
+    async def claims(self) -> Exchange:
+        turns = self.fabric.turns(self.run)
+        while True:
+            exchange = await turns.exchange("w", want=8, lease_epoch=1, active_version=4)
+            if exchange.claims:
+                return exchange
+            await asyncio.sleep(0.005)
+
+    async def answer(self, actions: str) -> None:
+        """Answer every turn that is asked for, the n-th of a trajectory with the n-th action."""
+        turns = self.fabric.turns(self.run)
+        while self.fabric.broker.runs["r1"].counters.get("trajectories_completed", 0) == 0:
+            try:
+                exchange = await asyncio.wait_for(self.claims(), 0.5)
+            except TimeoutError:
+                return
+            for claim in exchange.claims:
+                ids = TEXT.encode(actions[int(claim.job.turn_id.rsplit(".", 1)[1])])
+                spans = (Span(0, 1, "w", 4),)
+                logprobs = np.full(1, -0.5, np.float32)
+                result = TurnResult(
+                    turn_id=claim.job.turn_id,
+                    finish_reason="length",
+                    spans=spans,
+                    completion_ids=ids,
+                    logprobs=logprobs,
+                )
+                await turns.exchange("w", settles=[TurnSettle(claim=claim, result=result)])
+
+    async def group(self) -> Group:
+        (delivery,) = await self.fabric.rollouts(self.run).receive("trainer", 1, 1.0)
+        return delivery.group
+
+
+async def test_a_trajectory_becomes_a_token_exact_rollout() -> None:
+    setting = await Setting().begin()
+    await setting.push()
+    async with setting.agent():
+        await setting.answer(TO_THE_GOAL)
+    (rollout,) = (await setting.group()).rollouts
+    assert (rollout.reward, rollout.finish_reason, rollout.turn_count) == (1.0, "terminated", 6)
+    # Actions and observations alternate: a letter per cell, and no observation after the last action
+    assert TEXT.decode(rollout.prompt_ids) == "a"
+    assert TEXT.decode(rollout.completion_ids) == "DeDiRjRkDoR"
+    assert rollout.completion_mask.tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert rollout.logprobs.tolist() == [-0.5, 0] * 5 + [-0.5]
+    assert [(span.start, span.end, span.policy_version) for span in rollout.spans] == [
+        (i, i + 1, 4) for i in range(0, 11, 2)
+    ]
+    assert rollout.policy_version == 4
+
+
+async def test_an_agent_that_leaves_gives_its_trajectories_back_unharmed() -> None:
+    setting = await Setting().begin()
+    await setting.push(3)
+    async with setting.agent():
+        await setting.claims()
+    run = setting.fabric.broker.runs["r1"]
+    assert run.trajectories.held == {}
+    assert sorted(run.trajectories.ready) == ["g.0", "g.1", "g.2"]
+    assert {(each.attempt, each.loss) for each in run.trajectories.records.values()} == {(0, 0)}
+
+
+async def test_another_agent_goes_on_where_the_first_left_off() -> None:
+    setting = await Setting().begin()
+    await setting.push()
+    async with setting.agent("a1"):
+        answering = asyncio.create_task(setting.answer(TO_THE_GOAL[:3] + "?" * 9))
+        async with asyncio.timeout(5):
+            while setting.fabric.broker.runs["r1"].counters.get("turns_settled", 0) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        answering.cancel()
+    settled = setting.fabric.broker.runs["r1"].counters["turns_settled"]
+    async with setting.agent("a2"):
+        await setting.answer(TO_THE_GOAL)
+    (rollout,) = (await setting.group()).rollouts
+    assert rollout.reward is not None
+    assert rollout.turn_count >= settled
+    assert setting.fabric.broker.runs["r1"].counters["turns_settled"] == rollout.turn_count  # none was made twice
+
+
+async def test_a_result_that_was_lost_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an inbox that loses the first delivery of every result
+    deliver = RunState.deliver
+    lost: list[str] = []
+
+    def forgetful(self: RunState, agent_id: str, result: TurnResult) -> None:
+        if result.turn_id in lost:
+            deliver(self, agent_id, result)
+        else:
+            lost.append(result.turn_id)
+
+    monkeypatch.setattr(RunState, "deliver", forgetful)
+    setting = await Setting().begin()
+    await setting.push()
+    # When the agent asks again for what it has waited for too long, then it gets what was made, not something new
+    async with setting.agent(ask_again_s=0.05):
+        await setting.answer(TO_THE_GOAL)
+    assert len(lost) == 6
+    assert (await setting.group()).rollouts[0].reward == 1.0
+    assert setting.fabric.broker.runs["r1"].counters["turns_settled"] == 6
+
+
+async def test_a_run_with_a_reward_function_waits_for_its_reward() -> None:
+    setting = Setting()
+    setting.run = RunConfig(run_id="r1", model="tiny", environment="frozenlake", reward="success")
+    await setting.begin()
+    await setting.push()
+    async with setting.agent():
+        await setting.answer(TO_THE_GOAL)
+    assert [name for _, name, _ in setting.asked] == ["g.0"]
+    assert (await setting.fabric.board.run_status("r1")).trajectories["scoring"] == 1
