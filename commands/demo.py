@@ -148,10 +148,21 @@ async def _act(ports: RedisFabric, supervisor: Supervisor, state: DemoState, act
         state.say("the serving team wants its GPU back:  rollfab lend off")
         await ports.board.set_lend("*", "off")
     elif act == "kill":
-        running = state.running_on("dedicated")
+        claimed = await _wait_for_claims(ports)
         pid = supervisor.kill("dedicated-0")
         state.kill_count += 1
-        state.say(f"kill -9 {pid}: the dedicated worker dies with {running} turns in flight")
+        state.say(f"kill -9 {pid}: the dedicated worker dies, {claimed} turns are in flight")
+
+
+async def _wait_for_claims(ports: RedisFabric) -> int:
+    """Turns claimed at a moment when there are many: a kill between two steps would prove little."""
+    claimed = 0
+    for _ in range(2000):
+        claimed = (await ports.board.run_status(RUN_ID)).turns["claimed"]
+        if claimed >= SLOT_COUNT:
+            break
+        await asyncio.sleep(0)
+    return claimed
 
 
 def _finish(state: DemoState, directory: Path, console: Console, options: DemoOptions) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, EngineError, FabricError
 from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnProgress, TurnQueue, TurnSettle
-from ..fabric.records import NO_IDS, NO_LOGPROBS, Lease, TurnResult, WorkerInfo
+from ..fabric.records import NO_IDS, NO_LOGPROBS, Lease, TokenLog, TurnResult, WorkerInfo
 from .engines.base import Engine, Generation, GenerationRequest
 from .spans import merge
 from .weights import WeightReceiver
@@ -182,17 +182,22 @@ class RolloutWorker:
             self._done.append(generation)
         finished = [each for each in self._done if each.finish_reason in ("stop", "length")]
         settles = [settle for each in finished if (settle := self._settle(each)) is not None]
-        given = {each.request_id: each for each in self._done if each.finish_reason == "abort"}
+        ended = {settle.claim.job.turn_id for settle in settles}
+        made = {each.request_id: each for each in self._done if each.finish_reason == "abort"}
         back = [
-            TurnProgress(claim=each.claim, log=merge(each.claim.log, given.get(name), self._config.worker_id))
+            TurnProgress(claim=each.claim, log=self._log(each.claim, made.get(name)))
             for name, each in self._running.items()
-            if name not in {settle.claim.job.turn_id for settle in settles}
+            if name not in ended
         ]
         self._done, self._running = [], {}
         if settles:
             await self._turns.exchange(self._config.worker_id, settles=settles)
         await self._turns.release(self._config.worker_id, back)
         log.info("worker.gave_back", extra={"turn_count": len(back)})
+
+    def _log(self, claim: TurnClaim, made: Generation | None) -> TokenLog | None:
+        """What to save of a turn; None, of an engine that died and tells nothing: what was saved last is better."""
+        return None if made is None else merge(claim.log, made, self._config.worker_id)
 
     async def _stop_receiving(self) -> None:
         if self._receiver is not None:

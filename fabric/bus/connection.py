@@ -25,6 +25,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
 from ..errors import BrokerError, ConfigError
+from .prompt import prompt
 from .translate import broker_name, translate
 from .url import mask_url, resolve_url
 
@@ -110,6 +111,7 @@ async def open_broker(
         retry=PatientRetry(open_patience_s),
         **keepalive,
     )
+    pool.connection_class = prompt(pool.connection_class)
     client = redis.asyncio.Redis.from_pool(pool)
     try:
         with translate(client), contextlib.suppress(exceptions.BusyLoadingError):  # check_broker waits for that

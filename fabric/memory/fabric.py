@@ -30,4 +30,4 @@ class MemoryFabric:
 
     async def close(self) -> None:
         """Nothing to close."""
-        return None
+        return
