@@ -18,8 +18,8 @@ from ..fabric.errors import FabricError
 from .harness import Figure, Report, alternate, number, show
 from .overhead_arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, EngineAlone, Round, WholeFabric, Workload
 
-# The tiny preset's steps take about as long on a CPU core as those of a 7 B model on a GPU (10 to 30 ms with 64 slots);
-# the small preset's take ten times longer, which would hide the fabric.
+# With 64 slots a step of the tiny preset takes 10 to 30 ms on a CPU core, as one of some billion parameters does on a
+# GPU. A step of the small preset takes ten times longer with these contexts, which would hide the fabric.
 TURNS = Workload(
     name="64 tokens a turn",
     model="tiny",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,27 +195,28 @@ class WholeFabric:
         groups = list(self._run.groups(timeout=GROUP_TIMEOUT_S, count=group_count))
         duration_s = time.perf_counter() - start_s
         used_s = {name: used - cpu_s[name] for name, used in self._cpu_s().items()}
-        return Round(duration_s=duration_s, token_count=self._check(groups, group_count), cpu_s=used_s)
+        self._check_alive()
+        return Round(duration_s=duration_s, token_count=count_tokens(groups, self._workload), cpu_s=used_s)
 
     def _cpu_s(self) -> dict[str, float]:
         pids = {name: child.pid for name, child in self._supervisor.children.items()}
         found = {name: process_cpu_s(pid) for name, pid in {**pids, "broker": self._broker.pid}.items() if pid}
         return {**found, "trainer": time.process_time()}
 
-    def _check(self, groups: list[Group], group_count: int) -> int:
-        """Tokens that the policy made, after making sure that this was the same work as the other arm's."""
-        if len(groups) != group_count:
-            self._check_alive()
-            raise FabricError(
-                f"{len(groups)} of {group_count} groups came back within {GROUP_TIMEOUT_S:g} s; the worker's last lines: "
-                f"{self._supervisor.children['worker'].tail()}"
-            )
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        counts = {int(rollout.completion_mask.sum()) for rollout in rollouts}
-        expected = self._workload.turn_count * self._workload.completion_tokens
-        if len(rollouts) != self._workload.trajectory_count or counts != {expected}:
-            raise FabricError(
-                f"{len(rollouts)} rollouts of {sorted(counts)} tokens came back, expected {self._workload.trajectory_count}"
-                f" of {expected}: both arms must do the same work"
-            )
-        return sum(int(rollout.completion_mask.sum()) for rollout in rollouts)
+
+def count_tokens(groups: Sequence[Group], workload: Workload) -> int:
+    """Tokens that the policy made.
+
+    Raises:
+        FabricError: this was not the same work as the other arm's, so there is nothing to compare.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counts = [int(rollout.completion_mask.sum()) for rollout in rollouts]
+    expected = workload.turn_count * workload.completion_tokens
+    if len(rollouts) != workload.trajectory_count or set(counts) != {expected}:
+        failure_count = sum(len(group.failures) for group in groups)
+        raise FabricError(
+            f"{len(rollouts)} rollouts of {sorted(set(counts))} tokens and {failure_count} dead letters came back, not"
+            f" {workload.trajectory_count} rollouts of {expected} tokens: both arms must do the same work"
+        )
+    return sum(counts)

@@ -79,12 +79,13 @@ PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
         # ten groups are one of each number; many small updates per step, because the tree of guesses is learnt slowly
         "guess-the-number": GrpoSettings(
             learning_rate=1e-3,
-            learning_rate_end=0.4,
+            learning_rate_end=0.3,
+            clip_fraction_up=0.5,
             group_count=10,
             group_size=16,
             minibatch_size=20,
             epoch_count=6,
-            step_count=90,
+            step_count=80,
             staleness=0,
         ),
     }

@@ -218,8 +218,12 @@ class RolloutWorker:
         return self._receiver.version if self._receiver else -1
 
     def _trouble(self) -> str | None:
-        """Why the engine is not at the head; while there is any, no turns are taken."""
-        return str(self._receiver.error) if self._receiver is not None and self._receiver.error else None
+        """Why the engine cannot be brought to the head; while there is any, no turns are taken.
+
+        A broker that is away is none: the live weights are good, and how old they may be is checked at every claim.
+        """
+        error = self._receiver.error if self._receiver else None
+        return None if error is None or isinstance(error, BrokerError) else str(error)
 
     # ---- turns
 

@@ -16,6 +16,9 @@ def merge(prior: TokenLog | None, made: Generation | None, worker_id: str) -> To
     if made is None or not len(made.completion_ids):
         return before
     offset = len(before.completion_ids)
+    if not offset:  # almost always: nothing to put before it
+        spans = [Span(s, e, worker_id, version) for s, e, version in made.versions]
+        return TokenLog(spans=tuple(joined(spans)), completion_ids=made.completion_ids, logprobs=made.logprobs)
     spans = [*before.spans, *(Span(offset + s, offset + e, worker_id, version) for s, e, version in made.versions)]
     return TokenLog(
         spans=tuple(joined(spans)),

@@ -24,8 +24,14 @@ from .shards import RunShards, ending_keys
 
 CLAIM_MS = 5_000  # an agent renews every second; four missed renewals mean it is gone
 SCORE_MS = 30_000  # after this a reward is asked for again
+SCORE_COUNT_MAX = 20  # times, that is ten minutes: reward workers may be restarted, or have a long queue
 LOSS_COUNT_MAX = 5  # workers that one trajectory may cost before it is taken for the cause
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
+
+REASONS = {
+    b"lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
+    b"unscored": f"its reward was asked for {SCORE_COUNT_MAX} times, without an answer: is a reward worker running?",
+}
 
 
 class RedisTrajectoryQueue:
@@ -100,12 +106,17 @@ class RedisTrajectoryQueue:
             return bool(await self._scripts.call("settle_trajectory", ending_keys(keys, rollout.group_id), args))
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
-        found = await self.scoring(trajectory_id)
+        found = await self._made(trajectory_id)
         if found is None:
             return False
         return await self._settle(fence, dataclasses.replace(found[1], reward=reward), "completed")
 
     async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
+        found = await self._made(trajectory_id)
+        return found if found is not None and found[1].reward is None else None
+
+    async def _made(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
+        """Task and rollout, with or without a reward."""
         keys = self._shards.of(trajectory_id)
         group_id = group_of(trajectory_id)
         with translate():
@@ -151,26 +162,27 @@ class RedisTrajectoryQueue:
                 rows = await self._scripts.call(
                     "reap",
                     [t.ready, t.bell, t.record, t.deadline, t.held, t.job, keys.counters],
-                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms],
+                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms, self._score_ms, SCORE_COUNT_MAX],
                 )
             for what, name, fence, raw in rows:
                 trajectory_id = name.decode()
                 if what == b"scoring":
                     scoring.append((trajectory_id, fence))
-                elif what == b"lost":
+                elif what in REASONS:
                     dead += 1
-                    await self.fail(trajectory_id, fence, self._lost(worker_id, raw), is_final=True)
+                    letter = self._given_up(worker_id, raw, REASONS[what])
+                    await self.fail(trajectory_id, fence, letter, is_final=True)
                 else:
                     ready += 1
         return Reaped(ready_count=ready, scoring=tuple(scoring), dead_count=dead)
 
-    def _lost(self, worker_id: str, raw: bytes) -> DeadLetter:
+    def _given_up(self, worker_id: str, raw: bytes, reason: str) -> DeadLetter:
         job = TrajectoryJob.decode(raw)
         return DeadLetter(
             trajectory_id=job.trajectory_id,
             run_id=self._run.run_id,
             worker_id=worker_id,
-            reason=f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
+            reason=reason,
             traceback="",
             attempt=0,
             job=dataclasses.asdict(job),

@@ -15,7 +15,12 @@ from .state import JobRecord, JobTable, MemoryBroker, RunState
 CLAIM_MS = 5_000
 TURN_CLAIM_MS = 2_000
 SCORE_MS = 30_000
+SCORE_COUNT_MAX = 20
 LOSS_COUNT_MAX = 5
+REASONS = {
+    "lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
+    "unscored": f"its reward was asked for {SCORE_COUNT_MAX} times, without an answer: is a reward worker running?",
+}
 
 
 class RunPort:
@@ -68,7 +73,7 @@ class RunPort:
             table.make_ready(name)
             self.run.count("released")
 
-    def _expired(self, table: JobTable, worker_id: str, claim_ms: int) -> list[tuple[str, str, int]]:
+    def _expired(self, table: JobTable, worker_id: str, claim_ms: int, score_ms: int = 0) -> list[tuple[str, str, int]]:
         now = self._broker.now_ms()
         rows: list[tuple[str, str, int]] = []
         for name in [name for name, until in table.deadlines.items() if until <= now]:
@@ -78,8 +83,8 @@ class RunPort:
                 continue
             if record.state == "scoring":
                 record.loss += 1
-                what = "scoring" if record.loss < LOSS_COUNT_MAX else "lost"
-                table.deadlines[name] = now + claim_ms
+                what = "scoring" if record.loss < SCORE_COUNT_MAX else "unscored"
+                table.deadlines[name] = now + score_ms
             else:
                 what = self._take_back(table, name, record, worker_id, claim_ms)
             rows.append((what, name, record.fence))
@@ -160,10 +165,14 @@ class MemoryTrajectoryQueue(RunPort):
         return True
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
-        found = await self.scoring(trajectory_id)
+        found = self._made(trajectory_id)
         return found is not None and self._settle(fence, dataclasses.replace(found[1], reward=reward), "completed")
 
     async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
+        found = self._made(trajectory_id)
+        return found if found is not None and found[1].reward is None else None
+
+    def _made(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
         group = self.run.groups.get(group_of(trajectory_id))
         rollout = group.rollouts.get(trajectory_id) if group else None
         return None if group is None or rollout is None else (group.task, rollout)
@@ -195,22 +204,22 @@ class MemoryTrajectoryQueue(RunPort):
 
     async def reap(self, worker_id: str) -> Reaped:
         run = self.run
-        rows = self._expired(run.trajectories, worker_id, self._claim_ms)
+        rows = self._expired(run.trajectories, worker_id, self._claim_ms, self._score_ms)
         for what, name, fence in rows:
-            if what == "lost":
-                await self.fail(name, fence, self._lost(worker_id, name), is_final=True)
+            if what in REASONS:
+                await self.fail(name, fence, self._given_up(worker_id, name, REASONS[what]), is_final=True)
         return Reaped(
             ready_count=sum(row[0] == "ready" for row in rows),
             scoring=tuple((name, fence) for what, name, fence in rows if what == "scoring"),
-            dead_count=sum(row[0] == "lost" for row in rows),
+            dead_count=sum(row[0] in REASONS for row in rows),
         )
 
-    def _lost(self, worker_id: str, name: str) -> DeadLetter:
+    def _given_up(self, worker_id: str, name: str, reason: str) -> DeadLetter:
         return DeadLetter(
             trajectory_id=name,
             run_id=self._config.run_id,
             worker_id=worker_id,
-            reason=f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
+            reason=reason,
             traceback="",
             attempt=0,
             job=dataclasses.asdict(self.run.trajectories.jobs[name]),

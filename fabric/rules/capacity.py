@@ -76,12 +76,14 @@ def _choose_run(worker: WorkerFacts, runs: Sequence[RunFacts], given: dict[str, 
     busy = [run for run in fitting if run.open_count > 0] or fitting
     if not busy:
         return None
-    poorest = min(busy, key=lambda run: (given[run.run_id] / run.weight, run.run_id))
+
+    def share(run: RunFacts) -> float:
+        """What the run would have with this worker, by weight."""
+        return (given[run.run_id] + worker.slot_count) / run.weight
+
+    poorest = min(busy, key=lambda run: (share(run), run.run_id))
     own = next((run for run in busy if run.run_id == worker.run_id), None)
-    keeps = (
-        own is not None and given[own.run_id] / own.weight <= given[poorest.run_id] / poorest.weight + worker.slot_count
-    )
-    return own.run_id if own is not None and keeps else poorest.run_id
+    return own.run_id if own is not None and share(own) <= share(poorest) else poorest.run_id
 
 
 def _grant(worker: WorkerFacts, run: RunFacts | None, given: dict[str, float], rule: CapacityRule) -> Grant:

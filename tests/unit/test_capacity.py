@@ -69,6 +69,12 @@ def test_two_runs_share_dedicated_workers_by_weight() -> None:
     assert sorted(served) == ["r1", "r1", "r1", "r2"]
 
 
+def test_no_run_is_left_without_a_worker_where_there_is_one_each() -> None:
+    workers = [worker(f"d{index}", run_id="r1") for index in range(3)]
+    runs = [run(name, open_count=99) for name in ("r1", "r2", "r3")]
+    assert sorted(str(grant.run_id) for grant in plan(workers, runs, RULE)) == ["r1", "r2", "r3"]
+
+
 def test_a_worker_keeps_its_run_while_that_has_work() -> None:
     workers = [worker("d0", run_id="r2"), worker("d1", run_id="r1")]
     runs = [run("r1", open_count=99), run("r2", open_count=99)]

@@ -90,6 +90,13 @@ def test_one_step_moves_no_further_than_the_clip() -> None:
     assert metrics["clipped_fraction"] > 0.5
 
 
+def test_a_lucky_choice_may_rise_further_than_an_unlucky_one_falls() -> None:
+    model = Bandit()
+    settings = replace(SETTINGS, epoch_count=200, clip_fraction=0.2, clip_fraction_up=1.0)
+    Grpo(model, settings).step([group(rollout(1, 1.0), rollout(2, 0.0))])
+    assert 2.0 <= model.chances()[1] * VOCABULARY < 2.4
+
+
 def test_tokens_of_older_weights_count_for_what_they_are_still_worth() -> None:
     def moved(logprob: float) -> float:
         model = Bandit()

@@ -1,9 +1,10 @@
--- reap(reaper, limit, loss_max, claim_ms)
+-- reap(reaper, limit, loss_max, claim_ms, score_ms, score_count_max)      the last two: trajectories only
 -- Take back jobs whose claim has expired: their worker died, froze or lost the broker.
 --   KEYS[1] ready stream   KEYS[2] bell   KEYS[3] record hash   KEYS[4] deadline zset   KEYS[5] held hash
 --   KEYS[6] job hash       KEYS[7] counters
 -- Returns rows {what, id, fence, job}: 'ready' is waiting again · 'scoring' needs its reward asked for again ·
--- 'lost' has cost loss_max workers: the reaper must now give it up, with a reason, under the fence given here.
+-- 'lost' has cost loss_max workers, 'unscored' was asked for score_count_max times: the reaper must now give it up,
+-- with a reason, under the fence given here.
 -- use batch record time ring
 local reaper, loss_max, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
@@ -16,8 +17,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', now, 'LIMIT', 0
     what = nil
   elseif r.state == 'scoring' then
     r.loss = r.loss + 1
-    what = r.loss < loss_max and 'scoring' or 'lost'
-    redis.call('ZADD', KEYS[4], now + claim_ms, id)
+    what = r.loss < tonumber(ARGV[6]) and 'scoring' or 'unscored'
+    redis.call('ZADD', KEYS[4], now + tonumber(ARGV[5]), id)
     write_record(KEYS[3], id, r)
   else
     end_claim(KEYS[4], KEYS[5], id, r)
