@@ -80,11 +80,12 @@ PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
         "guess-the-number": GrpoSettings(
             learning_rate=1e-3,
             learning_rate_end=0.3,
-            clip_fraction_up=0.5,
+            entropy_weight=0.01,
+            clip_fraction_up=2.0,
             group_count=10,
             group_size=16,
             minibatch_size=20,
-            epoch_count=6,
+            epoch_count=4,
             step_count=80,
             staleness=0,
         ),
@@ -197,7 +198,8 @@ class Grpo:
         Rows of groups that are all alike have advantage 0 and yet count in the mean. Left out, the last few rows
         that still differ would make a whole update by themselves, and undo late in training what was learnt.
 
-        Source: clipping, PPO (arXiv 1707.06347), its two bounds, DAPO (arXiv 2503.14476); the two ratios, AReaL's decoupled objective (arXiv 2505.24298).
+        Source: clipping, PPO (arXiv 1707.06347); its two bounds, DAPO (arXiv 2503.14476); the two ratios, AReaL's
+        decoupled objective (arXiv 2505.24298).
         """
         settings = self.settings
         logprobs_B_K, entropy_B_K = self._logprobs(batch)
