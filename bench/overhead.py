@@ -55,7 +55,7 @@ class Settings:
 FULL = Settings(workloads=(TURNS, SHORT_TURNS, ONE_TOKEN, SMALL), round_count=5)
 QUICK = Settings(
     workloads=(
-        Workload(**{**asdict(TURNS), "trajectory_count": 64, "turn_count": 2}),
+        Workload(**{**asdict(TURNS), "trajectory_count": 64, "turn_count": 3}),
         Workload(**{**asdict(ONE_TOKEN), "trajectory_count": 128}),
     ),
     round_count=3,

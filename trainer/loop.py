@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..fabric.errors import QueueError
 from ..fabric.records import Group
 from .client import Run
 from .grpo import Grpo, GrpoSettings, build_model
@@ -73,10 +74,8 @@ class TrainingLoop:
         self._restore()
         while self.progress.step < self._settings.step_count:
             self._submit()
-            with self._run.groups(count=self._wanted(), timeout=GROUP_TIMEOUT_S) as groups:
-                fresh = [group for group in groups if self._is_fresh(group)]
-                if fresh:
-                    self._learn(fresh)
+            with self._run.groups(timeout=GROUP_TIMEOUT_S) as groups:
+                self._learn(self._collect(groups))
         return self.progress
 
     def _restore(self) -> None:
@@ -101,9 +100,22 @@ class TrainingLoop:
             self._run.submit(self._tasks(len(names), first), group_size=settings.group_size, group_ids=names)
         progress.submitted_count = max(progress.submitted_count, goal)
 
-    def _wanted(self) -> int:
-        """Groups to receive for one step."""
-        return self._settings.group_count
+    def _collect(self, groups: Iterable[Group]) -> list[Group]:
+        """As many groups as one step takes, none of which was trained on before.
+
+        Raises:
+            QueueError: none came for GROUP_TIMEOUT_S.
+        """
+        fresh: list[Group] = []
+        for group in groups:
+            if self._is_fresh(group):
+                fresh.append(group)
+            if len(fresh) == self._settings.group_count:
+                return fresh
+        raise QueueError(
+            f"run {self._run.run_id!r}: no complete group for {GROUP_TIMEOUT_S:.0f} s, {len(fresh)} of "
+            f"{self._settings.group_count} are here: see `rollfab status` for who is missing"
+        )
 
     def _is_fresh(self, group: Group) -> bool:
         """Whether this group was not trained on yet; one that was is acknowledged and dropped."""

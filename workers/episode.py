@@ -55,6 +55,8 @@ class Episode:
         self._tokenizer = tokenizer
         self._prompt_ids: Int32 = np.zeros(0, np.int32)
         self._ids: list[Int32] = []
+        self._known_ids: Int32 | None = None  # the prompt and the first `_known_count` parts of `_ids`
+        self._known_count = 0
         self._logprobs: list[np.ndarray] = []
         self._mask: list[np.ndarray] = []
         self._spans: list[Span] = []
@@ -156,7 +158,7 @@ class Episode:
             turn_id=turn_id(self._claim.job.trajectory_id, len(self._rewards)),
             agent_id=self._config.worker_id,
             sampling=self._sampling(world),
-            prompt_ids=np.concatenate((self._prompt_ids, *self._ids)),
+            prompt_ids=self._context(),
         )
         result = await self._ask(job)
         if result.finish_reason == "error":
@@ -165,6 +167,14 @@ class Episode:
         if world.recovery == "snapshot" and not step.is_done:
             await self._snapshot(world, step)
         return step
+
+    def _context(self) -> Int32:
+        """All tokens so far. What was put together for the last turn is only added to."""
+        known, parts = self._known_ids, self._ids[self._known_count :]
+        if known is None or parts:
+            known = self._known_ids = np.concatenate((self._prompt_ids if known is None else known, *parts))
+            self._known_count = len(self._ids)
+        return known
 
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and take down what follows."""
