@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         """Train the tiny model with GRPO on an environment that is offered."""
         from ..trainer.training import TrainOptions, run_training
 
-        run_training(
+        summary = run_training(
             TrainOptions(
                 url=need_url(url),
                 run_id=run,
@@ -40,3 +40,5 @@ def register(app: typer.Typer) -> None:
                 is_fresh=fresh,
             )
         )
+        rewards = f"mean reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f}"
+        print(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")
