@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,12 +89,11 @@ def run_controller(options: RoleOptions) -> None:
 def run_agent(options: RoleOptions, *, environment_count: int, environment_timeout_s: float) -> None:
     """Drive environments."""
     from ..workers.agent import AgentConfig, AgentWorker
-    from ..workers.environments.registry import Registry
     from ..workers.jobs import RewardAsker, open_queue
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("agent")
-        registry = Registry(options.environments, options.rewards)
+        registry = _registry(options)
         clock = SystemClock()
         config = AgentConfig(
             worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
@@ -137,7 +137,6 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float) -> None:
     """Run rq jobs: rewards and housekeeping. rq owns the main thread and its signals; our loop has one of its own."""
     import threading
 
-    from ..workers.environments.registry import Registry
     from ..workers.jobs import RewardWorker, open_queue
 
     worker_id = options.worker_id("reward")
@@ -146,7 +145,7 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float) -> None:
     thread.start()
     opened = asyncio.run_coroutine_threadsafe(RedisFabric.open(options.url, client_name=worker_id), loop)
     ports = opened.result()
-    registry = Registry(options.environments, options.rewards)
+    registry = _registry(options)
     worker = RewardWorker(ports, registry, worker_id, loop, reward_timeout_s=reward_timeout_s)
     try:
         worker.work(open_queue(options.url), _info(worker_id, "reward"))
@@ -169,6 +168,14 @@ def run_api(options: RoleOptions, *, host: str, port: int, read_keys: list[str],
             await serve_http(ports, config, stop)
 
     run_until_stopped(serve)
+
+
+def _registry(options: RoleOptions) -> Any:
+    from ..workers.environments.registry import Registry
+
+    if options.environments or options.rewards:
+        sys.path.insert(0, os.getcwd())  # a module beside the user, named by the user: as `python -m` would find it
+    return Registry(options.environments, options.rewards)
 
 
 def _info(worker_id: str, role: str) -> WorkerInfo:

@@ -48,6 +48,8 @@ class Controller:
         self._config = config
         self._clock = clock
         self._busy_at_s: dict[str, float] = {}
+        self._ticked_at_s: float | None = None
+        self._trusting_until_s = 0.0
         self._count = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -63,6 +65,7 @@ class Controller:
 
     async def tick(self, term: int) -> list[Grant]:
         """One plan, published; returns it."""
+        self._mind_the_gap()
         workers = await self._live_workers()
         lends = await self._board.lends()
         statuses = [await self._board.run_status(name) for name in await self._board.runs()]
@@ -75,10 +78,20 @@ class Controller:
         await self._drop_dead(workers, current)
         return grants
 
+    def _mind_the_gap(self) -> None:
+        """After a time without a tick (a broker outage, a pause of ours) heartbeats are old for everyone.
+
+        Workers then get as long as a live one may be silent before any is taken for dead.
+        """
+        now, age_s = self._clock.now_s(), self._config.worker_age_ms_max / 1000
+        if self._ticked_at_s is not None and now - self._ticked_at_s > age_s / 2:
+            self._trusting_until_s = now + age_s
+        self._ticked_at_s = now
+
     async def _live_workers(self) -> dict[str, WorkerInfo]:
         live: dict[str, WorkerInfo] = {}
         for name, (info, age_ms) in (await self._board.workers()).items():
-            if age_ms <= self._config.worker_age_ms_max:
+            if age_ms <= self._config.worker_age_ms_max or self._clock.now_s() < self._trusting_until_s:
                 live[name] = info
             else:
                 await self._board.forget_worker(name)

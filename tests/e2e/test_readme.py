@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -29,11 +30,13 @@ def snippet(heading: str) -> str:
 @pytest.fixture
 def fabric_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`rollfab up`, with the URL that it prints exported as it says."""
+    mine = "countdown=examples.my_environment:Countdown"
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollfab", "up", "--port", "0", "--data", str(tmp_path / "data")],
+        [sys.executable, "-m", "rollfab", "up", "--port", "0", "--data", str(tmp_path / "data"), "--environment", mine],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "200"},
+        cwd=Path(__file__).parents[2],
     )
     try:
         assert process.stdout is not None
@@ -69,6 +72,34 @@ def test_the_trainer_of_the_readme_runs(fabric_up: str) -> None:
         assert run.head_version() == 2
         assert set(run.weights()) == {name for name, _ in names["model"].named_parameters()}
     names["fabric"].close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_environment_of_one_s_own_is_played(fabric_up: str) -> None:
+    from rollfab.trainer.grpo import build_model
+
+    with rollfab.connect() as fabric:
+        # The agent has to be there: nobody else knows the environment
+        deadline = 100
+        while deadline and "countdown" not in _offered(fabric_up):
+            deadline -= 1
+        run = fabric.run("mine", model="tiny", environment="countdown", environment_options={"start": 3})
+        run.publish(build_model("tiny").named_parameters(), version=0)
+        run.submit([{"task_id": "from three"}], group_size=4)
+        (group,) = run.groups(count=1, timeout=60)
+    assert group.task_id == "from three"
+    assert len(group.rollouts) == 4
+    for rollout in group.rollouts:
+        assert 3 <= rollout.turn_count <= 12
+        assert rollout.reward == pytest.approx(sum(rollout.info["rewards"]))
+
+
+def _offered(url: str) -> list[str]:
+    status = subprocess.run(
+        [sys.executable, "-m", "rollfab", "status", "--json", "--url", url], capture_output=True, text=True
+    )
+    return [name for row in json.loads(status.stdout)["workers"] for name in row["environments"]]
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:

@@ -9,6 +9,22 @@ from rollfab.fabric.records import RunConfig, WorkerInfo
 from rollfab.workers.controller import Controller, ControllerConfig, lend_limit
 
 
+class HandClock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def now_s(self) -> float:
+        return self.now
+
+    def wall_ms(self) -> int:
+        return int(self.now * 1000)
+
+    async def sleep(self, duration_s: float) -> None:
+        self.now += duration_s
+
+
 class Setting:
     """A board with one run, a dedicated and a serving worker."""
 
@@ -106,6 +122,24 @@ async def test_a_silent_worker_is_forgotten_with_its_lease() -> None:
     assert await setting.held() == {}
     assert "dedicated" not in await setting.board.workers()
     assert "worker.gone" in [kind for _, kind, _ in setting.broker.events]
+
+
+async def test_after_a_gap_nobody_is_taken_for_dead_at_once() -> None:
+    # Given a controller that could not reach the broker for a minute, like everyone else
+    clock = HandClock()
+    setting = await Setting().begin()
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    await controller.tick(1)
+    info, _ = setting.broker.workers["dedicated"]
+    setting.broker.workers["dedicated"] = (info, setting.broker.now_ms() - 60_000)
+    # When it ticks again, then workers have time to be heard before any is forgotten
+    clock.now += 60.0
+    await controller.tick(1)
+    assert "dedicated" in await setting.held()
+    for _ in range(6):
+        clock.now += 1.0
+        await controller.tick(1)
+    assert "dedicated" not in await setting.held()
 
 
 def test_a_worker_s_own_switch_wins_over_the_one_for_all() -> None:
