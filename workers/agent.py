@@ -24,7 +24,7 @@ from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
 from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
 from .engines.transformers_tokenizer import load_tokenizer
 from .environments.registry import Registry
-from .episode import Episode
+from .episode import Episode, Limits
 from .failures import dead_letter
 
 log = logging.getLogger(__name__)
@@ -232,7 +232,8 @@ class RunAgent:
         """Run a claimed trajectory to its end, whatever that is."""
         name = claim.job.trajectory_id
         try:
-            world = (self._registry, self._tokenizer, self._config)
+            limits = Limits(agent_id=self._config.worker_id, call_timeout_s=self._config.environment_timeout_s)
+            world = (self._registry, self._tokenizer, limits)
             rollout = await Episode(self._run, claim, *world, self._ask(claim), self._save(claim)).run()
             is_scored = self._run.reward is None
             settle = self._trajectories.settle

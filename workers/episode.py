@@ -12,7 +12,8 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,12 +26,17 @@ from ..fabric.wire import dump_json, load_json
 from .environments.base import Environment, Observation, Step, as_error, in_thread
 from .environments.registry import Registry
 
-if TYPE_CHECKING:
-    from .agent import AgentConfig
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Who runs the episode, and how long one call of its environment may take."""
+
+    agent_id: str
+    call_timeout_s: float
 
 
 class Episode:
@@ -42,14 +48,14 @@ class Episode:
         claim: TrajectoryClaim,
         registry: Registry,
         tokenizer: Tokenizer,
-        config: AgentConfig,
+        limits: Limits,
         ask: Callable[[TurnJob], Awaitable[TurnResult]],
         save: Callable[[bytes], Awaitable[None]],
     ) -> None:
         self._run = run
         self._claim = claim
         self._registry = registry
-        self._config = config
+        self._limits = limits
         self._ask = ask
         self._save = save
         self._tokenizer = tokenizer
@@ -156,7 +162,7 @@ class Episode:
     async def _turn(self, world: Environment) -> Step:
         job = TurnJob(
             turn_id=turn_id(self._claim.job.trajectory_id, len(self._rewards)),
-            agent_id=self._config.worker_id,
+            agent_id=self._limits.agent_id,
             sampling=self._sampling(world),
             prompt_ids=self._context(),
         )
@@ -259,13 +265,11 @@ class Episode:
         """In a task of its own, which is left behind when it does not even end on being cancelled."""
         task = asyncio.create_task(_contain(work))
         try:
-            done, _ = await asyncio.wait((task,), timeout=self._config.environment_timeout_s)
+            done, _ = await asyncio.wait((task,), timeout=self._limits.call_timeout_s)
         finally:
             task.cancel()
         if not done:
-            raise EnvironmentFailed(
-                f"{where} took longer than {self._config.environment_timeout_s:g} s", reason="timeout"
-            )
+            raise EnvironmentFailed(f"{where} took longer than {self._limits.call_timeout_s:g} s", reason="timeout")
         return task.result()
 
     def _dump(self, what: str, value: object) -> bytes:
