@@ -120,16 +120,26 @@ class Page:
             await asyncio.sleep(STEP_S)
         raise AssertionError(f"{selector} shows {shown!r} after {timeout_s} s, expected {expected!r}")
 
+    async def _wait_for(self, find: str, timeout_s: float = 6.0) -> None:
+        """Wait until an element is there and visible."""
+        for _ in range(int(timeout_s / STEP_S)):
+            if await self.evaluate(f"(e => !!e && e.checkVisibility())({find})"):
+                return
+            await asyncio.sleep(STEP_S)
+        raise AssertionError(f"{find} is not there after {timeout_s} s")
+
     async def click(self, selector: str) -> None:
-        """Click the middle of an element with a real mouse event."""
+        """Click the middle of an element with a real mouse event, once it is there."""
         find = f"document.querySelector({json.dumps(selector)})"
+        await self._wait_for(find)
         await self.evaluate(f"{find}.scrollIntoView({{block: 'center'}})")
         x, y = await self.evaluate(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({find}.getBoundingClientRect())")
         for kind in ("mousePressed", "mouseReleased"):
             await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     async def type(self, selector: str, text: str) -> None:
-        """Type into an element."""
+        """Type into an element, once it is there."""
+        await self._wait_for(f"document.querySelector({json.dumps(selector)})")
         await self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
         await self.call("Input.insertText", text=text)
 
