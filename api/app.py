@@ -1,6 +1,7 @@
 """The api as an ASGI application, put together from its parts; nothing global, so a process may hold several.
 
-A request's way: guard (who may come in) → route → status reader (one shared reading) or board → model → JSON.
+A request's way: guard (who may come in) → body limit → route → status reader (one shared reading) or board → model
+→ JSON.
 While the application lives, two tasks run: one follows the events, one takes a sample per second for rates.
 """
 
@@ -17,6 +18,7 @@ from fastapi.security import HTTPBearer
 
 from .. import __version__
 from ..fabric.clock import Clock, SystemClock
+from .body import BodyLimit
 from .config import ApiConfig, check_config
 from .context import Context
 from .events import EventTail
@@ -69,6 +71,7 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
         app.include_router(routes.router(context))
     app.mount("/static", page.static_files(), name="static")
     install_problems(app)
+    app.add_middleware(BodyLimit)
     app.add_middleware(Guard, config=config)
     return app
 

@@ -2,30 +2,38 @@
 
 - Without keys there is no login, and then the api listens on loopback alone.
 - A control key may also read; a read key may not control.
+- Keys are held as hashes (keys.py), also when they were given plain.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from ..fabric.errors import ConfigError
-
-KEY_LENGTH_MIN = 16  # shorter ones can be tried out
+from .keys import hash_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiConfig:
-    """Settings of one api process."""
+    """Settings of one api process.
+
+    Raises:
+        ConfigError: a key can be guessed.
+    """
 
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs keys."""
     port: int = 8420
     """TCP port, [0, 65535]; 0 picks a free one."""
-    read_keys: tuple[str, ...] = ()
-    """Bearer keys that may read."""
-    control_keys: tuple[str, ...] = ()
-    """Bearer keys that may read and control."""
+    read_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Bearer keys that may read: given plain or as sha256:<hex>, held as the latter."""
+    control_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Bearer keys that may read and control, likewise."""
+    tls_certificate: str | None = None
+    """PEM file with the certificate and those above it; with it the api speaks https alone."""
+    tls_key: str | None = None
+    """PEM file with its private key, where the certificate's file does not hold it."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names this api is reached by without keys, as a proxy on this machine may pass them on."""
     cache_s: float = 0.25
@@ -36,6 +44,11 @@ class ApiConfig:
     """Seconds of silence after which an event stream sends a comment, [0.1, 300]."""
     event_reader_count_max: int = 100
     """Event streams open at once; one more is refused."""
+
+    def __post_init__(self) -> None:
+        """Forget plain keys."""
+        object.__setattr__(self, "read_keys", tuple(hash_key(key) for key in self.read_keys))
+        object.__setattr__(self, "control_keys", tuple(hash_key(key) for key in self.control_keys))
 
     @property
     def has_keys(self) -> bool:
@@ -53,16 +66,12 @@ def check_config(config: ApiConfig) -> ApiConfig:
         raise ConfigError(
             f"api port {config.port} does not exist: use 1 to 65535, or 0 for a free one", port=config.port
         )
-    for key in (*config.read_keys, *config.control_keys):
-        if len(key) < KEY_LENGTH_MIN or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(
-                f"an api key of {len(key)} characters is refused: use at least {KEY_LENGTH_MIN} letters, digits or "
-                'signs without blanks; python -c "import secrets; print(secrets.token_urlsafe(24))" makes one'
-            )
+    if config.tls_key and not config.tls_certificate:
+        raise ConfigError("the api has a TLS key without a certificate: give both")
     if not config.has_keys and not is_loopback(config.host):
         raise ConfigError(
             f"the api would listen on {config.host or 'every address'} for anyone to read and control: "
-            "give it keys (read_keys, control_keys), or the host 127.0.0.1",
+            "give it keys (`rollfab api keys new NAME` makes one), or the host 127.0.0.1",
             host=config.host,
         )
     return config

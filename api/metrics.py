@@ -26,11 +26,14 @@ COUNTERS = (
     ("trajectories_submitted", "trajectories_submitted", "Trajectories taken in."),
     ("trajectories_completed", "rollouts", "Trajectories completed and scored."),
     ("trajectories_failed", "trajectories_failed", "Trajectories that ended in the dead letters."),
+    ("trajectories_cancelled", "trajectories_cancelled", "Trajectories not needed any more: quorum or deadline."),
     ("attempts_failed", "attempts_failed", "Attempts at a trajectory that failed."),
+    ("reruns", "reruns", "Trajectories run again because their tokens were too stale."),
     ("turns_settled", "turns_settled", "Turns that were generated and handed in."),
     ("tokens", "generated_tokens", "Tokens of settled turns."),
     ("reaped", "claims_reaped", "Claims taken back from workers that fell silent."),
     ("released", "claims_released", "Claims given back by workers that left or were revoked."),
+    ("stalled", "turns_stalled", "Turns given back because no token came."),
     ("refused", "writes_refused", "Writes refused because their claim had ended."),
 )
 
@@ -69,6 +72,7 @@ def _run_gauges(runs: list[RunView]) -> Iterator[Metric]:
     turns = _gauge("turns", "Unfinished turns.", "run", "state")
     depth = _gauge("trajectories_open", "Trajectories submitted and not yet consumed.", "run")
     limit = _gauge("trajectories_open_limit", "Above this many open trajectories a push is refused.", "run")
+    memory = _gauge("memory_bytes", "Jobs and rollouts that the broker holds.", "run")
     waiting = _gauge("groups_waiting", "Complete groups that the trainer has not acknowledged.", "run")
     dead = _gauge("dead_letters", "Trajectories in the dead letters.", "run")
     for run in runs:
@@ -77,9 +81,10 @@ def _run_gauges(runs: list[RunView]) -> Iterator[Metric]:
                 family.add_metric([run.run_id, state], count)
         depth.add_metric([run.run_id], run.depth)
         limit.add_metric([run.run_id], run.trajectory_count_max)
+        memory.add_metric([run.run_id], run.memory_bytes)
         waiting.add_metric([run.run_id], run.groups_waiting)
         dead.add_metric([run.run_id], run.dead_count)
-    yield from (trajectories, turns, depth, limit, waiting, dead)
+    yield from (trajectories, turns, depth, limit, memory, waiting, dead)
 
 
 def _run_counters(runs: list[RunView]) -> Iterator[Metric]:

@@ -100,6 +100,10 @@ class RunView(Model):
     """Trajectories submitted and not yet consumed."""
     trajectory_count_max: int
     """Above this depth a push is refused."""
+    memory_bytes: int
+    """Jobs and rollouts that the broker holds for the run."""
+    memory_bytes_max: int
+    """Above this a push is refused, and only what is urgent is started while complete groups wait."""
     trajectories: dict[str, int]
     """Unfinished trajectories by state: queued, running, scoring."""
     turns: dict[str, int]

@@ -16,7 +16,7 @@ import uvicorn
 
 from ..fabric.errors import ConfigError
 from .app import make_app
-from .config import ApiConfig, check_config
+from .config import ApiConfig, check_config, is_loopback
 from .status import Ports
 
 log = logging.getLogger(__name__)
@@ -37,19 +37,22 @@ async def serve(
         on_ready: told the page's address once the server answers; with port 0 the one that was found free.
 
     Raises:
-        ConfigError: the settings are not safe, or the address is taken or not ours.
+        ConfigError: the settings are not safe, the certificate cannot be used, or the address is taken or not ours.
     """
     app = make_app(ports, config)
     with open_socket(config) as listening:
-        url = url_of(config.host, listening.getsockname()[1])
+        url = url_of(config.host, listening.getsockname()[1], is_tls=config.tls_certificate is not None)
         settings = uvicorn.Config(
             app,
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
             lifespan="on",
         )
+        _load_tls(settings, config)
         server = _Server(settings, on_started=lambda: on_ready(url) if on_ready else None)
         stopping = asyncio.create_task(_stop_when(stop, server, app.state.context.tail.close))
         try:
@@ -89,10 +92,25 @@ def open_socket(config: ApiConfig) -> socket.socket:
     return listening
 
 
-def url_of(host: str, port: int) -> str:
+def _load_tls(settings: uvicorn.Config, config: ApiConfig) -> None:
+    """Read the certificate now, so that a wrong one is said clearly, and warn of keys that would travel plain."""
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"the api's TLS certificate {config.tls_certificate} and its key {config.tls_key or '(in the same file)'} "
+            f"cannot be used: {error.strerror or error}; they must be PEM files that belong together",
+            certificate=config.tls_certificate,
+        ) from error
+    if config.has_keys and not settings.is_ssl and not is_loopback(config.host):
+        log.warning("api.keys_travel_plain", extra={"host": config.host, "next_step": "give --tls-cert and --tls-key"})
+
+
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
     """Where a browser on this machine finds the page."""
+    scheme = "https" if is_tls else "http"
     name = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
-    return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+    return f"{scheme}://[{name}]:{port}/" if ":" in name else f"{scheme}://{name}:{port}/"
 
 
 async def _stop_when(stop: asyncio.Event, server: uvicorn.Server, close_streams: Callable[[], None]) -> None:

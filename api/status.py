@@ -199,6 +199,8 @@ class StatusReader:
             head_version=status.head_version,
             depth=status.depth,
             trajectory_count_max=config.trajectory_count_max,
+            memory_bytes=status.memory_bytes,
+            memory_bytes_max=config.memory_bytes_max,
             trajectories=dict(status.trajectories),
             turns=dict(status.turns),
             groups_waiting=status.groups_waiting,

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from .. import __version__
 from ..fabric.errors import ConfigError, FabricError
@@ -31,8 +32,11 @@ app = typer.Typer(
 def main() -> None:
     """Entry point: run a command, turn errors into one clear line."""
     arguments = [each for each in sys.argv[1:] if each != "--debug"]
-    is_debug = len(arguments) < len(sys.argv) - 1
+    is_debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("ROLLFAB_DEBUG") == "1"
+    if is_debug:
+        os.environ["ROLLFAB_DEBUG"] = "1"  # also for the roles that `up` and `demo` start
     set_up_logs(logging.DEBUG if is_debug else logging.INFO)
+    _warn_of_password(arguments)
     parent = os.environ.pop("ROLLFAB_PARENT", None)
     if parent is not None:
         follow_parent(int(parent))
@@ -43,10 +47,20 @@ def main() -> None:
     except FabricError as error:
         if is_debug:
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, markup=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _warn_of_password(arguments: list[str]) -> None:
+    """A password on the command line is seen by every user of the machine (`ps`), and kept by the shell's history."""
+    if any("://" in each and ("@" in each or "password=" in each) for each in arguments):
+        Console(stderr=True).print(
+            "[yellow]warning:[/] a password on the command line is seen by every user of this machine (`ps`): "
+            "put the broker's URL into ROLLFAB_URL instead",
+            highlight=False,
+        )
 
 
 @app.command()
@@ -182,29 +196,11 @@ def reward(
     run_reward(options, reward_timeout_s=timeout)
 
 
-@app.command()
-def api(
-    url: Url = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; anything but loopback needs keys.")] = "127.0.0.1",
-    port: Port = 8765,
-    read_key: Annotated[list[str] | None, typer.Option(envvar="ROLLFAB_READ_KEYS", help="May look.")] = None,
-    control_key: Annotated[
-        list[str] | None, typer.Option(envvar="ROLLFAB_CONTROL_KEYS", help="May look and act.")
-    ] = None,
-) -> None:
-    """Run the HTTP server: status, metrics, live page."""
-    from .roles import RoleOptions, run_api
-
-    run_api(
-        RoleOptions(url=need_url(url)), host=host, port=port, read_keys=read_key or [], control_keys=control_key or []
-    )
-
-
 def _register() -> None:
     """Commands that live in files of their own."""
-    from . import bench, data, status, train
+    from . import acl, api, bench, data, status, train
 
-    for module in (status, data, train):
+    for module in (api, acl, status, data, train):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

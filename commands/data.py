@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import InputError, RunUnknown
+from ..fabric.errors import InputError, RunUnknown, WireError
 from ..fabric.ids import new_group_id, trajectory_id
 from ..fabric.ports import GroupPush
 from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
@@ -33,17 +33,23 @@ def _register_work(app: typer.Typer) -> None:
         file: Annotated[Path, typer.Argument(help="One task (a JSON object) per line.", exists=True, dir_okay=False)],
         run: Annotated[str, typer.Option(help="The run.")],
         group_size: Annotated[int, typer.Option(help="Trajectories per task.", min=1)] = 8,
+        quorum: Annotated[
+            int | None, typer.Option(help="Rollouts that complete a group; the rest are cancelled.", min=1)
+        ] = None,
+        priority: Annotated[int, typer.Option(help="0 first, 1, 2 last.", min=0, max=2)] = 1,
+        deadline: Annotated[
+            float | None, typer.Option(help="Seconds after which a group is complete with what it has.")
+        ] = None,
         model: Annotated[str | None, typer.Option(help="To create the run.")] = None,
         environment: Annotated[str | None, typer.Option(help="To create the run.")] = None,
         url: Url = None,
         json: AsJson = False,
     ) -> None:
         """Push the tasks of a file, one group each."""
-        tasks = [
-            _task(line, number) for number, line in enumerate(file.read_text("utf-8").splitlines(), 1) if line.strip()
-        ]
+        tasks = read_tasks(file.read_bytes())
         with connect(need_url(url)) as fabric:
-            ids = fabric.run(run, model=model, environment=environment).submit(tasks, group_size=group_size)
+            opened = fabric.run(run, model=model, environment=environment)
+            ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)
         print(dump_json({"group_ids": ids}).decode() if json else f"{len(ids)} groups pushed to run {run}")
 
     @app.command()
@@ -52,16 +58,29 @@ def _register_work(app: typer.Typer) -> None:
         count: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
         timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
         consumer: Annotated[str, typer.Option(help="Who consumes.")] = "trainer",
+        keep: Annotated[str | None, typer.Option(help='"varied": drop groups whose rewards are all equal.')] = None,
         url: Url = None,
     ) -> None:
         """Print completed groups as JSON lines, acknowledging each."""
         with connect(need_url(url)) as fabric:
-            for group in fabric.run(run).groups(timeout=timeout, count=count, consumer=consumer):
+            for group in fabric.run(run).groups(timeout=timeout, count=count, consumer=consumer, keep=keep):
                 print(dump_json(_group_row(group)).decode(), flush=True)
 
 
-def _task(line: str, number: int) -> dict[str, Any]:
-    task = load_json(line)
+def read_tasks(data: bytes) -> list[dict[str, Any]]:
+    """The tasks of a file, one JSON object per line; empty lines count, but hold none.
+
+    Raises:
+        InputError: names the line.
+    """
+    return [_task(line, number) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+
+
+def _task(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        task = load_json(line)
+    except WireError as error:
+        raise InputError(f"line {number} is no task: {error}", line=number) from error
     if not isinstance(task, dict):
         raise InputError(f"line {number} is {type(task).__name__}, expected a JSON object")
     return task
@@ -85,6 +104,8 @@ def _group_row(group: Group) -> dict[str, Any]:
         "group_id": group.group_id,
         "task_id": group.task_id,
         "failures": list(group.failures),
+        "cancelled": list(group.cancelled),
+        "ended_by": group.ended_by,
         "redelivered": group.redelivered,
         "rollouts": rows,
     }

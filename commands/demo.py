@@ -83,7 +83,8 @@ def run_demo(options: DemoOptions) -> int:
             port=port,
         )
         start_roles(supervisor, broker.url, roles)
-        supervisor.add("trainer", _trainer_words(broker.url, options, directory), is_restarted=False)
+        place = {"ROLLFAB_URL": broker.url}
+        supervisor.add("trainer", _trainer_words(options, directory), is_restarted=False, environment=place)
         state = asyncio.run(_watch(broker.url, supervisor, console, options, port))
         state.seconds = time.monotonic() - started_s
     return _finish(state, directory, console, options)
@@ -96,8 +97,8 @@ def _logs(directory: Path) -> Path:
     return logs
 
 
-def _trainer_words(url: str, options: DemoOptions, directory: Path) -> list[str]:
-    words = ["train", "--url", url, "--run", RUN_ID, "--environment", options.environment, "--seed", str(options.seed)]
+def _trainer_words(options: DemoOptions, directory: Path) -> list[str]:
+    words = ["train", "--run", RUN_ID, "--environment", options.environment, "--seed", str(options.seed)]
     words += ["--reward", "environment-sum", "--output", str(directory), "--fresh"]
     return words + (["--steps", str(options.steps)] if options.steps else [])
 

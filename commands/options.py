@@ -13,7 +13,7 @@ Url = Annotated[
     typer.Option(
         "--url",
         envvar="ROLLFAB_URL",
-        help="Broker: redis://, rediss:// or unix://. [env: ROLLFAB_URL]",
+        help="Broker: redis://, rediss://, unix://, or redis+sentinel://hosts/service. [env: ROLLFAB_URL]",
         show_envvar=False,
     ),
 ]
@@ -21,7 +21,10 @@ Name = Annotated[str | None, typer.Option("--name", help="Worker id. Default: ma
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Allowed = Annotated[
     list[str] | None,
-    typer.Option("--environment", help="NAME=module:attr: an environment this process may import. Repeatable."),
+    typer.Option(
+        "--environment",
+        help="NAME=module:attr, or NAME=/venv/bin/python:module:attr for one with its own packages. Repeatable.",
+    ),
 ]
 Rewards = Annotated[
     list[str] | None,

@@ -14,13 +14,15 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..api.config import ApiConfig
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
-from ..fabric.errors import ConfigError
+from ..fabric.errors import ConfigError, FabricError
 from ..fabric.ids import new_worker_id
+from ..fabric.models import is_preset
 from ..fabric.records import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ LEFTOVERS_S = 1.0
 class RoleOptions:
     """What every role needs to know."""
 
-    url: str
-    """The broker."""
+    url: str = field(repr=False)
+    """The broker, perhaps with a password."""
     name: str | None = None
     """The worker's id; default: made from role, host and process."""
     environments: tuple[str, ...] = ()
@@ -90,37 +92,51 @@ def run_agent(options: RoleOptions, *, environment_count: int, environment_timeo
     """Drive environments."""
     from ..workers.agent import AgentConfig, AgentWorker
     from ..workers.jobs import RewardAsker, open_queue
+    from ..workers.watchdog import watching
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("agent")
-        registry = _registry(options)
         clock = SystemClock()
         config = AgentConfig(
             worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
         )
-        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
-            asker = RewardAsker(open_queue(options.url), clock)
-            await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)
+        async with _registry(options) as registry, await RedisFabric.open(options.url, client_name=worker_id) as ports:
+            asker = RewardAsker(open_queue(options.url), clock, ports)
+            with watching():
+                await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)
 
     run_until_stopped(serve)
 
 
-def run_worker(options: RoleOptions, *, role: str, model: str, slot_count: int, engine_options: dict[str, Any]) -> None:
-    """Generate turns under a lease."""
+def run_worker(
+    options: RoleOptions,
+    *,
+    role: str,
+    model: str,
+    slot_count: int,
+    engine_options: dict[str, Any],
+    make_engine: Callable[[Any], Any] | None = None,
+) -> None:
+    """Generate turns under a lease. `make_engine`: another engine than the default, from the same settings."""
     from ..workers.engines.transformers import TransformersConfig, TransformersEngine
     from ..workers.rollout import RolloutConfig, RolloutWorker
     from ..workers.weights import WeightReceiver
 
+    # A CPU may read a prompt of a real model for many seconds, in which other turns make no tokens.
+    is_slow = engine_options.get("device", "cpu") == "cpu" and not is_preset(model)
+    patience = {"stall_s": 30.0, "first_token_s": 300.0} if is_slow else {}
+
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id(role)
-        engine = TransformersEngine(TransformersConfig(model=model, slot_count=slot_count, **engine_options))
+        settings = TransformersConfig(model=model, slot_count=slot_count, **engine_options)
+        engine = make_engine(settings) if make_engine else TransformersEngine(settings)
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
             await engine.start()
             try:
                 worker = RolloutWorker(
                     ports,
                     engine,
-                    RolloutConfig(worker_id=worker_id, role=role, model=model, slot_count=slot_count),
+                    RolloutConfig(worker_id=worker_id, role=role, model=model, slot_count=slot_count, **patience),
                     SystemClock(),
                     make_receiver=lambda run_id: WeightReceiver(ports.weights, run_id, engine),
                 )
@@ -155,16 +171,14 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float) -> None:
         thread.join(5)
 
 
-def run_api(options: RoleOptions, *, host: str, port: int, read_keys: list[str], control_keys: list[str]) -> None:
+def run_api(options: RoleOptions, config: ApiConfig) -> None:
     """Serve HTTP: status, metrics, live page."""
-    from ..api.app import ApiConfig
     from ..api.server import serve as serve_http
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("api")
         # A page that waits is worse than a page that says the broker is gone.
         async with await RedisFabric.open(options.url, client_name=worker_id, patience_s=1.0) as ports:
-            config = ApiConfig(host=host, port=port, read_keys=tuple(read_keys), control_keys=tuple(control_keys))
             await serve_http(ports, config, stop)
 
     run_until_stopped(serve)
@@ -189,7 +203,7 @@ async def _beating(ports: RedisFabric, info: WorkerInfo) -> Any:
 
     async def beat() -> None:
         while True:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(FabricError):
                 await ports.board.heartbeat(info)
             await clock.sleep(1.0)
 
@@ -200,5 +214,5 @@ async def _beating(ports: RedisFabric, info: WorkerInfo) -> Any:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(FabricError):
             await ports.board.forget_worker(info.worker_id)

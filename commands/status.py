@@ -57,6 +57,7 @@ def _run_row(run: RunStatus) -> dict[str, Any]:
         "environment": run.config.environment,
         "head_version": run.head_version,
         "depth": run.depth,
+        "memory_bytes": run.memory_bytes,
         "trajectories": dict(run.trajectories),
         "turns": dict(run.turns),
         "groups_waiting": run.groups_waiting,

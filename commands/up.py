@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..fabric.bus.embedded import EmbeddedBroker
+from ..fabric.bus.url import mask_url
 from .supervisor import Supervisor
 
 
@@ -32,18 +33,22 @@ class UpOptions:
 
 
 def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
-    """Start every role of `options` as a child process."""
+    """Start every role of `options` as a child process.
+
+    The URL travels by the environment: it may hold a password, and `ps` shows arguments to every user.
+    """
+    place = {"ROLLFAB_URL": url}
     allowed = [word for each in options.environments for word in ("--environment", each)]
     allowed += [word for each in options.rewards for word in ("--reward", each)]
-    supervisor.add("controller", ["controller", "--url", url, "--name", "controller"])
+    supervisor.add("controller", ["controller", "--name", "controller"], environment=place)
     for index in range(options.agents):
-        supervisor.add(f"agent-{index}", ["agent", "--url", url, *allowed])
+        supervisor.add(f"agent-{index}", ["agent", *allowed], environment=place)
     for role, count in (("dedicated", options.dedicated), ("serving", options.serving)):
         for index in range(count):
             words = ["--role", role, "--model", options.model, "--slots", str(options.slot_count)]
-            supervisor.add(f"{role}-{index}", ["worker", "--url", url, *words])
-    supervisor.add("reward", ["reward", "--url", url, *allowed])
-    supervisor.add("api", ["api", "--url", url, "--port", str(options.port)])
+            supervisor.add(f"{role}-{index}", ["worker", *words], environment=place)
+    supervisor.add("reward", ["reward", *allowed], environment=place)
+    supervisor.add("api", ["api", "--port", str(options.port)], environment=place)
 
 
 def run_up(options: UpOptions) -> int:
@@ -58,7 +63,8 @@ def run_up(options: UpOptions) -> int:
         with Supervisor(directory / "logs") as supervisor:
             start_roles(supervisor, url, options)
             console.print(f"[bold]rollfab is up.[/] Page: http://127.0.0.1:{options.port}", highlight=False)
-            console.print(f"For your trainer:  export ROLLFAB_URL={url}", highlight=False, soft_wrap=True)
+            shown = url if broker is not None else mask_url(url)  # what was given to us is not ours to tell
+            console.print(f"For your trainer:  export ROLLFAB_URL={shown}", highlight=False, soft_wrap=True)
             console.print(
                 f"Look:              rollfab status --watch      Logs: {supervisor.log_directory}/", highlight=False
             )

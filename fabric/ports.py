@@ -33,6 +33,7 @@ class TrajectoryClaim:
     """An agent's hold on one trajectory. `turns`: what earlier claims of this attempt settled, to be replayed."""
 
     job: TrajectoryJob
+    worker_id: str
     fence: int
     attempt: int
     loss: int
@@ -101,12 +102,19 @@ class Reaped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPush:
-    """A group on its way in: all its trajectories at once."""
+    """A group on its way in: all its trajectories at once.
+
+    quorum: rollouts that complete it; what has not ended by then is cancelled. None: every trajectory must end.
+    priority: 0 first, 1 normal, 2 last. deadline_s: seconds from the push after which it completes with what it has.
+    """
 
     group_id: str
     task_id: str
     task: dict[str, Any]
     jobs: tuple[TrajectoryJob, ...]
+    quorum: int | None = None
+    priority: int = 1
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +133,7 @@ class RunStatus:
     config: RunConfig
     head_version: int
     depth: int
+    memory_bytes: int
     trajectories: Mapping[str, int]
     turns: Mapping[str, int]
     groups_waiting: int
@@ -145,11 +154,20 @@ class TrajectoryQueue(Protocol):
         ...
 
     async def settle(self, claim: TrajectoryClaim, rollout: Rollout, *, is_scored: bool) -> bool:
-        """Hand in a finished trajectory; False when the claim is lost."""
+        """Hand in a finished trajectory; False when the claim is lost, or its tokens are too stale by now.
+
+        A stale one has failed its attempt: it runs again, with fresher weights, as long as it has attempts left.
+        """
         ...
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
-        """Complete a trajectory that waits for its reward; False when it no longer does."""
+        """Complete a trajectory that waits for its reward; False when it no longer does, or is too stale by now."""
+        ...
+
+    async def keep_scoring(self, rows: Sequence[tuple[str, int]], duration_s: float) -> list[str]:
+        """Trajectories (id, fence) are not asked for their reward again for `duration_s`; returns those that no
+        longer wait for one.
+        """
         ...
 
     async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
@@ -194,8 +212,11 @@ class TurnQueue(Protocol):
         """Hand in what finished, keep what runs, take what is ready: one round trip."""
         ...
 
-    async def release(self, worker_id: str, progress: Sequence[TurnProgress]) -> None:
-        """Give turns back with their tokens so far: revoked, drained or leaving."""
+    async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
+        """Give turns back with their tokens so far: revoked, drained or leaving.
+
+        A turn that stalled has cost a worker; one that stalls everywhere is given up in the end.
+        """
         ...
 
     async def reap(self, worker_id: str) -> Reaped: ...
@@ -222,6 +243,10 @@ class RolloutStream(Protocol):
         ...
 
     async def cancel(self, group_id: str) -> bool: ...
+    async def reap(self) -> int:
+        """Complete groups whose deadline has passed with what they have; returns how many."""
+        ...
+
     async def dead_letters(self, count: int) -> list[DeadLetter]: ...
     async def discard(self, trajectory_id: str) -> bool: ...
 
@@ -241,6 +266,10 @@ class LeaseBoard(Protocol):
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:
         """Say that a worker lives; returns its lease, if it has one that has not ended."""
+        ...
+
+    async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
+        """Return when this worker's lease may have changed, or after `timeout_s`."""
         ...
 
     async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:

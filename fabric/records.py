@@ -71,6 +71,9 @@ class RunConfig(Record):
     turn_count_max: int = 64
     attempt_count_max: int = 3
     trajectory_count_max: int = 100_000  # submitted and not yet consumed: above it a push is refused
+    memory_bytes_max: int = 4 << 30  # jobs and finished rollouts in the broker: above it nothing new is taken in
+    when_stale: str = "rerun"  # a rollout too stale when it ends or is delivered: "rerun" it, or "keep" it
+    may_mix_versions: bool = True  # whether one turn may hold tokens of several policy versions
     shard_count: int = 1
     weight: float = 1.0  # share of the pool among runs
 
@@ -101,6 +104,7 @@ class TurnJob(Record):
     agent_id: str
     sampling: Sampling
     prompt_ids: Int32
+    context_digest: str = ""  # of what led here, by the agent that asks: all tokens, and the rewards so far
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,7 @@ class TokenLog(Record):
 
     KIND: ClassVar[int] = 4
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
+    SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs")
     NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
 
     spans: tuple[Span, ...] = ()
@@ -125,6 +130,7 @@ class TurnResult(Record):
 
     KIND: ClassVar[int] = 5
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
+    SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs")
     NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
 
     turn_id: str
@@ -134,6 +140,7 @@ class TurnResult(Record):
     logprobs: Float32
     resumed: bool = False  # its tokens were made in more than one claim
     error: str | None = None
+    context_digest: str = ""  # its job's, so that a replay which comes to another context is noticed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +158,7 @@ class Rollout(Record):
         "logprobs": "f4",
         "completion_mask": "u1",
     }
+    SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs", "completion_mask")
     NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
 
     trajectory_id: str
@@ -193,13 +201,16 @@ class DeadLetter(Record):
 class Group:
     """The trajectories of one task, complete: what `Run.groups` yields.
 
-    `failures` names trajectories that ended in the dead letters; they are never scored as reward 0.
+    `failures` names trajectories that ended in the dead letters; they are never scored as reward 0. `cancelled` names
+    those that were not needed any more. `ended_by`: all (every trajectory ended), quorum, or deadline.
     """
 
     group_id: str
     task_id: str
     rollouts: tuple[Rollout, ...]
     failures: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    ended_by: str = "all"
     redelivered: bool = False
 
 

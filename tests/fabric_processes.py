@@ -15,6 +15,7 @@ import numpy as np
 from redis import Redis
 
 import rollfab
+from rollfab.bench.lively import lively_weights
 from rollfab.commands.supervisor import Supervisor
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.bus.fabric import RedisFabric
@@ -22,10 +23,11 @@ from rollfab.fabric.bus.keys import ShardKeys
 from rollfab.fabric.records import DeadLetter, Group, Rollout, WorkerInfo
 from rollfab.fabric.tokenizer import CharTokenizer
 from rollfab.trainer.client import Run
+from tests.key_table import unaccounted
 
 ROOT = Path(__file__).parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-KEPT_KEYS = {"run", "counters", "leases", "consumed", "dead", "completed"}  # of a run that is done
+KEPT_KEYS = {"run", "clock", "counters", "leases", "consumed", "dead", "completed"}  # of a run that is done
 
 T = TypeVar("T")
 
@@ -90,10 +92,10 @@ class Processes:
         letters = self.ask(lambda ports: ports.rollouts(run.config).dead_letters(1000))
         return {letter.trajectory_id: letter for letter in letters}
 
-    def new_run(self, run_id: str, environment: str, **settings: Any) -> Run:
-        """A run of the tiny model with version 0 published."""
+    def new_run(self, run_id: str, environment: str, *, is_lively: bool = False, **settings: Any) -> Run:
+        """A run of the tiny model with version 0 published; lively: whose every token hangs on all before it."""
         run = self.fabric.run(run_id, model="tiny", environment=environment, **settings)
-        run.publish(tiny_weights(), version=0)
+        run.publish(lively_weights() if is_lively else tiny_weights(), version=0)
         return run
 
     def collect(self, run: Run, group_count: int, timeout_s: float) -> list[Group]:
@@ -138,7 +140,7 @@ def processes(directory: Path) -> Iterator[Processes]:
 
 @cache
 def tiny_weights() -> Mapping[str, np.ndarray]:
-    """The tiny model's initial weights, float32."""
+    """The tiny model's initial weights, float32: greedy, they write one token again and again, and never end."""
     from rollfab.workers.engines.transformers_model import load_model
 
     return {name: each.detach().numpy() for name, each in load_model("tiny", "float32", "cpu").named_parameters()}
@@ -189,10 +191,11 @@ def check_totals(fabric: Processes, run: Run) -> Mapping[str, int]:
     fabric.until(lambda: not _unsettled(run), 5.0, f"nothing is under way: {_unsettled(run)}")
     counters = run.status().counters
     assert counters["groups_submitted"] == counters["groups_completed"] == counters["groups_consumed"]
-    ended = counters.get("trajectories_completed", 0) + counters.get("trajectories_failed", 0)
+    ended = sum(counters.get(f"trajectories_{how}", 0) for how in ("completed", "failed", "cancelled"))
     assert counters["trajectories_submitted"] == ended
     left = leftovers(fabric.redis, run.run_id)
     assert left == {}, left
+    assert unaccounted(fabric.redis) == []
     return counters
 
 

@@ -6,34 +6,41 @@ evicting memory policy, slow to load, out of memory, or of another version (give
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import redis
 
 from rollfab.fabric.bus.server_process import server_binary
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody uses now, from a range that the system gives to nobody by itself."""
+    while True:
+        port = random.randint(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RedisServer:
     """One server on a port of 127.0.0.1 and on a unix socket, both without a password unless configured."""
 
-    def __init__(self, directory: Path, *config: str, binary: Path | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+    def __init__(self, directory: Path, *config: str, binary: Path | None = None, is_sentinel: bool = False) -> None:
+        self.port = free_port()
         self.path = directory / "test.sock"
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.unix_url = f"unix://{self.path}"
-        lines = (
-            f"port {self.port}",
-            "bind 127.0.0.1",
-            f"unixsocket {self.path}",
-            f"dir {directory}",
-            'save ""',
-            *config,
-        )
+        own = (f"port {self.port}", "bind 127.0.0.1", f"unixsocket {self.path}", f"dir {directory}")
+        lines = (*own, *config) if is_sentinel else (*own, 'save ""', *config)
+        self._arguments = ["--sentinel"] if is_sentinel else []
         self._config = directory / "test.conf"
         self._config.write_text("\n".join(lines) + "\n")
         self._log = directory / "test.log"
@@ -53,7 +60,7 @@ class RedisServer:
     def start(self) -> None:
         """Start, or start again on the same port and data; returns once it answers (also "loading", "denied")."""
         with self._log.open("wb") as output:
-            command = [str(self._binary), str(self._config)]
+            command = [str(self._binary), str(self._config), *self._arguments]
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         until_s = time.monotonic() + 8
         while not self._answers():
@@ -74,6 +81,16 @@ class RedisServer:
                 return bool(door.recv(16))
         except OSError:
             return False
+
+
+def ask(server: RedisServer, *words: str | int) -> Any:
+    """The raw answer of one server to one command."""
+    client = redis.Redis(port=server.port, protocol=2, socket_timeout=5.0)
+    client.response_callbacks.clear()
+    try:
+        return client.execute_command(*words)
+    finally:
+        client.close()
 
 
 @contextmanager

@@ -10,7 +10,9 @@ This is the one implementation, asynchronous; client.py is the same surface for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,10 +22,12 @@ from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import EnvironmentUnknown, QueueFull, RunUnknown
 from ..fabric.ids import check_name
 from ..fabric.offers import installed
-from ..fabric.ports import Delivery, GroupPush, RolloutStream, RunStatus
+from ..fabric.ports import Delivery, GroupPush, RunStatus
 from ..fabric.records import Group, RunConfig
 from ..fabric.weights.chain import fetch_weights
 from .checks import check_run, check_settings, make_groups
+from .filters import Keep, Refill, find_filter
+from .ledger import Ledger
 from .publish import Publisher, PublishReport
 
 PUSH_RETRY_S = 0.1
@@ -106,9 +110,9 @@ class AsyncRun:
     def __init__(self, ports: RedisFabric, config: RunConfig) -> None:
         self._ports = ports
         self.config = config
-        self._rollouts = ports.rollouts(config)
         self._publisher: Publisher | None = None
-        self._hand = Hand(self._rollouts)
+        self._ledger = Ledger(ports.rollouts(config))
+        self._hand = Hand(self._ledger)
 
     @property
     def run_id(self) -> str:
@@ -120,6 +124,9 @@ class AsyncRun:
         tasks: Iterable[Mapping[str, Any]],
         *,
         group_size: int = 1,
+        quorum: int | None = None,
+        priority: int = 1,
+        deadline: float | None = None,
         group_ids: Sequence[str] | None = None,
         timeout: float = 60.0,
     ) -> list[str]:
@@ -127,6 +134,10 @@ class AsyncRun:
 
         Args:
             tasks: dicts that JSON can carry; "task_id" names a task, "seed" fixes its world for the whole group.
+            quorum: rollouts that complete a group, at most group_size: the first to end win, the rest are cancelled
+                and their slots are free within a second. Default: every trajectory must end.
+            priority: 0 first, 1, 2 last. What was begun goes before what was not.
+            deadline: seconds after which a group is complete with the rollouts it has, even none.
             group_ids: names to use, one per task; pushing the same name again changes nothing, so a restarted
                 trainer may repeat itself. Default: new names.
             timeout: seconds to wait while the run is full (back-pressure).
@@ -139,7 +150,7 @@ class AsyncRun:
             QueueFull: still full after `timeout`; groups before the one that did not fit were pushed.
         """
         await self._hand.acknowledge()
-        groups = make_groups(tasks, group_size, group_ids)
+        groups = make_groups(tasks, group_size, group_ids, quorum=quorum, priority=priority, deadline_s=deadline)
         deadline_s = asyncio.get_running_loop().time() + timeout
         for start in range(0, len(groups), 64):
             await self._push(groups[start : start + 64], deadline_s)
@@ -148,7 +159,7 @@ class AsyncRun:
     async def _push(self, groups: list[GroupPush], deadline_s: float) -> None:
         while True:
             try:
-                await self._rollouts.push(groups)
+                await self._ledger.push(groups)
                 return
             except QueueFull as error:
                 is_hopeless = max(len(group.jobs) for group in groups) > error.facts["limit"]
@@ -156,15 +167,30 @@ class AsyncRun:
                     raise
                 await asyncio.sleep(PUSH_RETRY_S)
 
-    def groups(self, *, timeout: float | None = None, consumer: str = "trainer", count: int | None = None) -> Groups:
+    def groups(
+        self,
+        *,
+        timeout: float | None = None,
+        consumer: str = "trainer",
+        count: int | None = None,
+        keep: str | Keep | None = None,
+        refill: Iterator[Mapping[str, Any]] | None = None,
+    ) -> Groups:
         """Completed groups as they come. See `Groups` for when they are acknowledged.
 
         Args:
             timeout: seconds without any group after which the iteration ends; None: wait for ever.
             consumer: who consumes; several processes of one trainer use different names.
             count: end after this many groups.
+            keep: "varied" (rewards differ), or a function of a group. What it refuses is dropped: acknowledged, and
+                neither handed out nor counted.
+            refill: tasks; the next one replaces each dropped group.
+
+        Raises:
+            InputError: there is no filter of that name.
         """
-        return Groups(self._rollouts, self._hand, timeout=timeout, consumer=consumer, count=count)
+        view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep))
+        return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=refill))
 
     async def publish(self, named: Any, *, version: int) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact.
@@ -200,7 +226,7 @@ class AsyncRun:
 
     async def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more; False when it is not there."""
-        return await self._rollouts.cancel(group_id)
+        return await self._ledger.cancel(group_id)
 
     async def status(self) -> RunStatus:
         """The run in numbers."""
@@ -210,8 +236,8 @@ class AsyncRun:
 class Hand:
     """The group that a plain `for` loop is working on, not yet acknowledged."""
 
-    def __init__(self, rollouts: RolloutStream) -> None:
-        self._rollouts = rollouts
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._delivery: Delivery | None = None
 
     def take(self, delivery: Delivery) -> None:
@@ -223,7 +249,17 @@ class Hand:
         """The loop went on, so it is done with its group."""
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
-            await self._rollouts.acknowledge(delivery)
+            await self._ledger.acknowledge(delivery)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Which groups a loop wants, and how long it waits for each."""
+
+    timeout: float | None
+    consumer: str
+    count: int | None
+    keep: Keep
 
 
 class Groups:
@@ -236,15 +272,14 @@ class Groups:
     when the block ends without an exception; otherwise all of them come again, marked `redelivered`.
     """
 
-    def __init__(
-        self, rollouts: RolloutStream, hand: Hand, *, timeout: float | None, consumer: str, count: int | None
-    ) -> None:
-        self._rollouts = rollouts
+    def __init__(self, ledger: Ledger, hand: Hand, view: View, refill: Refill | None = None) -> None:
+        self._ledger = ledger
         self._hand = hand
-        self._timeout = timeout
-        self._consumer = consumer
-        self._left = count
+        self._view = view
+        self._refill = refill
+        self._left = view.count
         self._held: list[Delivery] | None = None
+        self.dropped_count = 0
 
     def __aiter__(self) -> Groups:
         return self
@@ -266,14 +301,37 @@ class Groups:
 
     async def _receive(self) -> Delivery | None:
         loop = asyncio.get_running_loop()
-        end_s = None if self._timeout is None else loop.time() + self._timeout
+        timeout_s = math.inf if self._view.timeout is None else self._view.timeout
+        end_s = loop.time() + timeout_s
         while True:
-            left_s = POLL_S if end_s is None else min(POLL_S, end_s - loop.time())
-            found = await self._rollouts.receive(self._consumer, 1, max(left_s, 0.001))
-            if found:
-                return found[0]
-            if end_s is not None and loop.time() >= end_s:
+            left_s = min(POLL_S, end_s - loop.time())
+            found = await self._ledger.receive(self._view.consumer, max(left_s, 0.001))
+            if found is not None and self._is_wanted(found):
+                return found
+            if found is not None:
+                await self._drop(found)
+                end_s = loop.time() + timeout_s
+            elif loop.time() >= end_s:
                 return None
+
+    def _is_wanted(self, delivery: Delivery) -> bool:
+        try:
+            return self._view.keep(delivery.group)
+        except BaseException:
+            self._ledger.put_back(delivery)
+            raise
+
+    async def _drop(self, delivery: Delivery) -> None:
+        """Replace a group that is not wanted, then forget it; in this order, so that nothing is lost in between."""
+        group = delivery.group
+        task = None if self._refill is None else next(self._refill.tasks, None)
+        if self._refill is not None and task is not None:
+            size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
+            quorum = len(group.rollouts) if group.ended_by == "quorum" else None
+            name = self._refill.name_of(group.group_id)
+            await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
+        await self._ledger.acknowledge(delivery)
+        self.dropped_count += 1
 
     async def __aenter__(self) -> Groups:
         await self._hand.acknowledge()
@@ -284,15 +342,15 @@ class Groups:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         held, self._held = self._held or [], None
-        for delivery in held:
-            if error is None:
-                await self._rollouts.acknowledge(delivery)
-            else:
-                self._rollouts.put_back(delivery)
+        if error is None:
+            await asyncio.gather(*map(self._ledger.acknowledge, held))
+        else:
+            for delivery in held:
+                self._ledger.put_back(delivery)
 
 
 async def connect(url: str, *, client_name: str = "trainer") -> AsyncFabric:
-    """Connect to a broker by URL (redis://, rediss://, unix://).
+    """Connect to a broker by URL: redis://, rediss://, unix://, redis+sentinel://, or any node of a cluster.
 
     Raises:
         ConfigError: not such a URL.

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 from zlib import crc32
 
 from ..fabric.errors import InputError
 from ..fabric.ids import check_name, new_group_id, trajectory_id
+from ..fabric.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX
 from ..fabric.ports import GroupPush
 from ..fabric.records import RunConfig, TrajectoryJob, check_task
 from ..fabric.wire import check_size, dump_json
 
-TASK_BYTES_MAX = 1 << 20  # larger inputs belong in a file or object store, with a reference in the task
 SHARD_COUNT_MAX = 1024
 
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
@@ -59,8 +59,8 @@ def check_run(config: RunConfig) -> None:
         raise InputError(f"{where}: environment_options: {error}") from error
 
 
-def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = None) -> list[GroupPush]:
-    """The groups of some tasks, checked.
+def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = None, **wishes: Any) -> list[GroupPush]:
+    """The groups of some tasks, checked. `wishes`: quorum, priority, deadline_s of GroupPush.
 
     Raises:
         InputError, PayloadTooLarge: names the task and what is wrong with it.
@@ -70,6 +70,11 @@ def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = N
     given = list(tasks)
     if not _is_whole(group_size) or group_size < 1:
         raise InputError(f"group_size is {group_size!r}, expected a whole number of at least 1")
+    if group_size > GROUP_SIZE_MAX:
+        raise InputError(
+            f"group_size is {group_size:,}, the limit is {GROUP_SIZE_MAX:,}: push several groups of the task"
+        )
+    _check_wishes(group_size, **wishes)
     names = None if group_ids is None else _check_group_ids(group_ids, len(given))
     groups: list[GroupPush] = []
     for index, each in enumerate(given):
@@ -80,8 +85,19 @@ def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = N
             raise InputError(f"task {index}: {error}", index=index) from error
         check_size(f"task {index}", raw, TASK_BYTES_MAX)
         group_id = new_group_id() if names is None else names[index]
-        groups.append(_group(group_id, task, group_size, str(task.get("task_id", f"task-{crc32(raw):08x}"))))
+        task_id = str(task.get("task_id", f"task-{crc32(raw):08x}"))
+        groups.append(replace(_group(group_id, task, group_size, task_id), **wishes))
     return groups
+
+
+def _check_wishes(
+    group_size: int, *, quorum: int | None = None, priority: int = 1, deadline_s: float | None = None
+) -> None:
+    if quorum is not None:
+        _require("groups", "quorum", quorum, _whole(1, group_size))
+    _require("groups", "priority", priority, ("0 (first), 1 or 2 (last)", lambda value: value in (0, 1, 2)))
+    if deadline_s is not None:
+        _require("groups", "deadline", deadline_s, ("seconds above 0", lambda value: _is_number(value) and value > 0))
 
 
 def _check_group_ids(group_ids: Sequence[str], count: int) -> list[str]:
@@ -149,6 +165,9 @@ _CHECKS: dict[str, Check] = {
     "turn_count_max": _whole(1),
     "attempt_count_max": _whole(1),
     "trajectory_count_max": _whole(1),
+    "memory_bytes_max": _whole(1 << 20),
+    "when_stale": ('"rerun" or "keep"', lambda value: value in ("rerun", "keep")),
+    "may_mix_versions": ("True or False", lambda value: isinstance(value, bool)),
     "shard_count": _whole(1, SHARD_COUNT_MAX),
     "weight": ("a number above 0", lambda value: _is_number(value) and value > 0),
 }

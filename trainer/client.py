@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -109,15 +109,42 @@ class Run:
         tasks: Iterable[Mapping[str, Any]],
         *,
         group_size: int = 1,
+        quorum: int | None = None,
+        priority: int = 1,
+        deadline: float | None = None,
         group_ids: Sequence[str] | None = None,
         timeout: float = 60.0,
     ) -> list[str]:
         """Push one group of `group_size` trajectories per task; returns their group ids."""
-        return self._loop.call(self._run.submit(tasks, group_size=group_size, group_ids=group_ids, timeout=timeout))
+        return self._loop.call(
+            self._run.submit(
+                tasks,
+                group_size=group_size,
+                quorum=quorum,
+                priority=priority,
+                deadline=deadline,
+                group_ids=group_ids,
+                timeout=timeout,
+            )
+        )
 
-    def groups(self, *, timeout: float | None = None, consumer: str = "trainer", count: int | None = None) -> Groups:
-        """Completed groups as they come: `for group in run.groups()`, or `with run.groups(count=16) as groups`."""
-        return Groups(self._loop, self._run.groups(timeout=timeout, consumer=consumer, count=count))
+    def groups(
+        self,
+        *,
+        timeout: float | None = None,
+        consumer: str = "trainer",
+        count: int | None = None,
+        keep: str | Callable[[Group], bool] | None = None,
+        refill: Iterator[Mapping[str, Any]] | None = None,
+    ) -> Groups:
+        """Completed groups as they come: `for group in run.groups()`, or `with run.groups(count=16) as groups`.
+
+        `keep` drops groups that teach nothing ("varied": those whose rewards are all equal), `refill` replaces them.
+        """
+        return Groups(
+            self._loop,
+            self._run.groups(timeout=timeout, consumer=consumer, count=count, keep=keep, refill=refill),
+        )
 
     def publish(self, named: Any, version: int) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact."""
@@ -154,6 +181,11 @@ class Groups:
         self._loop = loop
         self._groups = groups
 
+    @property
+    def dropped_count(self) -> int:
+        """Groups that `keep` refused so far."""
+        return self._groups.dropped_count
+
     def __iter__(self) -> Iterator[Group]:
         return self
 
@@ -177,8 +209,8 @@ def connect(url: str | None = None, *, data_directory: str | Path | None = None)
     """Connect to a broker, or start a private one.
 
     Args:
-        url: redis://, rediss:// or unix://. Default: the environment's ROLLFAB_URL; without it a private real server
-            is started, and stopped when this connection is closed.
+        url: redis://, rediss://, unix:// or redis+sentinel://; any node of a cluster. Default: the environment's
+            ROLLFAB_URL; without it a private real server is started, and stopped when this connection is closed.
         data_directory: where a private server keeps its data; default a temporary directory.
 
     Raises:

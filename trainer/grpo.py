@@ -101,7 +101,7 @@ def build_model(name: str, seed: int = 0) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not is_preset(name):
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
         return model.eval()
     config = model_config(name)
     with torch.random.fork_rng(devices=[]):

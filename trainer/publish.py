@@ -96,6 +96,7 @@ class Publisher:
             await self._open()
             if self._layout is not None:
                 self._layout.check(layout)
+            await self._mind_a_lost_head()
             if self._pending is not None:
                 await self._send(*self._pending)
             if (repeated := await self._check_version(version, bits)) is not None:
@@ -116,6 +117,22 @@ class Publisher:
         self._links = [manifest.link for manifest in manifests]
         self._layout = next((item.tensors for item in manifests if item.version == head.version), None)
         self._epoch = epoch
+
+    async def _mind_a_lost_head(self) -> None:
+        """A broker that lost its last writes (a replica took over) may lack what we built on: begin anew from here.
+
+        The next version is then a keyframe, which needs nothing before it.
+        """
+        if self._snapshot is None:
+            return
+        head = await self._store.head(self._run_id)
+        if head.epoch != self._epoch or head.version >= self._snapshot.version:
+            return
+        facts = {"run_id": self._run_id, "head_version": head.version, "policy_version": self._snapshot.version}
+        log.warning("weights.head_went_back", extra=facts)
+        found = await self._store.manifests(self._run_id, await self._store.held(self._run_id))
+        self._links = [manifest.link for manifest in found if manifest is not None]
+        self._snapshot = self._pending = self._report = None
 
     async def _check_version(self, version: int, bits: Mapping[str, Bits]) -> PublishReport | None:
         """Require a version above the head; returns the report when just this was published before."""

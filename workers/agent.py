@@ -7,6 +7,8 @@ One trajectory's life is episode.py's.
 - An environment that raises or hangs costs its own trajectory alone: the attempt fails, is tried again, and in the
   end is a dead letter with its traceback; it is never scored as reward 0.
 - A claim that is lost ends its episode at once; whoever took it over goes on.
+- Claims are renewed over a connection of their own, also while their episode settles: nothing slow holds that up.
+- Runs share the places for environments by weight (places.py).
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ from .engines.transformers_tokenizer import load_tokenizer
 from .environments.registry import Registry
 from .episode import Episode, Limits
 from .failures import dead_letter
+from .places import Places
 
 log = logging.getLogger(__name__)
 
 AskReward = Callable[[str, str, int], Awaitable[None]]  # run_id, trajectory_id, fence
+TrajectoryClaimId = tuple[str, int]  # trajectory_id, fence
+
+WAIT_S = 0.5  # longest wait for work, or for a place: the safety net below the doorbell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +50,10 @@ class AgentConfig:
     ask_again_s: float = 60.0
     """A turn without a result for this long is asked for again, which changes nothing if it is under way, and brings
     the result if that was lost on its way here. Waiting itself has no end: there may be no worker for hours."""
-    renew_s: float = 1.0
-    """Must be well below the claim time of 5 s."""
-    reap_s: float = 0.5
+    renew_s: float = 0.5
+    """Must be well below the claim time of 2 s; a cancelled group has let go of its places after as long."""
+    reap_s: float = 0.25
+    """How often what others lost is taken back, and groups past their deadline are completed."""
     runs_s: float = 0.25
     """How often new runs are looked for."""
 
@@ -62,6 +69,7 @@ class AgentWorker:
         self._config = config
         self._clock = clock
         self._ask_reward = ask_reward
+        self._places = Places(config.environment_count)
         self._agents: dict[str, RunAgent] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -86,8 +94,12 @@ class AgentWorker:
         for name, agent in list(self._agents.items()):
             if name not in runs or agent.has_died():
                 await self._agents.pop(name).close()
+                self._places.leave(name)
         for name, config in runs.items():
-            if name not in self._agents and config.environment in self._registry.offered():
+            if config.environment not in self._registry.offered():
+                continue
+            self._places.join(name, config.weight)
+            if name not in self._agents:
                 self._agents[name] = RunAgent(self, config)
 
     async def _beat(self) -> None:
@@ -117,19 +129,27 @@ class AgentWorker:
         """What a RunAgent works with."""
         return self._fabric, self._registry, self._config, self._clock, self._ask_reward
 
+    @property
+    def places(self) -> Places:
+        """The places for environments, shared between the runs."""
+        return self._places
+
 
 class RunAgent:
     """The part of an agent worker that serves one run."""
 
     def __init__(self, owner: AgentWorker, run: RunConfig) -> None:
-        self._owner = owner
+        self._places = owner.places
         self._fabric, self._registry, self._config, self._clock, self._ask_reward = owner.parts
         self._run = run
         self._trajectories = self._fabric.trajectories(run)
+        self._held_trajectories = self._fabric.trajectories(run)  # renewals never queue behind another call
+        self._rollouts = self._fabric.rollouts(run)
         self._turns = self._fabric.turns(run)
         self._tokenizer = load_tokenizer(run.model)
         self.claims: dict[str, TrajectoryClaim] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
+        self._settling: set[TrajectoryClaimId] = set()
         self._waiting: dict[str, asyncio.Future[TurnResult]] = {}
         self._asked: list[TurnPush] = []
         self._has_asked = asyncio.Event()
@@ -166,15 +186,20 @@ class RunAgent:
     # ---- the loops
 
     async def _claim(self) -> None:
+        run_id = self._run.run_id
         while True:
-            free = self._config.environment_count - self._owner.running_count
-            claims = await self._trajectories.claim(self._config.worker_id, free) if free > 0 else []
+            want, claims = self._places.take(run_id), []
+            if not want:
+                await self._places.changed(WAIT_S)
+                continue
+            try:
+                claims = await self._trajectories.claim(self._config.worker_id, want)
+            finally:
+                self._places.used(run_id, want, len(claims))
             for claim in claims:
                 self._start(claim)
-            if free <= 0:
-                await self._clock.sleep(0.02)
-            elif not claims:
-                await self._trajectories.wait(0.5)
+            if not claims:
+                await self._trajectories.wait(WAIT_S)
 
     async def _push(self) -> None:
         """All turns that were asked for in one round of the event loop go in one call."""
@@ -182,7 +207,9 @@ class RunAgent:
             await self._has_asked.wait()
             await asyncio.sleep(0)
             self._has_asked.clear()
-            asked, self._asked = self._asked, []
+            asked, self._asked = [push for push in self._asked if self._is_ours(push)], []
+            if not asked:
+                continue
             try:
                 lost = await self._turns.push(self._config.worker_id, asked)
             except BrokerError:
@@ -190,6 +217,11 @@ class RunAgent:
                 self._has_asked.set()
                 raise
             self._lose(lost, {push.trajectory_id: push.fence for push in asked})
+
+    def _is_ours(self, push: TurnPush) -> bool:
+        """Not, when it waited here while its claim was lost: the answer could not be told from a later claim's."""
+        claim = self.claims.get(push.trajectory_id)
+        return claim is not None and claim.fence == push.fence
 
     async def _receive(self) -> None:
         while True:
@@ -203,12 +235,13 @@ class RunAgent:
             await self._clock.sleep(self._config.renew_s)
             held = list(self.claims.values())
             if held:
-                lost = await self._trajectories.renew(self._config.worker_id, held)
+                lost = await self._held_trajectories.renew(self._config.worker_id, held)
                 self._lose(lost, {claim.job.trajectory_id: claim.fence for claim in held})
 
     async def _reap(self) -> None:
         while True:
             await self._clock.sleep(self._config.reap_s)
+            await self._rollouts.reap()
             await self._turns.reap(self._config.worker_id)
             reaped = await self._trajectories.reap(self._config.worker_id)
             for trajectory_id, fence in reaped.scoring:
@@ -218,14 +251,27 @@ class RunAgent:
 
     def _start(self, claim: TrajectoryClaim) -> None:
         name = claim.job.trajectory_id
+        if name in self._episodes:  # its claim was lost, which nobody has told us yet
+            self._episodes[name].cancel()
         self.claims[name] = claim
         self._episodes[name] = asyncio.create_task(self._live(claim))
+        self._episodes[name].add_done_callback(lambda _: self._end(claim))
+
+    def _end(self, claim: TrajectoryClaim) -> None:
+        """An episode is over: also one that was cancelled before it began."""
+        name = claim.job.trajectory_id
+        if self.claims.get(name) is claim:  # not, when a retry of it was claimed here in the meantime
+            del self.claims[name], self._episodes[name]
+        self._places.give(self._run.run_id)
 
     def _lose(self, trajectory_ids: list[str], fences: Mapping[str, int]) -> None:
-        """End episodes whose claim is lost, but not those that were claimed anew while the broker was asked."""
+        """End episodes whose claim is lost, but not those that were claimed anew while the broker was asked.
+
+        One that is being handed in is no longer held by its claim: the answer to that tells what became of it.
+        """
         for name in trajectory_ids:
             claim = self.claims.get(name)
-            if claim is not None and claim.fence == fences[name]:
+            if claim is not None and claim.fence == fences[name] and (name, claim.fence) not in self._settling:
                 self._episodes[name].cancel()
 
     async def _live(self, claim: TrajectoryClaim) -> None:
@@ -236,6 +282,7 @@ class RunAgent:
             world = (self._registry, self._tokenizer, limits)
             rollout = await Episode(self._run, claim, *world, self._ask(claim), self._save(claim)).run()
             is_scored = self._run.reward is None
+            self._settling.add((name, claim.fence))
             settle = self._trajectories.settle
             is_settled = await self._settle_patiently(lambda: settle(claim, rollout, is_scored=is_scored))
             if is_settled and not is_scored:
@@ -245,8 +292,7 @@ class RunAgent:
         except Exception as error:  # noqa: BLE001 - around a user's environment: its attempt fails, the agent goes on
             await self._fail(claim, error)
         finally:
-            if self.claims.get(name) is claim:  # not, when a retry of it was claimed here in the meantime
-                del self.claims[name], self._episodes[name]
+            self._settling.discard((name, claim.fence))
 
     async def _settle_patiently(self, settle: Callable[[], Awaitable[bool]]) -> bool:
         """Settling is idempotent, so it is repeated until the broker answers or the claim is surely lost."""
@@ -287,7 +333,8 @@ class RunAgent:
                     await asyncio.wait([future], timeout=self._config.ask_again_s)
                 return future.result()
             finally:
-                self._waiting.pop(job.turn_id, None)
+                if self._waiting.get(job.turn_id) is future:  # not, when a later claim asks for the same turn
+                    del self._waiting[job.turn_id]
 
         return ask
 

@@ -1,7 +1,8 @@
 """The capacity controller: the only writer of leases.
 
-- Stateless but for how long demand has been gone: everything else is read from the broker at every tick, so it may
-  die and come back, or a standby may take over, at any moment.
+- Stateless but for how long demand has been gone and what runs that take turns are owed: everything else is read from
+  the broker at every tick, so it may die and come back, or a standby may take over, at any moment; runs then start
+  level.
 - Dedicated leases stand without it. Serving leases end by the broker's clock soon after it is gone.
 - Lease epochs are `term * 2^20 + count`: a controller that lost the lead can never overwrite its successor's.
 """
@@ -9,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from dataclasses import dataclass, field
 
@@ -16,12 +18,13 @@ from ..fabric.clock import Clock
 from ..fabric.errors import FabricError
 from ..fabric.ports import LeaseBoard, RunStatus
 from ..fabric.records import Lease, WorkerInfo
-from ..fabric.rules.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
+from ..fabric.rules.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan, settle
 
 log = logging.getLogger(__name__)
 
 EPOCHS_PER_TERM = 1 << 20  # one change of lease every 100 ms would use them up in 29 hours of one term
 ROLES = ("dedicated", "serving")
+PASSED_S_MAX = 1.0  # of the time between two ticks: nobody knows what became of leases in a longer gap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,8 @@ class Controller:
         self._clock = clock
         self._busy_at_s: dict[str, float] = {}
         self._ticked_at_s: float | None = None
+        self._grants: list[Grant] = []
+        self._owed: dict[str, float] = {}
         self._trusting_until_s = 0.0
         self._count = 0
 
@@ -65,28 +70,35 @@ class Controller:
 
     async def tick(self, term: int) -> list[Grant]:
         """One plan, published; returns it."""
-        self._mind_the_gap()
+        passed_s = self._mind_the_gap()
         workers = await self._live_workers()
         lends = await self._board.lends()
         statuses = [await self._board.run_status(name) for name in await self._board.runs()]
         current = {status.config.run_id: await self._board.leases(status.config.run_id) for status in statuses}
         self._count = max([self._count, *_counts(term, current)])
         facts = [_worker_facts(info, lends, current) for info in workers.values() if info.role in ROLES]
-        grants = plan(facts, [self._run_facts(status) for status in statuses], self._config.rule)
+        runs = [self._run_facts(status) for status in statuses]
+        self._owed = settle(self._owed, self._grants, runs, passed_s, self._config.rule)
+        runs = [dataclasses.replace(run, owed=self._owed.get(run.run_id, 0.0)) for run in runs]
+        grants = self._grants = plan(facts, runs, self._config.rule)
         for grant in grants:
             await self._publish(term, grant, current)
         await self._drop_dead(workers, current)
         return grants
 
-    def _mind_the_gap(self) -> None:
-        """After a time without a tick (a broker outage, a pause of ours) heartbeats are old for everyone.
+    def _mind_the_gap(self) -> float:
+        """Seconds since the last tick that can be accounted for.
+
+        After a time without a tick (a broker outage, a pause of ours) heartbeats are old for everyone.
 
         Workers then get as long as a live one may be silent before any is taken for dead.
         """
         now, age_s = self._clock.now_s(), self._config.worker_age_ms_max / 1000
-        if self._ticked_at_s is not None and now - self._ticked_at_s > age_s / 2:
+        gap_s = 0.0 if self._ticked_at_s is None else now - self._ticked_at_s
+        if gap_s > age_s / 2:
             self._trusting_until_s = now + age_s
         self._ticked_at_s = now
+        return min(gap_s, PASSED_S_MAX)
 
     async def _live_workers(self) -> dict[str, WorkerInfo]:
         live: dict[str, WorkerInfo] = {}
@@ -179,14 +191,15 @@ def _counts(term: int, current: dict[str, dict[str, Lease]]) -> list[int]:
 
 
 def _worker_facts(info: WorkerInfo, lends: dict[str, str], current: dict[str, dict[str, Lease]]) -> WorkerFacts:
+    leased = next((run_id for run_id, leases in current.items() if info.worker_id in leases), None)
     return WorkerFacts(
         worker_id=info.worker_id,
         model=info.model or "",
         slot_count=info.slot_count if info.state != "failed" else 0,
         lend=None if info.role == "dedicated" else lend_limit(info, lends),
         headroom_fraction=info.headroom_fraction,
-        run_id=info.run_id,
-        is_lent=any(info.worker_id in leases for leases in current.values()),
+        run_id=leased or info.run_id,  # what it says of itself is a heartbeat old
+        is_lent=leased is not None,
     )
 
 

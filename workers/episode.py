@@ -3,6 +3,8 @@
 - The tokens are one growing sequence; observations are tokenised once, when they appear, and never again.
 - After a take-over the episode goes on as its environment says: `replay` steps a fresh world through the turns that
   are settled, `snapshot` loads the state saved after the last of them, `restart` fails the attempt and starts anew.
+- No turn is taken that was made in another context than the one we are in: a world that was replayed or restored and
+  then says or pays something else fails the attempt as "diverged", which starts anew. The two are never mixed.
 - Infrastructure failures are no rewards: whatever raises here fails the attempt.
 """
 
@@ -11,20 +13,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from ..fabric.errors import EnvironmentFailed, FabricError, InputError
+from ..fabric.errors import EnvironmentFailed, FabricError, InputError, WireError
 from ..fabric.ids import turn_id
+from ..fabric.limits import SNAPSHOT_BYTES_MAX, check_prompt
 from ..fabric.ports import TrajectoryClaim
-from ..fabric.records import Int32, Rollout, RunConfig, Sampling, Span, TurnJob, TurnResult, check_reward
+from ..fabric.records import NO_IDS, Int32, Rollout, RunConfig, Sampling, TurnJob, TurnResult, check_reward
 from ..fabric.tokenizer import Tokenizer
-from ..fabric.wire import dump_json, load_json
-from .environments.base import Environment, Observation, Step, as_error, in_thread
+from ..fabric.wire import check_size, dump_json, load_json
+from .environments.base import Environment, Observation, Step, as_error
 from .environments.registry import Registry
+from .transcript import Transcript
 
 log = logging.getLogger(__name__)
 
@@ -59,62 +63,63 @@ class Episode:
         self._ask = ask
         self._save = save
         self._tokenizer = tokenizer
-        self._prompt_ids: Int32 = np.zeros(0, np.int32)
-        self._ids: list[Int32] = []
-        self._known_ids: Int32 | None = None  # the prompt and the first `_known_count` parts of `_ids`
-        self._known_count = 0
-        self._logprobs: list[np.ndarray] = []
-        self._mask: list[np.ndarray] = []
-        self._spans: list[Span] = []
+        self._transcript = Transcript()
         self._texts: list[str] = []
-        self._rewards: list[float] = []
-        self._length = 0
-        self._is_inline = False  # until the world is made
+        self._has_limit = True  # whether a call's time is ours to limit; known once the world is
 
     async def run(self) -> Rollout:
         """The finished rollout, scored by the environment unless the run has a reward function.
 
         Raises:
-            EnvironmentFailed: user code raised, hung, or gave an impossible answer; traceback in its facts.
+            EnvironmentFailed: user code raised, hung, or gave an impossible answer; traceback in its facts. Its reason
+                is "restart" or "diverged" when the trajectory cannot go on from where a lost worker left it.
         """
-        job = self._claim.job
-        world = await self._guard("make", self._make())
-        self._is_inline = world.inline
+        if (task := asyncio.current_task()) is not None:
+            task.set_name(f"{self._name} of {self._claim.job.trajectory_id}")  # what the watchdog calls us
+        world = await self._open()
         try:
             step = await self._recover(world)
-            while not step.is_done and len(self._rewards) < self._turn_count_max(world):
+            while self._goes_on(world, step):
                 step = await self._turn(world)
         finally:
             await self._close(world)
+        return self._rollout(step)
+
+    def _rollout(self, last: Step) -> Rollout:
+        job, tokens, rewards = self._claim.job, self._transcript.tokens(), self._transcript.rewards
         return Rollout(
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
             task_id=job.task_id,
-            reward=sum(self._rewards) if self._run.reward is None else None,
-            finish_reason="terminated" if step.terminated else "truncated" if step.truncated else "turns",
-            turn_count=len(self._rewards),
+            reward=sum(rewards) if self._run.reward is None else None,
+            finish_reason="terminated" if last.terminated else "truncated" if last.truncated else "turns",
+            turn_count=len(rewards),
             attempt=self._claim.attempt,
             seed=job.seed,
-            spans=tuple(self._spans),
-            prompt_ids=self._prompt_ids,
-            completion_ids=_joined(self._ids, np.int32),
-            logprobs=_joined(self._logprobs, np.float32),
-            completion_mask=_joined(self._mask, np.uint8),
-            info={**load_json(self._dump("info", step.info)), "rewards": self._rewards},
+            spans=tuple(self._transcript.spans),
+            prompt_ids=self._transcript.prompt_ids,
+            completion_ids=tokens.ids,
+            logprobs=tokens.logprobs,
+            completion_mask=tokens.mask,
+            info={**load_json(self._dump("info", last.info)), "rewards": rewards},
         )
 
     # ---- the world
 
-    async def _make(self) -> Environment:
-        name, options = self._run.environment, self._run.environment_options
-        if self._registry.may_block(name):
-            return await in_thread(lambda: self._registry.make(name, options))
-        return self._registry.make(name, options)
+    async def _open(self) -> Environment:
+        """The world; one with a process of its own keeps time itself, and waits for a process under no limit."""
+        name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
+        await self._guard("make", lambda: self._registry.load(name))
+        self._has_limit = not self._registry.is_isolated(name)
+        world = await self._guard("make", lambda: self._registry.open(name, options, timeout_s=limit_s))
+        if world.inline:  # it does not wait for anything, so no limit could stop it
+            self._has_limit = False
+        return world
 
     async def _close(self, world: Environment) -> None:
         """The trajectory has ended: a world that cannot be closed takes nothing back."""
         try:
-            await self._guard("close", world.close())
+            await self._guard("close", world.close)
         except FabricError as error:
             log.warning("episode.close_failed", extra={"job_id": self._claim.job.trajectory_id, "reason": str(error)})
 
@@ -128,64 +133,64 @@ class Episode:
             )
         if settled and world.recovery == "snapshot" and self._claim.snapshot is not None:
             return await self._restore(world, self._claim.snapshot)
-        observation = await self._guard("reset", world.reset(job.task, job.seed))
+        observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
         if not (isinstance(observation, Observation) and isinstance(observation.text, str)):
             raise EnvironmentFailed(
                 f"{self._name}: reset gave {observation!r}, expected an Observation with text", reason="reset"
             )
-        self._prompt_ids = self._encode(observation.text, where="reset")
-        step = Step(observation.text, 0.0)
+        self._transcript.begin(self._encode(observation.text, where="reset"))
+        return await self._replay(world, Step(observation.text, 0.0), settled)
+
+    async def _replay(self, world: Environment, step: Step, settled: Sequence[TurnResult]) -> Step:
+        """Step through turns that are settled."""
         for result in settled:
             if step.is_done:
-                raise EnvironmentFailed("replay ended earlier than the recorded trajectory", reason="replay")
+                raise self._diverged("it is over earlier than before")
             step = await self._apply(world, result)
         return step
 
     async def _restore(self, world: Environment, snapshot: bytes) -> Step:
         """Load the state saved after some turn; turns settled since then are stepped through."""
-        state = load_json(snapshot)
-        self._prompt_ids = np.array(state["prompt_ids"], np.int32)
-        texts, rewards = state["texts"], state["rewards"]
-        await self._guard("restore", world.restore(state["world"]))
-        step = Step("", 0.0)
-        for index, result in enumerate(self._claim.turns):
-            if index < len(rewards):
-                self._add_tokens(result)
-                step = Step(
-                    texts[index], rewards[index], *state["done"] if index == len(rewards) - 1 else (False, False)
-                )
-                self._add_step(step)
-            else:
-                step = await self._apply(world, result)
-        return step
+        settled = self._claim.turns
+        try:
+            state = load_json(snapshot)
+            self._transcript.begin(np.array(state["prompt_ids"], np.int32))
+            known = [Step(text, reward) for text, reward in zip(state["texts"], state["rewards"], strict=True)]
+            last = known[-1]
+        except (WireError, LookupError, TypeError, ValueError) as error:
+            raise EnvironmentFailed(
+                f"{self._name}: its snapshot cannot be read: {error!r}", reason="restore"
+            ) from error
+        if len(known) > len(settled):
+            raise self._diverged(f"its snapshot is of turn {len(known)}, and only {len(settled)} are known")
+        await self._guard("restore", lambda: world.restore(state["world"]))
+        for step, result in zip(known, settled, strict=False):
+            self._take(result)
+            self._add_step(step)
+        return await self._replay(world, last, settled[len(known) :])
 
     async def _turn(self, world: Environment) -> Step:
         job = TurnJob(
-            turn_id=turn_id(self._claim.job.trajectory_id, len(self._rewards)),
+            turn_id=turn_id(self._claim.job.trajectory_id, self._turn_count),
             agent_id=self._limits.agent_id,
             sampling=self._sampling(world),
-            prompt_ids=self._context(),
+            prompt_ids=self._transcript.context(),
+            context_digest=self._transcript.digest(),
         )
+        check_prompt(job.turn_id, len(job.prompt_ids))
         result = await self._ask(job)
         if result.finish_reason == "error":
             raise FabricError(f"turn {job.turn_id} failed: {result.error}")
         step = await self._apply(world, result)
-        if world.recovery == "snapshot" and not step.is_done:
-            await self._snapshot(world, step)
+        if world.recovery == "snapshot" and self._goes_on(world, step):
+            await self._snapshot(world)
         return step
-
-    def _context(self) -> Int32:
-        """All tokens so far. What was put together for the last turn is only added to."""
-        known, parts = self._known_ids, self._ids[self._known_count :]
-        if known is None or parts:
-            known = self._known_ids = np.concatenate((self._prompt_ids if known is None else known, *parts))
-            self._known_count = len(self._ids)
-        return known
 
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and take down what follows."""
-        self._add_tokens(result)
-        step = await self._guard("step", world.step(self._tokenizer.decode(result.completion_ids)))
+        self._take(result)
+        action = self._tokenizer.decode(result.completion_ids)
+        step = await self._guard("step", lambda: world.step(action))
         if not (isinstance(step, Step) and isinstance(step.text, str) and isinstance(step.info, dict)):
             raise EnvironmentFailed(
                 f"{self._name}: step gave {step!r}, expected a Step with text and a dict of info", reason="step"
@@ -193,37 +198,39 @@ class Episode:
         self._add_step(step)
         return step
 
-    async def _snapshot(self, world: Environment, step: Step) -> None:
+    async def _snapshot(self, world: Environment) -> None:
         state = {
-            "world": await self._guard("snapshot", world.snapshot()),
-            "prompt_ids": self._prompt_ids.tolist(),
+            "world": await self._guard("snapshot", world.snapshot),
+            "prompt_ids": self._transcript.prompt_ids.tolist(),
             "texts": self._texts,
-            "rewards": self._rewards,
-            "done": [step.terminated, step.truncated],
+            "rewards": self._transcript.rewards,
         }
-        await self._save(self._dump("snapshot", state))
+        await self._save(check_size(f"{self._name}: its snapshot", self._dump("snapshot", state), SNAPSHOT_BYTES_MAX))
 
     # ---- the record
 
-    def _add_tokens(self, result: TurnResult) -> None:
-        count = len(result.completion_ids)
-        self._ids.append(result.completion_ids)
-        self._logprobs.append(result.logprobs)
-        self._mask.append(np.ones(count, np.uint8))
-        start = self._length
-        self._spans += [Span(start + s.start, start + s.end, s.worker_id, s.policy_version) for s in result.spans]
-        self._length += count
+    @property
+    def _turn_count(self) -> int:
+        return len(self._transcript.rewards)
+
+    def _take(self, result: TurnResult) -> None:
+        """Take down a turn that was made in this context. Workers that know no digests send none."""
+        if result.context_digest not in ("", self._transcript.digest()):
+            raise self._diverged(f"turn {self._turn_count} was made in another context than the one it came to")
+        self._transcript.add_turn(result)
+
+    def _diverged(self, how: str) -> EnvironmentFailed:
+        return EnvironmentFailed(
+            f"{self._name} diverged: {how}; a new attempt starts. Its answers do not follow from task, seed and "
+            'actions, or from its snapshot: mend that, or let it say recovery = "restart"',
+            reason="diverged",
+        )
 
     def _add_step(self, step: Step) -> None:
-        self._rewards.append(check_reward(step.reward, self._name))
+        is_read = step.text and not step.is_done
+        ids = self._encode(step.text, where="step") if is_read else NO_IDS
+        self._transcript.add_step(check_reward(step.reward, self._name), ids)
         self._texts.append(step.text)
-        if step.is_done or not step.text:
-            return
-        ids = self._encode(step.text, where="step")
-        self._ids.append(ids)
-        self._logprobs.append(np.zeros(len(ids), np.float32))
-        self._mask.append(np.zeros(len(ids), np.uint8))
-        self._length += len(ids)
 
     def _encode(self, text: str, where: str) -> Int32:
         ids = self._tokenizer.encode(text)
@@ -244,16 +251,15 @@ class Episode:
             stop_ids=(*stops, *end),
         )
 
-    def _turn_count_max(self, world: Environment) -> int:
-        return min(world.turn_count_max, self._run.turn_count_max)
+    def _goes_on(self, world: Environment, step: Step) -> bool:
+        """Whether another turn is asked for."""
+        return not step.is_done and self._turn_count < min(world.turn_count_max, self._run.turn_count_max)
 
-    async def _guard(self, what: str, work: Awaitable[T]) -> T:
-        """User code under its time limit, with whatever it raises translated."""
+    async def _guard(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """User code, called under its time limit, with whatever it raises translated."""
         where = f"{self._name}: {what}"
         try:
-            if self._is_inline:  # it does not wait for anything, so no limit could stop it
-                return await _contain(work)
-            return await self._in_time(where, work)
+            return await (self._in_time(where, work) if self._has_limit else _contain(work))
         except FabricError:
             raise
         except Exception as error:  # around a user's environment
@@ -261,15 +267,19 @@ class Episode:
                 f"{where} raised {type(error).__name__}: {error}", reason=what, traceback=traceback.format_exc()
             ) from error
 
-    async def _in_time(self, where: str, work: Awaitable[T]) -> T:
+    async def _in_time(self, where: str, work: Callable[[], Awaitable[T]]) -> T:
         """In a task of its own, which is left behind when it does not even end on being cancelled."""
-        task = asyncio.create_task(_contain(work))
+        task = asyncio.create_task(_contain(work), name=where)
         try:
             done, _ = await asyncio.wait((task,), timeout=self._limits.call_timeout_s)
         finally:
             task.cancel()
         if not done:
-            raise EnvironmentFailed(f"{where} took longer than {self._limits.call_timeout_s:g} s", reason="timeout")
+            raise EnvironmentFailed(
+                f"{where} took longer than {self._limits.call_timeout_s:g} s; "
+                'if it goes on nevertheless, isolation = "process" would end it',
+                reason="timeout",
+            )
         return task.result()
 
     def _dump(self, what: str, value: object) -> bytes:
@@ -283,10 +293,10 @@ class Episode:
         return f"environment {self._run.environment!r}"
 
 
-async def _contain(work: Awaitable[T]) -> T:
-    """Await user code; what it raises ends no more than this. A cancelling that is not ours is an error of its own."""
+async def _contain(work: Callable[[], Awaitable[T]]) -> T:
+    """Call user code; what it raises ends no more than this. A cancelling that is not ours is an error of its own."""
     try:
-        return await work
+        return await work()
     except (SystemExit, KeyboardInterrupt) as error:
         raise as_error(error) from error
     except asyncio.CancelledError as error:
@@ -294,7 +304,3 @@ async def _contain(work: Awaitable[T]) -> T:
         if task is not None and task.cancelling():
             raise
         raise as_error(error) from error
-
-
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)

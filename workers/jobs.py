@@ -3,6 +3,8 @@
 - The queue carries names and JSON, nothing else: no pickle, and no import path from the queue is ever imported.
   A job whose name is not in the worker's own table is refused.
 - A reward job scores a batch (one rq job costs milliseconds, one reward microseconds), and is safe to repeat.
+- Whoever sees to a reward says so to the broker (`keep_scoring`): the asker once it is on the queue, the worker again
+  and again while it computes. What nobody sees to any more is asked for again within KEEP_S.
 - A reward function that raises, hangs or gives NaN fails its trajectory's attempt; it never becomes a reward of 0.
 """
 
@@ -14,10 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from redis import Redis
+from redis.sentinel import Sentinel
 from rq import Queue, SimpleWorker
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from ..fabric.bus.url import read_url
 from ..fabric.clock import Clock
 from ..fabric.errors import ConfigError, EnvironmentFailed, FabricError
 from ..fabric.ports import Fabric, TrajectoryQueue
@@ -32,6 +36,9 @@ QUEUE_NAME = "rollfab"
 JOB_TIMEOUT_S = 60  # for a whole batch; what is not scored by then is asked for again
 RESULT_TTL_S = 0  # results go to the fabric's own streams
 FAILURE_TTL_S = 3600
+QUEUED_S = 30.0  # a reward on the queue is left alone for this long: workers may be few and busy
+KEEP_S = 2.0  # one that is being computed for this long: its worker may be killed
+KEEP_EVERY_S = 0.5
 GATHER_S = 0.02  # rewards asked for within this time travel in one job
 REWARD_COUNT_MAX = 16  # rewards of one job computed at once: one that hangs holds up none beside it
 
@@ -39,16 +46,55 @@ JobFunction = Callable[..., object]
 
 
 def open_queue(url: str) -> Queue:
-    """The rq queue on a broker, JSON only."""
-    return Queue(QUEUE_NAME, connection=Redis.from_url(url), serializer=JSONSerializer)
+    """The rq queue on a broker, JSON only. It is on the URL's `reward_queue`, where that names one.
+
+    Nothing there has to be kept: a reward that is lost on its way is asked for again (reap).
+
+    Raises:
+        ConfigError: the URL is malformed.
+    """
+    parts = read_url(url)
+    parts = read_url(parts.reward_queue) if parts.reward_queue else parts
+    connection: Any = Redis.from_url(parts.client_url)
+    if parts.topology == "sentinel":
+        make: Any = Sentinel  # untyped in the client library
+        is_tls = parts.client_url.startswith("rediss")
+        options = {
+            name: value for name, value in connection.get_connection_kwargs().items() if name not in ("host", "port")
+        }
+        credentials = {"username": parts.sentinel_username, "password": parts.sentinel_password, "ssl": is_tls}
+        connection = make(list(parts.hosts), sentinel_kwargs=credentials).master_for(
+            parts.service, **options, ssl=is_tls
+        )
+    return Queue(QUEUE_NAME, connection=connection, serializer=JSONSerializer)
+
+
+def check_queue(queue: Queue) -> None:
+    """Refuse a broker that rq cannot use.
+
+    Raises:
+        ConfigError: it is a Redis Cluster: rq's keys lie in many slots, and its transactions over them are refused.
+    """
+    if queue.connection.info("cluster").get("cluster_enabled"):
+        raise ConfigError(
+            "rewards wait on an rq queue, which a Redis Cluster cannot hold: name a single broker for it in the URL, "
+            "…?reward_queue=redis://host:port"
+        )
+
+
+async def trajectories_of(fabric: Fabric, run_id: str) -> tuple[RunConfig, TrajectoryQueue] | None:
+    """A run's settings and trajectories as they are now; None when it was deleted."""
+    config = (await fabric.board.runs()).get(run_id)
+    return None if config is None else (config, fabric.trajectories(config))
 
 
 class RewardAsker:
     """Puts reward jobs on the rq queue, gathered into batches."""
 
-    def __init__(self, queue: Queue, clock: Clock) -> None:
+    def __init__(self, queue: Queue, clock: Clock, fabric: Fabric) -> None:
         self._queue = queue
         self._clock = clock
+        self._fabric = fabric
         self._asked: dict[str, list[tuple[str, int]]] = {}
         self._sending: asyncio.Task[None] | None = None
 
@@ -65,6 +111,8 @@ class RewardAsker:
             for run_id, rows in asked.items():
                 try:
                     await asyncio.to_thread(self._enqueue, "score", run_id, rows)
+                    if (found := await trajectories_of(self._fabric, run_id)) is not None:
+                        await found[1].keep_scoring(rows, QUEUED_S)
                 except Exception:
                     log.exception("rewards.not_asked", extra={"run_id": run_id, "count": len(rows)})
 
@@ -117,7 +165,6 @@ class RewardWorker:
         self._worker_id = worker_id
         self._loop = loop
         self._reward_timeout_s = reward_timeout_s
-        self._runs: dict[str, tuple[RunConfig, TrajectoryQueue]] = {}
 
     @property
     def functions(self) -> dict[str, JobFunction]:
@@ -126,6 +173,7 @@ class RewardWorker:
 
     def work(self, queue: Queue, info: WorkerInfo, *, burst: bool = False) -> None:
         """Serve the queue until stopped by a signal; `burst`: until it is empty."""
+        check_queue(queue)
         beating = asyncio.run_coroutine_threadsafe(self._beat(info), self._loop)
         worker = SimpleWorker(
             [queue], connection=queue.connection, serializer=JSONSerializer, job_class=job_class(self.functions)
@@ -156,17 +204,33 @@ class RewardWorker:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(JOB_TIMEOUT_S)
 
     async def _score(self, run_id: str, rows: Sequence[Sequence[Any]]) -> None:
-        found = await self._run(run_id)
+        found = await trajectories_of(self._fabric, run_id)
         if found is None:
             return
         config, queue = found
+        open_rows = {str(name): int(fence) for name, fence in rows}
+        await queue.keep_scoring(list(open_rows.items()), KEEP_S)
         places = asyncio.Semaphore(REWARD_COUNT_MAX)
 
         async def score(trajectory_id: str, fence: int) -> None:
             async with places:
                 await self._score_one(config, queue, trajectory_id, fence)
+            del open_rows[trajectory_id]
 
-        await asyncio.gather(*(score(str(name), int(fence)) for name, fence in rows))
+        keeping = asyncio.create_task(self._keep(queue, open_rows))
+        try:
+            await asyncio.gather(*(score(name, fence) for name, fence in list(open_rows.items())))
+        finally:
+            keeping.cancel()
+
+    async def _keep(self, queue: TrajectoryQueue, open_rows: Mapping[str, int]) -> None:
+        """Say again and again that these rewards are being seen to."""
+        while True:
+            await asyncio.sleep(KEEP_EVERY_S)
+            try:
+                await queue.keep_scoring(list(open_rows.items()), KEEP_S)
+            except FabricError as error:
+                log.warning("rewards.not_kept", extra={"count": len(open_rows), "error": str(error)})
 
     async def _score_one(self, config: RunConfig, queue: TrajectoryQueue, trajectory_id: str, fence: int) -> None:
         waiting = await queue.scoring(trajectory_id)
@@ -194,14 +258,6 @@ class RewardWorker:
                 text = f"{where} raised {type(error).__name__}: {error}"
             raise EnvironmentFailed(text, reason="reward") from error
         return check_reward(reward, where)
-
-    async def _run(self, run_id: str) -> tuple[RunConfig, TrajectoryQueue] | None:
-        if run_id not in self._runs:
-            config = (await self._fabric.board.runs()).get(run_id)
-            if config is None:
-                return None
-            self._runs[run_id] = (config, self._fabric.trajectories(config))
-        return self._runs[run_id]
 
     def _letter(self, run_id: str, task: dict[str, Any], rollout: Rollout, error: Exception) -> DeadLetter:
         job = TrajectoryJob(

@@ -1,29 +1,36 @@
 """The rollout worker: pulls turns under a lease and runs them on an engine. Dedicated and serving workers share it.
 
-The loop, one verb a line, is `_turn_over`: collect what the engine finished, exchange with the broker (hand in, keep,
-take), start what came. Around it three things happen by themselves: a heartbeat that brings the lease, a listener at
-the doorbell, and a receiver that stages new weights.
+The loop, one verb a line, is `_turn_over`: follow the lease, give back what stands still, exchange with the broker
+(hand in, keep, take), start what came. Around it, by themselves: the lease (lease.py), the turns and the engine's
+health (running.py, stall.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
 
 - Without a lease nothing is claimed. When a lease ends, running turns go back at once, with their tokens.
 - A claim that was lost is aborted; its tokens belong to whoever holds it now.
 - Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
+- A turn that makes no tokens here goes on elsewhere. An engine that does not answer holds up neither claims nor
+  heartbeats; what it made is read beside it, or what was saved last counts.
+- Where a run's turns may not mix versions, tokens of another version are dropped, and weights change between turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Callable, Container
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError, EngineError, FabricError
-from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnProgress, TurnQueue, TurnSettle
-from ..fabric.records import NO_IDS, NO_LOGPROBS, Lease, TokenLog, TurnResult, WorkerInfo
-from .engines.base import Engine, Generation, GenerationRequest
-from .spans import merge
+from ..fabric.errors import BrokerError, FabricError
+from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnQueue
+from ..fabric.records import RunConfig, WorkerInfo
+from ..fabric.rules.stall import StallRule
+from .engines.base import Engine
+from .lease import LeaseKeeper, LeaseOptions
+from .running import RunningOptions, RunningTurns
 from .weights import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -39,19 +46,16 @@ class RolloutConfig:
     model: str
     slot_count: int
     """Turns it can run at once, [1, 4096]."""
-    heartbeat_s: float = 0.2
-    """Also the longest time for which an ended lease goes unnoticed."""
+    heartbeat_s: float = 0.5
+    """Also the longest time for which a change of lease goes unnoticed whose ring was lost."""
     log_s: float = 0.5
     """How often running turns are renewed and their tokens saved; must be well below the claim time of 2 s."""
     poll_s: float = 0.25
     """Safety net below the doorbell."""
-
-
-@dataclass(slots=True)
-class _Running:
-    claim: TurnClaim
-    renewed_at_s: float
-    saved_count: int = 0
+    stall_s: float = 2.0
+    """A turn that makes no token for this long goes on elsewhere; the same for an engine without a step."""
+    first_token_s: float = 20.0
+    """As `stall_s`, before the first token (its prompt is being read) and before an engine's first step."""
 
 
 class RolloutWorker:
@@ -73,18 +77,21 @@ class RolloutWorker:
         self._clock = clock
         self._make_receiver = make_receiver
         self._headroom = headroom
-        self._lease: Lease | None = None
-        self._lease_until_s: float | None = None
-        self._is_held = False
-        self._turns: TurnQueue | None = None
-        self._receiver: WeightReceiver | None = None
-        self._running: dict[str, _Running] = {}
-        self._done: list[Generation] = []
-        self._is_lease_in_doubt = False
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._is_beat_due = asyncio.Event()
-        self._run_id: str | None = None
+        self._has_ended_all = asyncio.Event()
+        rule = StallRule(stall_s=config.stall_s, first_token_s=config.first_token_s)
+        running = RunningOptions(worker_id=config.worker_id, log_s=config.log_s, stall=rule)
+        self._running = RunningTurns(engine, running, clock, wake=self._wake.set)
+        lease = LeaseOptions(worker_id=config.worker_id, heartbeat_s=config.heartbeat_s, retry_s=config.poll_s)
+        self._keeper = LeaseKeeper(fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set)
+        self._run: RunConfig | None = None
+        self._turns: TurnQueue | None = None
+        self._receiver: WeightReceiver | None = None
+        self._ring: asyncio.Task[None] | None = None
+        self._may_begin = True
+        self._is_asking = False
+        self._asks_from_s = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then give everything back.
@@ -92,7 +99,9 @@ class RolloutWorker:
         Raises:
             EngineError: the engine died; its turns were given back.
         """
-        helpers = [asyncio.create_task(work()) for work in (self._collect, self._beat, self._watch, self._listen)]
+        keeper, running = self._keeper, self._running
+        loops = (running.collect, running.look, self._listen, keeper.beat, keeper.listen, keeper.watch)
+        helpers = [asyncio.create_task(work()) for work in loops]
         try:
             while not stop.is_set():
                 _raise_finished(helpers)
@@ -113,14 +122,15 @@ class RolloutWorker:
         await self._follow_lease()
         if self._turns is None:
             return
-        outcome = await self._exchange(self._turns)
-        if not outcome.has_lease:
-            self._doubt_lease()
-        taken = [claim.job.turn_id for claim in outcome.claims]
-        stale = [*outcome.lost, *(name for name in taken if name in self._running)]
-        if stale:
-            await self._drop(stale)
-        self._start(outcome.claims)
+        await self._part_with_standing()
+        await self._hand_back(self._turns)
+        try:
+            self._is_asking = True
+            await self._take(await self._exchange(self._turns))
+        finally:
+            self._is_asking = False
+        if not self._running:
+            self._has_ended_all.set()
         if self._free_count():
             self._has_room.set()
 
@@ -132,72 +142,86 @@ class RolloutWorker:
 
     async def _exchange(self, turns: TurnQueue) -> Exchange:
         """Hand in all that has ended; the slots which that frees are asked for in the same round trip."""
-        self._check_engine()
-        done, self._done = self._done, []
-        settles = {each.request_id: settle for each in done if (settle := self._settle(each)) is not None}
-        try:
-            outcome = await turns.exchange(
-                self._config.worker_id,
-                settles=list(settles.values()),
-                progress=self._due(settles),
-                want=self._free_count(len(settles)),
-                lease_epoch=self._lease.lease_epoch if self._lease else 0,
-                active_version=self._active_version(),
-            )
-        except BrokerError:
-            self._done = [*done, *self._done]  # settling is idempotent: hand in again
-            raise
-        for name in settles:
-            self._running.pop(name, None)
+        self._running.check_engine()
+        settles = self._running.settles()
+        lease = self._keeper.lease
+        outcome = await turns.exchange(
+            self._config.worker_id,
+            settles=list(settles.values()),
+            progress=self._running.renewals(settles),
+            want=self._free_count(len(settles)),
+            lease_epoch=lease.lease_epoch if lease else 0,
+            active_version=self._active_version(),
+        )
+        self._running.forget(settles)
         return outcome
+
+    async def _take(self, outcome: Exchange) -> None:
+        """Do as an exchange says."""
+        if not outcome.has_lease:
+            self._keeper.doubt()
+        taken = {claim.job.turn_id for claim in outcome.claims}
+        await self._running.drop({*outcome.lost, *taken})
+        self._running.start([self._fitting(claim) for claim in outcome.claims])
 
     # ---- leases
 
     async def _follow_lease(self) -> None:
         """Give everything back when the lease is gone; turn to another run when it names one."""
-        if self._is_held:
+        if self._keeper.has_run_out:
             await self._give_back()
-            self._is_held, self._lease_until_s = False, None
-            await self._engine.resume("lease")
-        run_id = self._lease.run_id if self._lease else None
-        if run_id == self._run_id:
+            await self._keeper.let_go()
+        run_id = self._keeper.lease.run_id if self._keeper.lease else None
+        if run_id == (self._run.run_id if self._run else None):
             return
         await self._give_back()
         await self._stop_receiving()
-        self._turns, self._run_id = None, None
-        if run_id is None:
-            return
-        config = (await self._fabric.board.runs()).get(run_id)
+        self._turns, self._run = None, None
+        config = (await self._fabric.board.runs()).get(run_id) if run_id else None
         if config is None:
             return
-        self._turns, self._run_id = self._fabric.turns(config), run_id
-        self._receiver = self._make_receiver(run_id)
+        self._turns, self._run = self._fabric.turns(config), config
+        self._receiver = self._make_receiver(config.run_id)
+        self._receiver.gate = self._committing
         self._receiver.start()
+
+    # ---- turns that go on elsewhere
 
     async def _give_back(self) -> None:
         """Every running turn back to its queue, with its tokens: revoked, or leaving."""
         if self._turns is None or not self._running:
             return
-        for generation in await self._engine.abort(list(self._running)):
-            self._done.append(generation)
-        finished = [each for each in self._done if each.finish_reason in ("stop", "length")]
-        settles = [settle for each in finished if (settle := self._settle(each)) is not None]
-        ended = {settle.claim.job.turn_id for settle in settles}
-        made = {each.request_id: each for each in self._done if each.finish_reason == "abort"}
-        back = [
-            TurnProgress(claim=each.claim, log=self._log(each.claim, made.get(name)))
-            for name, each in self._running.items()
-            if name not in ended
-        ]
-        self._done, self._running = [], {}
+        self._mute()
+        await self._running.take_out()
+        settles = self._running.settles()
         if settles:
-            await self._turns.exchange(self._config.worker_id, settles=settles)
-        await self._turns.release(self._config.worker_id, back)
-        log.info("worker.gave_back", extra={"turn_count": len(back)})
+            await self._turns.exchange(self._config.worker_id, settles=list(settles.values()))
+            self._running.forget(settles)
+        await self._hand_back(self._turns)
 
-    def _log(self, claim: TurnClaim, made: Generation | None) -> TokenLog | None:
-        """What to save of a turn; None, of an engine that died and tells nothing: what was saved last is better."""
-        return None if made is None else merge(claim.log, made, self._config.worker_id)
+    async def _part_with_standing(self) -> None:
+        """What makes no tokens here must not wait for it."""
+        names, is_stalled = self._running.standing()
+        if not names:
+            return
+        self._mute()
+        await self._running.take_out(names, is_stalled=is_stalled)
+        self._asks_from_s = self._clock.now_s() + self._config.poll_s  # others first, or it would stall here again
+
+    async def _hand_back(self, turns: TurnQueue) -> None:
+        """Give back what was taken out; again in the next round, if the broker cannot be reached now."""
+        for is_stalled in (False, True):
+            back = self._running.returns(is_stalled=is_stalled)
+            if back:
+                await turns.release(self._config.worker_id, list(back.values()), is_stalled=is_stalled)
+                self._running.forget(back)
+                log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": is_stalled})
+
+    def _mute(self) -> None:
+        """Stop listening at the doorbell: the ring for what we give back is for others."""
+        self._has_room.clear()
+        if self._ring is not None:
+            self._ring.cancel()
 
     async def _stop_receiving(self) -> None:
         if self._receiver is not None:
@@ -211,6 +235,7 @@ class RolloutWorker:
             await self._fabric.board.forget_worker(self._config.worker_id)
         except FabricError as error:
             log.warning("worker.left_without_saying", extra={"error": str(error)})
+        self._running.watch.close()
 
     # ---- weights
 
@@ -218,99 +243,50 @@ class RolloutWorker:
         return self._receiver.version if self._receiver else -1
 
     def _trouble(self) -> str | None:
-        """Why the engine cannot be brought to the head; while there is any, no turns are taken.
+        """Why no turns are taken: the engine hangs, or cannot be brought to the head.
 
-        A broker that is away is none: the live weights are good, and how old they may be is checked at every claim.
+        A broker that is away is no trouble: the live weights are good, and how old they may be is checked at every
+        claim.
         """
         error = self._receiver.error if self._receiver else None
-        return None if error is None or isinstance(error, BrokerError) else str(error)
+        return self._running.watch.trouble or (None if error is None or isinstance(error, BrokerError) else str(error))
 
-    # ---- turns
+    @asynccontextmanager
+    async def _committing(self) -> AsyncIterator[None]:
+        """Around the writing of weights: no step is expected; no turn is under way, if turns may not mix versions."""
+        self._may_begin = self._run is None or self._run.may_mix_versions
+        try:
+            while not self._may_begin and (self._running or self._is_asking):
+                self._has_ended_all.clear()
+                await self._has_ended_all.wait()
+            self._running.watch.is_excused = True
+            yield
+        finally:
+            self._may_begin, self._running.watch.is_excused = True, False
+            self._wake.set()
+
+    def _fitting(self, claim: TurnClaim) -> TurnClaim:
+        """The claim, without tokens that may not be mixed with those of our version."""
+        version = self._active_version()
+        if self._run is None or self._run.may_mix_versions or claim.log is None:
+            return claim
+        if all(span.policy_version == version for span in claim.log.spans):
+            return claim
+        facts = {"job_id": claim.job.turn_id, "token_count": len(claim.log.completion_ids), "policy_version": version}
+        log.info("worker.log_dropped", extra=facts)
+        return dataclasses.replace(claim, log=None)
 
     def _free_count(self, ended_count: int = 0) -> int:
         """Turns that may be asked for, once `ended_count` of those that count as running have been handed in."""
-        if self._lease is None or self._is_lease_in_doubt or self._active_version() < 0 or self._trouble():
+        is_barred = not self._may_begin or self._active_version() < 0 or self._trouble() is not None
+        if is_barred or self._clock.now_s() < self._asks_from_s:
             return 0
-        return max(0, self._lease.slot_count + ended_count - len(self._running))
-
-    def _start(self, claims: list[TurnClaim]) -> None:
-        now = self._clock.now_s()
-        for claim in claims:
-            saved_count = len(claim.log.completion_ids) if claim.log else 0
-            self._running[claim.job.turn_id] = _Running(claim, now, saved_count)
-        for claim in claims:
-            job = claim.job
-            prior_ids = claim.log.completion_ids if claim.log else NO_IDS
-            request = GenerationRequest(
-                request_id=job.turn_id, prompt_ids=job.prompt_ids, sampling=job.sampling, prior_ids=prior_ids
-            )
-            try:
-                self._engine.generate(request)
-            except EngineError as error:
-                self._done.append(Generation(request_id=job.turn_id, finish_reason="error", error=str(error)))
-                self._wake.set()
-
-    def _check_engine(self) -> None:
-        """Tell a request that failed from an engine that did: no turn may pay for the latter with an attempt.
-
-        Raises:
-            EngineError: the engine is gone.
-        """
-        if any(each.finish_reason == "error" for each in self._done):
-            self._engine.stats()
-
-    def _settle(self, generation: Generation) -> TurnSettle | None:
-        """The handing in of a finished turn; None for one that is no longer ours."""
-        running = self._running.get(generation.request_id)
-        if running is None or generation.finish_reason == "abort":
-            return None
-        made = merge(running.claim.log, generation, self._config.worker_id)
-        is_error = generation.finish_reason == "error"
-        result = TurnResult(
-            turn_id=generation.request_id,
-            finish_reason=generation.finish_reason,
-            spans=() if is_error else made.spans,
-            completion_ids=NO_IDS if is_error else made.completion_ids,
-            logprobs=NO_LOGPROBS if is_error else made.logprobs,
-            resumed=running.claim.log is not None and len(running.claim.log.completion_ids) > 0,
-            error=generation.error,
-        )
-        return TurnSettle(claim=running.claim, result=result)
-
-    def _due(self, ended: Container[str]) -> list[TurnProgress]:
-        """Turns whose claim should be renewed now, except those `ended`; with their tokens where there are new."""
-        last_s = self._clock.now_s() - self._config.log_s
-        due = {name: each for name, each in self._running.items() if each.renewed_at_s <= last_s and name not in ended}
-        if not due:
-            return []
-        made = {each.request_id: each for each in self._engine.progress(list(due))}
-        progress: list[TurnProgress] = []
-        for name, each in due.items():
-            each.renewed_at_s = last_s + self._config.log_s
-            tokens = merge(each.claim.log, made.get(name), self._config.worker_id)
-            is_new = len(tokens.completion_ids) > each.saved_count
-            each.saved_count = len(tokens.completion_ids)
-            progress.append(TurnProgress(claim=each.claim, log=tokens if is_new else None))
-        return progress
-
-    async def _drop(self, turn_ids: list[str]) -> None:
-        """Stop turns whose claim is lost: cancelled, taken over, or asked for anew while the old one still ran.
-
-        What they made goes too: a later claim of the same turn must never be settled with it.
-        """
-        lost = {name for name in turn_ids if self._running.pop(name, None) is not None}
-        await self._engine.abort(list(lost))
-        self._done = [each for each in self._done if each.request_id not in lost]
-        log.info("worker.claims_lost", extra={"turn_count": len(lost)})
+        running_count = len(self._running) - ended_count
+        bound = self._running.watch.may_take(running_count)
+        free = max(0, self._keeper.slot_count - running_count)
+        return free if bound is None else min(free, bound)
 
     # ---- what happens by itself
-
-    async def _collect(self) -> None:
-        while True:
-            finished = await self._engine.finished(1.0)
-            self._done += finished  # in two steps: the list may be another one after the wait
-            if finished:
-                self._wake.set()
 
     async def _listen(self) -> None:
         """Answer the doorbell while there is room; one ring, one exchange, so that other workers hear the next."""
@@ -319,50 +295,16 @@ class RolloutWorker:
             self._has_room.clear()
             if self._turns is None:
                 continue
+            ring = self._ring = asyncio.create_task(self._turns.wait(1.0))
             try:
-                await self._turns.wait(1.0)
+                await asyncio.wait((ring,))
+                if not ring.cancelled():
+                    ring.result()
             except BrokerError:
                 await self._clock.sleep(self._config.poll_s)
+            finally:
+                ring.cancel()
             self._wake.set()
-
-    async def _beat(self) -> None:
-        while True:
-            self._is_beat_due.clear()
-            try:
-                asked_at_s = self._clock.now_s()
-                self._take_lease(await self._fabric.board.heartbeat(self._info()), asked_at_s)
-            except BrokerError as error:
-                log.warning("worker.heartbeat_failed", extra={"error": str(error)})
-            timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._is_beat_due.set)
-            await self._is_beat_due.wait()
-            timer.cancel()
-
-    def _doubt_lease(self) -> None:
-        """The broker has another lease or none: ask which, before giving back what may still be ours to run."""
-        self._is_lease_in_doubt = True
-        self._is_beat_due.set()
-
-    def _take_lease(self, lease: Lease | None, asked_at_s: float) -> None:
-        is_other = self._is_lease_in_doubt or (lease and (lease.run_id, lease.lease_epoch)) != (
-            self._lease and (self._lease.run_id, self._lease.lease_epoch)
-        )
-        self._lease, self._is_lease_in_doubt = lease, False
-        remaining_ms = lease.remaining_ms if lease else None
-        self._lease_until_s = None if remaining_ms is None else asked_at_s + remaining_ms / 1000
-        if is_other:
-            self._wake.set()
-
-    async def _watch(self) -> None:
-        """Hold the engine the moment a lease runs out, even while the broker cannot be reached."""
-        while True:
-            is_over = self._lease_until_s is not None and self._clock.now_s() >= self._lease_until_s
-            if is_over and not self._is_held:
-                self._is_held = True
-                self._lease = None
-                await self._engine.pause("lease")
-                self._wake.set()
-                log.warning("worker.lease_ran_out", extra={"worker_id": self._config.worker_id})
-            await self._clock.sleep(0.02)
 
     def _info(self) -> WorkerInfo:
         stats = self._engine.stats()
@@ -376,7 +318,7 @@ class RolloutWorker:
             model=self._config.model,
             slot_count=self._config.slot_count,
             running_count=len(self._running),
-            run_id=self._run_id,
+            run_id=self._run.run_id if self._run else None,
             active_version=self._active_version(),
             token_count=stats.token_count,
             headroom_fraction=self._headroom(),

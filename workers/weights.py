@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from ..fabric.clock import Clock, SystemClock
@@ -24,6 +26,8 @@ from ..fabric.weights.stage import Stage, check_state
 from .engines.base import Engine
 
 log = logging.getLogger(__name__)
+
+Gate = Callable[[], AbstractAsyncContextManager[None]]
 
 PATIENCE_COUNT = 2  # failures in a row after which a keyframe is tried instead of a chain of deltas
 
@@ -60,6 +64,7 @@ class WeightReceiver:
         version: the version live in the engine, -1 before the first.
         head_version: the head as last seen.
         last: report of the last commit.
+        gate: entered around every commit, which waits until it is through.
     """
 
     def __init__(
@@ -74,12 +79,14 @@ class WeightReceiver:
         self.version = -1
         self.head_version = -1
         self.last: ApplyReport | None = None
+        self.gate: Gate = contextlib.nullcontext
         self._store = store
         self._run_id = run_id
         self._engine = engine
         self._options = options or ReceiverOptions()
         self._clock = clock or SystemClock()
         self._reader = ChainReader(store, run_id)
+        self._moved_by = 0
         self._is_in_doubt = True  # whether the live weights may not be `version`
         self._failure_count = 0
         self._error: FabricError | None = None
@@ -122,11 +129,14 @@ class WeightReceiver:
         """
         head = await self._store.wait_head(self._run_id, -1 if self._is_in_doubt else self.version, timeout_s)
         self.head_version = head.version
-        if head.version < 0 or (head.version == self.version and not self._is_in_doubt):
-            return False
-        if head.version < self.version:
+        is_other = head.version == self.version and head.moved_by != self._moved_by
+        if not self._is_in_doubt and (head.version < self.version or is_other):
+            # A broker that lost its last writes: the version that we hold may mean other weights by now.
             log.warning("weights.head_went_back", extra={"run_id": self._run_id, "head_version": head.version})
             self._is_in_doubt = True
+            self._reader = ChainReader(self._store, self._run_id)
+        if head.version < 0 or (head.version == self.version and not self._is_in_doubt):
+            return False
         try:
             await self._bring_to(head)
         except WeightError as error:
@@ -145,10 +155,11 @@ class WeightReceiver:
         live = None if have is None else self._engine.weight_bits()
         staged = await self._reader.stage(manifests, Stage(self._engine.layout, live, self.version))
         stage_s = self._clock.now_s() - started_s
-        self._is_in_doubt = True  # until the commit is through
-        pause_s = await self._engine.apply(staged)
-        self._is_in_doubt = False
-        self.version = head.version
+        async with self.gate():
+            self._is_in_doubt = True  # until the commit is through
+            pause_s = await self._engine.apply(staged)
+            self._is_in_doubt = False
+            self.version, self._moved_by = head.version, head.moved_by
         self.last = ApplyReport(
             version=head.version,
             kinds=tuple(manifest.kind for manifest in manifests),

@@ -12,30 +12,39 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from ..errors import RunUnknown
+from ..errors import ConfigError, RunUnknown
+from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import lease_left
 from ..rules.runs import check_same_run
-from ..wire import dump_json, load_json
+from ..wire import check_size, dump_json
 from . import keys as names
 from .connection import translate
 from .keys import ShardKeys, WeightKeys
 from .rollouts import stream_rows
+from .rows import event_row, lease_row, worker_row
 from .scripts import Scripts
 from .shards import RunShards
 
 STANDING = 0
+SAME_LEASE = 1  # what set_lease answers when it only extended
 
 
 class RedisLeaseBoard:
     """LeaseBoard (see ports)."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, *, has_reward_queue: bool = True) -> None:
         self._client: Any = client  # its stubs do not know that replies are bytes
         self._scripts = Scripts(client)
+        self._has_reward_queue = has_reward_queue
 
     async def create_run(self, config: RunConfig) -> RunConfig:
+        if config.reward is not None and not self._has_reward_queue:
+            raise ConfigError(
+                f"run {config.run_id!r} has a reward function, and rewards wait on an rq queue, which a Redis Cluster "
+                "cannot hold: name a single broker for it in the URL, …?reward_queue=redis://host:port"
+            )
         with translate():
             is_new = await self._client.hsetnx(names.RUNS, config.run_id, config.encode())
             if not is_new:
@@ -48,13 +57,18 @@ class RedisLeaseBoard:
         return config
 
     async def _create_shard(self, keys: ShardKeys, config: RunConfig) -> None:
-        limits = {"depth_max": config.trajectory_count_max // config.shard_count, "staleness": config.staleness}
+        limits = {
+            "depth_max": config.trajectory_count_max // config.shard_count,
+            "bytes_max": config.memory_bytes_max // config.shard_count,
+            "staleness": config.staleness,
+            "when_stale": config.when_stale,
+        }
         await self._client.hset(keys.run, mapping=limits)
-        await self._client.hsetnx(keys.run, "depth", 0)
-        await self._client.hsetnx(keys.run, "head_version", -1)
+        for field, first in (("depth", 0), ("bytes", 0), ("head_version", -1)):
+            await self._client.hsetnx(keys.run, field, first)
+        ready = (*keys.trajectory.ready, *keys.turn.ready)
         for stream, group in (
-            (keys.trajectory.ready, names.CONSUMER_GROUP_WORKERS),
-            (keys.turn.ready, names.CONSUMER_GROUP_WORKERS),
+            *((stream, names.CONSUMER_GROUP_WORKERS) for stream in ready),
             (keys.completed, names.CONSUMER_GROUP_TRAINER),
         ):
             try:
@@ -93,19 +107,22 @@ class RedisLeaseBoard:
 
     async def _shard_status(self, keys: ShardKeys) -> dict[str, Any]:
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.hmget(keys.run, "head_version", "depth")
+        pipeline.hmget(keys.run, "head_version", "depth", "bytes")
         pipeline.hgetall(keys.counters)
-        for stream in (keys.trajectory.ready, keys.turn.ready, keys.completed):
+        for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
             pipeline.xlen(stream)
         pipeline.hvals(keys.trajectory.held)
         pipeline.hvals(keys.turn.held)
         pipeline.zcard(keys.trajectory.deadline)
         pipeline.hlen(keys.dead)
-        facts, counters, queued, ready, waiting, running, claimed, timed, dead = await pipeline.execute()
+        facts, counters, waiting, *rest = await pipeline.execute()
+        queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -4])
+        running, claimed, timed, dead = rest[-4:]
         running_count = sum(map(int, running))
         return {
             "head_version": int(facts[0] or -1),
             "depth": int(facts[1] or 0),
+            "memory_bytes": int(facts[2] or 0),
             "counters": {name.decode(): int(value) for name, value in counters.items()},
             "trajectories": {"queued": queued, "running": running_count, "scoring": max(0, timed - running_count)},
             "turns": {"ready": ready, "claimed": sum(map(int, claimed))},
@@ -114,27 +131,26 @@ class RedisLeaseBoard:
         }
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:
-        keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS]
+        keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.CLOCK]
         with translate():
-            now_ms, run = await self._scripts.call("heartbeat", keys, [info.worker_id, info.encode()])
-            if run is None:
-                return None
-            raw = await self._client.hget(names.RUNS, run)
-            if raw is None:
+            run = await self._scripts.call("heartbeat", keys, [info.worker_id, info.encode()])
+            if run is None or not await self._client.hexists(names.RUNS, run):
                 return None
             shard = ShardKeys(run.decode(), 0)
-            raw_lease = await self._client.hget(shard.leases, info.worker_id)
-        lease = _lease(info.worker_id, run.decode(), raw_lease) if raw_lease else None
-        return lease and lease_left(lease, now_ms)
+            now_ms, raw = await self._scripts.call("read_lease", [shard.leases, shard.clock], [info.worker_id])
+        return lease_left(lease_row(info.worker_id, run.decode(), raw), now_ms) if raw else None
+
+    async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
+        with translate():
+            await self._client.blpop([names.lease_bell(worker_id)], timeout=timeout_s)
 
     async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:
         with translate():
             infos = await self._client.hgetall(names.WORKERS)
             beats = dict(await self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True))
-            seconds, micros = await self._client.time()
-        now_ms = int(seconds) * 1000 + int(micros) // 1000
+            now_ms = int(await self._scripts.call("clock", [names.CLOCK], []))
         return {
-            name.decode(): (WorkerInfo.decode(raw), max(0, now_ms - int(beats.get(name, 0))))
+            name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, now_ms - int(beats.get(name, 0))))
             for name, raw in infos.items()
         }
 
@@ -147,24 +163,41 @@ class RedisLeaseBoard:
     async def lead(self, controller_id: str, duration_ms: int) -> int:
         with translate():
             return int(
-                await self._scripts.call("lead", [names.LEADER, names.LEASE_EPOCH], [controller_id, duration_ms])
+                await self._scripts.call(
+                    "lead", [names.LEADER, names.LEASE_EPOCH, names.CLOCK], [controller_id, duration_ms]
+                )
             )
 
     async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
         run = await self._run(lease.run_id)
         args: list[Any] = [lease.worker_id, lease.lease_epoch, lease.slot_count, duration_ms or STANDING, 0]
-        is_set = True
+        # The assignment first: a controller that dies in between leaves a worker without a lease, which is seen.
         with translate():
-            for keys in RunShards(run.run_id, run.shard_count).all:
-                is_set &= await self._scripts.call("set_lease", [keys.leases], args) >= 0
-            await self._client.hset(names.ASSIGNMENTS, lease.worker_id, lease.run_id)
-        return is_set
+            assigned = await self._client.hget(names.ASSIGNMENTS, lease.worker_id)
+        if assigned != lease.run_id.encode():
+            await self._wake(lease.worker_id, lease.run_id)
+        codes = await self._set_lease(run, args)
+        if max(codes) > SAME_LEASE:
+            await self._wake(lease.worker_id, "")
+        return min(codes) >= SAME_LEASE
 
     async def end_lease(self, lease: Lease) -> None:
         run = await self._run(lease.run_id)
+        await self._set_lease(run, [lease.worker_id, lease.lease_epoch, 0, STANDING, 1])
+        await self._wake(lease.worker_id, "")
+
+    async def _set_lease(self, run: RunConfig, args: list[Any]) -> list[int]:
+        """What set_lease answers on every shard."""
         with translate():
-            for keys in RunShards(run.run_id, run.shard_count).all:
-                await self._scripts.call("set_lease", [keys.leases], [lease.worker_id, lease.lease_epoch, 0, 0, 1])
+            return [
+                await self._scripts.call("set_lease", [keys.leases, keys.clock], args)
+                for keys in RunShards(run.run_id, run.shard_count).all
+            ]
+
+    async def _wake(self, worker_id: str, run_id: str) -> None:
+        keys = [names.ASSIGNMENTS, names.lease_bell(worker_id)]
+        with translate():
+            await self._scripts.call("assign", keys, [worker_id, run_id, names.BELL_TTL_MS])
 
     async def _run(self, run_id: str) -> RunConfig:
         with translate():
@@ -176,7 +209,7 @@ class RedisLeaseBoard:
     async def leases(self, run_id: str) -> dict[str, Lease]:
         with translate():
             rows = await self._client.hgetall(ShardKeys(run_id, 0).leases)
-        return {name.decode(): _lease(name.decode(), run_id, raw) for name, raw in rows.items()}
+        return {name.decode(): lease_row(name.decode(), run_id, raw) for name, raw in rows.items()}
 
     async def set_lend(self, worker_id: str, value: str) -> None:
         with translate():
@@ -188,30 +221,16 @@ class RedisLeaseBoard:
         return {name.decode(): value.decode() for name, value in rows.items()}
 
     async def add_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        fields: dict[Any, Any] = {"kind": kind, "facts": dump_json(dict(facts))}
+        said = check_size(f"event {kind}", dump_json(dict(facts)), EVENT_BYTES_MAX)
+        args: list[Any] = [kind, said, names.EVENT_COUNT_MAX]
         with translate():
-            await self._client.xadd(names.EVENTS, fields, maxlen=names.EVENT_COUNT_MAX, approximate=True)
+            await self._scripts.call("add_event", [names.EVENTS], args)
 
     async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:
         block = max(1, int(timeout_s * 1000))
         with translate():
             answer = await self._client.xread({names.EVENTS: after}, count=count, block=block)
-        return [
-            (entry_id.decode(), fields[b"kind"].decode(), load_json(fields[b"facts"]))
-            for _, entries in stream_rows(answer)
-            for entry_id, fields in entries
-        ]
-
-
-def _lease(worker_id: str, run_id: str, raw: bytes) -> Lease:
-    epoch, slots, until_ms = (int(word) for word in raw.split())
-    return Lease(
-        worker_id=worker_id,
-        run_id=run_id,
-        lease_epoch=epoch,
-        slot_count=slots,
-        lease_until_ms=until_ms or None,
-    )
+        return [event_row(*entry) for _, entries in stream_rows(answer) for entry in entries]
 
 
 def _sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
@@ -226,6 +245,7 @@ def _sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
         config=config,
         head_version=max(part["head_version"] for part in parts),
         depth=sum(part["depth"] for part in parts),
+        memory_bytes=sum(part["memory_bytes"] for part in parts),
         trajectories=total("trajectories"),
         turns=total("turns"),
         groups_waiting=sum(part["groups_waiting"] for part in parts),

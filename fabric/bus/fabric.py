@@ -1,4 +1,4 @@
-"""All ports on one Redis: what a process opens at its start and closes at its end."""
+"""All ports on one broker: what a process opens at its start and closes at its end."""
 
 from __future__ import annotations
 
@@ -9,35 +9,49 @@ from redis.asyncio import Redis
 from ..records import RunConfig
 from .board import RedisLeaseBoard
 from .connection import check_broker, open_broker
+from .durability import Durability, check_durability
 from .rollouts import RedisRolloutStream
 from .trajectories import RedisTrajectoryQueue
 from .turns import RedisTurnQueue
+from .url import read_url
 from .weights import RedisWeightStore
 
 
 class RedisFabric:
-    """Fabric (see ports) on one Redis."""
+    """Fabric (see ports) on Redis or Valkey: one server, a cluster, or whichever Sentinel names."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, *, durability: Durability = "memory", has_reward_queue: bool = True) -> None:
         self._client = client
-        self.board = RedisLeaseBoard(client)
+        self._durability = durability
+        self.board = RedisLeaseBoard(client, has_reward_queue=has_reward_queue)
         self.weights = RedisWeightStore(client)
 
     @classmethod
-    async def open(cls, url: str, *, client_name: str, patience_s: float = 10.0) -> RedisFabric:
+    async def open(
+        cls, url: str, *, client_name: str, patience_s: float = 10.0, durability: Durability | None = None
+    ) -> RedisFabric:
         """Connect and check the broker.
 
+        Args:
+            url: one broker, a node of a Redis Cluster, or sentinels (url.py).
+            client_name: shown by CLIENT LIST at the broker; no spaces.
+            patience_s: how long a command keeps trying while the broker is away.
+            durability: what a push waits for (durability.py). Default: what the URL says, else "memory".
+
         Raises:
-            ConfigError: the URL is not one of ours.
+            ConfigError: the URL is not one of ours, or the broker cannot confirm that durability.
             BrokerError: unreachable, refused, too old, or it would evict keys.
         """
+        parts = read_url(url)
+        wanted = durability or parts.durability
         client = await open_broker(url, client_name=client_name, patience_s=patience_s)
         try:
-            await check_broker(client)
+            facts = await check_broker(client)
+            check_durability(facts, wanted)
         except BaseException:
             await client.aclose()
             raise
-        return cls(client)
+        return cls(client, durability=wanted, has_reward_queue=bool(parts.reward_queue) or not facts.is_cluster)
 
     def trajectories(self, run: RunConfig) -> RedisTrajectoryQueue:
         return RedisTrajectoryQueue(self._client, run)
@@ -46,7 +60,7 @@ class RedisFabric:
         return RedisTurnQueue(self._client, run)
 
     def rollouts(self, run: RunConfig) -> RedisRolloutStream:
-        return RedisRolloutStream(self._client, run)
+        return RedisRolloutStream(self._client, run, durability=self._durability)
 
     async def close(self) -> None:
         await self._client.aclose()

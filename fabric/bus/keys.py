@@ -15,26 +15,35 @@ Fabric: tag {rf}
   rf:{rf}:heartbeats        ZSET   worker_id → time of the last heartbeat. As above.
   rf:{rf}:lends             HASH   worker_id (or "*") → "on" | "off" | a slot limit: the serving team's switch, theirs.
   rf:{rf}:assignments       HASH   worker_id → run_id: which run's leases to look at. Controller; with the worker.
-  rf:{rf}:leader            STRING "controller term". Expires by itself (PX).
+  rf:{rf}:leader            STRING "controller term until_ms". Rewritten by whoever leads.
   rf:{rf}:lease_epoch       STRING counter of terms, only grows. Never deleted.
   rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: for people to read.
+  rf:{rf}:clock             STRING "wall now": the clock of this tag, the broker's without its steps (use/look.lua).
+  rf:{rf}:lease_bell:<worker>  LIST one ring at most: this worker's lease may have changed. TTL BELL_TTL_MS.
 
 Run shard: tag {run.s}. Without a note: deleted with the run.
-  rf:{run.s}:run            HASH   head_version, staleness, depth (trajectories not yet consumed), depth_max.
+  rf:{run.s}:run            HASH   head_version, staleness, when_stale, depth (trajectories not yet consumed) and
+                                   depth_max, bytes (jobs and rollouts of open and waiting groups) and bytes_max.
+  rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
-  rf:{run.s}:group:<id>     HASH   size, closed (trajectories that ended), failed, state (open | complete), task (JSON).
-                                   Deleted by acknowledge or cancel.
+  rf:{run.s}:group:<id>     HASH   size, quorum, priority, completed, failed, cancelled (trajectories that ended so),
+                                   state (open | complete), ended_by, bytes, task (JSON). Deleted by acknowledge or
+                                   cancel.
+  rf:{run.s}:open           HASH   group_id → "priority missing quorum" of groups not complete. Field deleted then.
+  rf:{run.s}:late           ZSET   group_id → its deadline. Member deleted when it is complete or cancelled.
   rf:{run.s}:rollouts:<id>  HASH   trajectory_id → Rollout. As above.
   rf:{run.s}:completed      STREAM group: complete groups, consumer group "trainer". Entry deleted by acknowledge.
   rf:{run.s}:dead           HASH   trajectory_id → DeadLetter. Deleted by retry or discard.
   rf:{run.s}:consumed       ZSET   group_id → time of acknowledgement, the newest CONSUMED_COUNT_MAX.
 
   For each kind of job, K = trajectory | turn:
-  rf:{run.s}:K:ready        STREAM id: jobs that wait, consumer group "workers". Entry deleted by claim.
-  rf:{run.s}:K:job          HASH   id → TrajectoryJob | TurnJob. Deleted when the job ends.
-  rf:{run.s}:K:record       HASH   id → "state fence attempt loss worker". Trajectories: deleted with the group.
-                                   Turns: deleted when their trajectory ends.
+  rf:{run.s}:K:ready:<u>    STREAM id: jobs that wait, by urgency 0 (first), 1, 2; consumer group "workers". Entry
+                                   deleted by claim.
+  rf:{run.s}:K:job          HASH   id → TrajectoryJob | TurnJob. Turns: deleted when they end. Trajectories: deleted
+                                   with the group, for a rollout too stale to be delivered is run again.
+  rf:{run.s}:K:record       HASH   id → "state fence attempt loss rerun worker". Trajectories: deleted with the
+                                   group. Turns: deleted when their trajectory ends.
   rf:{run.s}:K:deadline     ZSET   id → claim_until_ms. Member deleted when the claim ends.
   rf:{run.s}:K:held         HASH   worker_id → claims it holds. Field deleted at zero.
   rf:{run.s}:K:bell         LIST   wakes one idle worker; bounded to 64: more would only cost empty claims.
@@ -61,7 +70,9 @@ PREFIX = "rf"
 CONSUMER_GROUP_WORKERS = "workers"
 CONSUMER_GROUP_TRAINER = "trainer"
 EVENT_COUNT_MAX = 10_000
+URGENCY_COUNT = 3
 CONSUMED_COUNT_MAX = 100_000  # a trainer that repeats an older push than this many groups would be believed
+BELL_TTL_MS = 60_000
 INBOX_TTL_MS = 3_600_000  # an agent that has been gone for an hour reads its turns from turn:result instead
 
 RUNS = f"{PREFIX}:{{rf}}:runs"
@@ -72,13 +83,19 @@ ASSIGNMENTS = f"{PREFIX}:{{rf}}:assignments"
 LEADER = f"{PREFIX}:{{rf}}:leader"
 LEASE_EPOCH = f"{PREFIX}:{{rf}}:lease_epoch"
 EVENTS = f"{PREFIX}:{{rf}}:events"
+CLOCK = f"{PREFIX}:{{rf}}:clock"
+
+
+def lease_bell(worker_id: str) -> str:
+    """The list that wakes a worker when its lease has changed."""
+    return f"{PREFIX}:{{rf}}:lease_bell:{worker_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
     """Keys of one kind of job on one shard."""
 
-    ready: str
+    ready: tuple[str, ...]
     job: str
     record: str
     deadline: str
@@ -93,7 +110,10 @@ class ShardKeys:
     def __init__(self, run_id: str, shard: int) -> None:
         self.base = f"{PREFIX}:{{{run_id}.{shard}}}"
         self.run = f"{self.base}:run"
+        self.clock = f"{self.base}:clock"
         self.counters = f"{self.base}:counters"
+        self.open = f"{self.base}:open"
+        self.late = f"{self.base}:late"
         self.leases = f"{self.base}:leases"
         self.completed = f"{self.base}:completed"
         self.dead = f"{self.base}:dead"
@@ -104,8 +124,9 @@ class ShardKeys:
         self.turn_result = f"{self.base}:turn:result"
 
     def _jobs(self, kind: str) -> JobKeys:
-        names = ("ready", "job", "record", "deadline", "held", "bell", "log")
-        return JobKeys(*(f"{self.base}:{kind}:{name}" for name in names))
+        ready = tuple(f"{self.base}:{kind}:ready:{urgency}" for urgency in range(URGENCY_COUNT))
+        names = ("job", "record", "deadline", "held", "bell", "log")
+        return JobKeys(ready, *(f"{self.base}:{kind}:{name}" for name in names))
 
     def group(self, group_id: str) -> str:
         return f"{self.base}:group:{group_id}"

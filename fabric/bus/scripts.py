@@ -3,6 +3,8 @@
 - A script runs whole or not at all, on one slot: all its keys come in KEYS and share a hash tag.
 - Time inside a script is the broker's; callers' clocks are never trusted.
 - `-- use a b` in a script's head puts the functions of lua/use/a.lua and b.lua before it, as text.
+- At the broker's memory limit a script is refused whole, before its first line, unless its head says
+  `-- flags allow-oom`: nothing new is taken in, and all that was taken in can end.
 - The typed caller of each script lives beside the port that it serves.
 """
 
@@ -17,11 +19,13 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from .channel import Argument, Channel, checked
+from .channel import Argument, Channel, Command, checked
+from .cluster_client import ClusterClient
 
 __all__ = ["Argument", "Call", "Scripts", "load_script"]
 
 USE = re.compile(r"^-- use ([a-z_ ]+)$", re.MULTILINE)
+FLAGS = re.compile(r"^-- flags ([a-z-]+)$", re.MULTILINE)
 Call = tuple[str, Sequence[str], Sequence[Argument]]
 
 
@@ -29,7 +33,7 @@ class Scripts:
     """Calls scripts on one broker connection pool."""
 
     def __init__(self, client: Redis) -> None:
-        self.channel = Channel(client)
+        self.channel = client.channel() if isinstance(client, ClusterClient) else Channel(client)
         self._sources: dict[str, tuple[str, str]] = {}
 
     async def call(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
@@ -38,15 +42,24 @@ class Scripts:
 
     async def call_many(self, calls: Sequence[Call]) -> list[Any]:
         """Run several scripts in one round trip; answers in order, an error as an exception object in its place."""
-        answers = await self.channel.ask_many(
-            [("EVALSHA", self._script(name)[0], len(keys), *keys, *args) for name, keys, args in calls]
-        )
+        answers = await self.channel.ask_many(self._commands(calls))
         for index, answer in enumerate(answers):
             if isinstance(answer, NoScriptError):  # new to this broker, or forgotten in a restart: nothing ran
                 name, keys, args = calls[index]
                 again = ("EVAL", self._script(name)[1], len(keys), *keys, *args)
                 (answers[index],) = await self.channel.ask_many([again])
         return answers
+
+    async def call_together(self, calls: Sequence[Call], last: Command) -> list[Any]:
+        """Run scripts of one slot and then a command, over one connection; answers in order, as `call_many`."""
+        answers = await self.channel.ask_alone([*self._commands(calls), last])
+        if any(isinstance(answer, NoScriptError) for answer in answers):  # all of them again: they bear it
+            sources = [("EVAL", self._script(name)[1], len(keys), *keys, *args) for name, keys, args in calls]
+            answers = await self.channel.ask_alone([*sources, last])
+        return answers
+
+    def _commands(self, calls: Sequence[Call]) -> list[Command]:
+        return [("EVALSHA", self._script(name)[0], len(keys), *keys, *args) for name, keys, args in calls]
 
     def _script(self, name: str) -> tuple[str, str]:
         found = self._sources.get(name)
@@ -60,6 +73,7 @@ def load_script(name: str) -> str:
     """The text of script `name`, with the functions it uses before it."""
     folder = files(__package__).joinpath("lua")
     source = folder.joinpath(f"{name}.lua").read_text("utf-8")
-    used = USE.search(source)
+    used, flags = USE.search(source), FLAGS.search(source)
     parts = used.group(1).split() if used else []
-    return "".join(folder.joinpath("use", f"{part}.lua").read_text("utf-8") for part in parts) + source
+    head = f"#!lua flags={flags.group(1)}\n" if flags else "#!lua\n"
+    return head + "".join(folder.joinpath("use", f"{part}.lua").read_text("utf-8") for part in parts) + source

@@ -7,7 +7,7 @@ shard that its id hashes to; claims visit shards in turn.
 from __future__ import annotations
 
 from ..ids import group_of, shard_of
-from .keys import ShardKeys
+from .keys import JobKeys, ShardKeys
 
 
 class RunShards:
@@ -39,8 +39,20 @@ def turn_keys(keys: ShardKeys) -> list[str]:
     return [turn.record, turn.deadline, turn.held, turn.job, turn.log, keys.turn_agent, keys.turn_result]
 
 
+def waking_keys(keys: ShardKeys, jobs: JobKeys) -> list[str]:
+    """What `make_ready` writes and reads, in its order."""
+    return [*jobs.ready, jobs.bell, keys.open]
+
+
 def ending_keys(keys: ShardKeys, group_id: str) -> list[str]:
-    """KEYS[1..16] of settle_trajectory, fail_trajectory and cancel_group."""
+    """KEYS[1..19] of every script that ends trajectories: see lua/use/drop.lua."""
     t = keys.trajectory
     own = [t.record, t.deadline, t.held, t.job, t.log]
-    return [*own, *turn_keys(keys), keys.group(group_id), keys.rollouts(group_id), keys.completed, keys.counters]
+    group = [keys.group(group_id), keys.rollouts(group_id), keys.completed, keys.counters]
+    return [*own, *turn_keys(keys), *group, keys.run, keys.open, keys.late]
+
+
+def rerun_keys(keys: ShardKeys, group_id: str) -> list[str]:
+    """KEYS[1..24] of the scripts that may also run a trajectory again, or give it up."""
+    t = keys.trajectory
+    return [*ending_keys(keys, group_id), *t.ready, t.bell, keys.dead]

@@ -16,22 +16,16 @@ from ..errors import WireError
 from ..ids import group_of, turn_id
 from ..ports import Reaped, TrajectoryClaim
 from ..records import DeadLetter, Rollout, RunConfig, TrajectoryJob, TurnResult
+from ..rules.giving_up import GIVEN_UP, LOSS_COUNT_MAX, RERUN_COUNT_MAX, SCORE_COUNT_MAX, given_up, too_stale
 from ..wire import load_json
 from .connection import translate
 from .keys import ShardKeys
 from .scripts import Scripts
-from .shards import RunShards, ending_keys
+from .shards import RunShards, ending_keys, rerun_keys, waking_keys
 
-CLAIM_MS = 5_000  # an agent renews every second; four missed renewals mean it is gone
-SCORE_MS = 30_000  # after this a reward is asked for again
-SCORE_COUNT_MAX = 20  # times, that is ten minutes: reward workers may be restarted, or have a long queue
-LOSS_COUNT_MAX = 5  # workers that one trajectory may cost before it is taken for the cause
+CLAIM_MS = 2_000  # an agent renews four times as often; missing that means it is gone
+SCORE_MS = 2_000  # within this a reward must have been asked for, or be renewed by who computes it
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
-
-REASONS = {
-    b"lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
-    b"unscored": f"its reward was asked for {SCORE_COUNT_MAX} times, without an answer: is a reward worker running?",
-}
 
 
 class RedisTrajectoryQueue:
@@ -54,17 +48,19 @@ class RedisTrajectoryQueue:
             with translate():
                 answer = await self._scripts.call(
                     "claim",
-                    [t.ready, t.job, t.record, t.deadline, t.held, t.log, keys.leases, keys.run],
+                    [*t.ready, t.job, t.record, t.deadline, t.held, t.log, keys.clock, keys.run, keys.completed],
                     [worker_id, want - len(claims), self._claim_ms, "-", 0],
                 )
-                claims += [await self._claim(keys, row) for row in answer[1:]]
+                claims += [await self._claim(worker_id, keys, row) for row in answer[1:]]
         return claims
 
-    async def _claim(self, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim:
+    async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim:
         _, fence, attempt, loss, raw, snapshot = row
         job = TrajectoryJob.decode(raw)
         turns = await self._settled_turns(keys, job.trajectory_id) if fence > 1 else ()
-        return TrajectoryClaim(job=job, fence=fence, attempt=attempt, loss=loss, snapshot=snapshot, turns=turns)
+        return TrajectoryClaim(
+            job=job, worker_id=worker_id, fence=fence, attempt=attempt, loss=loss, snapshot=snapshot, turns=turns
+        )
 
     async def _settled_turns(self, keys: ShardKeys, trajectory_id: str) -> tuple[TurnResult, ...]:
         names = [turn_id(trajectory_id, index) for index in range(self._run.turn_count_max)]
@@ -87,29 +83,57 @@ class RedisTrajectoryQueue:
             by_shard.setdefault(self._shards.index_of(row[0].job.trajectory_id), []).append(row)
         lost: list[str] = []
         for shard, part in by_shard.items():
-            t = self._shards.all[shard].trajectory
+            keys = self._shards.all[shard]
+            t = keys.trajectory
             args: list[Any] = [worker_id, self._claim_ms]
             for claim, log in part:
                 args += [claim.job.trajectory_id, claim.fence, log]
             with translate():
-                kept = await self._scripts.call("renew", [t.record, t.deadline, t.log], args)
+                kept = await self._scripts.call("renew", [t.record, t.deadline, t.log, keys.clock], args)
             lost += [claim.job.trajectory_id for (claim, _), is_kept in zip(part, kept, strict=True) if not is_kept]
         return lost
 
     async def settle(self, claim: TrajectoryClaim, rollout: Rollout, *, is_scored: bool) -> bool:
-        return await self._settle(claim.fence, rollout, "completed" if is_scored else "scoring")
+        return await self._settle(claim.fence, claim.worker_id, rollout, "completed" if is_scored else "scoring")
 
-    async def _settle(self, fence: int, rollout: Rollout, state: str) -> bool:
+    async def _settle(self, fence: int, worker_id: str, rollout: Rollout, state: str) -> bool:
         keys = self._shards.of(rollout.trajectory_id)
         args: list[Any] = [rollout.trajectory_id, fence, rollout.group_id, state, rollout.encode(), self._score_ms]
+        args += [worker_id, rollout.policy_version]
         with translate():
-            return bool(await self._scripts.call("settle_trajectory", ending_keys(keys, rollout.group_id), args))
+            answer = await self._scripts.call(
+                "settle_trajectory", [*ending_keys(keys, rollout.group_id), keys.clock], args
+            )
+        if not isinstance(answer, list):
+            return bool(answer)
+        with translate():
+            raw = await self._client.hget(keys.trajectory.job, rollout.trajectory_id)
+        if raw is not None:
+            reason = too_stale(rollout.policy_version, answer[1])
+            letter = given_up(self._run.run_id, worker_id, TrajectoryJob.decode(raw), reason)
+            await self._fail(rollout.trajectory_id, fence, letter, 0, RERUN_COUNT_MAX)
+        return False
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
         found = await self._made(trajectory_id)
         if found is None:
             return False
-        return await self._settle(fence, dataclasses.replace(found[1], reward=reward), "completed")
+        return await self._settle(fence, "", dataclasses.replace(found[1], reward=reward), "completed")
+
+    async def keep_scoring(self, rows: Sequence[tuple[str, int]], duration_s: float) -> list[str]:
+        by_shard: dict[int, list[tuple[str, int]]] = {}
+        for row in rows:
+            by_shard.setdefault(self._shards.index_of(row[0]), []).append(row)
+        gone: list[str] = []
+        for shard, part in by_shard.items():
+            keys = self._shards.all[shard]
+            args: list[Any] = [int(duration_s * 1000), *(word for row in part for word in row)]
+            with translate():
+                kept = await self._scripts.call(
+                    "keep_scoring", [keys.trajectory.record, keys.trajectory.deadline, keys.clock], args
+                )
+            gone += [name for (name, _), is_kept in zip(part, kept, strict=True) if not is_kept]
+        return gone
 
     async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
         found = await self._made(trajectory_id)
@@ -130,15 +154,15 @@ class RedisTrajectoryQueue:
         return task["task"], Rollout.decode(raw)
 
     async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
-        keys = self._shards.of(trajectory_id)
-        group_id = group_of(trajectory_id)
-        t = keys.trajectory
-        attempt_max = 0 if is_final else self._run.attempt_count_max
+        return await self._fail(trajectory_id, fence, letter, 0 if is_final else self._run.attempt_count_max, 0)
+
+    async def _fail(self, trajectory_id: str, fence: int, letter: DeadLetter, attempt_max: int, rerun_max: int) -> str:
+        keys, group_id = self._shards.of(trajectory_id), group_of(trajectory_id)
         with translate():
             code = await self._scripts.call(
                 "fail_trajectory",
-                [*ending_keys(keys, group_id), t.ready, t.bell, keys.dead],
-                [trajectory_id, fence, group_id, letter.encode(), attempt_max],
+                rerun_keys(keys, group_id),
+                [trajectory_id, fence, group_id, letter.encode(), attempt_max, rerun_max],
             )
         return {0: "lost", 2: "retry", 3: "dead"}[code]
 
@@ -149,8 +173,8 @@ class RedisTrajectoryQueue:
             with translate():
                 await self._scripts.call(
                     "release",
-                    [t.ready, t.bell, t.record, t.deadline, t.held, t.log, keys.counters],
-                    [worker_id, claim.job.trajectory_id, claim.fence, b""],
+                    [*waking_keys(keys, t), t.record, t.deadline, t.held, t.log, keys.counters],
+                    [worker_id, 0, claim.job.trajectory_id, claim.fence, b""],
                 )
 
     async def reap(self, worker_id: str) -> Reaped:
@@ -161,32 +185,20 @@ class RedisTrajectoryQueue:
             with translate():
                 rows = await self._scripts.call(
                     "reap",
-                    [t.ready, t.bell, t.record, t.deadline, t.held, t.job, keys.counters],
+                    [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock],
                     [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms, self._score_ms, SCORE_COUNT_MAX],
                 )
             for what, name, fence, raw in rows:
                 trajectory_id = name.decode()
                 if what == b"scoring":
                     scoring.append((trajectory_id, fence))
-                elif what in REASONS:
+                elif what.decode() in GIVEN_UP:
                     dead += 1
-                    letter = self._given_up(worker_id, raw, REASONS[what])
+                    letter = given_up(self._run.run_id, worker_id, TrajectoryJob.decode(raw), GIVEN_UP[what.decode()])
                     await self.fail(trajectory_id, fence, letter, is_final=True)
                 else:
                     ready += 1
         return Reaped(ready_count=ready, scoring=tuple(scoring), dead_count=dead)
-
-    def _given_up(self, worker_id: str, raw: bytes, reason: str) -> DeadLetter:
-        job = TrajectoryJob.decode(raw)
-        return DeadLetter(
-            trajectory_id=job.trajectory_id,
-            run_id=self._run.run_id,
-            worker_id=worker_id,
-            reason=reason,
-            traceback="",
-            attempt=0,
-            job=dataclasses.asdict(job),
-        )
 
     async def wait(self, timeout_s: float) -> None:
         with translate():

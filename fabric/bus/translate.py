@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -17,8 +17,9 @@ import redis.asyncio
 from redis import exceptions
 
 from ..errors import BrokerError, BrokerFull, FabricError
+from .url import shown
 
-__all__ = ["broker_name", "translate"]
+__all__ = ["PrimaryUnknown", "broker_name", "name_of", "translate"]
 
 # First match wins, so subclasses stand before their bases. {cause} is what the broker or the system said.
 REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
@@ -50,14 +51,30 @@ REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
     (exceptions.BusyLoadingError, "loading", "is still loading its data from disk: wait, then try again"),
     (exceptions.ReadOnlyError, "replica", "is a read-only replica: give the URL of the primary"),
     (
-        exceptions.MovedError,
+        exceptions.AskError,
         "cluster",
-        "is one node of a Redis Cluster and does not hold this key ({cause}): give a broker that holds all slots",
+        "is a Redis Cluster whose nodes send us back and forth ({cause}): wait for its resharding to end",
     ),
-    (exceptions.ClusterDownError, "cluster", "belongs to a Redis Cluster that is down ({cause}): see CLUSTER INFO"),
+    (
+        exceptions.TryAgainError,
+        "cluster",
+        "is a Redis Cluster that moves these keys just now ({cause}): wait for its resharding to end",
+    ),
+    (exceptions.ClusterDownError, "cluster", "is a Redis Cluster that is down ({cause}): see CLUSTER INFO there"),
     (exceptions.MaxConnectionsError, "busy", "has no free connection for this process: raise max_connections"),
 )
+
+
+class PrimaryUnknown(exceptions.ConnectionError):
+    """The sentinels name no primary that is one; there may be one in a moment."""
+
+
 CAUSES: tuple[tuple[type[BaseException], str, str], ...] = (
+    (
+        PrimaryUnknown,
+        "failover",
+        "has no primary just now ({cause}): look at the sentinels' logs, and at the service name in the URL",
+    ),
     (
         socket.gaierror,
         "resolve",
@@ -91,8 +108,19 @@ CAUSES: tuple[tuple[type[BaseException], str, str], ...] = (
     ),
 )
 TEXTS: tuple[tuple[str, str, str], ...] = (
+    (
+        "ACL failure in script",
+        "permission",
+        "refused a script ({cause}): write its ACL file again with `rollfab acl`, and load it there",
+    ),
     ("MISCONF", "disk", "cannot save its data ({cause}): free disk space there, then look in its log"),
+    (
+        "NOGROUP",
+        "forgotten",
+        "does not know this run any more ({cause}): it was started again without its data; create the run again",
+    ),
     ("BUSY ", "busy", "is busy with a long script ({cause}): wait, or end it with SCRIPT KILL"),
+    ("SELECT is not allowed", "database", "is a Redis Cluster, which has one database ({cause}): use /0"),
     ("DB index", "database", "does not have the database in the URL ({cause}): use /0"),
     ("max number of clients", "busy", "has too many clients ({cause}): raise maxclients there"),
     ("No connection available", "busy", "has no free connection for this process: raise max_connections"),
@@ -125,12 +153,17 @@ class translate:
 
 def broker_name(client: redis.asyncio.Redis) -> str:
     """Where a client leads, as a URL without user, password or settings."""
-    known: dict[str, Any] = client.connection_pool.connection_kwargs
-    database = known.get("db") or 0
-    if "path" in known:
-        return f"unix://{known['path']}" + (f"?db={database}" if database else "")
-    scheme = "rediss" if _is_tls(client) else "redis"
-    return f"{scheme}://{known.get('host', 'localhost')}:{known.get('port', 6379)}/{database}"
+    pool: Any = client.connection_pool
+    return getattr(pool, "broker_name", None) or name_of(pool.connection_kwargs, is_tls=_is_tls(client))
+
+
+def name_of(options: Mapping[str, Any], *, is_tls: bool) -> str:
+    """What to call the server that connections with these options lead to."""
+    database = options.get("db") or 0
+    if "path" in options:
+        return f"unix://{options['path']}" + (f"?db={database}" if database else "")
+    where = shown((options.get("host", "localhost"), options.get("port", 6379)))
+    return f"{'rediss' if is_tls else 'redis'}://{where}/{database}"
 
 
 def _ours(error: exceptions.RedisError, client: redis.asyncio.Redis | None) -> FabricError:
@@ -146,7 +179,7 @@ def _explain(error: exceptions.RedisError, *, is_tls: bool) -> tuple[str, str, s
     for kind, reason, text in REPLIES:
         if isinstance(error, kind):
             return reason, text, said
-    for below in _causes(error):
+    for below in (error, *_causes(error)):
         for kind, reason, text in CAUSES:
             if isinstance(below, kind):
                 return reason, text, str(below)

@@ -11,17 +11,16 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from ..ids import trajectory_of
 from ..ports import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, RunConfig, TokenLog, TurnJob, TurnResult
+from ..rules.giving_up import LOSS_COUNT_MAX, lost_turn
 from .channel import Command, checked, stream_entries
 from .connection import translate
 from .keys import INBOX_TTL_MS, ShardKeys
 from .scripts import Scripts
-from .shards import RunShards
+from .shards import RunShards, waking_keys
 
 CLAIM_MS = 2_000  # the stall timeout: a worker that says nothing for this long has lost its turns
-LOSS_COUNT_MAX = 5  # workers that one turn may cost before it is given up
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
 RESULT_COUNT = 512  # results taken from an inbox at once
 
@@ -53,7 +52,7 @@ class RedisTurnQueue:
             args: list[Any] = [agent_id]
             for push in part:
                 args += [push.trajectory_id, push.fence, push.job.turn_id, push.job.encode()]
-            names = [keys.trajectory.record, u.ready, u.bell, u.job, u.record]
+            names = [keys.trajectory.record, *waking_keys(keys, u), u.job, u.record]
             with translate():
                 codes = await self._scripts.call(
                     "push_turns", [*names, keys.turn_agent, keys.turn_result, keys.inbox(agent_id)], args
@@ -108,7 +107,7 @@ class RedisTurnQueue:
 
     def _claim_keys(self, keys: ShardKeys) -> list[str]:
         u = keys.turn
-        return [u.ready, u.job, u.record, u.deadline, u.held, u.log, keys.leases, keys.run]
+        return [*u.ready, u.job, u.record, u.deadline, u.held, u.log, keys.clock, keys.run, keys.leases]
 
     def _settle_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnSettle]) -> Any:
         u = keys.turn
@@ -125,7 +124,7 @@ class RedisTurnQueue:
         args: list[Any] = [worker_id, self._claim_ms]
         for row in rows:
             args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
-        return "renew", [keys.turn.record, keys.turn.deadline, keys.turn.log], args
+        return "renew", [keys.turn.record, keys.turn.deadline, keys.turn.log, keys.clock], args
 
     async def _read(
         self,
@@ -162,16 +161,16 @@ class RedisTurnQueue:
             if code == 0:
                 outcome.refused.append(row.claim.job.turn_id)
 
-    async def release(self, worker_id: str, progress: Sequence[TurnProgress]) -> None:
+    async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
         for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
             keys = self._shards.all[shard]
             u = keys.turn
-            args: list[Any] = [worker_id]
+            args: list[Any] = [worker_id, LOSS_COUNT_MAX if is_stalled else 0]
             for row in part:
                 args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
             with translate():
                 await self._scripts.call(
-                    "release", [u.ready, u.bell, u.record, u.deadline, u.held, u.log, keys.counters], args
+                    "release", [*waking_keys(keys, u), u.record, u.deadline, u.held, u.log, keys.counters], args
                 )
 
     async def reap(self, worker_id: str) -> Reaped:
@@ -181,7 +180,7 @@ class RedisTurnQueue:
             with translate():
                 rows = await self._scripts.call(
                     "reap",
-                    [u.ready, u.bell, u.record, u.deadline, u.held, u.job, keys.counters],
+                    [*waking_keys(keys, u), u.record, u.deadline, u.held, u.job, keys.counters, keys.clock],
                     [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms],
                 )
             ready += sum(row[0] == b"ready" for row in rows)
@@ -228,7 +227,6 @@ def _give_up(row: Sequence[Any]) -> TurnSettle:
         spans=(),
         completion_ids=NO_IDS,
         logprobs=NO_LOGPROBS,
-        error=f"{LOSS_COUNT_MAX} workers died or froze while they ran turn {name.decode()} "
-        f"of {trajectory_of(job.turn_id)}",
+        error=lost_turn(name.decode()),
     )
     return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=LOSS_COUNT_MAX), result=result)

@@ -18,6 +18,7 @@ from ..rules.chain import Link
 from ..rules.publish import ALREADY, GRANTED, chunks_lost, refusal
 from ..weights.manifest import Head, WeightManifest
 from .keys import ShardKeys, WeightKeys
+from .rows import head_row, version_rows
 from .scripts import Argument, Scripts
 from .translate import translate
 
@@ -45,8 +46,8 @@ class RedisWeightStore:
 
     async def head(self, run_id: str) -> Head:
         with translate(self._client):
-            version, epoch, kind = await self._client.hmget(WeightKeys(run_id).head, ["version", "epoch", "kind"])
-        return Head(int(version or -1), int(epoch or 0), (kind or b"").decode())
+            values = await self._client.hmget(WeightKeys(run_id).head, ["version", "epoch", "kind", "moved_by"])
+        return head_row(run_id, values)
 
     async def wait_head(self, run_id: str, above: int, timeout_s: float) -> Head:
         stream = WeightKeys(run_id).announcements
@@ -98,8 +99,7 @@ class RedisWeightStore:
     async def held(self, run_id: str) -> list[tuple[int, str]]:
         with translate(self._client):
             fields = await self._client.hkeys(WeightKeys(run_id).manifests)
-        names = (field.decode().split(":", 1) for field in fields)
-        return sorted((int(version), kind) for version, kind in names)
+        return version_rows(run_id, fields)
 
     async def manifests(self, run_id: str, names: Sequence[tuple[int, str]]) -> list[WeightManifest | None]:
         if not names:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RunUnknown
+from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import lease_left
 from ..rules.runs import check_same_run
+from ..wire import check_size, dump_json
 from .state import MemoryBroker, RunState
 
 
@@ -48,12 +50,13 @@ class MemoryLeaseBoard:
             config=run.config,
             head_version=run.head_version,
             depth=run.depth,
+            memory_bytes=run.bytes_held,
             trajectories={
-                "queued": len(run.trajectories.ready),
+                "queued": run.trajectories.ready_count,
                 "running": running,
                 "scoring": len(run.trajectories.deadlines) - running,
             },
-            turns={"ready": len(run.turns.ready), "claimed": sum(run.turns.held.values())},
+            turns={"ready": run.turns.ready_count, "claimed": sum(run.turns.held.values())},
             groups_waiting=len(run.completed) + len(run.pending),
             dead_count=len(run.dead),
             counters=dict(run.counters),
@@ -103,6 +106,8 @@ class MemoryLeaseBoard:
             return False
         until_ms = self._broker.now_ms() + duration_ms if duration_ms else 0
         run.leases[lease.worker_id] = (lease.lease_epoch, lease.slot_count, until_ms)
+        if held is None or held[0] != lease.lease_epoch:
+            self._broker.lease_bell(lease.worker_id).set()
         return True
 
     async def end_lease(self, lease: Lease) -> None:
@@ -110,6 +115,10 @@ class MemoryLeaseBoard:
         held = run.leases.get(lease.worker_id)
         if held is not None and held[0] <= lease.lease_epoch:
             del run.leases[lease.worker_id]
+        self._broker.lease_bell(lease.worker_id).set()
+
+    async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
+        await self._broker.wait(self._broker.lease_bell(worker_id), timeout_s)
 
     async def leases(self, run_id: str) -> dict[str, Lease]:
         state = self._run(run_id)
@@ -122,6 +131,7 @@ class MemoryLeaseBoard:
         return dict(self._broker.lends)
 
     async def add_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        check_size(f"event {kind}", dump_json(dict(facts)), EVENT_BYTES_MAX)
         self._broker.events.append((str(len(self._broker.events) + 1), kind, dict(facts)))
 
     async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:

@@ -9,18 +9,22 @@ from typing import Any
 from ..ids import group_of, turn_id
 from ..ports import Exchange, Reaped, TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, DeadLetter, Rollout, RunConfig, TurnResult
+from ..rules.giving_up import (
+    GIVEN_UP,
+    LOSS_COUNT_MAX,
+    RERUN_COUNT_MAX,
+    SCORE_COUNT_MAX,
+    given_up,
+    is_stale,
+    lost_turn,
+    too_stale,
+)
 from ..rules.push import no_such_run
-from .state import JobRecord, JobTable, MemoryBroker, RunState
+from .state import FENCES_PER_CLAIM, JobRecord, JobTable, MemoryBroker, RunState
 
-CLAIM_MS = 5_000
+CLAIM_MS = 2_000
 TURN_CLAIM_MS = 2_000
-SCORE_MS = 30_000
-SCORE_COUNT_MAX = 20
-LOSS_COUNT_MAX = 5
-REASONS = {
-    "lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
-    "unscored": f"its reward was asked for {SCORE_COUNT_MAX} times, without an answer: is a reward worker running?",
-}
+SCORE_MS = 2_000
 
 
 class RunPort:
@@ -37,10 +41,12 @@ class RunPort:
             raise no_such_run(self._config.run_id)
         return state
 
-    def _take_ready(self, table: JobTable, worker_id: str, want: int, claim_ms: int) -> list[tuple[str, JobRecord]]:
+    def _take_ready(
+        self, table: JobTable, worker_id: str, want: int, claim_ms: int, *, class_count: int = 3
+    ) -> list[tuple[str, JobRecord]]:
         taken: list[tuple[str, JobRecord]] = []
-        while table.ready and len(taken) < want:
-            name = table.ready.pop(0)
+        while len(taken) < want and (waiting := next(filter(None, table.ready[:class_count]), None)):
+            name = waiting.pop(0)
             record = table.records.get(name)
             if record is None or record.state != "ready":
                 continue
@@ -61,17 +67,22 @@ class RunPort:
                 table.logs[name] = log
         return lost
 
-    def _release(self, table: JobTable, worker_id: str, rows: Sequence[tuple[str, int, Any]]) -> None:
+    def _release(
+        self, table: JobTable, worker_id: str, rows: Sequence[tuple[str, int, Any]], *, is_stalled: bool = False
+    ) -> None:
         for name, fence, log in rows:
             if not table.is_held(name, worker_id, fence):
                 continue
             record = table.records[name]
-            table.end_claim(name, record)
-            record.state, record.worker = "ready", "-"
             if log is not None:
                 table.logs[name] = log
-            table.make_ready(name)
-            self.run.count("released")
+            if is_stalled and record.loss + 1 >= LOSS_COUNT_MAX:
+                table.deadlines[name] = 0
+                continue
+            table.end_claim(name, record)
+            record.state, record.worker, record.loss = "ready", "-", record.loss + is_stalled
+            self.run.make_ready(table, name, was_held=True)
+            self.run.count("stalled" if is_stalled else "released")
 
     def _expired(self, table: JobTable, worker_id: str, claim_ms: int, score_ms: int = 0) -> list[tuple[str, str, int]]:
         now = self._broker.now_ms()
@@ -96,12 +107,19 @@ class RunPort:
         self.run.count("reaped")
         if record.loss < LOSS_COUNT_MAX:
             record.state, record.worker = "ready", "-"
-            table.make_ready(name)
+            self.run.make_ready(table, name, was_held=True)
             return "ready"
         record.fence, record.worker = record.fence + 1, worker_id
         table.deadlines[name] = self._broker.now_ms() + claim_ms
         table.held[worker_id] = table.held.get(worker_id, 0) + 1
         return "lost"
+
+
+def _may_settle(record: JobRecord, fence: int, worker_id: str) -> bool:
+    """As in bus/lua/settle_trajectory.lua."""
+    if record.fence != fence:
+        return False
+    return record.state == "scoring" if not worker_id else (record.state, record.worker) == ("claimed", worker_id)
 
 
 class MemoryTrajectoryQueue(RunPort):
@@ -117,13 +135,17 @@ class MemoryTrajectoryQueue(RunPort):
     async def claim(self, worker_id: str, want: int) -> list[TrajectoryClaim]:
         run = self.run
         claims: list[TrajectoryClaim] = []
-        for name, record in self._take_ready(run.trajectories, worker_id, want, self._claim_ms):
+        # As bus/lua/use/limit.lua.
+        must_wait = run.bytes_held >= run.config.memory_bytes_max and bool(run.completed)
+        count = 1 if must_wait else 3
+        for name, record in self._take_ready(run.trajectories, worker_id, want, self._claim_ms, class_count=count):
             turns: list[TurnResult] = []
             while (turn := turn_id(name, len(turns))) in run.results:
                 turns.append(run.results[turn])
             claims.append(
                 TrajectoryClaim(
                     job=run.trajectories.jobs[name],
+                    worker_id=worker_id,
                     fence=record.fence,
                     attempt=record.attempt,
                     loss=record.loss,
@@ -142,31 +164,48 @@ class MemoryTrajectoryQueue(RunPort):
         return not self._renew(self.run.trajectories, worker_id, self._claim_ms, rows)
 
     async def settle(self, claim: TrajectoryClaim, rollout: Rollout, *, is_scored: bool) -> bool:
-        return self._settle(claim.fence, rollout, "completed" if is_scored else "scoring")
+        return await self._settle(claim.fence, claim.worker_id, rollout, "completed" if is_scored else "scoring")
 
-    def _settle(self, fence: int, rollout: Rollout, state: str) -> bool:
+    async def _settle(self, fence: int, worker_id: str, rollout: Rollout, state: str) -> bool:
         run, name = self.run, rollout.trajectory_id
         record = run.trajectories.records.get(name)
         if record is not None and record.fence == fence and record.state == state:
             return True
-        if record is None or record.fence != fence or record.state not in ("claimed", "scoring"):
+        if record is None or not _may_settle(record, fence, worker_id):
             run.count("refused")
             return False
+        is_old = is_stale(rollout.policy_version, run.head_version, run.config.staleness)
+        if is_old and run.config.when_stale == "rerun":
+            reason = too_stale(rollout.policy_version, run.head_version)
+            letter = given_up(run.config.run_id, worker_id, run.trajectories.jobs[name], reason)
+            self._fail(name, fence, letter, 0, RERUN_COUNT_MAX)
+            return False
         run.trajectories.end_claim(name, record)
-        run.groups[rollout.group_id].rollouts[name] = rollout
+        run.keep_rollout(run.groups[rollout.group_id], rollout)
         run.forget_turns(name)
         run.trajectories.logs.pop(name, None)
         record.state = state
         if state == "scoring":
             run.trajectories.deadlines[name] = self._broker.now_ms() + self._score_ms
         else:
-            run.trajectories.jobs.pop(name, None)
             run.close(rollout.group_id, "completed")
         return True
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
         found = self._made(trajectory_id)
-        return found is not None and self._settle(fence, dataclasses.replace(found[1], reward=reward), "completed")
+        if found is None:
+            return False
+        return await self._settle(fence, "", dataclasses.replace(found[1], reward=reward), "completed")
+
+    async def keep_scoring(self, rows: Sequence[tuple[str, int]], duration_s: float) -> list[str]:
+        table, gone = self.run.trajectories, []
+        for name, fence in rows:
+            record = table.records.get(name)
+            if record is not None and record.state == "scoring" and record.fence == fence:
+                table.deadlines[name] = self._broker.now_ms() + duration_s * 1000
+            else:
+                gone.append(name)
+        return gone
 
     async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
         found = self._made(trajectory_id)
@@ -178,6 +217,9 @@ class MemoryTrajectoryQueue(RunPort):
         return None if group is None or rollout is None else (group.task, rollout)
 
     async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
+        return self._fail(trajectory_id, fence, letter, 0 if is_final else self._config.attempt_count_max, 0)
+
+    def _fail(self, trajectory_id: str, fence: int, letter: DeadLetter, attempt_max: int, rerun_max: int) -> str:
         run = self.run
         record = run.trajectories.records.get(trajectory_id)
         if record is None or record.fence != fence or record.state not in ("claimed", "scoring"):
@@ -185,15 +227,13 @@ class MemoryTrajectoryQueue(RunPort):
         run.trajectories.end_claim(trajectory_id, record)
         run.forget_turns(trajectory_id)
         run.trajectories.logs.pop(trajectory_id, None)
-        run.groups[group_of(trajectory_id)].rollouts.pop(trajectory_id, None)
-        record.attempt, record.worker = record.attempt + 1, "-"
-        run.count("attempts_failed")
-        if not is_final and record.attempt < self._config.attempt_count_max:
+        run.forget_rollout(run.groups[group_of(trajectory_id)], trajectory_id)
+        record.worker = "-"
+        if run.spend_attempt(record, attempt_max, rerun_max):
             record.state = "ready"
-            run.trajectories.make_ready(trajectory_id)
+            run.make_ready(run.trajectories, trajectory_id, was_held=True)
             return "retry"
         record.state = "failed"
-        run.trajectories.jobs.pop(trajectory_id, None)
         run.dead[trajectory_id] = letter
         run.close(group_of(trajectory_id), "failed")
         return "dead"
@@ -206,23 +246,13 @@ class MemoryTrajectoryQueue(RunPort):
         run = self.run
         rows = self._expired(run.trajectories, worker_id, self._claim_ms, self._score_ms)
         for what, name, fence in rows:
-            if what in REASONS:
-                await self.fail(name, fence, self._given_up(worker_id, name, REASONS[what]), is_final=True)
+            if what in GIVEN_UP:
+                letter = given_up(run.config.run_id, worker_id, run.trajectories.jobs[name], GIVEN_UP[what])
+                await self.fail(name, fence, letter, is_final=True)
         return Reaped(
             ready_count=sum(row[0] == "ready" for row in rows),
             scoring=tuple((name, fence) for what, name, fence in rows if what == "scoring"),
-            dead_count=sum(row[0] in REASONS for row in rows),
-        )
-
-    def _given_up(self, worker_id: str, name: str, reason: str) -> DeadLetter:
-        return DeadLetter(
-            trajectory_id=name,
-            run_id=self._config.run_id,
-            worker_id=worker_id,
-            reason=reason,
-            traceback="",
-            attempt=0,
-            job=dataclasses.asdict(self.run.trajectories.jobs[name]),
+            dead_count=sum(row[0] in GIVEN_UP for row in rows),
         )
 
     async def wait(self, timeout_s: float) -> None:
@@ -248,8 +278,8 @@ class MemoryTurnQueue(RunPort):
             run.agents[name] = agent_id
             if record is None:
                 run.turns.jobs[name] = push.job
-                run.turns.records[name] = JobRecord()
-                run.turns.make_ready(name)
+                run.turns.records[name] = JobRecord(fence=push.fence * FENCES_PER_CLAIM)
+                run.make_ready(run.turns, name, was_held=False)
             elif record.state == "settled":
                 run.deliver(agent_id, run.results[name])
         return lost
@@ -298,7 +328,7 @@ class MemoryTurnQueue(RunPort):
             run.results[name] = result
             run.deliver(run.agents[name], result)
             run.count("turns_settled")
-            if claim.fence > 1:
+            if claim.fence % FENCES_PER_CLAIM > 1:
                 run.count("turns_resumed")
             run.count("tokens", len(result.completion_ids))
         return True
@@ -318,9 +348,9 @@ class MemoryTurnQueue(RunPort):
                 TurnClaim(job=run.turns.jobs[name], fence=record.fence, loss=record.loss, log=run.turns.logs.get(name))
             )
 
-    async def release(self, worker_id: str, progress: Sequence[TurnProgress]) -> None:
+    async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
         rows = [(row.claim.job.turn_id, row.claim.fence, row.log) for row in progress]
-        self._release(self.run.turns, worker_id, rows)
+        self._release(self.run.turns, worker_id, rows, is_stalled=is_stalled)
 
     async def reap(self, worker_id: str) -> Reaped:
         rows = self._expired(self.run.turns, worker_id, self._claim_ms)
@@ -336,7 +366,7 @@ class MemoryTurnQueue(RunPort):
             spans=(),
             completion_ids=NO_IDS,
             logprobs=NO_LOGPROBS,
-            error=f"{LOSS_COUNT_MAX} workers died or froze while they ran turn {name}",
+            error=lost_turn(name),
         )
         return TurnSettle(
             claim=TurnClaim(job=self.run.turns.jobs[name], fence=fence, loss=LOSS_COUNT_MAX), result=result

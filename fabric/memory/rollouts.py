@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from ..ids import trajectory_id
 from ..ports import Delivery, GroupPush
 from ..records import DeadLetter, Group, RunConfig
-from ..rules.push import DEAD_COUNT_MAX, too_many_dead, too_many_open
+from ..rules.giving_up import RERUN_COUNT_MAX, given_up, is_stale, too_stale
+from ..rules.push import DEAD_COUNT_MAX, too_many_bytes, too_many_dead, too_many_open
+from ..wire import dump_json
 from .queue import RunPort
 from .state import GroupState, JobRecord, MemoryBroker
 
@@ -26,20 +28,37 @@ class MemoryRolloutStream(RunPort):
         run = self.run
         if group.group_id in run.groups or group.group_id in run.consumed:
             return False
-        limit = run.config.trajectory_count_max
-        if run.depth + len(group.jobs) > limit:
-            raise too_many_open(run.config.run_id, run.depth, limit)
-        if len(run.dead) >= DEAD_COUNT_MAX:
-            raise too_many_dead(run.config.run_id, len(run.dead), DEAD_COUNT_MAX)
+        size = len(dump_json({"task_id": group.task_id, "task": group.task}))
+        size += sum(len(job.encode()) for job in group.jobs)
+        self._check_room(len(group.jobs), size)
         run.depth += len(group.jobs)
-        run.groups[group.group_id] = GroupState(task_id=group.task_id, task=group.task, size=len(group.jobs))
+        state = GroupState(
+            task_id=group.task_id,
+            task=group.task,
+            size=len(group.jobs),
+            quorum=group.quorum or len(group.jobs),
+            priority=group.priority,
+        )
+        run.groups[group.group_id] = state
+        run.weigh(state, size)
+        if group.deadline_s is not None:
+            run.late[group.group_id] = self._broker.now_ms() + group.deadline_s * 1000
         for job in group.jobs:
             run.trajectories.jobs[job.trajectory_id] = job
             run.trajectories.records[job.trajectory_id] = JobRecord()
-            run.trajectories.make_ready(job.trajectory_id)
+            run.make_ready(run.trajectories, job.trajectory_id, was_held=False)
         run.count("groups_submitted")
         run.count("trajectories_submitted", len(group.jobs))
         return True
+
+    def _check_room(self, count: int, size: int) -> None:
+        run, run_id = self.run, self._config.run_id
+        if run.depth + count > run.config.trajectory_count_max:
+            raise too_many_open(run_id, run.depth, run.config.trajectory_count_max)
+        if len(run.dead) >= DEAD_COUNT_MAX:
+            raise too_many_dead(run_id, len(run.dead), DEAD_COUNT_MAX)
+        if run.bytes_held + size > run.config.memory_bytes_max:
+            raise too_many_bytes(run_id, run.bytes_held, run.config.memory_bytes_max)
 
     async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
         run = self.run
@@ -48,10 +67,46 @@ class MemoryRolloutStream(RunPort):
             return [self._delivery(entry, is_again=True) for entry in owed[:count]]
         if not run.completed:
             await self._broker.wait(run.completed_bell, timeout_s)
-        entries = list(run.completed)[:count]
+        entries = [entry for entry in list(run.completed)[:count] if not self._rerun_stale(entry)]
         for entry in entries:
             run.pending[entry] = consumer
         return [self._delivery(entry, is_again=False) for entry in entries]
+
+    def _rerun_stale(self, entry: int) -> bool:
+        """As bus/lua/rerun_stale.lua; False when the group may be delivered."""
+        run = self.run
+        if run.config.when_stale != "rerun":
+            return False
+        group = run.groups[run.completed[entry]]
+        bound, head = run.config.staleness, run.head_version
+        stale = [each for each in group.rollouts.values() if is_stale(each.policy_version, head, bound)]
+        if not stale:
+            return False
+        group_id = run.completed.pop(entry)
+        group.state = "open"
+        run.count("groups_completed", -1)
+        dead = [each.trajectory_id for each in stale if not self._run_again(group, each.trajectory_id)]
+        for rollout in stale:
+            name = rollout.trajectory_id
+            if name in dead:
+                reason = too_stale(rollout.policy_version, head)
+                run.dead[name] = given_up(run.config.run_id, "-", run.trajectories.jobs[name], reason)
+                run.close(group_id, "failed")
+        return True
+
+    def _run_again(self, group: GroupState, name: str) -> bool:
+        """A delivered trajectory's next attempt; False when it has none left."""
+        run = self.run
+        record = run.trajectories.records[name]
+        run.forget_rollout(group, name)
+        group.completed -= 1
+        run.count("trajectories_completed", -1)
+        record.worker = "-"
+        may_run = run.spend_attempt(record, 0, RERUN_COUNT_MAX)
+        record.state = "ready" if may_run else "failed"
+        if may_run:
+            run.make_ready(run.trajectories, name, was_held=True)
+        return may_run
 
     def put_back(self, delivery: Delivery) -> None:
         self._in_hand.discard(int(delivery.entry_id))
@@ -63,12 +118,16 @@ class MemoryRolloutStream(RunPort):
         run.completed_names[entry] = group_id
         group = run.groups[group_id]
         names = [trajectory_id(group_id, index) for index in range(group.size)]
+        missing = [name for name in names if name not in group.rollouts]
+        failed = {name for name in missing if name in run.trajectories.records}
         return Delivery(
             group=Group(
                 group_id=group_id,
                 task_id=group.task_id,
                 rollouts=tuple(group.rollouts[name] for name in names if name in group.rollouts),
-                failures=tuple(name for name in names if name not in group.rollouts),
+                failures=tuple(name for name in missing if name in failed),
+                cancelled=tuple(name for name in missing if name not in failed),
+                ended_by=group.ended_by,
                 redelivered=is_again,
             ),
             shard=0,
@@ -88,18 +147,17 @@ class MemoryRolloutStream(RunPort):
 
     def _drop(self, group_id: str) -> bool:
         run = self.run
-        group = run.groups.pop(group_id, None)
-        if group is None:
+        if group_id not in run.groups:
             return False
+        run.drop_unfinished(group_id)
+        group = run.groups.pop(group_id)
         for index in range(group.size):
             name = trajectory_id(group_id, index)
-            record = run.trajectories.records.pop(name, None)
-            if record is not None:
-                run.trajectories.end_claim(name, record)
-            run.forget_turns(name)
+            run.trajectories.records.pop(name, None)
             run.trajectories.jobs.pop(name, None)
-            run.trajectories.logs.pop(name, None)
+        run.late.pop(group_id, None)
         run.depth -= group.size
+        run.bytes_held -= group.bytes_held
         return True
 
     async def cancel(self, group_id: str) -> bool:
@@ -110,6 +168,13 @@ class MemoryRolloutStream(RunPort):
         if is_dropped:
             run.count("groups_cancelled")
         return is_dropped
+
+    async def reap(self) -> int:
+        run, now = self.run, self._broker.now_ms()
+        late = [name for name, until in run.late.items() if until <= now]
+        for name in late:
+            run.complete(name, "deadline")
+        return len(late)
 
     async def dead_letters(self, count: int) -> list[DeadLetter]:
         return list(self.run.dead.values())[:count]

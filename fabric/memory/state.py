@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..clock import Clock, SystemClock
-from ..ids import turn_id
+from ..ids import group_of, trajectory_id, turn_id
 from ..records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
+from ..rules.urgency import urgency
+
+STEP_MS_MAX = 1000.0
+FENCES_PER_CLAIM = 65536
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class JobRecord:
     fence: int = 0
     attempt: int = 0
     loss: int = 0
+    rerun: int = 0
     worker: str = "-"
 
 
@@ -29,7 +34,7 @@ class JobRecord:
 class JobTable:
     """One kind of job: who waits, who holds, until when."""
 
-    ready: list[str] = field(default_factory=list)
+    ready: tuple[list[str], ...] = field(default_factory=lambda: ([], [], []))  # by urgency
     jobs: dict[str, Any] = field(default_factory=dict)
     records: dict[str, JobRecord] = field(default_factory=dict)
     deadlines: dict[str, float] = field(default_factory=dict)
@@ -37,10 +42,10 @@ class JobTable:
     logs: dict[str, Any] = field(default_factory=dict)
     bell: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def make_ready(self, job_id: str) -> None:
-        """Put a job on the ready list and wake who waits."""
-        self.ready.append(job_id)
-        self.bell.set()
+    @property
+    def ready_count(self) -> int:
+        """Entries that wait; some may be of jobs that do not any more."""
+        return sum(map(len, self.ready))
 
     def end_claim(self, job_id: str, record: JobRecord) -> None:
         """No deadline, one claim less for its worker."""
@@ -63,9 +68,16 @@ class GroupState:
     task_id: str
     task: dict[str, Any]
     size: int
-    closed: int = 0
+    quorum: int
+    priority: int
+    completed: int = 0
     failed: int = 0
+    cancelled: int = 0
+    state: str = "open"
+    ended_by: str = "all"
+    bytes_held: int = 0
     rollouts: dict[str, Rollout] = field(default_factory=dict)
+    rollout_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -75,6 +87,7 @@ class RunState:
     config: RunConfig
     head_version: int = -1
     depth: int = 0
+    bytes_held: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     trajectories: JobTable = field(default_factory=JobTable)
     turns: JobTable = field(default_factory=JobTable)
@@ -83,6 +96,7 @@ class RunState:
     inboxes: dict[str, list[TurnResult]] = field(default_factory=dict)
     inbox_bell: asyncio.Event = field(default_factory=asyncio.Event)
     groups: dict[str, GroupState] = field(default_factory=dict)
+    late: dict[str, float] = field(default_factory=dict)  # group id → its deadline
     completed: dict[int, str] = field(default_factory=dict)
     completed_next: int = 0
     completed_names: dict[int, str] = field(default_factory=dict)  # entries received and not yet acknowledged
@@ -105,17 +119,82 @@ class RunState:
                 table.pop(name, None)
             index += 1
 
+    def make_ready(self, table: JobTable, job_id: str, *, was_held: bool) -> None:
+        """As bus/lua/use/ring.lua."""
+        group = self.groups.get(group_of(job_id))
+        place = 1
+        if group is not None:
+            missing = group.quorum - group.completed
+            place = urgency(priority=group.priority, missing_count=missing, quorum=group.quorum, was_held=was_held)
+        table.ready[place].append(job_id)
+        table.bell.set()
+
+    def keep_rollout(self, group: GroupState, rollout: Rollout) -> None:
+        """Hold a rollout with its group, and count its bytes."""
+        self.forget_rollout(group, rollout.trajectory_id)
+        group.rollouts[rollout.trajectory_id] = rollout
+        size = group.rollout_bytes[rollout.trajectory_id] = len(rollout.encode())
+        self.weigh(group, size)
+
+    def forget_rollout(self, group: GroupState, trajectory: str) -> None:
+        """As bus/lua/use/close.lua and drop.lua."""
+        if group.rollouts.pop(trajectory, None) is not None:
+            self.weigh(group, -group.rollout_bytes.pop(trajectory))
+
+    def weigh(self, group: GroupState, size: int) -> None:
+        """Count bytes that the run holds, on the run and on the group that will take them with it."""
+        self.bytes_held += size
+        group.bytes_held += size
+
+    def drop_unfinished(self, group_id: str) -> int:
+        """As bus/lua/use/close.lua and drop.lua."""
+        group, count = self.groups[group_id], 0
+        for index in range(group.size):
+            name = trajectory_id(group_id, index)
+            record = self.trajectories.records.get(name)
+            if record is not None and record.state not in ("completed", "failed"):
+                self.trajectories.end_claim(name, record)
+                self.forget_turns(name)
+                self.forget_rollout(group, name)
+                for table in (self.trajectories.records, self.trajectories.jobs, self.trajectories.logs):
+                    table.pop(name, None)
+                count += 1
+        return count
+
+    def spend_attempt(self, record: JobRecord, attempt_max: int, rerun_max: int) -> bool:
+        """As bus/lua/use/close.lua and drop.lua."""
+        if rerun_max:
+            record.rerun += 1
+            self.count("reruns")
+            return record.rerun < rerun_max
+        record.attempt += 1
+        self.count("attempts_failed")
+        return record.attempt < attempt_max
+
+    def complete(self, group_id: str, ended_by: str) -> None:
+        """As bus/lua/use/close.lua and drop.lua."""
+        group = self.groups[group_id]
+        dropped = self.drop_unfinished(group_id)
+        group.cancelled += dropped
+        group.state, group.ended_by = "complete", ended_by
+        self.late.pop(group_id, None)
+        self.completed[self.completed_next] = group_id
+        self.completed_next += 1
+        self.completed_bell.set()
+        self.count("groups_completed")
+        if dropped:
+            self.count("trajectories_cancelled", dropped)
+
     def close(self, group_id: str, outcome: str) -> None:
-        """As bus/lua/use/close.lua."""
+        """As bus/lua/use/close.lua and drop.lua."""
         group = self.groups[group_id]
         self.count(f"trajectories_{outcome}")
         group.failed += outcome == "failed"
-        group.closed += 1
-        if group.closed >= group.size:
-            self.completed[self.completed_next] = group_id
-            self.completed_next += 1
-            self.completed_bell.set()
-            self.count("groups_completed")
+        group.completed += outcome == "completed"
+        if group.completed >= group.quorum:
+            self.complete(group_id, "quorum" if group.quorum < group.size else "all")
+        elif group.completed + group.failed + group.cancelled >= group.size:
+            self.complete(group_id, "all")
 
     def deliver(self, agent_id: str, result: TurnResult) -> None:
         """Put a result into an agent's inbox."""
@@ -128,6 +207,9 @@ class MemoryBroker:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
+        self.set_ahead_s = 0.0  # how far somebody has set the broker machine's time, for tests
+        self._wall_ms = self._now_ms = self.clock.now_s() * 1000
+        self.lease_bells: dict[str, asyncio.Event] = {}
         self.runs: dict[str, RunState] = {}
         self.workers: dict[str, tuple[WorkerInfo, float]] = {}
         self.assignments: dict[str, str] = {}
@@ -137,13 +219,21 @@ class MemoryBroker:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
 
     def now_ms(self) -> float:
-        """The broker's clock."""
-        return self.clock.now_s() * 1000
+        """As bus/lua/use/look.lua and time.lua: the machine's time without its steps."""
+        wall_ms = (self.clock.now_s() + self.set_ahead_s) * 1000
+        self._now_ms += max(0.0, min(STEP_MS_MAX, wall_ms - self._wall_ms))
+        self._wall_ms = wall_ms
+        return self._now_ms
+
+    def lease_bell(self, worker_id: str) -> asyncio.Event:
+        """What wakes a worker when its lease has changed."""
+        return self.lease_bells.setdefault(worker_id, asyncio.Event())
 
     async def wait(self, bell: asyncio.Event, timeout_s: float) -> None:
         """Wait for a bell, at most `timeout_s`."""
         try:
-            await asyncio.wait_for(bell.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancelling
+                await bell.wait()
         except TimeoutError:
             return
         bell.clear()

@@ -41,7 +41,7 @@ class MemoryWeightStore:
 
     async def head(self, run_id: str) -> Head:
         head = self._run(run_id).head
-        return Head(head.version, head.epoch, head.kind)
+        return Head(head.version, head.epoch, head.kind, head.moved_by)
 
     async def wait_head(self, run_id: str, above: int, timeout_s: float) -> Head:
         run = self._run(run_id)
@@ -49,7 +49,8 @@ class MemoryWeightStore:
         until_s = clock() + timeout_s
         while run.head.version <= above and (remaining_s := until_s - clock()) > 0:
             try:
-                await asyncio.wait_for(run.moved.wait(), remaining_s)
+                async with asyncio.timeout(remaining_s):  # wait_for loses a cancelling on Python 3.11
+                    await run.moved.wait()
             except TimeoutError:
                 break
         return await self.head(run_id)

@@ -54,7 +54,8 @@ def plan(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
         return []
     cost: dict[int, int] = {} if have is None else {have: 0}
     last: dict[int, Link] = {}
-    usable = sorted((link for link in links if link.version <= goal), key=lambda link: link.version)
+    forward = (link for link in links if link.base_version < link.version <= goal)  # any other could be a circle
+    usable = sorted(forward, key=lambda link: link.version)
     for link in usable:
         base_cost = 0 if link.kind == KEYFRAME else cost.get(link.base_version)
         if base_cost is None or link.version == have:

@@ -17,6 +17,16 @@ def too_many_open(run_id: str, depth: int, limit: int) -> QueueFull:
     )
 
 
+def too_many_bytes(run_id: str, size: int, limit: int) -> QueueFull:
+    """The run holds as much as it may."""
+    return QueueFull(
+        f"run {run_id!r} holds {size} bytes of jobs and rollouts not yet consumed, its limit is {limit}: "
+        "consume groups, or raise memory_bytes_max",
+        depth=size,
+        limit=limit,
+    )
+
+
 def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
     """The run has as many dead letters as are kept."""
     return QueueFull(

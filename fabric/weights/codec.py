@@ -38,6 +38,8 @@ ESCAPE = 255
 SPARSE_FRACTION_MAX = 0.5  # above it positions alone cost more than a bit per element
 STEPS_FRACTION_MIN = 0.3  # below it a plane of mostly zero steps has never beaten gaps (measured)
 SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
+STREAM_BYTES_MAX = 16 << 20  # of one raw stream: 4 bytes for each of a block's bytes
+GAP_BYTES = 4  # gaps are uint32
 HEADER = struct.Struct("<BBHI")  # mode, element bytes, stream count, changed count
 STREAM = struct.Struct("<II")  # raw length, stored length; equal: stored raw
 
@@ -129,7 +131,7 @@ class Decoder:
     """Decodes blocks; holds a decompressor, so one per thread."""
 
     def __init__(self) -> None:
-        self._zstd = zstandard.ZstdDecompressor()
+        self._zstd = zstandard.ZstdDecompressor(max_window_size=STREAM_BYTES_MAX)
 
     def decode(self, data: bytes | memoryview, *, element_count: int, dtype: np.dtype[Any]) -> Decoded:
         """What `data` says about a block of `element_count` elements of unsigned `dtype`.
@@ -139,7 +141,7 @@ class Decoder:
         """
         try:
             return self._decode(memoryview(data), element_count, dtype)
-        except (struct.error, zstandard.ZstdError, ValueError, IndexError) as error:
+        except (struct.error, zstandard.ZstdError, ValueError, IndexError, OverflowError) as error:
             if isinstance(error, WireError):
                 raise
             raise WireError(f"weight block of {len(data):,} bytes cannot be decoded: {error}") from error
@@ -166,7 +168,7 @@ class Decoder:
                 raise WireError("weight block is cut off, or promises more than it can hold")
             raw: bytes | memoryview = body
             if stored_length != raw_length:
-                raw = self._zstd.decompress(body, max_output_size=raw_length)
+                raw = self._unpacked(body, raw_length)
             if len(raw) != raw_length:
                 raise WireError("weight block: a stream has another length than promised")
             streams.append(np.frombuffer(raw, dtype=np.uint8))
@@ -174,16 +176,21 @@ class Decoder:
             raise WireError(f"weight block: {len(view) - offset} bytes too many")
         return streams
 
+    def _unpacked(self, body: memoryview, raw_length: int) -> bytes:
+        if zstandard.frame_content_size(body) > raw_length:  # the library would allocate what this header says
+            raise WireError("weight block: a stream promises more than its length")
+        return self._zstd.decompress(body, max_output_size=raw_length, allow_extra_data=False)
+
 
 def _positions_and_steps(
     streams: list[NDArray[np.uint8]], changed_count: int, element_count: int, dtype: np.dtype[Any]
 ) -> Decoded:
-    indices = _unescaped(streams[0], streams[1], np.dtype(np.int64), changed_count)
+    indices = _unescaped(streams[0], streams[1], np.dtype(np.int64), changed_count, plane_count_max=GAP_BYTES)
     indices[1:] += 1
     np.cumsum(indices, out=indices)
     if changed_count and not 0 <= indices[-1] < element_count:
         raise WireError(f"weight block: position {indices[-1]} lies outside its {element_count} elements")
-    steps = _unescaped(streams[2], streams[3], dtype, changed_count)
+    steps = _unescaped(streams[2], streams[3], dtype, changed_count, plane_count_max=dtype.itemsize)
     steps += 1
     return Decoded(indices, _unzigzag(steps), is_absolute=False)
 
@@ -207,12 +214,16 @@ def _escaped(numbers: Bits) -> list[bytes]:
     return [small.tobytes(), b"".join(_planes(rest)[:plane_count])]
 
 
-def _unescaped(small: NDArray[np.uint8], rest: NDArray[np.uint8], dtype: np.dtype[Any], count: int) -> Bits:
+def _unescaped(
+    small: NDArray[np.uint8], rest: NDArray[np.uint8], dtype: np.dtype[Any], count: int, *, plane_count_max: int
+) -> Bits:
     if len(small) != count:
         raise WireError(f"weight block: {len(small)} numbers for {count} changes")
     numbers = small.astype(dtype)
     if len(rest):
         places = np.flatnonzero(small == ESCAPE)
+        if len(rest) > len(places) * plane_count_max:
+            raise WireError(f"weight block: {len(rest)} bytes for {len(places)} escaped numbers")
         for plane, part in enumerate(rest.reshape(-1, len(places))):
             numbers[places] += part.astype(dtype) << dtype.type(8 * plane)
     return numbers

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class Layout:
     @classmethod
     def from_rows(cls, rows: Iterable[Any]) -> Layout:
         """The layout of plain rows [name, dtype, shape] as a manifest carries them."""
-        return cls(tuple(TensorSpec(str(name), str(dtype), tuple(shape)) for name, dtype, shape in rows))
+        return cls(tuple(TensorSpec(str(name), str(dtype), tuple(map(index, shape))) for name, dtype, shape in rows))
 
     def rows(self) -> list[list[Any]]:
         """The layout as plain values for a manifest."""

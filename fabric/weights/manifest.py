@@ -18,9 +18,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..errors import WireError
+from ..errors import LayoutMismatch, WireError
 from ..records import Int32
-from ..rules.chain import KEYFRAME, Link
+from ..rules.chain import DELTA, KEYFRAME, Link
 from ..wire import Record
 from .codec import BLOCK_BYTES
 from .layout import Layout, TensorSpec
@@ -41,11 +41,16 @@ class BlockRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The newest published version of a run. version -1: none yet. epoch: of the publisher in charge, 0: none ever."""
+    """The newest published version of a run. version -1: none yet. epoch: of the publisher in charge, 0: none ever.
+
+    moved_by: epoch of the publisher that made it the head. A version that a fail-over lost may be published again, by
+    another one and with other weights.
+    """
 
     version: int = -1
     epoch: int = 0
     kind: str = ""
+    moved_by: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +89,10 @@ class WeightManifest(Record):
         Raises:
             WireError: the rows are not the layout that the digest names.
         """
-        layout = Layout.from_rows(self.layout)
+        try:
+            layout = Layout.from_rows(self.layout)
+        except (TypeError, ValueError, LayoutMismatch) as error:
+            raise WireError(f"manifest of version {self.version}: its layout cannot be read: {error}") from error
         if layout.digest != self.layout_digest:
             raise WireError(f"manifest of version {self.version}: its layout has another digest than it says")
         return layout
@@ -122,14 +130,30 @@ class WeightManifest(Record):
                 f"{name}: codec {self.codec!r} with blocks of {self.block_bytes} bytes, this version reads"
                 f" {CODEC!r} with {BLOCK_BYTES}: upgrade the older side"
             )
+        if self.kind not in (KEYFRAME, DELTA) or not -1 <= self.base_version < self.version:
+            raise WireError(f"{name}: it cannot have the base {self.base_version}")
         if len(self.chunk_bytes) != len(self.chunk_digests) or len(self.blocks) % len(BlockRow._fields):
             raise WireError(f"{name}: chunks or blocks are cut off")
+        if len(self.chunk_bytes) and self.chunk_bytes.min() < 0:
+            raise WireError(f"{name}: a chunk has fewer than no bytes")
         rows, layout = self.rows(), self.tensors
-        if any(row.chunk >= len(self.chunk_bytes) or row.tensor >= len(layout.tensors) for row in rows):
-            raise WireError(f"{name}: a block lies in a chunk or tensor that does not exist")
+        for row in rows:
+            self._check_row(name, row, layout)
+        blocks = {(row.tensor, row.block) for row in rows}
+        if len(blocks) != len(rows):
+            raise WireError(f"{name}: it holds a block twice")
         block_total = sum(block_count(spec) for spec in layout.tensors)
-        if self.kind == KEYFRAME and len({(row.tensor, row.block) for row in rows}) != block_total:
+        if self.kind == KEYFRAME and len(blocks) != block_total:
             raise WireError(f"{name}: {len(rows)} blocks, a keyframe of this layout has {block_total}")
+
+    def _check_row(self, name: str, row: BlockRow, layout: Layout) -> None:
+        if min(row) < 0 or row.chunk >= len(self.chunk_bytes) or row.tensor >= len(layout.tensors):
+            raise WireError(f"{name}: a block lies in a chunk or tensor that does not exist")
+        if row.start + row.length > self.chunk_bytes[row.chunk]:
+            raise WireError(f"{name}: a block ends behind its chunk")
+        spec = layout.tensors[row.tensor]
+        if row.block >= block_count(spec) or row.changed_count > block_elements(spec):
+            raise WireError(f"{name}: block {row.block} of tensor {spec.name!r} is not one of its {block_count(spec)}")
 
 
 class StagedDigest:

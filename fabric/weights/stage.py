@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChainBroken, DigestMismatch
+from ..errors import ChainBroken, DigestMismatch, WireError
 from ..rules.chain import KEYFRAME
 from .codec import Bits, Decoded, Decoder
 from .layout import Layout, TensorSpec
@@ -85,7 +85,7 @@ class Stage:
         manifest.check()
         if manifest.kind == KEYFRAME:
             self._cells.clear()
-        elif manifest.base_version != self._version:
+        elif manifest.base_version != self._version or self._version < 0:
             raise ChainBroken(
                 f"delta of version {manifest.version} has base {manifest.base_version}, staged is {self._version}:"
                 " fetch a keyframe",
@@ -149,6 +149,8 @@ class Stage:
         decoded = self._decoder.decode(data, element_count=place.stop - place.start, dtype=spec.bits_dtype)
         values = decoded.numbers
         if not decoded.is_absolute:
+            if self._manifest is not None and self._manifest.kind == KEYFRAME:
+                raise WireError(f"tensor {spec.name!r}: a keyframe holds a block that needs a base")
             values += self._current(spec, row, decoded.indices)
         self._digest.add(row.tensor, row.block, decoded.indices, values)
         key = (row.tensor, row.block)

@@ -1,8 +1,8 @@
-"""The ports under test: in memory, and on a private real server. One suite holds both to the same contract."""
+"""The ports under test: in memory, on a private real server and on a Redis Cluster. One suite, one contract."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from redis.crc import key_slot
 from rollfab.fabric.bus.board import RedisLeaseBoard
 from rollfab.fabric.bus.connection import open_broker
 from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.bus.keys import CLOCK
 from rollfab.fabric.bus.rollouts import RedisRolloutStream
 from rollfab.fabric.bus.scripts import Call, Scripts
+from rollfab.fabric.bus.shards import RunShards
 from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.bus.turns import RedisTurnQueue
 from rollfab.fabric.memory.board import MemoryLeaseBoard
@@ -21,6 +23,7 @@ from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
 from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.records import RunConfig
+from tests.redis_cluster import RedisCluster, redis_cluster
 
 
 @dataclass
@@ -33,6 +36,9 @@ class World:
     turns: Any
     rollouts: Any
     again: Any  # a second view of the rollouts, as a restarted trainer has
+    set_head: Callable[[int], Awaitable[None]]  # as a publisher's last step does
+    set_clock_ahead: Callable[[float], Awaitable[None]]  # somebody sets the broker machine's time, by seconds
+    view: Callable[[RunConfig], World]  # the same broker with other settings of the run
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +61,13 @@ def broker_url() -> Iterator[str]:
         yield broker.url
 
 
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """Three primaries that share the slots."""
+    with redis_cluster(tmp_path_factory.mktemp("c")) as cluster:
+        yield cluster
+
+
 @pytest.fixture
 def run() -> RunConfig:
     return RunConfig(
@@ -62,33 +75,77 @@ def run() -> RunConfig:
     )
 
 
-@pytest.fixture(params=["memory", "redis", "redis-sharded"])
+@pytest.fixture(params=["memory", "redis", "redis-sharded", "redis-cluster"])
 async def world(request: pytest.FixtureRequest, run: RunConfig) -> AsyncIterator[World]:
     if request.param == "memory":
         broker = MemoryBroker()
-        board = MemoryLeaseBoard(broker)
-        await board.create_run(run)
-        yield World(
-            run,
-            board,
-            MemoryTrajectoryQueue(broker, run, claim_ms=200, score_ms=200),
-            MemoryTurnQueue(broker, run, claim_ms=200),
-            MemoryRolloutStream(broker, run),
-            MemoryRolloutStream(broker, run),
-        )
+        await MemoryLeaseBoard(broker).create_run(run)
+        yield in_memory(broker, run)
         return
-    if request.param == "redis-sharded":
+    if request.param != "redis":
         run = RunConfig(**{**run.__dict__, "shard_count": 3, "trajectory_count_max": 60})
+    client = await empty_broker(request)
+    await RedisLeaseBoard(client).create_run(run)
+    yield on_redis(client, run)
+    await client.aclose()
+
+
+async def empty_broker(request: pytest.FixtureRequest) -> Any:
+    """A client of the broker that a test is parametrised with; it holds nothing."""
+    if request.param == "redis-cluster":
+        cluster: RedisCluster = request.getfixturevalue("cluster")
+        cluster.flush()
+        return await open_broker(cluster.url, client_name="tests")
     client = await open_broker(request.getfixturevalue("broker_url"), client_name="tests")
     await client.flushall()
-    redis_board = RedisLeaseBoard(client)
-    await redis_board.create_run(run)
-    yield World(
+    return client
+
+
+def in_memory(broker: MemoryBroker, run: RunConfig) -> World:
+    """A world on the twin."""
+
+    async def set_head(version: int) -> None:
+        broker.runs[run.run_id].head_version = version
+
+    async def set_clock_ahead(seconds: float) -> None:
+        broker.set_ahead_s += seconds
+
+    return World(
         run,
-        redis_board,
+        MemoryLeaseBoard(broker),
+        MemoryTrajectoryQueue(broker, run, claim_ms=200, score_ms=200),
+        MemoryTurnQueue(broker, run, claim_ms=200),
+        MemoryRolloutStream(broker, run),
+        MemoryRolloutStream(broker, run),
+        set_head,
+        set_clock_ahead,
+        lambda changed: in_memory(broker, changed),
+    )
+
+
+def on_redis(client: Any, run: RunConfig) -> World:
+    """A world on a server."""
+
+    async def set_head(version: int) -> None:
+        for keys in RunShards(run.run_id, run.shard_count).all:
+            await Scripts(client).call("set_head", [keys.run], [version])
+
+    async def set_clock_ahead(seconds: float) -> None:
+        """To the broker it is all one whether its machine's time goes forward or what it remembers of it goes back."""
+        for key in (CLOCK, *(keys.clock for keys in RunShards(run.run_id, run.shard_count).all)):
+            remembered = await client.get(key)
+            if remembered is not None:
+                wall, now = remembered.split()
+                await client.set(key, f"{int(wall) - int(seconds * 1000)} {int(now)}")
+
+    return World(
+        run,
+        RedisLeaseBoard(client),
         RedisTrajectoryQueue(client, run, claim_ms=200, score_ms=200),
         RedisTurnQueue(client, run, claim_ms=200),
         RedisRolloutStream(client, run),
         RedisRolloutStream(client, run),
+        set_head,
+        set_clock_ahead,
+        lambda changed: on_redis(client, changed),
     )
-    await client.aclose()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
-
 from rollfab.fabric.bus.trajectories import SCORE_COUNT_MAX
 from tests.contracts.conftest import World
-from tests.contracts.test_queue import EXPIRED_S, group_of_size, rollout_of
+from tests.contracts.test_queue import group_of_size, rollout_of
 
 
 async def waiting(world: World) -> int:
@@ -19,20 +15,18 @@ async def waiting(world: World) -> int:
     return int(claim.fence)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(30)
 async def test_a_reward_is_given_up_only_after_many_askings(world: World) -> None:
     # Given a trajectory whose reward nobody computes
     fence = await waiting(world)
 
     # When it is asked for as often as may be, Then the trajectory stays
     for _ in range(SCORE_COUNT_MAX - 1):
-        await asyncio.sleep(EXPIRED_S)
+        await world.trajectories.keep_scoring([("g1.0", fence)], 0.0)
         reaped = await world.trajectories.reap("a1")
         assert (reaped.scoring, reaped.dead_count) == ((("g1.0", fence),), 0)
 
     # And the next time it is a dead letter that says what is missing
-    await asyncio.sleep(EXPIRED_S)
+    await world.trajectories.keep_scoring([("g1.0", fence)], 0.0)
     reaped = await world.trajectories.reap("a1")
     assert (reaped.scoring, reaped.dead_count) == ((), 1)
     (letter,) = await world.rollouts.dead_letters(10)

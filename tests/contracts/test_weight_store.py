@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.bus.connection import open_broker
 from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
 from rollfab.fabric.bus.weights import BLOCK_MS_MAX, RedisWeightStore
 from rollfab.fabric.errors import BrokerError, VersionConflict, VersionUnknown
@@ -23,9 +22,11 @@ from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.manifest import Head
 from rollfab.fabric.weights.snapshot import Identity, Prepared, Snapshot
 
+from .conftest import empty_broker
+
 RUN = "weights"
 LAYOUT = Layout((TensorSpec("w", "bfloat16", (3, 1000)),))
-only_redis = pytest.mark.parametrize("stored", ["redis"], indirect=True)
+only_redis = pytest.mark.parametrize("stored", ["redis", "redis-cluster"], indirect=True)
 
 
 @dataclass
@@ -36,13 +37,12 @@ class Stored:
     client: Any = None
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "redis-cluster"])
 async def stored(request: pytest.FixtureRequest) -> AsyncIterator[Stored]:
     if request.param == "memory":
         yield Stored(MemoryWeightStore(MemoryBroker()))
         return
-    client = await open_broker(request.getfixturevalue("broker_url"), client_name="tests")
-    await client.flushall()
+    client = await empty_broker(request)
     yield Stored(RedisWeightStore(client), client)
     await client.aclose()
 

@@ -197,8 +197,7 @@ def test_a_killed_api_is_back_and_the_run_never_noticed(fabric: Processes) -> No
     fabric.until(lambda: answers(port, "/readyz"), 20.0, "the api answers")
     run = start_walks(fabric, "api")
     fabric.until(lambda: run.status().turns["claimed"] > 0, 20.0, "turns run")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/runs", timeout=5) as answer:
-        assert b'"api"' in answer.read()
+    fabric.until(lambda: b'"api"' in read(port, "/v1/runs"), 10.0, "the api shows the run")
 
     # When the api is killed
     fabric.supervisor.kill("api")
@@ -214,7 +213,11 @@ def test_a_killed_api_is_back_and_the_run_never_noticed(fabric: Processes) -> No
 
 def answers(port: int, path: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
-            return bool(answer.status == 200)
+        return bool(read(port, path))
     except (urllib.error.URLError, ConnectionError):
         return False
+
+
+def read(port: int, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
+        return bytes(answer.read())

@@ -1,70 +1,142 @@
-"""An agent dies in the middle; its trajectories go on with another, each in the way its environment allows."""
+"""An agent dies in the middle; its trajectories go on with another, each in the way its environment allows.
+
+Whatever the way, the trajectory is the one it would have been: greedy, it equals one that nobody interrupted. Where
+that cannot be, it is said, and a new attempt starts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from rollfab.fabric.records import Rollout
-from tests.fabric_processes import Processes, check_each_arrived_once, check_totals, check_walk, processes
+from rollfab.fabric.records import DeadLetter, Rollout
+from rollfab.fabric.tokenizer import CharTokenizer
+from rollfab.trainer.client import Run
+from tests.fabric_processes import (
+    Processes,
+    check_each_arrived_once,
+    check_rollout,
+    check_totals,
+    check_walk,
+    processes,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(150)]
 
-WAYS = {"replay": "Walk", "snapshot": "WalkBySnapshot", "restart": "WalkByRestart"}
+WAYS = {
+    "replay": "tests.worlds:Walk",
+    "snapshot": "tests.worlds:WalkBySnapshot",
+    "restart": "tests.worlds:WalkByRestart",
+}
+STRANGE = {
+    "says": "tests.fickle_worlds:TellsItsProcess",
+    "pays": "tests.fickle_worlds:PaysByProcess",
+    "cannot": "tests.fickle_worlds:CannotGoBack",
+}
 WORKERS = {"w-0": "64", "w-1": "16", "w-2": "8"}  # one serves one run; ever smaller, so that none joins another's run
 TURNS = 8
 GROUPS = ["group-0", "group-1"]
 GROUP_SIZE = 3
 COUNT = len(GROUPS) * GROUP_SIZE
+GREEDY = {"temperature": 0.0}
 
 
 @dataclass(frozen=True)
 class Story:
-    """What one way of recovery came to. turns_before: settled when the agent died."""
+    """What became of one run. turns_before: settled when the agent died."""
 
     rollouts: tuple[Rollout, ...]
+    letters: Mapping[str, DeadLetter]
     turns_before: int
     counters: Mapping[str, int]
 
 
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Story]]:
-    """Three runs, one for each way, on one agent that is killed in the middle of all of them and started again."""
-    with processes(tmp_path_factory.mktemp("recovery")) as fabric:
-        words = [word for way, name in WAYS.items() for word in ("--environment", f"{way}=tests.worlds:{name}")]
-        # one name for both lives of the agent: the second inherits the inbox
-        fabric.start("agent", "agent", "--name", "agent", *words)
-        fabric.start("controller", "controller", "--name", "controller")
-        for name, slots in WORKERS.items():
-            fabric.start(name, "worker", "--name", name, "--slots", slots)
-        fabric.wait_for_role("agent", "controller", *WORKERS)
-        yield tell(fabric)
+def roles(fabric: Processes, environments: Mapping[str, str]) -> None:
+    words = [word for name, target in environments.items() for word in ("--environment", f"{name}={target}")]
+    # one name for both lives of the agent: the second inherits the inbox
+    fabric.start("agent", "agent", "--name", "agent", *words)
+    fabric.start("controller", "controller", "--name", "controller")
+    for name, slots in WORKERS.items():
+        fabric.start(name, "worker", "--name", name, "--slots", slots)
+    fabric.wait_for_role("agent", "controller", *WORKERS)
 
 
-def tell(fabric: Processes) -> Mapping[str, Story]:
-    options = {"turns": TURNS, "pace_s": 0.25}
-    runs = {way: fabric.new_run(way, way, environment_options=options, attempt_count_max=2) for way in WAYS}
-    for run in runs.values():
-        run.submit([{"seed": index} for index in range(len(GROUPS))], group_size=GROUP_SIZE, group_ids=GROUPS)
+def begin(fabric: Processes, name: str, environment: str, *, pace_s: float, attempts: int = 2) -> Run:
+    options = {"turns": TURNS, "pace_s": pace_s}
+    settings = {"environment_options": options, "sampling": GREEDY, "attempt_count_max": attempts}
+    run = fabric.new_run(name, environment, is_lively=True, **settings)
+    run.submit([{"seed": index} for index in range(len(GROUPS))], group_size=GROUP_SIZE, group_ids=GROUPS)
+    return run
+
+
+def interrupt(fabric: Processes, environments: Mapping[str, str], attempts: Mapping[str, int]) -> Mapping[str, Story]:
+    """A run for each environment, on one agent that is killed in the middle of all of them and started again."""
+    runs = {name: begin(fabric, name, name, pace_s=0.25, attempts=attempts.get(name, 2)) for name in environments}
 
     def settled() -> dict[str, int]:
-        return {way: run.status().counters.get("turns_settled", 0) for way, run in runs.items()}
+        return {name: run.status().counters.get("turns_settled", 0) for name, run in runs.items()}
 
-    fabric.until(lambda: min(settled().values()) >= 2 * COUNT, 20.0, "every run is in its third turn")
+    fabric.until(lambda: min(settled().values()) >= 2 * COUNT, 30.0, "every run is in its third turn")
     fabric.supervisor.kill("agent")
     before = settled()
     assert all(run.status().trajectories["running"] == COUNT for run in runs.values())
 
     stories = {}
-    for way, run in runs.items():
-        groups = fabric.collect(run, len(GROUPS), 30.0)
-        check_each_arrived_once(groups, GROUPS, GROUP_SIZE)
+    for name, run in runs.items():
+        groups = fabric.collect(run, len(GROUPS), 60.0)
+        assert sorted(group.group_id for group in groups) == GROUPS
+        if attempts.get(name, 2) > 1:
+            check_each_arrived_once(groups, GROUPS, GROUP_SIZE)
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
-        stories[way] = Story(rollouts, before[way], check_totals(fabric, run))
+        stories[name] = Story(rollouts, fabric.dead_letters(run), before[name], check_totals(fabric, run))
     assert fabric.supervisor.children["agent"].start_count == 2
     return stories
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Story, Mapping[str, Story]]]:
+    """A run that nobody interrupts, then one for each way of recovery."""
+    with processes(tmp_path_factory.mktemp("recovery")) as fabric:
+        roles(fabric, {**WAYS, "whole": WAYS["replay"]})
+        run = begin(fabric, "whole", "whole", pace_s=0.0)
+        groups = fabric.collect(run, len(GROUPS), 60.0)
+        rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
+        whole = Story(rollouts, {}, 0, check_totals(fabric, run))
+        yield whole, interrupt(fabric, WAYS, {})
+
+
+@pytest.fixture(scope="module")
+def stories(told: tuple[Story, Mapping[str, Story]]) -> Mapping[str, Story]:
+    return told[1]
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Story]]:
+    """Runs whose environments do not keep their word; "pays" has one attempt only."""
+    with processes(tmp_path_factory.mktemp("strange")) as fabric:
+        roles(fabric, STRANGE)
+        yield interrupt(fabric, STRANGE, {"pays": 1})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_interrupted_equals_what_was_not(told: tuple[Story, Mapping[str, Story]], way: str) -> None:
+    whole, stories = told
+    expected = {rollout.trajectory_id: rollout for rollout in whole.rollouts}
+    assert len(expected) == COUNT
+    assert len({rollout.completion_ids.tobytes() for rollout in whole.rollouts}) > 1  # the worlds do differ
+
+    for rollout in stories[way].rollouts:
+        other = expected[rollout.trajectory_id]
+        for name in ("prompt_ids", "completion_ids", "completion_mask"):
+            assert np.array_equal(getattr(rollout, name), getattr(other, name)), (rollout.trajectory_id, name)
+        # a batch of another shape adds up in another order
+        np.testing.assert_allclose(rollout.logprobs, other.logprobs, atol=1e-4)
+        assert rollout.info["rewards"] == other.info["rewards"]
+        assert rollout.info["actions"] == other.info["actions"]
+        assert (rollout.seed, rollout.reward) == (other.seed, other.reward)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -106,3 +178,36 @@ def test_a_restarted_world_is_a_new_attempt_from_the_first_turn(stories: Mapping
     assert story.counters["attempts_failed"] == COUNT
     assert story.counters["turns_settled"] >= COUNT * TURNS + story.turns_before
     assert {rollout.info["steps_here"] for rollout in story.rollouts} == {TURNS}
+
+
+# ---- worlds that do not keep their word
+
+
+@pytest.mark.parametrize("name", ["says", "cannot"])
+def test_what_cannot_go_on_is_a_counted_new_attempt(strange: Mapping[str, Story], name: str) -> None:
+    story = strange[name]
+
+    assert {rollout.attempt for rollout in story.rollouts} == {1}
+    assert story.counters["attempts_failed"] == COUNT
+    assert {rollout.info["steps_here"] for rollout in story.rollouts} == {TURNS}
+    for rollout in story.rollouts:
+        check_rollout(rollout)
+
+
+def test_no_trajectory_mixes_what_two_worlds_said(strange: Mapping[str, Story]) -> None:
+    for rollout in strange["says"].rollouts:
+        seen = CharTokenizer().decode(rollout.completion_ids[~rollout.completion_mask.astype(bool)])
+        processes = seen.split(",")[:-1]
+        assert len(processes) == TURNS - 1
+        assert len(set(processes)) == 1
+
+
+def test_in_the_last_attempt_it_is_a_dead_letter_that_says_so(strange: Mapping[str, Story]) -> None:
+    story = strange["pays"]
+
+    assert story.rollouts == ()
+    assert len(story.letters) == COUNT
+    for letter in story.letters.values():
+        assert "environment 'pays' diverged: turn" in letter.reason
+        assert "recovery" in letter.reason  # what to do
+        assert letter.attempt == 0

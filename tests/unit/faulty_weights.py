@@ -67,6 +67,16 @@ class FaultyStore(MemoryWeightStore):
             found = [None for _ in found]
         return found
 
+    def remember(self) -> tuple[Any, dict[Any, bytes], dict[Any, bytes]]:
+        """What a replica holds now."""
+        run = self._run(RUN)
+        return run.head, dict(run.manifests), dict(run.chunks)
+
+    def forget_since(self, before: tuple[Any, dict[Any, bytes], dict[Any, bytes]]) -> None:
+        """The replica takes over."""
+        run = self._run(RUN)
+        run.head, run.manifests, run.chunks = before
+
     def _fail(self, name: str) -> None:
         if self.fail_at == name:
             self.fail_at = ""

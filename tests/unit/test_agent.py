@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.memory.fabric import MemoryFabric
+from rollfab.fabric.memory.queue import MemoryTrajectoryQueue
 from rollfab.fabric.memory.state import RunState
-from rollfab.fabric.ports import Exchange, TurnSettle
+from rollfab.fabric.ports import Exchange, TrajectoryClaim, TurnSettle
 from rollfab.fabric.records import Group, Lease, RunConfig, Span, TurnResult
 from rollfab.fabric.tokenizer import CharTokenizer
 from rollfab.trainer.aio import make_groups
@@ -38,8 +41,14 @@ class Setting:
         self.fabric.broker.runs["r1"].head_version = 4
         return self
 
-    async def push(self, size: int = 1) -> None:
-        await self.fabric.rollouts(self.run).push(make_groups([{"seed": 1}], size, ["g"]))
+    async def push(self, size: int = 1, name: str = "g", **settings: Any) -> None:
+        (group,) = make_groups([{"seed": 1}], size, [name])
+        await self.fabric.rollouts(self.run).push([dataclasses.replace(group, **settings)])
+
+    def held(self, run_id: str = "r1") -> list[str]:
+        """Trajectories that an agent holds."""
+        records = self.fabric.broker.runs[run_id].trajectories.records
+        return sorted(name for name, record in records.items() if record.state == "claimed")
 
     @contextlib.asynccontextmanager
     async def agent(self, name: str = "a1", **settings: float) -> AsyncIterator[None]:
@@ -88,6 +97,14 @@ class Setting:
         return delivery.group
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    for _ in range(2500):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it never came true")
+
+
 async def test_a_trajectory_becomes_a_token_exact_rollout() -> None:
     setting = await Setting().begin()
     await setting.push()
@@ -113,7 +130,7 @@ async def test_an_agent_that_leaves_gives_its_trajectories_back_unharmed() -> No
         await setting.claims()
     run = setting.fabric.broker.runs["r1"]
     assert run.trajectories.held == {}
-    assert sorted(run.trajectories.ready) == ["g.0", "g.1", "g.2"]
+    assert sorted(name for part in run.trajectories.ready for name in part) == ["g.0", "g.1", "g.2"]
     assert {(each.attempt, each.loss) for each in run.trajectories.records.values()} == {(0, 0)}
 
 
@@ -158,8 +175,108 @@ async def test_a_run_with_a_reward_function_waits_for_its_reward() -> None:
     await setting.push()
     async with setting.agent():
         await setting.answer()
-        async with asyncio.timeout(5):
-            while not setting.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await until(lambda: setting.asked)
     assert [name for _, name, _ in setting.asked] == ["g.0"]
     assert (await setting.fabric.board.run_status("r1")).trajectories["scoring"] == 1
+
+
+async def test_a_cancelled_group_lets_go_of_its_places() -> None:
+    # Given an agent whose only place is taken
+    setting = await Setting().begin()
+    await setting.push(1, "first")
+    async with setting.agent(environment_count=1):
+        await until(lambda: setting.held() == ["first.0"])
+        await setting.push(1, "second")
+        # When the group is cancelled, then the place goes to another
+        assert await setting.fabric.rollouts(setting.run).cancel("first")
+        await until(lambda: setting.held() == ["second.0"])
+
+
+async def test_a_group_past_its_deadline_is_completed_with_what_it_has() -> None:
+    setting = await Setting().begin()
+    await setting.push(2, deadline_s=0.05)
+    async with setting.agent():
+        group = await setting.group()
+    assert (group.ended_by, group.rollouts) == ("deadline", ())
+
+
+async def test_runs_share_the_places_of_one_agent() -> None:
+    # Given an agent that is full of one run
+    setting = await Setting().begin()
+    await setting.push(12)
+    other = Setting()
+    other.fabric, other.run = setting.fabric, dataclasses.replace(setting.run, run_id="r2")
+    async with setting.agent(environment_count=4):
+        await until(lambda: len(setting.held()) == 4)
+        # When another run has work too, then it gets its half as trajectories of the first end
+        await other.begin()
+        await other.push(12)
+        finishing = asyncio.create_task(setting.answer(12 * len(TO_THE_GOAL)))
+        await until(lambda: len(other.held("r2")) >= 2)
+        await until(lambda: len(setting.held()) == 0)
+        # and all of them once the first has no more
+        await until(lambda: len(other.held("r2")) == 4)
+        await finishing
+
+
+class ReluctantQueue(MemoryTrajectoryQueue):
+    """One call at a time, as over one connection; settling is answered late."""
+
+    late_s = 0.0
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._turn = asyncio.Lock()
+
+    async def settle(self, *args: Any, **settings: Any) -> bool:
+        async with self._turn:
+            is_settled = await super().settle(*args, **settings)
+            await asyncio.sleep(self.late_s)
+            return is_settled
+
+    async def renew(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> list[str]:
+        async with self._turn:
+            return await super().renew(worker_id, claims)
+
+
+async def test_a_trajectory_that_is_being_handed_in_is_not_given_up_by_a_renewal() -> None:
+    # Given a broker that has settled a trajectory long before it says so
+    setting = Setting()
+    setting.run = RunConfig(run_id="r1", model="tiny", environment="frozenlake", reward="success")
+    await setting.begin()
+    queues: list[ReluctantQueue] = []
+
+    def trajectories(run: RunConfig) -> ReluctantQueue:
+        queues.append(ReluctantQueue(setting.fabric.broker, run))
+        queues[-1].late_s = 0.4
+        return queues[-1]
+
+    setting.fabric.trajectories = trajectories  # type: ignore[method-assign]
+    await setting.push()
+    # When claims are renewed meanwhile, then the agent still learns of it, and asks for the reward
+    async with setting.agent(renew_s=0.02, reap_s=60.0):
+        await setting.answer()
+        await until(lambda: setting.asked)
+    assert [name for _, name, _ in setting.asked] == ["g.0"]
+
+
+async def test_a_slow_call_does_not_hold_up_the_renewal_of_other_claims() -> None:
+    # Given a trajectory that is handed in for longer than claims last
+    setting = await Setting().begin()
+
+    def trajectories(run: RunConfig) -> ReluctantQueue:
+        queue = ReluctantQueue(setting.fabric.broker, run, claim_ms=400)
+        queue.late_s = 1.2
+        return queue
+
+    setting.fabric.trajectories = trajectories  # type: ignore[method-assign]
+    await setting.push(1, "one")
+    async with setting.agent(renew_s=0.05, reap_s=0.05):
+        await setting.answer()
+        # When another one is claimed meanwhile
+        await setting.push(1, "two")
+        await until(lambda: "two.0" in setting.held())
+        await asyncio.sleep(0.9)
+        # Then the other is still held by its first claim
+        record = setting.fabric.broker.runs["r1"].trajectories.records["two.0"]
+        assert (record.state, record.loss) == ("claimed", 0)

@@ -6,21 +6,17 @@ import asyncio
 import pickle
 import socket
 import ssl
+from urllib.parse import quote
 
 import pytest
 import redis.asyncio
 from redis import exceptions
 from redis._parsers.helpers import parse_info
 
-from rollfab.fabric.bus.connection import (
-    PatientRetry,
-    broker_facts,
-    broker_name,
-    mask_url,
-    problems,
-    resolve_url,
-    translate,
-)
+from rollfab.fabric.bus.connection import broker_name, mask_url, resolve_url, translate
+from rollfab.fabric.bus.facts import broker_facts, problems
+from rollfab.fabric.bus.patience import PatientRetry
+from rollfab.fabric.bus.url import read_url
 from rollfab.fabric.errors import BrokerError, BrokerFull, ConfigError, FabricError, QueueFull
 
 VALKEY_9 = "redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\n"
@@ -36,6 +32,10 @@ FIT = "role:master\r\nloading:0\r\naof_enabled:1\r\nmaxmemory:0\r\nmaxmemory_pol
         "rediss://cache.example.com:6380?ssl_ca_certs=/etc/ca.pem&ssl_check_hostname=no",
         "unix:///tmp/broker.sock",
         "unix:///tmp/broker.sock?db=2&password=pw",
+        "redis+cluster://:pw@a:7000,b:7001,[::1]:7002",
+        "rediss+cluster://a?ssl_ca_certs=/etc/ca.pem",
+        "redis+sentinel://user:pw@a,b:26380/main/2?sentinel_password=x",
+        "redis://host?durability=disk",
     ],
 )
 def test_a_good_url_is_returned_as_it_is(url: str) -> None:
@@ -52,7 +52,18 @@ def test_no_url_means_a_private_broker(url: str | None) -> None:
     [
         ("localhost:6379", "scheme"),
         ("http://localhost:6379", "scheme"),
-        ("redis+sentinel://localhost", "scheme"),
+        ("redis+other://localhost", "scheme"),
+        ("redis+sentinel://localhost", "no service"),
+        ("redis+sentinel://localhost/", "no service"),
+        ("redis+sentinel://a,b:port/main", "cannot be read"),
+        ("redis+sentinel://a,,b/main", "no host"),
+        ("redis+sentinel://a/main/zero", "database"),
+        ("redis://a,b", "several hosts"),
+        ("redis+cluster://a:1,b:99999", "cannot be read"),
+        ("redis://host?sentinel_password=x", "unknown setting"),
+        ("redis+cluster://host?reward_queue=redis%2Bcluster://other", "no cluster"),
+        ("redis+cluster://host?reward_queue=http://other", "no cluster"),
+        ("redis://host?durability=paper", "memory, disk, replica"),
         ("redis:///0", "no host"),
         ("redis://host:99999", "cannot be read"),
         ("redis://host:port", "cannot be read"),
@@ -87,6 +98,11 @@ def test_a_bad_url_says_why_and_how_to_write_one(url: str, cause: str) -> None:
         ("redis://:hunt#er2@host", "redis://***"),
         ("redis://:hunt/er2@host", "redis://***"),
         ("redis://:hunt?er2@host", "redis://***"),
+        (
+            "redis+sentinel://u:hunter2@a:1,b:2/main?sentinel_password=hunter2",
+            "redis+sentinel://u:***@a:1,b:2/main?***",
+        ),
+        ("redis+cluster://:hunter2@a:1,b:two", "redis+cluster://***"),
         ("hunter2", "***"),
         ("redis:hunter2@host", "***"),
     ],
@@ -105,6 +121,26 @@ def test_not_even_the_cause_of_a_malformed_url_holds_its_password(url: str) -> N
     while error is not None:
         assert "hunt" not in str(error)
         error = error.__cause__ or error.__context__
+
+
+def test_a_url_is_taken_apart() -> None:
+    led = read_url(
+        "rediss+sentinel://u:p%2Cw@a,[::1]:1/main/2?sentinel_password=x&ssl_ca_certs=/ca.pem&durability=disk"
+    )
+    assert (led.topology, led.hosts, led.service) == ("sentinel", (("a", 26379), ("::1", 1)), "main")
+    assert (led.sentinel_username, led.sentinel_password, led.durability) == (None, "x", "disk")
+    assert led.client_url == "rediss://u:p%2Cw@a:26379/2?ssl_ca_certs=%2Fca.pem"
+
+    cluster = read_url("redis+cluster://:pw@a:7000,b")
+    assert (cluster.topology, cluster.hosts) == ("cluster", (("a", 7000), ("b", 6379)))
+    assert cluster.client_url == "redis://:pw@a:7000/"
+
+    queue = "redis://:p%40w@other:1/2"
+    assert read_url(f"redis+cluster://u:p@a?reward_queue={quote(queue, safe='')}").reward_queue == queue
+
+    assert read_url("redis://host/3?durability=replica").client_url == "redis://host:6379/3"
+    assert read_url("unix:///tmp/b.sock?db=1&durability=disk").client_url == "unix:///tmp/b.sock?db=1"
+    assert read_url("unix:///tmp/b.sock").hosts == ()
 
 
 def test_a_fit_valkey_is_known_by_its_own_version_not_by_the_redis_version_it_imitates() -> None:

@@ -44,7 +44,7 @@ class Setting:
             await self.board.heartbeat(info)
 
     def demand(self, count: int) -> None:
-        self.broker.runs["r1"].trajectories.ready = [f"g.{index}" for index in range(count)]
+        self.broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(count)], [], [])
 
     def controller(self, name: str = "c1") -> Controller:
         return Controller(self.board, ControllerConfig(worker_id=name), SystemClock())
@@ -140,6 +140,51 @@ async def test_after_a_gap_nobody_is_taken_for_dead_at_once() -> None:
         clock.now += 1.0
         await controller.tick(1)
     assert "dedicated" not in await setting.held()
+
+
+async def two_busy_runs() -> Setting:
+    """One worker, which says all the time that it serves r1."""
+    setting = await Setting().begin()
+    await setting.board.create_run(RunConfig(run_id="r2", model="m", environment="e", weight=1.0))
+    await setting.board.forget_worker("serving")
+    info = WorkerInfo(worker_id="dedicated", role="dedicated", pid=1, host="h", model="m", slot_count=4, run_id="r1")
+    await setting.board.heartbeat(info)
+    for run_id in ("r1", "r2"):
+        run = setting.broker.runs[run_id]
+        run.head_version = 0
+        run.trajectories.ready = ([f"g.{index}" for index in range(20)], [], [])
+    return setting
+
+
+async def served(setting: Setting, controller: Controller, clock: HandClock, ticks: int) -> list[str]:
+    found = []
+    for _ in range(ticks):
+        clock.now += 0.25
+        await controller.tick(1)
+        (run_id,) = [name for name in ("r1", "r2") if await setting.board.leases(name)]
+        found.append(run_id)
+    return found
+
+
+async def test_two_runs_take_turns_on_one_worker() -> None:
+    setting, clock = await two_busy_runs(), HandClock()
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    found = await served(setting, controller, clock, 4 * 120)
+    assert 0.4 < found.count("r1") / len(found) < 0.6
+    changes = [index for index in range(1, len(found)) if found[index] != found[index - 1]]
+    assert len(changes) >= 4
+    assert min(after - before for before, after in zip([0, *changes], changes, strict=False)) >= 4 * 10
+
+
+async def test_a_controller_that_is_started_again_moves_no_worker_before_its_time() -> None:
+    # Given a worker that was given to another run a moment ago, and does not say so yet
+    setting, clock = await two_busy_runs(), HandClock()
+    first = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    while await setting.board.leases("r1") or not await setting.board.leases("r2"):
+        await served(setting, first, clock, 1)
+    # When a new controller takes over, then the worker stays for at least a slice
+    second = Controller(setting.board, ControllerConfig(worker_id="c2"), clock)
+    assert set(await served(setting, second, clock, 4 * 9)) == {"r2"}
 
 
 def test_a_worker_s_own_switch_wins_over_the_one_for_all() -> None:

@@ -17,7 +17,7 @@ async def test_its_first_word_ends_what_it_granted_before() -> None:
     board = MemoryLeaseBoard(broker)
     await board.create_run(RunConfig(run_id="run", model="m", environment="e"))
     broker.runs["run"].head_version = 0
-    broker.runs["run"].trajectories.ready = [f"group.{index}" for index in range(20)]
+    broker.runs["run"].trajectories.ready = ([f"group.{index}" for index in range(20)], [], [])
     await board.heartbeat(SERVING)
     config = ControllerConfig(worker_id="controller")
     term = await board.lead("controller", config.lead_ms)

@@ -16,9 +16,10 @@ from examples.my_environment import Countdown
 
 from rollfab.fabric.errors import ConfigError, EnvironmentFailed
 from rollfab.fabric.records import Rollout
-from rollfab.workers.environments.base import Environment, GymEnvironment, Observation, Step
+from rollfab.workers.environments.base import Environment, GymEnvironment, Observation, Step, make_sampling
 from rollfab.workers.environments.frozenlake import FrozenLake
 from rollfab.workers.environments.guess_the_number import GuessTheNumber
+from rollfab.workers.environments.registry import Registry
 from rollfab.workers.rewards import environment_sum, success
 
 
@@ -243,3 +244,31 @@ def test_rewards_read_what_the_environment_said() -> None:
 def test_a_reward_without_its_facts_is_a_failure_and_never_zero(reward: Any) -> None:
     with pytest.raises(EnvironmentFailed):
         reward({}, rollout({}))
+
+
+class Saver(Reporter):
+    """A plain class that states its sampling in plain values, and has a state."""
+
+    sampling = {"max_tokens": 3, "stop_texts": ["."]}  # noqa: RUF012
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"at": 7}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        self.at = snapshot["at"]
+
+
+async def test_a_plain_class_may_save_its_state() -> None:
+    state = await GymEnvironment(Saver).snapshot()
+    other = Saver()
+    await GymEnvironment(lambda: other).restore(state)
+    assert other.at == 7
+    with pytest.raises(NotImplementedError):
+        await GymEnvironment(Reporter).snapshot()
+
+
+def test_a_plain_class_may_state_its_sampling_in_plain_values() -> None:
+    world = Registry([f"saver={__name__}:Saver"]).make("saver")
+    assert (world.sampling.max_tokens, world.sampling.stop_texts, world.sampling.temperature) == (3, (".",), 1.0)
+    with pytest.raises(TypeError, match="sampling has no top_p, only temperature"):
+        make_sampling({"top_p": 0.9})

@@ -224,3 +224,22 @@ def test_the_publisher_does_not_load_torch_by_itself() -> None:
     root = Path(__file__).resolve().parents[2]
 
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(root / "src")}).returncode == 0
+
+
+async def test_a_head_that_went_back_is_followed_by_a_keyframe(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given versions 0 and 1, of which the broker forgets the second, as a replica that takes over may
+    await publisher.publish(model.named_parameters(), 0)
+    before = store.remember()
+    train(model)
+    await publisher.publish(model.named_parameters(), 1)
+    store.forget_since(before)
+
+    # When the trainer goes on
+    train(model)
+    report = await publisher.publish(model.named_parameters(), 2)
+
+    # Then what it publishes needs nothing that was lost
+    assert report.kind == KEYFRAME
+    await assert_published(store, model)

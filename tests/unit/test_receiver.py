@@ -253,3 +253,28 @@ async def test_a_run_that_begins_anew_is_followed(store: FaultyStore, model: tor
 
     assert receiver.version == 0
     assert_holds(engine, model)
+
+
+async def test_a_version_that_was_lost_and_published_again_by_another_trainer_is_fetched_again(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given a receiver that holds version 1, which the broker then forgets, as a replica that takes over may
+    await publisher.publish(model.named_parameters(), 0)
+    before = store.remember()
+    train(model)
+    await publisher.publish(model.named_parameters(), 1)
+    engine = BitsEngine(small_model(1))
+    receiver = receiver_of(store, engine)
+    assert await receiver.update()
+    assert_holds(engine, model)
+    store.forget_since(before)
+
+    # When a trainer that starts again publishes other weights under the same number
+    other = small_model(7)
+    await Publisher(store, RUN).publish(other.named_parameters(), 1)
+
+    # Then those are what the engine gets
+    assert await receiver.update()
+    assert receiver.version == 1
+    assert_holds(engine, other)
+    assert not await receiver.update()

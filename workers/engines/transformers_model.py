@@ -56,7 +56,7 @@ def _from_preset(model: str, dtype: torch.dtype) -> Any:
 
 
 def _from_hub(model: str, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
 
 
 class ParameterStore:

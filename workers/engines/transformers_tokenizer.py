@@ -20,7 +20,7 @@ class HubTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model {model!r} has no tokenizer that can be loaded: {error}. Give a preset, a path or a hub name",

@@ -6,6 +6,7 @@
   a trajectory whose agent worker died goes on elsewhere.
 - An `inline` environment never blocks: its methods run on the event loop. Every other one is awaited under a time
   limit, and the adapter below takes its calls off the loop.
+- One whose `isolation` is "process" lives in a process of its own (isolated.py); it may block, hang and crash.
 
 Finding an environment by name is registry.py's; turning text into tokens is the agent worker's.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -23,6 +24,7 @@ from ...fabric.errors import EnvironmentFailed
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]
+Isolation = Literal["none", "process"]
 FIVE = 5  # observation, reward, terminated, truncated, info
 
 
@@ -35,6 +37,24 @@ class TextSampling:
     stop_texts: tuple[str, ...] = ()
     ends_at_eos: bool = True
     """Whether the tokenizer's end of sequence, where it has one, ends a turn too."""
+
+
+def make_sampling(stated: Mapping[str, Any]) -> TextSampling:
+    """Sampling settings of plain values, as classes state them that do not know rollfab; None leaves a default.
+
+    Raises:
+        TypeError, ValueError: they do not fit.
+    """
+    makers: dict[str, Callable[[Any], Any]] = {
+        "temperature": float,
+        "max_tokens": int,
+        "stop_texts": tuple,
+        "ends_at_eos": bool,
+    }
+    unknown = sorted(stated.keys() - makers.keys())
+    if unknown:
+        raise TypeError(f"sampling has no {', '.join(unknown)}, only {', '.join(makers)}")
+    return TextSampling(**{name: makers[name](value) for name, value in stated.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +91,19 @@ class Environment(ABC):
         sampling: how turns are sampled unless the run says otherwise.
         turn_count_max: turns after which the trajectory is cut off, unless the run says fewer.
         inline: its methods return at once and may run on the event loop.
+        isolation: "process" gives every episode a process to itself: then a call that hangs or crashes is ended.
+        memory_bytes_max: address space of such a process; None: as much as there is.
+        episode_count_max: episodes that such a process serves, one after the other; None: the pool's number.
     """
 
-    name: ClassVar[str] = ""
-    recovery: ClassVar[Recovery] = "replay"
+    name: str = ""
+    recovery: Recovery = "replay"
     sampling: TextSampling = TextSampling()
     turn_count_max: int = 64
     inline: bool = False
+    isolation: ClassVar[Isolation] = "none"
+    memory_bytes_max: ClassVar[int | None] = None
+    episode_count_max: ClassVar[int | None] = None
 
     @abstractmethod
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
@@ -140,6 +166,17 @@ class GymEnvironment(Environment):
             )
         text, reward, terminated, truncated, info = answer
         return Step(str(text), reward, bool(terminated), bool(truncated), dict(info))
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The wrapped object's own, if it has one."""
+        if not hasattr(self._world, "snapshot"):
+            return await super().snapshot()
+        state: dict[str, Any] = await self._call(self._world.snapshot)
+        return state
+
+    async def restore(self, snapshot: dict[str, Any]) -> None:
+        """Hand the wrapped object a state of its own."""
+        await self._call(lambda: self._world.restore(snapshot))
 
     async def close(self) -> None:
         """Close the wrapped object if it can be closed."""

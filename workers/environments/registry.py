@@ -2,6 +2,8 @@
 
 - Names come from installed packages (entry points `rollfab.environments`, `rollfab.rewards`) and from this worker's
   own configuration (`--environment NAME=module:attr`); the worker's own wins. Nothing is imported before it is used.
+- An environment lives in a process of its own when its class asks for that (`isolation`), or when its name is given
+  with an interpreter (`--environment NAME=/venv/bin/python:module:attr`): then this process never imports it.
 - A name that arrives with a run is only ever looked up. It is never imported as a path, whatever it looks like: who
   may push tasks may not choose what code runs here.
 """
@@ -9,15 +11,19 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from ...fabric.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown
 from ...fabric.offers import installed
 from ...fabric.records import Rollout
-from .base import Environment, GymEnvironment
+from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling
+from .isolated import IsolatedEnvironment
+from .pool import PoolConfig, ProcessPool
+from .spawn import Program
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
@@ -31,21 +37,77 @@ class Registry:
     """What this worker offers.
 
     Args:
-        environments: "NAME=module:attr" of an Environment, or of a class with Gymnasium's or GEM's `reset` and `step`.
+        environments: "NAME=module:attr" of an Environment, or of a class with Gymnasium's or GEM's `reset` and `step`;
+            with "NAME=python:module:attr" that interpreter runs it, in processes of its own.
         rewards: "NAME=module:attr" of a function (task, rollout) → float.
+        pool: settings of those processes.
 
     Raises:
-        ConfigError: one of them is not written so.
+        ConfigError: one of them is not written so, or its interpreter is not there.
     """
 
-    def __init__(self, environments: Iterable[str] = (), rewards: Iterable[str] = ()) -> None:
+    def __init__(
+        self, environments: Iterable[str] = (), rewards: Iterable[str] = (), *, pool: PoolConfig | None = None
+    ) -> None:
         self._targets = {ENVIRONMENTS: _parse(environments), REWARDS: _parse(rewards)}
+        self._pool = ProcessPool(pool)
+        _check_interpreters(self._targets)
+        self._programs: dict[str, Program] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
         self._offered = sorted({*self._targets[ENVIRONMENTS], *installed(ENVIRONMENTS)})
 
     def offered(self) -> list[str]:
         """Names of the environments that can be made here, sorted."""
         return list(self._offered)
+
+    async def load(self, name: str) -> None:
+        """Import what the name stands for, off the loop: that may take seconds. Nothing of one with an interpreter.
+
+        Raises:
+            EnvironmentUnknown, ConfigError: as `make`.
+        """
+        if self._program(name).python is None and (ENVIRONMENTS, name) not in self._loaded:
+            await in_thread(lambda: self._load(ENVIRONMENTS, name))
+
+    def is_isolated(self, name: str) -> bool:
+        """Whether it lives in a process of its own, which keeps its own time limit.
+
+        Raises:
+            EnvironmentUnknown, ConfigError: as `make`.
+        """
+        if self._program(name).python is not None:
+            return True
+        isolation = getattr(self._load(ENVIRONMENTS, name), "isolation", "none")
+        if isolation not in get_args(Isolation):
+            raise ConfigError(f"environment {name!r}: isolation is {isolation!r}, not one of {get_args(Isolation)}")
+        return bool(isolation == "process")
+
+    async def open(self, name: str, options: Mapping[str, Any] = NO_OPTIONS, *, timeout_s: float = 30.0) -> Environment:
+        """A fresh environment where it belongs: in its own process, or made here, off the loop where that may block.
+
+        Args:
+            name: what the run calls it.
+            options: its constructor's.
+            timeout_s: how long a call may take of one with its own process.
+
+        Raises:
+            EnvironmentUnknown, ConfigError: as `make`.
+            EnvironmentFailed: its process could not make it.
+        """
+        if self.is_isolated(name):
+            program = self._program(name)
+            return await IsolatedEnvironment.open(name, program, options, pool=self._pool, timeout_s=timeout_s)
+        return await in_thread(lambda: self.make(name, options)) if self.may_block(name) else self.make(name, options)
+
+    async def close(self) -> None:
+        """End all environment processes."""
+        await self._pool.close()
+
+    async def __aenter__(self) -> Registry:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def make(self, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Environment:
         """A fresh environment.
@@ -90,14 +152,27 @@ class Registry:
     def _find(self, group: str, name: str) -> Any:
         try:
             target = self._targets[group].get(name)
+            if target is not None and target.python is not None:
+                raise ConfigError(f"environment {name!r} belongs to {target.python}: it is opened, never made here")
             if target is not None:
-                module, attribute = target.split(":")
+                module, attribute = target.target.split(":")
                 return getattr(importlib.import_module(module), attribute)
             for point in entry_points(group=group, name=name):
                 return point.load()
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"{group.split('.')[1][:-1]} {name!r} cannot be loaded: {error}", name=name) from error
         raise self._unknown(group, name)
+
+    def _program(self, name: str) -> Program:
+        """What a process of its own would run."""
+        programs = self._targets[ENVIRONMENTS]
+        if name not in self._programs:
+            points = entry_points(group=ENVIRONMENTS, name=name)
+            found = programs.get(name) or next((Program(f"{each.module}:{each.attr}") for each in points), None)
+            if found is None:
+                raise self._unknown(ENVIRONMENTS, name)
+            self._programs[name] = found
+        return self._programs[name]
 
     def _unknown(self, group: str, name: str) -> ConfigError:
         kind, option = ("environment", "--environment") if group == ENVIRONMENTS else ("reward function", "--reward")
@@ -109,16 +184,34 @@ class Registry:
         return EnvironmentUnknown(text, environment=name) if group == ENVIRONMENTS else ConfigError(text, name=name)
 
 
-def _parse(pairs: Iterable[str]) -> dict[str, str]:
-    """name → "module:attr"."""
-    targets: dict[str, str] = {}
+def _parse(pairs: Iterable[str]) -> dict[str, Program]:
+    """name → what it names."""
+    targets: dict[str, Program] = {}
     for pair in pairs:
-        name, _, target = pair.partition("=")
-        module, _, attribute = target.partition(":")
-        if not (name and module and attribute.isidentifier()):
+        name, _, rest = pair.partition("=")
+        *python, module, attribute = rest.rsplit(":", 2) if ":" in rest else ("", "")
+        if not (name and module and attribute.isidentifier() and python != [""]):
             raise ConfigError(f"{pair!r} does not name code: write NAME=module:attr", name=name)
-        targets[name] = target
+        targets[name] = Program(f"{module}:{attribute}", python[0] if python else None)
     return targets
+
+
+def _check_interpreters(targets: Mapping[str, Mapping[str, Program]]) -> None:
+    """Say at once what would otherwise fail every trajectory; only environments have interpreters."""
+    for group, programs in targets.items():
+        for name, program in programs.items():
+            if program.python is None:
+                continue
+            if group != ENVIRONMENTS:
+                raise ConfigError(
+                    f"{name}={program.python}:…: a reward function is written NAME=module:attr", name=name
+                )
+            if shutil.which(program.python) is None:
+                raise ConfigError(
+                    f"environment {name!r}: {program.python} is not an interpreter that can be run: "
+                    "name the python of its virtual environment, NAME=/venv/bin/python:module:attr",
+                    name=name,
+                )
 
 
 def _adapt(name: str, factory: Any, world: Any) -> Environment:
@@ -128,5 +221,7 @@ def _adapt(name: str, factory: Any, world: Any) -> Environment:
             f"environment {name!r} made a {type(world).__name__}, which has no reset and step", reason="make"
         )
     settings = {key: getattr(factory, key) for key in CLASS_SETTINGS if hasattr(factory, key)}
+    if isinstance(settings.get("sampling"), dict):
+        settings["sampling"] = make_sampling(settings["sampling"])
     adapted: type[GymEnvironment] = type("Adapted", (GymEnvironment,), {"name": name, **settings})
     return adapted(lambda: world)

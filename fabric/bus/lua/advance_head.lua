@@ -3,6 +3,7 @@
 --   KEYS[1] head hash   version, epoch, kind, moved_by   KEYS[2] manifests hash   KEYS[3] announcements stream
 -- Returns {code, head version, head epoch} from before; codes: 1 moved · 2 was moved there by the same publisher ·
 -- -1 another publisher took over · -2 not newer · -3 its base is not the head · -4 no manifest.
+-- flags allow-oom
 local epoch, version, kind, base = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local head = redis.call('HMGET', KEYS[1], 'version', 'epoch', 'kind', 'moved_by')
 local head_version, head_epoch = tonumber(head[1] or -1), tonumber(head[2] or 0)

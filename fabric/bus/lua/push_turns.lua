@@ -1,17 +1,19 @@
 -- push_turns(agent, then per turn: trajectory_id, fence, turn_id, job)
--- Ask for turns of trajectories that this agent holds.
+-- Ask for turns of trajectories that this agent holds. A turn's fences go on from its trajectory's, so that no number
+-- is ever used twice, whatever is tried again.
 --   KEYS[1] trajectory record hash
---   KEYS[2] ready stream   KEYS[3] bell   KEYS[4] job hash   KEYS[5] record hash    of turns
---   KEYS[6] turn agent hash   KEYS[7] turn result hash   KEYS[8] inbox stream of this agent
+--   KEYS[2..4] ready streams   KEYS[5] bell   KEYS[6] open hash   KEYS[7] job hash   KEYS[8] record hash    of turns
+--   KEYS[9] turn agent hash    KEYS[10] turn result hash   KEYS[11] inbox stream of this agent
 -- Returns per turn 1 pushed · 2 under way since an earlier agent: its result now comes here ·
 -- 3 settled already: its result is in the inbox · 0 the trajectory's claim is lost (nothing written)
+-- flags allow-oom
 -- use batch record ring
 local agent = ARGV[1]
 local trajectories, ids = {}, {}
 for i = 2, #ARGV, 4 do
   trajectories[#trajectories + 1], ids[#ids + 1] = ARGV[i], ARGV[i + 2]
 end
-local owners, records = fetch_all(KEYS[1], trajectories), read_records(KEYS[5], ids)
+local owners, records = fetch_all(KEYS[1], trajectories), read_records(KEYS[8], ids)
 
 local answer, agents, jobs, fresh = {}, {}, {}, {}
 for n, id in ipairs(ids) do
@@ -21,19 +23,19 @@ for n, id in ipairs(ids) do
     add_pair(agents, id, agent)
     if not r then
       answer[n] = 1
-      records[id] = new_record()
+      records[id] = new_record(tonumber(ARGV[4 * n - 1]) * FENCES_PER_CLAIM)
       fresh[#fresh + 1] = id
       add_pair(jobs, id, ARGV[4 * n + 1])
     elseif r.state == 'settled' then
       answer[n] = 3
-      redis.call('XADD', KEYS[8], '*', 'id', id, 'result', redis.call('HGET', KEYS[7], id))
+      redis.call('XADD', KEYS[11], '*', 'id', id, 'result', redis.call('HGET', KEYS[10], id))
     else
       answer[n] = 2
     end
   end
 end
-call_in_parts('HSET', KEYS[6], agents)
-call_in_parts('HSET', KEYS[4], jobs)
-write_records(KEYS[5], fresh, records)
-make_ready(KEYS[2], KEYS[3], fresh)
+call_in_parts('HSET', KEYS[9], agents)
+call_in_parts('HSET', KEYS[7], jobs)
+write_records(KEYS[8], fresh, records)
+make_ready({KEYS[2], KEYS[3], KEYS[4]}, KEYS[5], KEYS[6], fresh, false)
 return answer

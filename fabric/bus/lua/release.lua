@@ -1,24 +1,33 @@
--- release(worker, then per job: id, fence, log | '')
+-- release(worker, loss_max | 0, then per job: id, fence, log | '')
 -- Give claimed jobs back, with what they have made so far. Being revoked is no failure: attempt and loss stay.
---   KEYS[1] ready stream   KEYS[2] bell   KEYS[3] record hash   KEYS[4] deadline zset   KEYS[5] held hash
---   KEYS[6] log hash       KEYS[7] counters
+-- With a loss_max they stalled: that has cost a worker, and the last one's claim is left to the reaper as expired.
+--   KEYS[1..3] ready streams   KEYS[4] bell   KEYS[5] open hash   KEYS[6] record hash   KEYS[7] deadline zset
+--   KEYS[8] held hash          KEYS[9] log hash   KEYS[10] counters
 -- Returns per job 1 given back · 0 the claim was lost already (nothing written)
--- use batch record ring
-local worker = ARGV[1]
-local answer = {}
-for i = 2, #ARGV, 3 do
+-- flags allow-oom
+-- use batch record hold ring
+local worker, loss_max = ARGV[1], tonumber(ARGV[2])
+local answer, back, logs, lines = {}, {}, {}, {}
+for i = 3, #ARGV, 3 do
   local id = ARGV[i]
-  local value = redis.call('HGET', KEYS[3], id)
+  local value = redis.call('HGET', KEYS[6], id)
   local kept = is_held(value, ARGV[i + 1], worker)
   if kept then
     local r = parse_record(value)
-    end_claim(KEYS[4], KEYS[5], id, r)
-    r.state, r.worker = 'ready', '-'
-    write_record(KEYS[3], id, r)
-    if ARGV[i + 2] ~= '' then redis.call('HSET', KEYS[6], id, ARGV[i + 2]) end
-    make_ready(KEYS[1], KEYS[2], {id})
-    redis.call('HINCRBY', KEYS[7], 'released', 1)
+    if ARGV[i + 2] ~= '' then add_pair(logs, id, ARGV[i + 2]) end
+    if loss_max > 0 and r.loss + 1 >= loss_max then
+      redis.call('ZADD', KEYS[7], 0, id)
+    else
+      end_claim(KEYS[7], KEYS[8], id, r)
+      r.state, r.worker, r.loss = 'ready', '-', r.loss + math.min(1, loss_max)
+      add_pair(lines, id, format_record(r))
+      back[#back + 1] = id
+    end
   end
   answer[#answer + 1] = kept and 1 or 0
 end
+call_in_parts('HSET', KEYS[6], lines)
+call_in_parts('HSET', KEYS[9], logs)
+make_ready({KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5], back, true)
+if #back > 0 then redis.call('HINCRBY', KEYS[10], loss_max > 0 and 'stalled' or 'released', #back) end
 return answer

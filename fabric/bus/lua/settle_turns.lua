@@ -5,7 +5,8 @@
 --   KEYS[8 + inbox] inbox streams of the agents
 -- Returns per turn 1 settled (also when asked again) · 0 the fence is stale (nothing written) ·
 -- an agent id: another agent waits by now (nothing written); call again with its inbox
--- use batch record
+-- flags allow-oom
+-- use batch record hold
 local worker = ARGV[1]
 local ids = {}
 for i = 3, #ARGV, 6 do ids[#ids + 1] = ARGV[i] end
@@ -24,7 +25,7 @@ for n, id in ipairs(ids) do
     elseif r.state == 'claimed' then
       code = 1
       r.state = 'settled'
-      if r.fence > 1 then resumed_count = resumed_count + 1 end
+      if r.fence % FENCES_PER_CLAIM > 1 then resumed_count = resumed_count + 1 end
       settled[#settled + 1] = id
       add_pair(results, id, ARGV[i + 4])
       token_count = token_count + tonumber(ARGV[i + 5])

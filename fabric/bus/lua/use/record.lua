@@ -1,11 +1,14 @@
--- A job's record is "state fence attempt loss worker"; see keys.py. Needs batch.lua before it.
+-- A job's record is "state fence attempt loss rerun worker"; see keys.py. Needs batch.lua before it.
 local function parse_record(value)
-  local state, fence, attempt, loss, worker = string.match(value, '^(%S+) (%d+) (%d+) (%d+) (%S+)$')
-  return {state = state, fence = tonumber(fence), attempt = tonumber(attempt), loss = tonumber(loss), worker = worker}
+  local state, fence, attempt, loss, rerun, worker = string.match(value, '^(%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$')
+  return {state = state, fence = tonumber(fence), attempt = tonumber(attempt), loss = tonumber(loss),
+    rerun = tonumber(rerun), worker = worker}
 end
 
-local function new_record()
-  return {state = 'ready', fence = 0, attempt = 0, loss = 0, worker = '-'}
+local FENCES_PER_CLAIM = 65536 -- of a turn, within one claim of its trajectory
+
+local function new_record(fence)
+  return {state = 'ready', fence = fence, attempt = 0, loss = 0, rerun = 0, worker = '-'}
 end
 
 local function read_record(key, id)
@@ -29,7 +32,7 @@ local function is_held(value, fence, worker)
 end
 
 local function format_record(r)
-  return string.format('%s %d %d %d %s', r.state, r.fence, r.attempt, r.loss, r.worker)
+  return string.format('%s %d %d %d %d %s', r.state, r.fence, r.attempt, r.loss, r.rerun, r.worker)
 end
 
 local function write_record(key, id, r)
@@ -40,21 +43,4 @@ local function write_records(key, ids, records)
   local lines = {}
   for _, id in ipairs(ids) do add_pair(lines, id, format_record(records[id])) end
   call_in_parts('HSET', key, lines)
-end
-
-local function hold_less(held, worker, count)
-  if redis.call('HINCRBY', held, worker, -count) <= 0 then redis.call('HDEL', held, worker) end
-end
-
--- End the claim that a record describes: no deadline (a trajectory that waits for its reward has one too), one less held.
-local function end_claim(deadline, held, id, r)
-  redis.call('ZREM', deadline, id)
-  if r.state == 'claimed' then hold_less(held, r.worker, 1) end
-end
-
--- End claims of one worker.
-local function end_claims(deadline, held, ids, worker)
-  if #ids == 0 then return end
-  call_in_parts('ZREM', deadline, ids)
-  hold_less(held, worker, #ids)
 end

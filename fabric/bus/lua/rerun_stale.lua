@@ -1,0 +1,34 @@
+-- rerun_stale(group_id, entry_id, rerun_count_max, then per trajectory: id, dead_letter)
+-- Rollouts of a complete group are too stale to be delivered: take the group back, and run them again.
+--   KEYS[1..19] see use/drop.lua   KEYS[20..22] ready streams   KEYS[23] bell   KEYS[24] dead hash
+-- Returns 1 the group is open again · 0 it is gone or was taken back before (nothing written)
+-- flags allow-oom
+-- use batch record hold ring forget_turns drop close
+local group_id = ARGV[1]
+if redis.call('HGET', KEYS[13], 'state') ~= 'complete' then return 0 end
+redis.call('XACK', KEYS[15], 'trainer', ARGV[2])
+redis.call('XDEL', KEYS[15], ARGV[2])
+redis.call('HSET', KEYS[13], 'state', 'open')
+redis.call('HINCRBY', KEYS[16], 'groups_completed', -1)
+local again, dead = {}, {}
+for i = 4, #ARGV, 2 do
+  local id = ARGV[i]
+  local r = read_record(KEYS[1], id)
+  if r and r.state == 'completed' then
+    forget_rollout(id)
+    redis.call('HINCRBY', KEYS[13], 'completed', -1)
+    redis.call('HINCRBY', KEYS[16], 'trajectories_completed', -1)
+    r.worker = '-'
+    r.state = spend_attempt(r, 0, tonumber(ARGV[3])) and 'ready' or 'failed'
+    write_record(KEYS[1], id, r)
+    if r.state == 'ready' then again[#again + 1] = id else add_pair(dead, id, ARGV[i + 1]) end
+  end
+end
+local g = redis.call('HMGET', KEYS[13], 'quorum', 'priority', 'completed')
+redis.call('HSET', KEYS[18], group_id, string.format('%s %d %s', g[2], g[1] - g[3], g[1]))
+make_ready({KEYS[20], KEYS[21], KEYS[22]}, KEYS[23], KEYS[18], again, true)
+call_in_parts('HSET', KEYS[24], dead)
+for _ = 1, #dead / 2 do
+  if redis.call('HGET', KEYS[13], 'state') == 'open' then close(group_id, 'failed') end
+end
+return 1

@@ -1,0 +1,67 @@
+"""How long, and how, a command keeps trying."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from redis import exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+
+__all__ = ["PatientRetry", "may_pass", "pause_s"]
+
+T = TypeVar("T")
+
+NEVER_PASSING = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.MaxConnectionsError)
+BACKOFF = ExponentialWithJitterBackoff(base=0.02, cap=0.5)
+
+
+class PatientRetry(Retry):
+    """Retries for some seconds in all, however deep the client library nests its retries.
+
+    Its own `Retry` counts attempts and nests them (commands over connects), so that ten attempts can mean a
+    hundred; and it would try a wrong password as often as a lost connection.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__(BACKOFF, retries=-1)
+        self._patience_s = patience_s
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[[Exception], Any] | Callable[[Exception, int], Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        """Call `do` until it succeeds, fails for good, or patience ends; `fail` is told of every failure."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + self._patience_s
+        failure_count = 0
+        while True:
+            try:
+                return await do()
+            except self._supported_errors as error:
+                if is_retryable and not is_retryable(error):
+                    raise
+                failure_count += 1
+                await (fail(error, failure_count) if with_failure_count else fail(error))  # type: ignore[call-arg]
+                left_s = until_s - clock()
+                if left_s <= 0 or not may_pass(error):
+                    raise
+                await asyncio.sleep(min(left_s, pause_s(failure_count)))
+
+
+def pause_s(failure_count: int) -> float:
+    """How long to wait after this many failures: 20 ms, doubling up to half a second, with jitter."""
+    return float(BACKOFF.compute(failure_count))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether trying the same again can help."""
+    if isinstance(error, NEVER_PASSING):
+        return False
+    return not isinstance(error.__cause__ or error.__context__, ssl.SSLError)

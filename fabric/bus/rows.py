@@ -1,0 +1,88 @@
+"""Rows of the control plane, read: whoever may write to the broker may have written anything there.
+
+- What many look at, and many may write (workers, events), is shown as unreadable rather than refused: one bad row must
+  not stop the controller, or every page.
+- What only its owner writes (leases, the head) is refused as WireError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import WireError
+from ..records import Lease, WorkerInfo
+from ..weights.manifest import Head
+from ..wire import load_json
+
+__all__ = ["event_row", "head_row", "lease_row", "version_rows", "worker_row"]
+
+UNREADABLE = "unreadable"
+
+
+def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
+    """What a worker says of itself; one that cannot be read shows as failed, in a role that nobody has."""
+    worker_id = name.decode("utf-8", "replace")
+    try:
+        return WorkerInfo.decode(raw)
+    except WireError as error:
+        text = f"what it says of itself cannot be read: {error}"
+        return WorkerInfo(worker_id=worker_id, role=UNREADABLE, pid=0, host="", state="failed", error=text)
+
+
+def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str, dict[str, Any]]:
+    """An event as (id, kind, facts)."""
+    try:
+        with _reading("event"):
+            facts = load_json(fields[b"facts"])
+            if not isinstance(facts, dict):
+                raise WireError(f"facts are {type(facts).__name__}, expected an object")
+            return entry_id.decode(), fields[b"kind"].decode(), facts
+    except WireError as error:
+        return entry_id.decode(), UNREADABLE, {"error": str(error)}
+
+
+def lease_row(worker_id: str, run_id: str, raw: bytes) -> Lease:
+    """A lease from "lease_epoch slot_count lease_until_ms" (0: standing).
+
+    Raises:
+        WireError: it is not written so.
+    """
+    with _reading(f"the lease of worker {worker_id} on run {run_id}"):
+        epoch, slots, until_ms = (int(word) for word in raw.split())
+    return Lease(
+        worker_id=worker_id, run_id=run_id, lease_epoch=epoch, slot_count=slots, lease_until_ms=until_ms or None
+    )
+
+
+def head_row(run_id: str, values: Sequence[bytes | None]) -> Head:
+    """The head of a run's weights, of its version, epoch, kind and moved_by.
+
+    Raises:
+        WireError: it is not numbers and a word.
+    """
+    with _reading(f"the head of run {run_id}"):
+        version, epoch, kind, moved_by = values
+        return Head(int(version or -1), int(epoch or 0), (kind or b"").decode(), int(moved_by or 0))
+
+
+def version_rows(run_id: str, fields: list[bytes]) -> list[tuple[int, str]]:
+    """Versions held, as (version, kind), ascending, from "<version>:<kind>".
+
+    Raises:
+        WireError: one is not written so.
+    """
+    with _reading(f"the versions of run {run_id}"):
+        names = (field.decode().split(":", 1) for field in fields)
+        return sorted((int(version), kind) for version, kind in names)
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except WireError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise WireError(f"{what} cannot be read: {error}") from error

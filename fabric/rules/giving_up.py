@@ -1,0 +1,47 @@
+"""When a job is given up, and in which words; Redis and memory say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..records import DeadLetter, TrajectoryJob
+
+LOSS_COUNT_MAX = 5  # workers that one job may cost before it is taken for the cause
+SCORE_COUNT_MAX = 60  # that often a reward is asked for: half an hour of waiting for a reward worker to be started
+RERUN_COUNT_MAX = 20  # that often a trajectory may end too stale: by then the trainer is too fast for its runs
+
+GIVEN_UP = {
+    "lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
+    "unscored": f"its reward was asked for {SCORE_COUNT_MAX} times, without an answer: is a reward worker running?",
+}
+
+
+def lost_turn(turn_id: str) -> str:
+    """Why a turn that costs every worker is given up."""
+    return f"{LOSS_COUNT_MAX} workers died, froze or stalled while they ran turn {turn_id}"
+
+
+def too_stale(policy_version: int, head_version: int) -> str:
+    """Why a finished trajectory is run again, or given up."""
+    return (
+        f"stale: its oldest tokens are of policy version {policy_version}, the head is {head_version} by now; "
+        'raise staleness, or keep such rollouts with when_stale="keep"'
+    )
+
+
+def is_stale(policy_version: int, head_version: int, staleness: int) -> bool:
+    """Whether tokens of a version are too old to be trained on; -1: there are none."""
+    return policy_version >= 0 and head_version - policy_version > staleness
+
+
+def given_up(run_id: str, worker_id: str, job: TrajectoryJob, reason: str) -> DeadLetter:
+    """The dead letter of a trajectory that no code of a user failed."""
+    return DeadLetter(
+        trajectory_id=job.trajectory_id,
+        run_id=run_id,
+        worker_id=worker_id,
+        reason=reason,
+        traceback="",
+        attempt=0,
+        job=dataclasses.asdict(job),
+    )

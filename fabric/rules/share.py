@@ -1,0 +1,62 @@
+"""How the places of one agent worker are shared between runs: by weight, and whole to whoever needs them alone.
+
+- A run that has no work waiting keeps what it holds and claims nothing; the others divide the rest by weight. Nothing
+  is taken away: a run above its share falls back to it as its trajectories end.
+- Nobody's place stays empty while a run has work for it.
+- Where places cannot be divided, the run that has been served least for its weight goes first: with one place for two
+  runs they take turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharer:
+    """A run that wants places. held: those it has. served: those it was given so far, divided by its weight."""
+
+    run_id: str
+    weight: float
+    held: int
+    may_have_work: bool
+    served: float = 0.0
+
+
+def more(total: int, runs: Sequence[Sharer], run_id: str) -> int:
+    """Places that a run with work may take now, beside those it holds; never more than are free."""
+    free = total - sum(run.held for run in runs)
+    own = next(run for run in runs if run.run_id == run_id)
+    return max(0, min(free, entitled(total, runs)[run_id] - own.held))
+
+
+def entitled(total: int, runs: Sequence[Sharer]) -> dict[str, int]:
+    """Places of each run, if all had ended that is more than its share; those with work get `total` in all, at most."""
+    shares = _fair(total, runs)
+    whole = {name: math.floor(share + 1e-9) for name, share in shares.items()}
+    left = total - sum(whole.values())
+
+    def urgency(run: Sharer) -> tuple[bool, float, str]:
+        """Those with a part of a place first, and of these the one that was served least."""
+        return shares[run.run_id] - whole[run.run_id] < 1e-9, run.served, run.run_id
+
+    for run in sorted((run for run in runs if run.may_have_work), key=urgency)[: max(0, left)]:
+        whole[run.run_id] += 1
+    return whole
+
+
+def _fair(total: int, runs: Sequence[Sharer]) -> dict[str, float]:
+    """Weighted shares of `total`; a run without work gets no more than it holds, and the others divide the rest."""
+    shares: dict[str, float] = {}
+    rest, left = list(runs), float(total)
+    while rest:
+        unit = left / sum(run.weight for run in rest)
+        modest = [run for run in rest if not run.may_have_work and run.held <= unit * run.weight]
+        if not modest:
+            return shares | {run.run_id: unit * run.weight for run in rest}
+        shares |= {run.run_id: float(run.held) for run in modest}
+        left -= sum(run.held for run in modest)
+        rest = [run for run in rest if run.run_id not in shares]
+    return shares

@@ -1,0 +1,335 @@
+"""How a group ends: with its last trajectory, its quorum, its deadline, or its cancellation; Redis and memory alike."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, cast
+
+import pytest
+
+from rollfab.fabric.errors import QueueFull
+from rollfab.fabric.ids import shard_of
+from rollfab.fabric.ports import Exchange, TrajectoryClaim, TurnProgress
+from rollfab.fabric.records import Span, TokenLog
+
+from .conftest import World
+from .test_queue import EXPIRED_S, group_of_size, lease, letter_of, rollout_of, turn_of
+
+
+def neighbours(world: World, count: int) -> list[str]:
+    """Names of groups that are on one shard."""
+    names = (f"g{index}" for index in range(100))
+    return [name for name in names if shard_of(name, world.run.shard_count) == 0][:count]
+
+
+async def push(world: World, group_id: str = "g1", size: int = 3, **wishes: Any) -> None:
+    assert await world.rollouts.push([dataclasses.replace(group_of_size(group_id, size), **wishes)]) == [True]
+
+
+async def settle(world: World, claim: TrajectoryClaim, *, version: int = 3) -> bool:
+    rollout = dataclasses.replace(rollout_of(claim), spans=(Span(0, 2, "w1", version),))
+    return bool(await world.trajectories.settle(claim, rollout, is_scored=True))
+
+
+async def claim_turns(world: World, worker_id: str, *, want: int = 1) -> Exchange:
+    await lease(world, worker_id)
+    return cast("Exchange", await world.turns.exchange(worker_id, want=want, lease_epoch=1, active_version=99))
+
+
+async def test_the_first_finishers_win_and_the_rest_are_cancelled(world: World) -> None:
+    # Given a group of three that two complete, all running, the third in the middle of a turn
+    await push(world, size=3, quorum=2)
+    first, second, third = await world.trajectories.claim("a1", 3)
+    await world.turns.push("a1", [turn_of(third)])
+    (turn,) = (await claim_turns(world, "w1")).claims
+
+    # When two end
+    assert await settle(world, first)
+    assert not await world.rollouts.receive("t", 1, 0.01)
+    assert await settle(world, second)
+
+    # Then the group is complete without the third, whose holders learn that it is gone
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    group = delivery.group
+    assert {each.trajectory_id for each in group.rollouts} == {first.job.trajectory_id, second.job.trajectory_id}
+    assert group.cancelled == (third.job.trajectory_id,)
+    assert not group.failures
+    assert group.ended_by == "quorum"
+    assert await world.trajectories.renew("a1", [third]) == [third.job.trajectory_id]
+    kept = await world.turns.exchange("w1", progress=[TurnProgress(claim=turn)])
+    assert kept.lost == [turn.job.turn_id]
+    assert not await settle(world, third)
+
+    # And nothing is left of it once the trainer is done
+    assert await world.rollouts.acknowledge(delivery)
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.memory_bytes) == (0, 0)
+    assert status.counters["trajectories_cancelled"] == 1
+    assert not any(status.turns.values())
+
+
+async def test_failures_do_not_hold_up_a_quorum_that_can_not_be_reached(world: World) -> None:
+    # Given a group of two with a quorum of two
+    await push(world, size=2, quorum=2)
+    good, bad = await world.trajectories.claim("a1", 2)
+
+    # When one ends and the other fails for good
+    await settle(world, good)
+    assert await world.trajectories.fail(bad.job.trajectory_id, bad.fence, letter_of(bad), is_final=True) == "dead"
+
+    # Then the group comes with what there is
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert delivery.group.failures == (bad.job.trajectory_id,)
+    assert delivery.group.ended_by == "all"
+
+
+async def test_a_group_is_complete_at_its_deadline_with_what_it_has(world: World) -> None:
+    # Given a group with a deadline, one of its three trajectories ended, one running, one waiting
+    await push(world, size=3, deadline_s=0.2)
+    (first, _) = await world.trajectories.claim("a1", 2)
+    await settle(world, first)
+    assert await world.rollouts.reap() == 0
+
+    # When the deadline has passed
+    await asyncio.sleep(EXPIRED_S)
+
+    # Then it comes with one rollout, and what waited is never claimed
+    assert await world.rollouts.reap() == 1
+    assert await world.rollouts.reap() == 0
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert [each.trajectory_id for each in delivery.group.rollouts] == [first.job.trajectory_id]
+    assert len(delivery.group.cancelled) == 2
+    assert delivery.group.ended_by == "deadline"
+    assert not await world.trajectories.claim("a2", 3)
+
+
+async def test_a_group_that_was_complete_before_its_deadline_is_left_alone(world: World) -> None:
+    await push(world, size=1, deadline_s=0.1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await settle(world, claim)
+    await asyncio.sleep(EXPIRED_S)
+    assert await world.rollouts.reap() == 0
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert delivery.group.ended_by == "all"
+
+
+async def test_urgent_groups_are_served_first(world: World) -> None:
+    last, normal, first = neighbours(world, 3)
+    for name, priority in ((last, 2), (normal, 1), (first, 0)):
+        await push(world, name, size=1, priority=priority)
+    order = [(await world.trajectories.claim("a1", 1))[0].job.group_id for _ in range(3)]
+    assert order == [first, normal, last]
+
+
+async def test_what_was_begun_goes_before_what_was_not(world: World) -> None:
+    # Given one trajectory that was begun and given back, and another that came before it to the queue's end
+    begun, other = neighbours(world, 2)
+    await push(world, begun, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await push(world, other, size=1)
+    await world.trajectories.release("a1", [claim])
+
+    # Then the one that was begun comes first
+    (again,) = await world.trajectories.claim("a2", 1)
+    assert again.job.group_id == begun
+
+
+async def test_a_nearly_complete_group_goes_first(world: World) -> None:
+    # Given two groups of four, three of the second have ended
+    other, nearly = neighbours(world, 2)
+    await push(world, other, size=4)
+    await push(world, nearly, size=4)
+    claims = await world.trajectories.claim("a1", 8)
+    for claim in [each for each in claims if each.job.group_id == nearly][:3]:
+        await settle(world, claim)
+    waiting = [each for each in claims if each.job.group_id == other]
+    (straggler,) = [each for each in claims if each.job.group_id == nearly][3:]
+
+    # When each asks for a turn, the straggler last
+    await world.turns.push("a1", [turn_of(each) for each in [*waiting, straggler]])
+
+    # Then the straggler's is served first
+    (turn,) = (await claim_turns(world, "w1", want=1)).claims
+    assert turn.job.turn_id.startswith(straggler.job.trajectory_id)
+
+
+async def test_a_rollout_that_ends_too_stale_runs_again(world: World) -> None:
+    # Given a running trajectory, whose tokens are of version 3, while the head goes on to 5 (staleness is 1)
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.set_head(5)
+
+    # When it ends
+    assert not await settle(world, claim, version=3)
+
+    # Then it runs again from the start, and that is no failed attempt
+    (again,) = await world.trajectories.claim("a1", 1)
+    assert again.fence > claim.fence
+    assert (again.attempt, again.turns) == (0, ())
+    assert (await world.board.run_status("r1")).counters["reruns"] == 1
+    assert await settle(world, again, version=4)
+
+
+async def test_a_rollout_that_is_too_stale_when_delivered_runs_again(world: World) -> None:
+    # Given a complete group of two, one made at version 3, one at version 4, while the head goes on to 5
+    await push(world, size=2)
+    old, fresh = await world.trajectories.claim("a1", 2)
+    assert await settle(world, old, version=3)
+    assert await settle(world, fresh, version=4)
+    await world.set_head(5)
+
+    # When the trainer asks
+    assert not await world.rollouts.receive("t", 1, 0.01)
+
+    # Then only the old one runs again, and the group comes when it has ended
+    (again,) = await world.trajectories.claim("a1", 2)
+    assert again.job.trajectory_id == old.job.trajectory_id
+    assert await settle(world, again, version=5)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert len(delivery.group.rollouts) == 2
+    assert await world.rollouts.acknowledge(delivery)
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.memory_bytes, status.counters["groups_completed"]) == (0, 0, 1)
+
+
+async def test_a_rollout_that_is_always_too_stale_is_given_up_in_the_end(world: World) -> None:
+    await push(world, size=1)
+    await world.set_head(9)
+    for _ in range(20):
+        (claim,) = await world.trajectories.claim("a1", 1)
+        assert not await settle(world, claim, version=3)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert len(delivery.group.failures) == 1
+    (letter,) = await world.rollouts.dead_letters(10)
+    assert "stale" in letter.reason
+
+
+async def test_a_redelivered_group_is_not_taken_back(world: World) -> None:
+    # Given a group that was delivered while it was fresh
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await settle(world, claim, version=3)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+
+    # When the trainer comes back after the head went on
+    await world.set_head(9)
+
+    # Then it gets the group that it may have trained on already
+    (again,) = await world.again.receive("t", 1, 1.0)
+    assert again.group.redelivered
+    assert again.group.group_id == delivery.group.group_id
+
+
+async def test_a_run_that_keeps_stale_rollouts_delivers_them(world: World) -> None:
+    run = dataclasses.replace(world.run, when_stale="keep")
+    await world.board.create_run(run)
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.set_head(9)
+    assert await world.view(run).trajectories.settle(claim, rollout_of(claim), is_scored=True)
+    assert await world.view(run).rollouts.receive("t", 1, 1.0)
+
+
+async def test_a_run_at_its_memory_limit_takes_nothing_in_until_something_is_consumed(world: World) -> None:
+    # Given a run whose limit holds about one group
+    await push(world, "g1", size=1)
+    held = (await world.board.run_status("r1")).memory_bytes
+    run = dataclasses.replace(world.run, memory_bytes_max=(held + 10) * world.run.shard_count)
+    await world.board.create_run(run)
+    view = world.view(run)
+
+    # When it is pushed more
+    with pytest.raises(QueueFull, match="memory_bytes_max"):
+        await view.rollouts.push([group_of_size(f"more{index}", 4) for index in range(10)])
+
+    # Then nothing of the refused group was written
+    depth = (await world.board.run_status("r1")).depth
+    claims = await view.trajectories.claim("a1", 20)
+    assert len(claims) == depth
+
+
+async def test_above_the_memory_limit_only_urgent_trajectories_start_while_the_trainer_has_groups_to_take(
+    world: World,
+) -> None:
+    # Given a run above its limit, with a complete group that waits for the trainer
+    for name in neighbours(world, 2):
+        await push(world, name, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    run = dataclasses.replace(world.run, memory_bytes_max=1)
+    await world.board.create_run(run)
+    view = world.view(run)
+    await settle(world, claim)
+
+    # Then nothing new starts, until the trainer has taken the group
+    assert not await view.trajectories.claim("a1", 1)
+    assert await world.rollouts.receive("t", 1, 1.0)
+    assert await view.trajectories.claim("a1", 1)
+
+
+async def test_a_stalled_turn_goes_on_elsewhere_and_is_given_up_when_it_stalls_everywhere(world: World) -> None:
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.turns.push("a1", [turn_of(claim)])
+    fences: list[int] = []
+    for _ in range(4):
+        (turn,) = (await claim_turns(world, "w1")).claims
+        fences.append(turn.fence)
+        await world.turns.release("w1", [TurnProgress(claim=turn, log=TokenLog())], is_stalled=True)
+    (turn,) = (await claim_turns(world, "w1")).claims
+    assert turn.loss == 4
+    await world.turns.release("w1", [TurnProgress(claim=turn)], is_stalled=True)
+    assert not (await claim_turns(world, "w2")).claims
+    assert (await world.turns.reap("reaper")).dead_count == 1
+    (result,) = await world.turns.results("a1", 1.0)
+    assert result.finish_reason == "error"
+    assert "stalled" in (result.error or "")
+    assert fences == sorted(set(fences))
+
+
+async def test_fences_of_a_later_attempts_turns_go_on_where_the_last_ones_ended(world: World) -> None:
+    # Given a turn of a first attempt
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.turns.push("a1", [turn_of(claim)])
+    (first,) = (await claim_turns(world, "w1")).claims
+
+    # When the attempt fails and the second asks for the turn of the same name
+    assert await world.trajectories.fail(claim.job.trajectory_id, claim.fence, letter_of(claim)) == "retry"
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.turns.push("a1", [turn_of(claim)])
+    (second,) = (await claim_turns(world, "w1")).claims
+
+    # Then its fence was never used before
+    assert second.job.turn_id == first.job.turn_id
+    assert second.fence > first.fence
+
+
+async def test_a_reward_that_somebody_sees_to_is_not_asked_for_again(world: World) -> None:
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.trajectories.settle(claim, rollout_of(claim, reward=None), is_scored=False)
+    name = claim.job.trajectory_id
+    assert await world.trajectories.keep_scoring([(name, claim.fence), ("g9.0", 1)], 60.0) == ["g9.0"]
+    await asyncio.sleep(EXPIRED_S)
+    assert not (await world.trajectories.reap("a2")).scoring
+    await world.trajectories.keep_scoring([(name, claim.fence)], 0.0)
+    assert (await world.trajectories.reap("a2")).scoring == ((name, claim.fence),)
+
+
+async def test_another_worker_with_the_same_fence_settles_nothing(world: World) -> None:
+    """As after a fail-over that lost the last writes: a fence may then be given out twice."""
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    twin = dataclasses.replace(claim, worker_id="a2")
+    assert not await settle(world, twin)
+    assert await settle(world, claim)
+
+
+async def test_turns_of_a_cancelled_group_can_not_be_pushed(world: World) -> None:
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await world.rollouts.cancel("g1")
+    assert await world.turns.push("a1", [turn_of(claim)]) == [claim.job.trajectory_id]
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.memory_bytes) == (0, 0)

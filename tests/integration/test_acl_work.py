@@ -1,0 +1,309 @@
+"""The broker's ACL file: every role does all its work with its own user, call by call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from rollfab.fabric.bus.acl import RIGHTS
+from rollfab.fabric.bus.board import RedisLeaseBoard
+from rollfab.fabric.bus.connection import open_broker
+from rollfab.fabric.bus.rollouts import RedisRolloutStream
+from rollfab.fabric.bus.scripts import Scripts
+from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.bus.turns import RedisTurnQueue
+from rollfab.fabric.bus.weights import RedisWeightStore
+from rollfab.fabric.ports import Exchange, GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
+from rollfab.fabric.records import (
+    DeadLetter,
+    Lease,
+    Rollout,
+    RunConfig,
+    Span,
+    TokenLog,
+    TurnJob,
+    TurnResult,
+    WorkerInfo,
+)
+from rollfab.fabric.weights.chain import fetch_weights
+from rollfab.trainer.checks import make_groups
+from rollfab.trainer.publish import Publisher
+from tests.fuzz.targets import RECORDS
+from tests.guarded_broker import Guarded, guarded_broker
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded_broker(tmp_path_factory.mktemp("acl")) as broker:
+        yield broker
+
+
+@pytest.fixture
+def broker(guarded: Guarded) -> Guarded:
+    guarded.admin.flushall()
+    guarded.admin.acl_log_reset()
+    return guarded
+
+
+# ---- every script, by every role that the table gives it to
+
+RUN = RunConfig(run_id="r1", model="tiny", environment="e", attempt_count_max=2, staleness=0, trajectory_count_max=99)
+ROLLOUT = next(each for each in RECORDS if isinstance(each, Rollout))
+TURN = next(each for each in RECORDS if isinstance(each, TurnJob))
+RESULT = next(each for each in RECORDS if isinstance(each, TurnResult))
+
+
+class Part:
+    """One role's ports, with claims that end at once where a test lets them."""
+
+    def __init__(self, client: Redis, role: str) -> None:
+        self.name = f"{role}-1"
+        self.client = client
+        self.board = RedisLeaseBoard(client)
+        self.weights = RedisWeightStore(client)
+        self.rollouts = RedisRolloutStream(client, RUN)
+        self.trajectories = RedisTrajectoryQueue(client, RUN)
+        self.turns = RedisTurnQueue(client, RUN)
+
+    async def beat(self, role: str) -> None:
+        """Say that it lives."""
+        await self.board.heartbeat(WorkerInfo(worker_id=self.name, role=role, pid=1, host="box"))
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """(role, script) for every script that is called while the test runs."""
+    found: set[tuple[str, str]] = set()
+    init, commands = Scripts.__init__, Scripts._commands
+
+    def remember(self: Any, client: Redis) -> None:
+        init(self, client)
+        self.role = client.connection_pool.connection_kwargs["username"].removeprefix("rollfab-")
+
+    def note(self: Any, calls: Any) -> Any:
+        found.update((self.role, name) for name, _, _ in calls)
+        return commands(self, calls)
+
+    monkeypatch.setattr(Scripts, "__init__", remember)
+    monkeypatch.setattr(Scripts, "_commands", note)
+    return found
+
+
+@asynccontextmanager
+async def parts(broker: Guarded) -> AsyncIterator[dict[str, Part]]:
+    """Everyone, each with the rights of its role."""
+    async with AsyncExitStack() as stack:
+        found = {}
+        for role in RIGHTS:
+            client = await open_broker(broker.url(role), client_name=role)
+            stack.push_async_callback(client.aclose)
+            found[role] = Part(client, role)
+        yield found
+
+
+def group(name: str, size: int = 1, **wishes: Any) -> GroupPush:
+    (push,) = make_groups([{"seed": 1}], size, [name], **wishes)
+    return push
+
+
+def rollout_of(claim: TrajectoryClaim, version: int = 0, reward: float | None = 1.0) -> Rollout:
+    span = Span(0, 5, "worker-1", version)
+    names = {"trajectory_id": claim.job.trajectory_id, "group_id": claim.job.group_id}
+    return replace(ROLLOUT, **names, spans=(span,), reward=reward)
+
+
+def letter_of(claim: TrajectoryClaim) -> DeadLetter:
+    names = {"trajectory_id": claim.job.trajectory_id, "run_id": "r1", "worker_id": "x"}
+    return DeadLetter(**names, reason="it broke", traceback="", attempt=0, job=asdict(claim.job))
+
+
+@pytest.mark.timeout(60)
+async def test_every_script_may_be_called_by_the_roles_that_have_it(
+    broker: Guarded, called: set[tuple[str, str]]
+) -> None:
+    async with parts(broker) as who:
+        await who["trainer"].board.create_run(RUN)
+        await publish(who["trainer"])
+        await lend(who)
+        await play_turns(who)
+        await play_trajectories(who)
+        await lose_workers(who)
+        await grow_stale(who)
+        await look(who)
+        await leave(who)
+
+    assert broker.denials() == []
+    wanted = {(role, script) for role, rights in RIGHTS.items() for script in rights.scripts.split()}
+    assert not called - wanted, f"RIGHTS lack what was called: {sorted(called - wanted)}"
+    assert not wanted - called, f"call these here, or take them off RIGHTS: {sorted(wanted - called)}"
+
+
+async def publish(trainer: Part) -> None:
+    for version in range(2):
+        await Publisher(trainer.weights, "r1").publish({"w": np.full(9, version, np.float32)}, version)
+
+
+async def lend(who: dict[str, Part]) -> None:
+    controller, worker = who["controller"], who["worker"]
+    await controller.beat("controller")
+    await worker.beat("dedicated")
+    term = await controller.board.lead(controller.name, 60_000)
+    lease = Lease(worker_id=worker.name, run_id="r1", lease_epoch=term, slot_count=9, lease_until_ms=None)
+    assert await controller.board.set_lease(lease, None)
+    await worker.board.wait_lease(worker.name, 1.0)
+    await worker.beat("dedicated")
+    for role in ("agent", "reward", "controller"):
+        other = replace(lease, worker_id=who[role].name)
+        await controller.board.set_lease(other, 60_000)
+        await who[role].beat(role)
+        await controller.board.end_lease(other)
+    await controller.board.add_event("lease.granted", {})
+    assert (await fetch_weights(worker.weights, "r1"))["w"].tolist() == [1.0] * 9
+    assert (await worker.weights.wait_head("r1", 0, 1.0)).version == 1
+
+
+async def exchange(worker: Part, **options: Any) -> Exchange:
+    lease = (await worker.board.leases("r1"))[worker.name]
+    return await worker.turns.exchange(worker.name, lease_epoch=lease.lease_epoch, active_version=1, **options)
+
+
+async def claims(agent: Part, count: int) -> list[TrajectoryClaim]:
+    """So many trajectories; a call may find fewer, for what was cancelled stands on the stream until it is read."""
+    found: list[TrajectoryClaim] = []
+    while len(found) < count:
+        found += await agent.trajectories.claim(agent.name, count - len(found))
+    return found
+
+
+async def play_turns(who: dict[str, Part]) -> None:
+    """A turn that is given back, taken again, saved and settled."""
+    trainer, agent, worker = who["trainer"], who["agent"], who["worker"]
+    await trainer.rollouts.push([group("a", 2)])
+    claim, other = await claims(agent, 2)
+    job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name)
+    push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
+    assert await agent.turns.push(agent.name, [push]) == []
+    await worker.turns.wait(1.0)
+    (taken,) = (await exchange(worker, want=5)).claims
+    await worker.turns.release(worker.name, [TurnProgress(claim=taken, log=None)])
+    (taken,) = (await exchange(worker, want=5)).claims
+    log = TokenLog(spans=RESULT.spans, completion_ids=RESULT.completion_ids, logprobs=RESULT.logprobs)
+    assert (await exchange(worker, progress=[TurnProgress(claim=taken, log=log)])).lost == []
+    result = replace(RESULT, turn_id=job.turn_id)
+    assert (await exchange(worker, settles=[TurnSettle(claim=taken, result=result)])).refused == []
+    (got,) = await agent.turns.results(agent.name, 1.0)
+    assert got.turn_id == job.turn_id
+    await agent.turns.results(agent.name, 0.01)
+    assert await agent.trajectories.renew(agent.name, [claim]) == []
+    assert await agent.trajectories.save(agent.name, claim, b"{}")
+    assert await agent.trajectories.settle(claim, rollout_of(claim, 1), is_scored=True)
+    await agent.trajectories.release(agent.name, [other])
+    await trainer.rollouts.cancel("a")
+
+
+async def play_trajectories(who: dict[str, Part]) -> None:
+    """Scored, failed, given up, too late."""
+    trainer, agent, reward = who["trainer"], who["agent"], who["reward"]
+    await trainer.rollouts.push([group("b", 3)])
+    scored, failed, broken = await claims(agent, 3)
+    assert await agent.trajectories.settle(scored, rollout_of(scored, 1, None), is_scored=False)
+    name = scored.job.trajectory_id
+    assert await reward.trajectories.keep_scoring([(name, scored.fence)], 30.0) == []
+    assert await reward.trajectories.scoring(name) is not None
+    assert await reward.trajectories.score(name, scored.fence, 0.5)
+    assert await agent.trajectories.fail(failed.job.trajectory_id, failed.fence, letter_of(failed)) == "retry"
+    assert await agent.trajectories.settle(broken, rollout_of(broken, 1, None), is_scored=False)
+    letter = letter_of(broken)
+    assert await reward.trajectories.fail(broken.job.trajectory_id, broken.fence, letter, is_final=True) == "dead"
+    (again,) = await claims(agent, 1)
+    assert (
+        await agent.trajectories.fail(again.job.trajectory_id, again.fence, letter_of(again), is_final=True) == "dead"
+    )
+    (delivery,) = await trainer.rollouts.receive("trainer", 1, 1.0)
+    assert await trainer.rollouts.acknowledge(delivery)
+    assert len(await trainer.rollouts.dead_letters(9)) == 2
+    assert await trainer.rollouts.discard(broken.job.trajectory_id)
+    for role, name in ((agent, "c"), (trainer, "h")):
+        await trainer.rollouts.push([group(name, 2, deadline_s=0.001)])
+        await asyncio.sleep(0.05)
+        assert await role.rollouts.reap() == 1
+        (delivery,) = await trainer.rollouts.receive("trainer", 1, 1.0)
+        await trainer.rollouts.acknowledge(delivery)
+    durable = RedisRolloutStream(trainer.client, RUN, durability="disk")
+    await durable.push([group("d")])
+    await trainer.rollouts.cancel("d")
+
+
+async def lose_workers(who: dict[str, Part]) -> None:
+    """Claims that end: the jobs go on, and a turn that cost too many workers is given up."""
+    trainer, agent, worker = who["trainer"], who["agent"], who["worker"]
+    await trainer.rollouts.push([group("e")])
+    fleeting = RedisTrajectoryQueue(agent.client, RUN, claim_ms=1)
+    while not await fleeting.claim("agent-2", 1):
+        pass
+    await asyncio.sleep(0.05)
+    assert (await agent.trajectories.reap(agent.name)).ready_count == 1
+    (claim,) = await claims(agent, 1)
+    job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name)
+    await agent.turns.push(agent.name, [TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)])
+    lease = (await worker.board.leases("r1"))[worker.name]
+    dead_count = 0
+    while not dead_count:
+        turns = RedisTurnQueue(worker.client, RUN, claim_ms=1)
+        await turns.exchange(worker.name, want=1, lease_epoch=lease.lease_epoch, active_version=1)
+        await asyncio.sleep(0.02)
+        dead_count = (await agent.turns.reap(agent.name)).dead_count
+    (result,) = await agent.turns.results(agent.name, 1.0)
+    assert result.finish_reason == "error"
+    await trainer.rollouts.cancel("e")
+
+
+async def grow_stale(who: dict[str, Part]) -> None:
+    """A complete group that is too stale to be delivered is run again."""
+    trainer, agent = who["trainer"], who["agent"]
+    await trainer.rollouts.push([group("f")])
+    (claim,) = await claims(agent, 1)
+    assert await agent.trajectories.settle(claim, rollout_of(claim, 1), is_scored=True)
+    await Publisher(trainer.weights, "r1").publish({"w": np.full(9, 2, np.float32)}, 2)
+    assert await trainer.rollouts.receive("trainer", 1, 0.01) == []
+    await claims(agent, 1)
+
+
+async def look(who: dict[str, Part]) -> None:
+    """What the apis and people ask, and what they switch."""
+    await who["trainer"].board.add_event("trainer.step", {})
+    for role in ("trainer", "controller", "api-read", "api-control", "operator"):
+        part = who[role]
+        assert set(await part.board.runs()) == {"r1"}
+        assert (await part.board.run_status("r1")).depth == 1
+        assert "worker-1" in await part.board.workers()
+        assert "worker-1" in await part.board.leases("r1")
+        await part.board.lends()
+    for role in ("api-read", "api-control", "operator"):
+        part = who[role]
+        assert await part.board.events("0", 10, 0.01)
+        await part.rollouts.dead_letters(10)
+        held = await part.weights.held("r1")
+        assert held and all(await part.weights.manifests("r1", held))
+        assert (await part.weights.head("r1")).version == 2
+    for role in ("api-control", "operator"):
+        await who[role].board.set_lend("*", "on")
+        await who[role].board.add_event("lend.switched", {})
+    await who["operator"].rollouts.push([group("g")])
+
+
+async def leave(who: dict[str, Part]) -> None:
+    """Everyone goes, and the run with them."""
+    for role in ("worker", "agent", "reward", "controller"):
+        await who[role].board.forget_worker(who[role].name)
+    await who["operator"].board.delete_run("r1")
+    assert await who["operator"].board.runs() == {}

@@ -1,0 +1,61 @@
+"""Which complete groups are worth training on. What is dropped is acknowledged, and may be replaced by another task.
+
+Source of `varied`: dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): in a group whose rewards are all equal
+every advantage is 0, so it teaches nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..fabric.errors import InputError
+from ..fabric.records import Group
+
+Keep = Callable[[Group], bool]
+REFILL = re.compile(r"^(.*)-r(\d+)$")
+NAME_LENGTH_MAX = 63
+
+
+def has_varied_rewards(group: Group) -> bool:
+    """Whether the group's rewards differ."""
+    rewards = {rollout.reward for rollout in group.rollouts}
+    return len(rewards) > 1
+
+
+FILTERS: Mapping[str, Keep] = {"varied": has_varied_rewards}
+
+
+def find_filter(keep: str | Keep | None) -> Keep:
+    """A filter by its name, or as given; None keeps all.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if keep is None:
+        return lambda _: True
+    if isinstance(keep, str):
+        if keep not in FILTERS:
+            raise InputError(f"there is no group filter {keep!r}; there are {', '.join(FILTERS)}, or give a function")
+        return FILTERS[keep]
+    return keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """What replaces a dropped group: the next task, under a name made from the dropped one's.
+
+    The name is the same whenever the same group is dropped, so a trainer that dies in between and drops it again
+    does not push a second replacement.
+    """
+
+    tasks: Iterator[Mapping[str, Any]]
+
+    def name_of(self, dropped: str) -> str:
+        """`<group>-r1`, and of that `<group>-r2`."""
+        found = REFILL.match(dropped)
+        base, count = (found.group(1), int(found.group(2)) + 1) if found else (dropped, 1)
+        suffix = f"-r{count}"
+        return base[: NAME_LENGTH_MAX - len(suffix)] + suffix

@@ -1,0 +1,115 @@
+"""An environment that lives in a process of its own, as an Environment like any other.
+
+- It hangs, crashes or fills its memory alone: its process is killed, its attempt fails, and the reason says which.
+- Its calls are awaited under its own time limit, so its caller needs none.
+- What its process answers is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from ...fabric.errors import EnvironmentFailed, FabricError
+from .base import Environment, Observation, Recovery, Step, make_sampling
+from .pool import ProcessPool
+from .process import EnvironmentProcess
+from .spawn import Program
+
+OBSERVATION = ("text", "info")
+STEP = ("text", "reward", "terminated", "truncated", "info")
+
+
+class IsolatedEnvironment(Environment):
+    """The agent's end of an environment process. Made by `open`."""
+
+    def __init__(self, name: str, pool: ProcessPool, process: EnvironmentProcess, timeout_s: float) -> None:
+        self.name = name
+        self._pool = pool
+        self._process = process
+        self._timeout_s = timeout_s
+
+    @classmethod
+    async def open(
+        cls, name: str, program: Program, options: Mapping[str, Any], *, pool: ProcessPool, timeout_s: float
+    ) -> IsolatedEnvironment:
+        """Make a world in a process; waits while too many processes are starting.
+
+        Raises:
+            ConfigError: the process cannot start or load it, or it does not take the options.
+            EnvironmentFailed: it raised, hung or crashed, or has impossible settings.
+        """
+        try:
+            process = await pool.take(program)
+        except FabricError as error:
+            raise _named(error, name) from error
+        world = cls(name, pool, process, timeout_s)
+        try:
+            world._take_settings(await world._call("make", {"options": dict(options)}))
+        except BaseException:
+            pool.end(process)
+            raise
+        return world
+
+    @property
+    def pid(self) -> int:
+        """Its process, which leads a process group."""
+        return self._process.pid
+
+    async def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        """Start the episode."""
+        answer = await self._call("reset", {"task": task, "seed": seed})
+        return Observation(**self._fields("reset", answer, OBSERVATION))
+
+    async def step(self, action: str) -> Step:
+        """Apply one action."""
+        return Step(**self._fields("step", await self._call("step", {"action": action}), STEP))
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The state as its process gave it."""
+        return self._fields("snapshot", await self._call("snapshot", {}))
+
+    async def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a state."""
+        await self._call("restore", {"snapshot": snapshot})
+
+    async def close(self) -> None:
+        """Close the world; its process goes on to another episode if all went well."""
+        try:
+            if self._process.is_alive:
+                await self._call("close", {})
+        finally:
+            self._pool.give_back(self._process)
+
+    async def _call(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return await self._process.call(what, arguments, self._timeout_s)
+        except FabricError as error:
+            raise _named(error, self.name) from error
+
+    def _fields(self, what: str, answer: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+        """The answer, which must be an object and have these fields; only they are taken, if any are named."""
+        if not isinstance(answer, dict) or any(name not in answer for name in names):
+            raise EnvironmentFailed(f"environment {self.name!r}: {what} gave {answer!r:.200}", reason=what)
+        return {name: answer[name] for name in names} or answer
+
+    def _take_settings(self, answer: Any) -> None:
+        """What the class in the process says of itself, where it does."""
+        stated = {key: value for key, value in self._fields("make", answer).items() if value is not None}
+        try:
+            recovery = stated.get("recovery", self.recovery)
+            if recovery not in get_args(Recovery):
+                raise ValueError(f"recovery is one of {', '.join(get_args(Recovery))}")
+            self.recovery = recovery
+            self.turn_count_max = int(stated.get("turn_count_max", self.turn_count_max))
+            if "sampling" in stated:
+                self.sampling = make_sampling(stated["sampling"])
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed(
+                f"environment {self.name!r}: settings {stated} do not fit: {error}", reason="make"
+            ) from error
+
+
+def _named(error: FabricError, name: str) -> FabricError:
+    """The same error, saying whose it is."""
+    return type(error)(f"environment {name!r}: {error.message}", **error.facts)

@@ -1,0 +1,264 @@
+"""One environment process, seen from the agent: started, called under a time limit, and surely ended.
+
+- It leads a process group of its own; ending it is SIGKILL to the group, so what the environment started goes with it.
+- One that does not answer in time is asked for its stack (SIGABRT) before it is killed.
+- What it prints is logged, up to SAID_BYTES_MAX for each episode; the tail goes with an error.
+
+How one is started and guarded is spawn.py's, what is said over the channel process_main.py's, and which process
+serves which episode pool.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from ...fabric.errors import ConfigError, EnvironmentFailed, FabricError
+from .spawn import ANSWER_BYTES_MAX, Program, Spawned, spawn
+
+log = logging.getLogger(__name__)
+
+LENGTH = struct.Struct(">I")
+SAID_BYTES_MAX = 16 << 10
+TAIL_BYTES_MAX = 8 << 10
+STACK_S = 0.5  # for the stack of one that hangs
+EXIT_S = 1.0  # from the end of the channel to the end of the process, before it is helped along
+
+
+class Said(asyncio.Protocol):
+    """What a process prints: logged up to a bound, its tail kept."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._tail = b""
+        self._logged_bytes = 0
+        self._transport: asyncio.BaseTransport | None = None
+        self.has_ended = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It may begin."""
+        self._transport = transport
+
+    def close(self) -> None:
+        """Listen no longer."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def begin_episode(self) -> None:
+        """Forget what earlier episodes printed."""
+        self._tail, self._logged_bytes = b"", 0
+
+    def data_received(self, data: bytes) -> None:
+        """Take down what was printed."""
+        self._tail = (self._tail + data)[-TAIL_BYTES_MAX:]
+        room = SAID_BYTES_MAX - self._logged_bytes
+        self._logged_bytes += len(data)
+        if room > 0:
+            facts = {"environment": self._program.target, "text": data[:room].decode("utf-8", "replace").rstrip()}
+            log.info("environment.said", extra=facts)
+            if len(data) > room:
+                log.warning("environment.says_too_much", extra={"environment": self._program.target})
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more will be printed."""
+        self.has_ended.set()
+
+    @property
+    def tail(self) -> str:
+        """The last of it."""
+        return self._tail.decode("utf-8", "replace")
+
+
+class EnvironmentProcess:
+    """A running interpreter and the channel to it. Made by `start`; one call at a time."""
+
+    def __init__(
+        self, program: Program, spawned: Spawned, said: Said, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.program = program
+        self.said = said
+        self.episode_count = 0
+        self.episode_count_max: int | None = None
+        self.has_failed = False
+        """A call has ended otherwise than with an answer."""
+        self._process, self._warden = spawned
+        self._reader = reader
+        self._writer = writer
+        self._is_killed = False
+
+    @classmethod
+    async def start(cls, program: Program, liveness: int) -> EnvironmentProcess:
+        """Start one; calls wait until its interpreter is up.
+
+        Args:
+            program: what it runs.
+            liveness: read end of a pipe whose other end is open as long as this agent lives.
+
+        Raises:
+            ConfigError: the interpreter cannot be started.
+        """
+        said = Said(program)
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            heard, said_end = os.pipe()
+            hear = undo.enter_context(os.fdopen(heard, "rb", 0))
+            with theirs, os.fdopen(said_end, "wb", 0) as say:
+                reader, writer = await asyncio.open_connection(sock=ours)
+                undo.callback(writer.close)
+                await asyncio.get_running_loop().connect_read_pipe(lambda: said, hear)
+                undo.callback(said.close)
+                spawned = spawn(program, theirs.fileno(), say.fileno(), liveness)
+            undo.pop_all()  # nothing is awaited once there is a process, so none is ever left behind
+        return cls(program, spawned, said, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        """Also the number of its process group."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be called."""
+        return not self._is_killed and self._process.poll() is None
+
+    async def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+        """Ask it something; the answer as it came. It is killed unless it answers, and when the caller is cancelled.
+
+        Raises:
+            EnvironmentFailed: it raised, or gave no fit answer (reason: `what`); "timeout", "crashed", or "answer" when
+                it spoke no JSON. Its traceback, or what it printed last, is in `traceback`.
+            ConfigError: it cannot be loaded, or does not take these options.
+        """
+        is_well = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._exchange(what, arguments)
+            answer = _answer(what, arguments, reply)
+            is_well = True
+            return answer
+        except TimeoutError as error:
+            raise await self._end_hung(f"{what} took longer than {timeout_s:g} s") from error
+        except (OSError, EOFError) as error:
+            raise await self._mourn(what) from error
+        except ValueError as error:  # of JSON, or of its length
+            if isinstance(error, FabricError):
+                raise
+            self.kill()
+            raise EnvironmentFailed(f"{what}: its process sent {error}", reason="answer") from error
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        finally:
+            self.has_failed = self.has_failed or not is_well
+
+    async def _exchange(self, what: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        data = json.dumps({"call": what, "arguments": arguments}).encode()
+        self._writer.write(LENGTH.pack(len(data)) + data)
+        await self._writer.drain()
+        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if size > ANSWER_BYTES_MAX:
+            raise ValueError(f"{size:,} bytes, the limit is {ANSWER_BYTES_MAX:,}")
+        data = await self._reader.readexactly(size)
+        try:
+            reply = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"no JSON: {error}") from error
+        if not isinstance(reply, dict):
+            raise ValueError(f"a {type(reply).__name__} for a reply")
+        return reply
+
+    async def _end_hung(self, text: str) -> EnvironmentFailed:
+        """What it printed, with its stack at the end; then it is killed."""
+        try:
+            self._signal(signal.SIGABRT)
+            await self._exited(STACK_S)
+        finally:
+            self.kill()
+        await self._quiet()
+        told = f"{text}; its process was killed"
+        return EnvironmentFailed(told, reason="timeout", traceback=f"{told}. It printed last:\n{self.said.tail}")
+
+    async def _mourn(self, what: str) -> EnvironmentFailed:
+        """The channel has ended: how its process did."""
+        try:
+            code = await self._exited(EXIT_S)
+        finally:
+            self.kill()
+        await self._quiet()
+        how = "closed its channel" if code is None else f"exited with code {code}"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        told = f"{what}: its process {how}"
+        return EnvironmentFailed(
+            told, reason="crashed", exit_code=code, traceback=f"{told}. It printed last:\n{self.said.tail}"
+        )
+
+    def kill(self) -> None:
+        """End it and all it has started, at once; `wait` for it some time later."""
+        if self._is_killed:
+            return
+        self._is_killed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+            os.killpg(self.pid, signal.SIGKILL)
+        self._writer.close()
+
+    async def wait(self) -> None:
+        """Until it is gone, and leaves no zombie. It was killed, so this is short."""
+        await _end_of(self._process)
+        if self._warden is not None:
+            await _end_of(self._warden)
+        await self._quiet()
+        self.said.close()
+
+    async def _exited(self, timeout_s: float) -> int | None:
+        """Its exit code, as soon as it has one, or None after a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await _end_of(self._process)
+        return self._process.poll()
+
+    async def _quiet(self) -> None:
+        """Until all that it printed is here; a child of its own with another group may hold that up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_S):
+                await self.said.has_ended.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+async def _end_of(process: subprocess.Popen[bytes]) -> None:
+    """Until it has ended and is no zombie; asking is cheaper than a thread that waits for each."""
+    pause_s = 0.001
+    while process.poll() is None:
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+
+
+def _answer(what: str, arguments: Mapping[str, Any], reply: Mapping[str, Any]) -> Any:
+    """What a reply holds, or the error that it tells of."""
+    if "answer" in reply:
+        return reply["answer"]
+    error = reply.get("error")
+    facts = (
+        error if isinstance(error, dict) else {"kind": "answer", "text": f"neither answer nor error: {reply!r:.200}"}
+    )
+    kind, text = facts.get("kind"), facts.get("text")
+    if kind == "load":
+        raise ConfigError(f"cannot be loaded: {text}")
+    if kind == "options":
+        raise ConfigError(f"does not take the options {arguments['options']}: {text}")
+    if kind == "raised":
+        raise EnvironmentFailed(f"{what} raised {text}", reason=what, traceback=str(facts.get("traceback", "")))
+    raise EnvironmentFailed(str(text), reason=what)

@@ -1,0 +1,236 @@
+"""What runs inside an environment's own process: it makes worlds and calls them, one at a time, as the agent asks.
+
+- Standard library only, and any Python from 3.8 on: this file is run by the environment's own interpreter, where
+  rollfab need not be installed. It imports nothing from here, and nothing here imports it.
+- Descriptor 0 is the channel, both ways: messages are a length (4 bytes, big-endian) and JSON. It is moved away before
+  the environment is loaded, and what that prints goes elsewhere, so it cannot spoil the channel.
+- What the environment raises is told, and the process goes on. When the channel ends, so does the process.
+
+A world with `async def reset` is called as rollfab's Environment is: reset(task, seed), step(action). Every other one
+as Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import json
+import os
+import resource
+import struct
+import sys
+import traceback
+from typing import Any
+
+LENGTH = struct.Struct(">I")
+TEXT_LENGTH_MAX = 2000
+TRACEBACK_LENGTH_MAX = 20_000
+SAMPLING = ("temperature", "max_tokens", "stop_texts", "ends_at_eos")
+STEP = ("text", "reward", "terminated", "truncated", "info")
+
+
+class Refused(Exception):
+    """What was asked for cannot be: `kind` is load, options or answer."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Stage:
+    """One world at a time, of one factory."""
+
+    def __init__(self) -> None:
+        self._factory: Any = None
+        self._world: Any = None
+        self._is_async = False
+        self._loop: Any = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What a call brought: {"answer": …}, or {"error": …}."""
+        try:
+            return {"answer": getattr(self, request["call"])(**request["arguments"])}
+        except Refused as error:
+            return {"error": {"kind": error.kind, "text": str(error)}}
+        except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is told, and ends its call alone
+            told = traceback.format_exc()[-TRACEBACK_LENGTH_MAX:]
+            return {"error": {"kind": "raised", "text": describe(error), "traceback": told}}
+
+    def load(self, target: str, path: list[str]) -> dict[str, Any]:
+        """Import what "module:attr" names; returns what it asks of its process."""
+        sys.path.extend([each for each in path if each not in sys.path])
+        module, _, attributes = target.partition(":")
+        try:
+            found = importlib.import_module(module)
+            for attribute in attributes.split("."):
+                found = getattr(found, attribute)
+        except (ImportError, AttributeError) as error:
+            raise Refused("load", str(error)) from error
+        self._factory = found
+        limit_memory(found)
+        return {"episode_count_max": getattr(found, "episode_count_max", None)}
+
+    def make(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A new world; returns its settings."""
+        try:
+            self._world = self._factory(**options)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # from inside it
+            raise Refused("options", str(error)) from error
+        if not (hasattr(self._world, "reset") and hasattr(self._world, "step")):
+            raise Refused("answer", f"a {type(self._world).__name__} was made, which has no reset and step")
+        self._is_async = inspect.iscoroutinefunction(self._world.reset)
+        return settings(self._world if self._is_async else self._factory)
+
+    def reset(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
+        """The first observation."""
+        if self._is_async:
+            answer = self._finish(self._world.reset(task, seed))
+            if not hasattr(answer, "text"):
+                raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
+            return {"text": answer.text, "info": getattr(answer, "info", {})}
+        answer = self._world.reset(seed=int(task.get("seed", seed)))
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
+        return {"text": str(answer[0]), "info": dict(answer[1])}
+
+    def step(self, action: str) -> dict[str, Any]:
+        """What followed an action."""
+        answer = self._finish(self._world.step(action))
+        if self._is_async:
+            if not all(hasattr(answer, name) for name in STEP):
+                raise Refused("answer", f"step gave {show(answer)}, expected a Step with text and a dict of info")
+            row = {name: getattr(answer, name) for name in STEP}
+        elif isinstance(answer, tuple) and len(answer) == len(STEP):
+            row = dict(zip(STEP, answer))  # noqa: B905 - Python 3.8
+            row["text"], row["info"] = str(row["text"]), dict(row["info"])
+        else:
+            form = "(observation, reward, terminated, truncated, info)"
+            raise Refused("answer", f"step gave {show(answer)}, expected {form}")
+        row["terminated"], row["truncated"] = bool(row["terminated"]), bool(row["truncated"])
+        try:
+            row["reward"] = float(row["reward"])
+        except (TypeError, ValueError):
+            row["reward"] = show(row["reward"])  # the agent names it as no number
+        return row
+
+    def snapshot(self) -> Any:
+        """The world's state as plain JSON values."""
+        return self._finish(self._world.snapshot())
+
+    def restore(self, snapshot: Any) -> None:
+        """Continue from a state."""
+        self._finish(self._world.restore(snapshot))
+
+    def close(self) -> None:
+        """Let go of the world."""
+        world, self._world = self._world, None
+        if hasattr(world, "close"):
+            self._finish(world.close())
+
+    def _finish(self, value: Any) -> Any:
+        """What an awaitable comes to; one loop serves every world of this process."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            import asyncio  # 60 ms that plain worlds do without
+
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(_awaited(value))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def limit_memory(factory: Any) -> None:
+    """Keep the address space within the class's `memory_bytes_max`, where it has one."""
+    limit = getattr(factory, "memory_bytes_max", None)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
+
+
+def settings(owner: Any) -> dict[str, Any]:
+    """What a class or a world says of itself; None where it says nothing."""
+    sampling = getattr(owner, "sampling", None)
+    if sampling is not None and not isinstance(sampling, dict):
+        sampling = {name: getattr(sampling, name) for name in SAMPLING}
+    return {
+        "recovery": getattr(owner, "recovery", None),
+        "turn_count_max": getattr(owner, "turn_count_max", None),
+        "sampling": sampling,
+    }
+
+
+def describe(error: BaseException) -> str:
+    """Kind and text of what was raised, in the words an agent uses for its own environments."""
+    try:
+        if isinstance(error, Exception):
+            return f"{type(error).__name__}: {error}"[:TEXT_LENGTH_MAX]
+        return f"RuntimeError: {error!r} left the code that was called"[:TEXT_LENGTH_MAX]
+    except BaseException:  # noqa: BLE001 - its text is user code too
+        return f"{type(error).__name__} (its text cannot be read)"
+
+
+def show(value: Any) -> str:
+    """A value in an error's text."""
+    return repr(value)[:TEXT_LENGTH_MAX]
+
+
+# ---- the channel
+
+
+def receive(channel: int) -> dict[str, Any] | None:
+    """The next request; None when the agent is gone."""
+    head = read_exactly(channel, LENGTH.size)
+    body = head and read_exactly(channel, LENGTH.unpack(head)[0])
+    return json.loads(body) if body else None
+
+
+def read_exactly(channel: int, size: int) -> bytes:
+    """So many bytes; none when the channel has ended."""
+    parts = []
+    while size:
+        part = os.read(channel, size)
+        if not part:
+            return b""
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def send(channel: int, reply: dict[str, Any], bytes_max: int) -> None:
+    """Send a reply, or in its place why it cannot be sent."""
+    try:
+        data = json.dumps(reply).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        data = json.dumps({"error": {"kind": "answer", "text": f"its answer cannot be sent: {error}"}}).encode()
+    if len(data) > bytes_max:
+        text = f"its answer is {len(data):,} bytes, the limit is {bytes_max:,}"
+        data = json.dumps({"error": {"kind": "answer", "text": text}}).encode()
+    view = memoryview(LENGTH.pack(len(data)) + data)
+    while view:
+        view = view[os.write(channel, view) :]
+
+
+def main() -> None:
+    """Answer until the channel ends. Its one argument is the most bytes an answer may have."""
+    del sys.path[0]  # this file's directory: its neighbours are nobody's top-level modules
+    channel = os.dup(0)  # children of the environment do not inherit it
+    os.register_at_fork(after_in_child=lambda: os.close(channel))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()  # SIGSEGV, and the SIGABRT that is sent to one that hangs, leave a stack on stderr
+    stage = Stage()
+    while True:
+        request = receive(channel)
+        if request is None:
+            os._exit(0)  # the environment's threads do not hold it up
+        send(channel, stage.answer(request), int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

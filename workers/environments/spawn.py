@@ -1,0 +1,80 @@
+"""Starting an environment process, and guarding it: whatever becomes of the agent, it is not left behind.
+
+- It leads a process group. Beside it, in that group, waits its warden: a shell at the far end of a pipe that only the
+  agent holds open, which kills the group when that closes. The process itself may be stuck by then, holding the
+  interpreter's lock, and what it has started would not hear of its end.
+- Its environment variables are ours without our secrets and our Python's settings.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...fabric.errors import ConfigError
+
+MAIN = Path(__file__).with_name("process_main.py")
+WARDEN = ("/bin/sh", "-c", "read _; kill -9 0")  # reads until the pipe closes, then ends its own process group
+ANSWER_BYTES_MAX = 8 << 20  # an observation of more is a mistake, and every agent would carry it
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What an environment process runs: "module:attr", by an interpreter; None is the agent's own."""
+
+    target: str
+    python: str | None = None
+
+    def path(self) -> list[str]:
+        """Where modules are found besides the interpreter's own places: beside the user; for our own, where we look."""
+        return [each for each in sys.path if each] if self.python is None else [os.getcwd()]
+
+    def variables(self) -> dict[str, str]:
+        """The process's environment variables: ours without our secrets and our Python's settings.
+
+        Strings hash alike in every process: an environment that walks through a set replays elsewhere as it went here.
+        """
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("ROLLFAB_", "PYTHON")) and name != "VIRTUAL_ENV"
+        }
+        return {**kept, "PYTHONHASHSEED": "0"}
+
+
+Spawned = tuple["subprocess.Popen[bytes]", "subprocess.Popen[bytes] | None"]  # the process, and its warden
+
+
+def spawn(program: Program, channel: int, say: int, liveness: int) -> Spawned:
+    """Start a process and its warden.
+
+    Args:
+        program: what the process will be asked to load.
+        channel: its descriptor 0.
+        say: where it prints to.
+        liveness: read end of a pipe whose other end is open as long as this agent lives.
+
+    Raises:
+        ConfigError: the interpreter, or the warden's shell, cannot be started.
+    """
+    words = [program.python or sys.executable, "-s", str(MAIN), str(ANSWER_BYTES_MAX)]
+    try:
+        process = subprocess.Popen(
+            words, stdin=channel, stdout=say, stderr=say, env=program.variables(), process_group=0
+        )
+    except OSError as error:
+        raise ConfigError(f"its process cannot be started: {error}") from error
+    quiet = subprocess.DEVNULL
+    try:
+        return process, subprocess.Popen(
+            WARDEN, stdin=liveness, stdout=quiet, stderr=quiet, env={}, process_group=process.pid
+        )
+    except (ProcessLookupError, PermissionError):  # it has died, and its group with it: the first call will say so
+        return process, None
+    except OSError as error:
+        process.kill()
+        process.wait()
+        raise ConfigError(f"its process cannot be guarded: {error}") from error

@@ -1,0 +1,91 @@
+"""One turn on our engine: what it was claimed with, what it has made, and how it is handed on.
+
+- For the engine every claim is a request of its own (`request_id`): what an earlier claim of the same turn still makes
+  can never be taken for this one's.
+- `back` is set once the turn has been taken out of the engine without having ended; from then on only the broker has
+  to be told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..fabric.ports import TurnClaim, TurnProgress, TurnSettle
+from ..fabric.records import NO_IDS, NO_LOGPROBS, TurnResult
+from ..fabric.rules.stall import Pulse, feel
+from .engines.base import Generation, GenerationRequest
+from .spans import merge
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningTurn:
+    """One claim of a turn. renewed_at_s: when the broker last heard of it. saved_count: tokens that it keeps for us."""
+
+    claim: TurnClaim
+    worker_id: str
+    renewed_at_s: float
+    pulse: Pulse
+    saved_count: int = 0
+    back: TurnProgress | None = None
+    is_stalled: bool = False
+
+    @classmethod
+    def begin(cls, claim: TurnClaim, worker_id: str, now_s: float) -> RunningTurn:
+        """A turn that was claimed just now."""
+        saved_count = len(claim.log.completion_ids) if claim.log else 0
+        pulse = Pulse(0, now_s)
+        return cls(claim=claim, worker_id=worker_id, renewed_at_s=now_s, pulse=pulse, saved_count=saved_count)
+
+    @property
+    def request_id(self) -> str:
+        """Its name in the engine."""
+        return f"{self.claim.job.turn_id}#{self.claim.fence}"
+
+    def request(self) -> GenerationRequest:
+        """What the engine is asked for: to go on from the tokens of earlier claims."""
+        job, prior = self.claim.job, self.claim.log
+        return GenerationRequest(
+            request_id=self.request_id,
+            prompt_ids=job.prompt_ids,
+            sampling=job.sampling,
+            prior_ids=prior.completion_ids if prior else NO_IDS,
+        )
+
+    def look(self, made: Generation | None, now_s: float, *, gap_s_max: float, is_excused: bool) -> None:
+        """Notice whether tokens have come."""
+        count = self.pulse.count if made is None else len(made.completion_ids)
+        self.pulse = feel(self.pulse, count, now_s, gap_s_max=gap_s_max, is_excused=is_excused)
+
+    def renewal(self, made: Generation | None, now_s: float) -> TurnProgress:
+        """The claim, still held; with its tokens where there are new ones."""
+        self.renewed_at_s = now_s
+        if self.back is not None:
+            return self.back
+        tokens = merge(self.claim.log, made, self.worker_id)
+        count = len(tokens.completion_ids)
+        if count <= self.saved_count:
+            return TurnProgress(claim=self.claim)
+        self.saved_count = count
+        return TurnProgress(claim=self.claim, log=tokens)
+
+    def settle(self, generation: Generation) -> TurnSettle:
+        """The handing in of what it made in all its claims."""
+        prior = self.claim.log
+        made = merge(prior, generation, self.worker_id)
+        is_error = generation.finish_reason == "error"
+        result = TurnResult(
+            turn_id=self.claim.job.turn_id,
+            finish_reason=generation.finish_reason,
+            spans=() if is_error else made.spans,
+            completion_ids=NO_IDS if is_error else made.completion_ids,
+            logprobs=NO_LOGPROBS if is_error else made.logprobs,
+            resumed=prior is not None and len(prior.completion_ids) > 0,
+            error=generation.error,
+            context_digest=self.claim.job.context_digest,
+        )
+        return TurnSettle(claim=self.claim, result=result)
+
+    def take_out(self, made: Generation | None, *, is_stalled: bool) -> None:
+        """It goes on elsewhere, from what it made here; None: the engine told nothing, and what was saved counts."""
+        log = None if made is None else merge(self.claim.log, made, self.worker_id)
+        self.back, self.is_stalled = TurnProgress(claim=self.claim, log=log), is_stalled
