@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from .options import Name, Url, need_url
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -26,3 +29,60 @@ def overhead(quick: Quick = False, json: AsJson = False) -> None:
     from ..bench.overhead import bench_overhead
 
     raise typer.Exit(bench_overhead(quick=quick, json_output=json))
+
+
+@app.command("chaos")
+def chaos(
+    quick: Quick = False,
+    json: AsJson = False,
+    seed: Annotated[int, typer.Option(help="Of the faults: the same seed, the same faults.")] = 0,
+    duration: Annotated[float | None, typer.Option(help="Seconds of faults; default 600, quick 22.", min=1)] = None,
+) -> None:
+    """A real workload under kills, freezes and cuts of every role and the broker: what is lost, what comes twice."""
+    from ..bench.chaos import bench_chaos
+
+    raise typer.Exit(bench_chaos(quick=quick, json_output=json, seed=seed, duration_s=duration))
+
+
+@app.command("resume")
+def resume(quick: Quick = False, json: AsJson = False) -> None:
+    """Turns taken from one worker in the middle: how soon they go on at another, and whether exactly."""
+    from ..bench.resume import bench_resume
+
+    raise typer.Exit(bench_resume(quick=quick, json_output=json))
+
+
+# ---------------------------------------------------------------- processes that benches start
+
+
+@app.command("witness", hidden=True)
+def witness(
+    directory: Annotated[Path, typer.Option()],
+    slots: Annotated[int, typer.Option()],
+    url: Url = None,
+    name: Name = None,
+    role: Annotated[str, typer.Option()] = "dedicated",
+) -> None:
+    """A rollout worker that records what its engine did."""
+    from ..bench.witness import run_witness
+    from .roles import RoleOptions
+
+    run_witness(RoleOptions(url=need_url(url), name=name), role=role, slot_count=slots, directory=directory)
+
+
+@app.command("trainer", hidden=True)
+def trainer(
+    directory: Annotated[Path, typer.Option()],
+    index: Annotated[int, typer.Option()],
+    group_size: Annotated[int, typer.Option()],
+    turns: Annotated[int, typer.Option()],
+    depth: Annotated[int, typer.Option()],
+    url: Url = None,
+) -> None:
+    """A trainer of chaos: trains nothing, keeps a journal of every group."""
+    from ..bench.chaos_trainer import TrainerOptions, run_trainer
+
+    options = TrainerOptions(
+        url=need_url(url), index=index, directory=directory, group_size=group_size, turn_count=turns, depth=depth
+    )
+    run_trainer(options)
