@@ -101,7 +101,7 @@ def run_agent(options: RoleOptions, *, environment_count: int, environment_timeo
             worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
         )
         async with _registry(options) as registry, await RedisFabric.open(options.url, client_name=worker_id) as ports:
-            asker = RewardAsker(open_queue(options.url), clock, ports)
+            asker = RewardAsker(open_queue(options.url), clock)
             with watching():
                 await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)
 

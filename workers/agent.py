@@ -19,6 +19,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, ClaimLost, FabricError
@@ -32,7 +33,13 @@ from .places import Places
 
 log = logging.getLogger(__name__)
 
-AskReward = Callable[[str, str, int], Awaitable[None]]  # run_id, trajectory_id, fence
+
+class AskReward(Protocol):
+    """Asks for the reward of a trajectory; `is_again`: it was asked for before, and may still be on its way."""
+
+    async def __call__(self, run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None: ...
+
+
 TrajectoryClaimId = tuple[str, int]  # trajectory_id, fence
 
 WAIT_S = 0.5  # longest wait for work, or for a place: the safety net below the doorbell
@@ -245,7 +252,7 @@ class RunAgent:
             await self._turns.reap(self._config.worker_id)
             reaped = await self._trajectories.reap(self._config.worker_id)
             for trajectory_id, fence in reaped.scoring:
-                await self._ask_reward(self._run.run_id, trajectory_id, fence)
+                await self._ask_reward(self._run.run_id, trajectory_id, fence, is_again=True)
 
     # ---- one trajectory
 

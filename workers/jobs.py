@@ -3,8 +3,8 @@
 - The queue carries names and JSON, nothing else: no pickle, and no import path from the queue is ever imported.
   A job whose name is not in the worker's own table is refused.
 - A reward job scores a batch (one rq job costs milliseconds, one reward microseconds), and is safe to repeat.
-- Whoever sees to a reward says so to the broker (`keep_scoring`): the asker once it is on the queue, the worker again
-  and again while it computes. What nobody sees to any more is asked for again within KEEP_S.
+- A worker that computes a reward says so to the broker (`keep_scoring`) again and again. What nobody sees to is asked
+  for again within KEEP_S, but not put on the queue twice while it may still wait there.
 - A reward function that raises, hangs or gives NaN fails its trajectory's attempt; it never becomes a reward of 0.
 """
 
@@ -36,7 +36,7 @@ QUEUE_NAME = "rollfab"
 JOB_TIMEOUT_S = 60  # for a whole batch; what is not scored by then is asked for again
 RESULT_TTL_S = 0  # results go to the fabric's own streams
 FAILURE_TTL_S = 3600
-QUEUED_S = 30.0  # a reward on the queue is left alone for this long: workers may be few and busy
+QUEUED_S = 30.0  # with others on the queue a reward is left alone for this long: workers may be few and busy
 KEEP_S = 2.0  # one that is being computed for this long: its worker may be killed
 KEEP_EVERY_S = 0.5
 GATHER_S = 0.02  # rewards asked for within this time travel in one job
@@ -88,19 +88,25 @@ async def trajectories_of(fabric: Fabric, run_id: str) -> tuple[RunConfig, Traje
     return None if config is None else (config, fabric.trajectories(config))
 
 
+Row = tuple[str, int]  # a trajectory and its fence
+
+
 class RewardAsker:
     """Puts reward jobs on the rq queue, gathered into batches."""
 
-    def __init__(self, queue: Queue, clock: Clock, fabric: Fabric) -> None:
+    def __init__(self, queue: Queue, clock: Clock) -> None:
         self._queue = queue
         self._clock = clock
-        self._fabric = fabric
-        self._asked: dict[str, list[tuple[str, int]]] = {}
+        self._asked: dict[str, dict[Row, bool]] = {}  # run → rows, and whether they were asked for before
+        self._asked_at_s: dict[Row, float] = {}
         self._sending: asyncio.Task[None] | None = None
 
-    async def ask(self, run_id: str, trajectory_id: str, fence: int) -> None:
-        """Ask for the reward of one trajectory; if it gets lost on the way, reaping asks again."""
-        self._asked.setdefault(run_id, []).append((trajectory_id, fence))
+    async def ask(self, run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None:
+        """Ask for the reward of one trajectory; if it gets lost on the way, reaping asks again.
+
+        Then it was lost if nothing waits on the queue; with others there it may be among them.
+        """
+        self._asked.setdefault(run_id, {})[(trajectory_id, fence)] = is_again
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
 
@@ -110,14 +116,21 @@ class RewardAsker:
             asked, self._asked = self._asked, {}
             for run_id, rows in asked.items():
                 try:
-                    await asyncio.to_thread(self._enqueue, "score", run_id, rows)
-                    if (found := await trajectories_of(self._fabric, run_id)) is not None:
-                        await found[1].keep_scoring(rows, QUEUED_S)
+                    await asyncio.to_thread(self._enqueue, run_id, rows)
                 except Exception:
                     log.exception("rewards.not_asked", extra={"run_id": run_id, "count": len(rows)})
 
-    def _enqueue(self, name: str, *args: object) -> None:
-        enqueue(self._queue, name, *args)
+    def _enqueue(self, run_id: str, asked: Mapping[Row, bool]) -> None:
+        now_s = self._clock.now_s()
+        is_empty = all(asked.values()) and self._queue.count == 0
+        rows = [row for row, is_again in asked.items() if not is_again or is_empty or self._is_overdue(row, now_s)]
+        if rows:
+            enqueue(self._queue, "score", run_id, rows)
+        self._asked_at_s.update(dict.fromkeys(rows, now_s))
+        self._asked_at_s = {row: at_s for row, at_s in self._asked_at_s.items() if at_s > now_s - 2 * QUEUED_S}
+
+    def _is_overdue(self, row: Row, now_s: float) -> bool:
+        return now_s - self._asked_at_s.setdefault(row, now_s) >= QUEUED_S
 
 
 def enqueue(queue: Queue, name: str, *args: object) -> None:

@@ -57,7 +57,7 @@ ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
     "{run}:open {run}:late {run}:dead {run}:clock"
 )
-RQ_ASK = "sadd hset rpush multi exec"  # what rq sends to put a job on its queue …
+RQ_ASK = "sadd hset rpush multi exec llen"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"
 RQ_WORK = (  # … and to take one, run it and keep its books; measured (MONITOR) with rq 2.12
     f"{RQ_ASK} blmove del exists expire hdel hget hgetall hincrby hincrbyfloat llen lrange lrem persist set smembers "

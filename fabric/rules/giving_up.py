@@ -7,12 +7,12 @@ import dataclasses
 from ..records import DeadLetter, TrajectoryJob
 
 LOSS_COUNT_MAX = 5  # workers that one job may cost before it is taken for the cause
-SCORE_COUNT_MAX = 60  # that often a reward is asked for: half an hour of waiting for a reward worker to be started
+SCORE_COUNT_MAX = 900  # looks after a reward, 2 s apart: half an hour for a reward worker to be started
 RERUN_COUNT_MAX = 20  # that often a trajectory may end too stale: by then the trainer is too fast for its runs
 
 GIVEN_UP = {
     "lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
-    "unscored": f"its reward was asked for {SCORE_COUNT_MAX} times, without an answer: is a reward worker running?",
+    "unscored": "nobody has computed its reward for half an hour: is a reward worker running?",
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollfab.fabric.bus.trajectories import SCORE_COUNT_MAX
+import pytest
+
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import group_of_size, rollout_of
 
@@ -15,12 +16,14 @@ async def waiting(world: World) -> int:
     return int(claim.fence)
 
 
-async def test_a_reward_is_given_up_only_after_many_askings(world: World) -> None:
+async def test_a_reward_is_given_up_only_after_many_askings(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("bus.trajectories", "memory.queue"):
+        monkeypatch.setattr(f"rollfab.fabric.{module}.SCORE_COUNT_MAX", 9)
     # Given a trajectory whose reward nobody computes
     fence = await waiting(world)
 
     # When it is asked for as often as may be, Then the trajectory stays
-    for _ in range(SCORE_COUNT_MAX - 1):
+    for _ in range(8):
         await world.trajectories.keep_scoring([("g1.0", fence)], 0.0)
         reaped = await world.trajectories.reap("a1")
         assert (reaped.scoring, reaped.dead_count) == ((("g1.0", fence),), 0)

@@ -10,7 +10,6 @@ from rq import Queue
 
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.clock import SystemClock
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.workers.jobs import RewardAsker, open_queue
 
 pytestmark = pytest.mark.redis
@@ -29,7 +28,7 @@ def asked(queue: Queue) -> list[list[object]]:
 
 
 async def test_rewards_asked_for_together_travel_in_one_job(queue: Queue) -> None:
-    asker = RewardAsker(queue, SystemClock(), MemoryFabric())
+    asker = RewardAsker(queue, SystemClock())
 
     for index in range(5):
         await asker.ask("run", f"group.{index}", 1)
@@ -41,7 +40,7 @@ async def test_rewards_asked_for_together_travel_in_one_job(queue: Queue) -> Non
 
 async def test_a_reward_asked_for_while_the_broker_is_slow_is_not_forgotten(queue: Queue) -> None:
     # Given an asker whose first job is held up at the broker
-    asker = RewardAsker(queue, SystemClock(), MemoryFabric())
+    asker = RewardAsker(queue, SystemClock())
     queue.connection.client_pause(400)
     await asker.ask("run", "group.0", 1)
     await asyncio.sleep(0.2)

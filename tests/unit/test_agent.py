@@ -52,7 +52,7 @@ class Setting:
 
     @contextlib.asynccontextmanager
     async def agent(self, name: str = "a1", **settings: float) -> AsyncIterator[None]:
-        async def ask_reward(run_id: str, trajectory_id: str, fence: int) -> None:
+        async def ask_reward(run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None:
             self.asked.append((run_id, trajectory_id, fence))
 
         config = AgentConfig(worker_id=name, runs_s=0.01, **settings)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.memory.queue import MemoryTrajectoryQueue
 from rollfab.fabric.records import Rollout, RunConfig, Span
@@ -81,11 +80,25 @@ class Setting:
         return RewardWorker(self.fabric, registry, "reward", asyncio.get_running_loop())
 
 
+class PlayedClock:
+    """A clock that the test moves; nobody waits by it."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
 class PlayedQueue:
     """An rq queue that takes everything."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.count = 0  # of what waits there by now
 
     def enqueue_call(self, name: str, *, args: tuple[Any, ...], **settings: Any) -> None:
         self.calls.append(args)
@@ -97,18 +110,45 @@ async def test_a_reward_that_nobody_asked_for_is_asked_for_within_seconds() -> N
     assert setting.left_s(name) <= KEEP_S
 
 
-async def test_a_reward_on_the_queue_is_left_alone_for_longer() -> None:
-    setting = Setting()
-    rows = await setting.scoring(2)
-    queue = PlayedQueue()
-    asker = RewardAsker(queue, SystemClock(), setting.fabric)  # type: ignore[arg-type]
+async def asked(asker: RewardAsker, rows: list[tuple[str, int]], *, is_again: bool) -> None:
+    """Ask, and wait until that is through."""
     for name, fence in rows:
-        await asker.ask("r1", name, fence)
-    async with asyncio.timeout(5):
-        while not setting.queue.kept:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert [list(map(tuple, found)) for _, found in queue.calls] == [rows]
-    assert all(setting.left_s(name) > QUEUED_S - 5 for name, _ in rows)
+        await asker.ask("r1", name, fence, is_again=is_again)
+    assert asker._sending is not None
+    await asker._sending
+
+
+async def test_what_is_asked_for_together_travels_in_one_job() -> None:
+    queue = PlayedQueue()
+    rows = [("g.0", 1), ("g.1", 3)]
+    await asked(RewardAsker(queue, PlayedClock()), rows, is_again=False)  # type: ignore[arg-type]
+    assert queue.calls == [("r1", rows)]
+
+
+async def test_a_reward_that_may_still_be_on_the_queue_is_not_put_there_twice() -> None:
+    # Given a reward on the queue, behind others
+    queue, clock = PlayedQueue(), PlayedClock()
+    asker = RewardAsker(queue, clock)  # type: ignore[arg-type]
+    rows = [("g.0", 1)]
+    await asked(asker, rows, is_again=False)
+    queue.count = 7
+
+    # When it is asked for again, soon and much later
+    await asked(asker, rows, is_again=True)
+    assert len(queue.calls) == 1
+    clock.time_s += QUEUED_S
+    await asked(asker, rows, is_again=True)
+
+    # Then only the second time counts
+    assert len(queue.calls) == 2
+
+
+async def test_a_reward_that_was_lost_on_its_way_is_asked_for_again_at_once() -> None:
+    queue = PlayedQueue()
+    asker = RewardAsker(queue, PlayedClock())  # type: ignore[arg-type]
+    await asked(asker, [("g.0", 1)], is_again=False)
+    await asked(asker, [("g.0", 1)], is_again=True)
+    assert len(queue.calls) == 2
 
 
 async def test_a_reward_is_kept_only_while_it_is_being_computed() -> None:
