@@ -16,7 +16,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo up check test test-fast bench lock clean distclean
+.PHONY: help setup demo up check test test-fast sim bench lock clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -41,8 +41,11 @@ test: check ## check, then every test
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests $(ARGS)
 
-test-fast: $(VENV)/.dev ## unit and contract tests
-	$(PYTEST) tests/unit tests/contracts -m "not slow" $(ARGS)
+test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated runs
+	$(PYTEST) tests/unit tests/contracts tests/sim -m "not slow" $(ARGS)
+
+sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
+	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: $(VENV)/.dev .venv-arq/.done ## rollfab bench $(BENCH), beside its peers
 	@$(BIN)/rollfab bench $(BENCH) $(ARGS)

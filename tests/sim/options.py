@@ -1,0 +1,140 @@
+"""What a seed draws: the cluster, the work, and how rough it gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+# Seeds in which a healthy cluster has trouble with one role only, and that just longer than it may be silent.
+FOCUSES = ("workers", "agents", "trainer", "leader")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One simulated run. Times are virtual seconds."""
+
+    seed: int
+    # the work
+    recovery: str
+    group_count: int
+    group_size: int
+    turns: int
+    tokens: int
+    stops: str
+    pace_s: float
+    has_reward: bool
+    staleness: int
+    when_stale: str
+    may_mix_versions: bool
+    quorum: int | None
+    deadline_s: float | None
+    attempt_count_max: int
+    trajectory_count_max: int
+    # the cluster
+    agent_count: int
+    environment_count: int
+    dedicated_count: int
+    serving_count: int
+    slot_count: int
+    step_s: float
+    log_s: float
+    # the trainer
+    publish_every: int
+    think_s: float
+    is_transactional: bool
+    dies_on_errors: bool
+    cancels: bool
+    # the faults
+    faults_s: float
+    fault_gap_s: float
+    trouble_fraction: float
+    travel_s: float
+    focus: str
+    hangs: bool
+    revokes: bool
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the run."""
+        return {
+            "environment_options": {
+                "turns": self.turns,
+                "tokens": self.tokens,
+                "pace_s": self.pace_s,
+                "stops": self.stops,
+            },
+            "reward": "simulated" if self.has_reward else None,
+            "staleness": self.staleness,
+            "when_stale": self.when_stale,
+            "may_mix_versions": self.may_mix_versions,
+            "attempt_count_max": self.attempt_count_max,
+            "trajectory_count_max": self.trajectory_count_max,
+        }
+
+    @property
+    def version_max(self) -> int:
+        """The last version that is published: nothing may be stale for ever."""
+        return self.group_count * (4 if self.focus == "trainer" else 1) + 1
+
+    @property
+    def live_s(self) -> float:
+        """Within which everything must end once the faults are over."""
+        return 90.0 + 5.0 * max(0, self.group_count * self.group_size - 16)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [f"{field.name:<22}{getattr(self, field.name)}" for field in dataclasses.fields(self)]
+
+
+def draw(seed: int, *, job_count: int | None = None) -> Options:
+    """The options of a seed. job_count: about so many trajectories instead of what the seed draws."""
+    random = Random(f"options {seed}")
+    focus = random.choices(("", *FOCUSES), (60, 10, 10, 10, 10))[0]
+    revokes = not focus and random.random() < 0.25
+    hangs = not focus and random.random() < 0.15
+    is_long = (
+        revokes or focus == "workers" or (focus != "agents" and random.random() < 0.3)
+    )  # turns that outlast a claim
+    group_count, group_size = random.randint(2, 2 if is_long else 4), random.randint(2, 3 if is_long else 4)
+    if job_count is not None:
+        group_count = max(1, job_count // group_size)
+    total = group_count * group_size
+    return Options(
+        seed=seed,
+        recovery=random.choice(("replay", "replay", "snapshot", "restart")),
+        group_count=group_count,
+        group_size=group_size,
+        turns=random.randint(1, 2 if is_long else 3),
+        tokens=random.choice((24, 32)) if is_long else random.choice((2, 6, 12)),
+        stops="" if is_long else "yz",
+        pace_s=0.8 if focus == "agents" else random.choice((0.0, 0.02, 0.3)),
+        has_reward=random.random() < 0.3,
+        staleness=random.randint(0, 2),
+        when_stale=random.choice(("rerun", "keep")),
+        may_mix_versions=random.random() < 0.8,
+        quorum=group_size - 1 if random.random() < 0.25 else None,
+        deadline_s=random.choice((2.0, 5.0)) if random.random() < 0.15 else None,
+        attempt_count_max=random.choice((2, 3, 5)),
+        trajectory_count_max=random.choice((group_size, 2 * group_size, total)),
+        agent_count=random.randint(2 if focus else 1, 2),
+        environment_count=random.choice((3, 8) if is_long or focus else (1, 3, 8)),
+        dedicated_count=random.choice((2, 3) if focus == "workers" else (1,) if revokes else (1, 2, 2)),
+        serving_count=random.choice((1, 2) if revokes or focus == "leader" else (0, 1, 1, 2)),
+        slot_count=2 if revokes else random.randint(2 if is_long else 1, 4),
+        step_s=random.choice((0.1, 0.15)) if is_long else random.choice((0.01, 0.03)),
+        log_s=random.choice((0.2, 0.5)),
+        publish_every=1 if focus == "trainer" else random.randint(1, 2),
+        think_s=0.2 if focus == "trainer" else random.choice((0.0, 0.05, 0.2)),
+        is_transactional=random.random() < 0.3,
+        dies_on_errors=random.random() < 0.5,
+        cancels=random.random() < 0.1,
+        faults_s=6.0 if focus else random.choice((2.0, 4.0, 6.0)),
+        fault_gap_s=random.choice((0.2, 0.5, 1.0)),
+        trouble_fraction=0.0 if focus else random.choice((0.0, 0.01, 0.05)),
+        travel_s=0.03 if focus in ("leader", "trainer") else random.choice((0.001, 0.001, 0.03)),
+        focus=focus,
+        hangs=hangs,
+        revokes=revokes,
+    )

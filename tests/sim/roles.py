@@ -1,0 +1,203 @@
+"""What runs in the simulated processes: the real workers and trainer, wired as commands/roles.py wires them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from rollfab.fabric.errors import BrokerError, FabricError, QueueFull
+from rollfab.trainer.aio import AsyncFabric, AsyncRun
+from rollfab.workers.agent import AgentConfig, AgentWorker
+from rollfab.workers.controller import Controller, ControllerConfig
+from rollfab.workers.environments.registry import Registry
+from rollfab.workers.rollout import RolloutConfig, RolloutWorker
+from rollfab.workers.weights import ReceiverOptions, WeightReceiver
+from tests.sim.check_capacity import FIRST_TOKEN_S, life_of
+from tests.sim.check_groups import score
+from tests.sim.engine import FakeEngine
+from tests.sim.environment import TARGETS
+from tests.sim.link import Link
+from tests.sim.policy import tensors
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+RUN_ID = "sim"
+RECEIVER = ReceiverOptions(poll_s=1.0, retry_s=0.1, retry_s_max=1.0, audit_every=1)
+
+Role = Callable[["World", Link, asyncio.Event], Awaitable[None]]
+
+
+@cache
+def registry() -> Registry:
+    """Made once: it reads what is installed from disk. Everything is loaded here, or a thread would do it later."""
+    made = Registry(TARGETS)
+    for target in TARGETS:
+        made.make(target.partition("=")[0], {"turns": 1, "tokens": 1, "pace_s": 0.0})
+    return made
+
+
+async def agent(world: World, link: Link, stop: asyncio.Event) -> None:
+    """A real agent worker."""
+    config = AgentConfig(
+        worker_id=link.process.name,
+        environment_count=world.options.environment_count,
+        environment_timeout_s=1.0,
+        ask_again_s=2.0,
+    )
+    worker = AgentWorker(link, registry(), config, world.clock, ask_reward=link.rewards.ask)
+    world.agents[link.process.name] = worker
+    try:
+        await worker.run(stop)
+    finally:
+        world.agents.pop(link.process.name, None)
+
+
+async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
+    """A real rollout worker with its real receiver; the engine is fake."""
+    name, options = link.process.name, world.options
+    engine = FakeEngine(
+        options.step_s,
+        on_step=lambda count: world.judge(world.capacity.stepped, link.process, name, count),
+        on_apply=lambda version, digest: world.judge(world.capacity.applied, link.process, name, version, digest),
+    )
+    world.engines[name] = engine
+    config = RolloutConfig(
+        worker_id=name,
+        role=link.process.role,
+        model="tiny",
+        slot_count=options.slot_count,
+        log_s=options.log_s,
+        first_token_s=FIRST_TOKEN_S,
+    )
+
+    def make_receiver(run_id: str) -> WeightReceiver:
+        return WeightReceiver(link.weights, run_id, engine, options=RECEIVER, clock=world.clock)
+
+    await engine.start()
+    try:
+        await RolloutWorker(link, engine, config, world.clock, make_receiver=make_receiver).run(stop)
+    finally:
+        world.engines.pop(name, None)
+        await engine.close()
+
+
+async def controller(world: World, link: Link, stop: asyncio.Event) -> None:
+    """A real controller."""
+    await Controller(link.board, ControllerConfig(worker_id=link.process.name), world.clock).run(stop)
+
+
+class RewardQueue:
+    """What rq is in the real fabric: asked for by agents, emptied by the reward worker; a crash of that loses some."""
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Queue[tuple[str, str, int]] = asyncio.Queue()
+
+    async def ask(self, run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None:
+        """Ask for a reward."""
+        await self._asked.put((run_id, trajectory_id, fence))
+
+    async def take(self) -> tuple[str, str, int]:
+        """The next that is asked for."""
+        return await self._asked.get()
+
+
+async def reward(world: World, link: Link, stop: asyncio.Event) -> None:
+    """A simulated reward worker: the calls of the real one, without rq."""
+    while not stop.is_set():
+        try:
+            run_id, trajectory_id, fence = await link.rewards.take()
+            queue = link.trajectories((await link.board.runs())[run_id])
+            waiting = await queue.scoring(trajectory_id)
+            if waiting is not None:
+                await asyncio.sleep(0.05)
+                await queue.score(trajectory_id, fence, score(waiting[1]))
+        except BrokerError:
+            await asyncio.sleep(0.1)
+
+
+async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
+    """A training loop over the real client: submit what fits, use what comes, publish now and then."""
+    fabric = AsyncFabric(link, "memory:")  # type: ignore[arg-type]
+    while not stop.is_set():
+        try:
+            run = await fabric.run(
+                RUN_ID, model="tiny", environment=f"sim-{world.options.recovery}", **world.options.settings
+            )
+            break
+        except FabricError:  # no agent has said yet that it offers the environment
+            await asyncio.sleep(0.2)
+    loop = _TrainingLoop(world, link, run)
+    while not stop.is_set():
+        try:
+            await loop.turn_over()
+        except BrokerError:
+            if world.options.dies_on_errors:
+                raise
+            await asyncio.sleep(0.2)
+
+
+class _TrainingLoop:
+    """One life of the training program. What it has used is in its checkpoint, which is the world's."""
+
+    def __init__(self, world: World, link: Link, run: AsyncRun) -> None:
+        self._world = world
+        self._link = link
+        self._run = run
+        ended = world.groups.groups
+        # All of them, again, in every life, but for what it did not want any more.
+        self._left = {
+            name: task
+            for name, task in world.tasks.items()
+            if ended.get(name) is None or ended[name].end != "cancelled"
+        }
+        self._step_count = 0
+        self._wish: dict[int, Any] = {}
+
+    async def turn_over(self) -> None:
+        """One optimiser step."""
+        if await self._run.head_version() < 0:
+            await self._publish(0)
+        await self._submit()
+        if self._world.options.is_transactional:
+            async with self._run.groups(timeout=0.5, count=2) as groups:
+                used = [group.group_id async for group in groups if await self._think()]
+                for group_id in used:
+                    self._world.groups.use(self._link.process, group_id)
+        else:
+            async for group in self._run.groups(timeout=0.5, count=1):
+                await self._think()
+                self._world.groups.use(self._link.process, group.group_id)
+        self._step_count += 1
+        if self._step_count % self._world.options.publish_every == 0 and not self._world.is_all_used:
+            await self._publish(await self._run.head_version() + 1)
+        if self._world.options.cancels and self._step_count == 2:
+            await self._run.cancel(next(iter(self._world.tasks)))
+
+    async def _think(self) -> bool:
+        await asyncio.sleep(self._world.options.think_s)
+        return True
+
+    async def _submit(self) -> None:
+        """Everything that fits; a group at a time, so that back-pressure is met in the middle."""
+        options = self._world.options
+        for group_id, task in list(self._left.items()):
+            try:
+                await self._run.submit(
+                    [task],
+                    group_size=options.group_size,
+                    quorum=options.quorum,
+                    priority=task["number"] % 3,
+                    deadline=options.deadline_s,
+                    group_ids=[group_id],
+                    timeout=0.05,
+                )
+            except QueueFull:
+                return
+            del self._left[group_id]
+
+    async def _publish(self, version: int) -> None:
+        if version <= self._world.options.version_max:
+            await self._run.publish(tensors(version, life_of(self._link.process)), version=version)

@@ -1,0 +1,153 @@
+"""What the simulator has found, each as the shortest case of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from rollfab.fabric.errors import BrokerError
+from rollfab.fabric.memory.fabric import MemoryFabric
+from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
+from rollfab.fabric.memory.rollouts import MemoryRolloutStream
+from rollfab.fabric.records import Rollout, RunConfig
+from rollfab.trainer.aio import AsyncRun
+from rollfab.trainer.checks import make_groups
+from rollfab.workers.agent import AgentConfig, AgentWorker
+from tests.sim.environment import KINDS
+from tests.sim.policy import TEXT
+from tests.sim.roles import registry
+from tests.sim.virtual_loop import VirtualClock, VirtualLoop
+
+RUN = RunConfig(
+    run_id="r1",
+    model="tiny",
+    environment=f"sim-{KINDS[0]}",
+    environment_options={"turns": 1, "tokens": 2, "pace_s": 0.0},
+)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    loop = VirtualLoop(Random(1))
+    try:
+        loop.run_until_complete(work)
+    finally:
+        loop.put_down()
+
+
+async def rewards(run_id: str, trajectory_id: str, fence: int) -> None:
+    """Nobody asks for rewards here."""
+
+
+def test_an_agent_that_claims_its_own_lost_trajectory_again_drops_the_old_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the old one keeps a place for ever, and its late request for a turn ends the new one."""
+
+    # Given an agent that cannot renew its claim, nor ask for a turn, until it has lost and claimed anew
+    renew, push = MemoryTrajectoryQueue.renew, MemoryTurnQueue.push
+
+    async def slow_renew(self: Any, worker_id: str, claims: Sequence[Any]) -> list[str]:
+        is_away = asyncio.get_running_loop().time() < 2.6
+        return [] if is_away else await renew(self, worker_id, claims)
+
+    async def late_push(self: Any, agent_id: str, pushes: Sequence[Any]) -> list[str]:
+        if asyncio.get_running_loop().time() < 3.0:
+            raise BrokerError("away")
+        return await push(self, agent_id, pushes)
+
+    monkeypatch.setattr(MemoryTrajectoryQueue, "renew", slow_renew)
+    monkeypatch.setattr(MemoryTurnQueue, "push", late_push)
+
+    async def work() -> None:
+        clock = VirtualClock(asyncio.get_running_loop())
+        fabric = MemoryFabric(clock)
+        await fabric.board.create_run(RUN)
+        await fabric.rollouts(RUN).push(make_groups([{"number": 1}], 1, ["g"]))
+        agent = AgentWorker(fabric, registry(), AgentConfig(worker_id="a"), clock, ask_reward=rewards)
+        stop = asyncio.Event()
+        task = asyncio.create_task(agent.run(stop))
+        state = fabric.broker.runs["r1"]
+        await asyncio.sleep(2.9)
+        assert state.trajectories.records["g.0"].fence == 2
+
+        # When both episodes' requests for the turn reach the broker
+        await asyncio.sleep(1.0)
+
+        # Then one episode waits for its turn, under the claim that is good
+        assert agent.running_count == 1
+        assert min([agent.places.held_count for _ in range(5) if await asyncio.sleep(0.05) is None]) == 1
+        assert state.trajectories.records["g.0"].fence == 2
+        assert list(state.turns.records) == ["g.0.0"]
+        stop.set()
+        await task
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_transaction", [False, True])
+def test_a_group_whose_acknowledging_failed_is_acknowledged_when_the_program_goes_on(
+    is_transaction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a trainer whose first acknowledging does not reach the broker
+    acknowledge, failed = MemoryRolloutStream.acknowledge, list[str]()
+
+    async def once_away(self: Any, delivery: Any) -> bool:
+        if not failed:
+            failed.append(delivery.group.group_id)
+            raise BrokerError("away")
+        return await acknowledge(self, delivery)
+
+    monkeypatch.setattr(MemoryRolloutStream, "acknowledge", once_away)
+
+    async def consume(run: AsyncRun, seen: list[str]) -> None:
+        if is_transaction:
+            async with run.groups(timeout=0.2, count=2) as groups:
+                seen += [group.group_id async for group in groups]
+        else:
+            async for group in run.groups(timeout=0.2):
+                seen.append(group.group_id)
+
+    async def work() -> None:
+        fabric = MemoryFabric(VirtualClock(asyncio.get_running_loop()))
+        await fabric.board.create_run(RUN)
+        await fabric.rollouts(RUN).push(make_groups([{"number": 1}, {"number": 2}], 1, ["g", "h"]))
+        for claim in await fabric.trajectories(RUN).claim("a", 2):
+            await fabric.trajectories(RUN).settle(claim, made(claim.job), is_scored=True)
+        run: Any = AsyncRun(fabric, RUN)  # type: ignore[arg-type]
+        seen: list[str] = []
+
+        # When the program is told, and goes on
+        with pytest.raises(BrokerError):
+            await consume(run, seen)
+        await consume(run, seen)
+
+        # Then every group was handed out once, and none is left
+        assert seen == ["g", "h"]
+        assert fabric.broker.runs["r1"].consumed == {"g", "h"}
+        assert fabric.broker.runs["r1"].depth == 0
+
+    run(work())
+
+
+def made(job: Any) -> Rollout:
+    """A rollout without tokens."""
+    nothing = TEXT.encode("")
+    return Rollout(
+        trajectory_id=job.trajectory_id,
+        group_id=job.group_id,
+        task_id=job.task_id,
+        reward=0.0,
+        finish_reason="terminated",
+        turn_count=0,
+        attempt=0,
+        seed=job.seed,
+        spans=(),
+        prompt_ids=TEXT.encode("a"),
+        completion_ids=nothing,
+        logprobs=nothing.astype("f4"),
+        completion_mask=nothing.astype("u1"),
+    )

@@ -1,0 +1,22 @@
+"""The simulator can fail: every bug that is planted is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.options import draw
+from tests.sim.planted import PLANTS, planted
+from tests.sim.world import simulate
+
+SEED_COUNT = 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    with planted(name):
+        found = next((seed for seed in range(1, SEED_COUNT + 1) if simulate(draw(seed)).failure), None)
+    assert found is not None, f"{SEED_COUNT} seeds did not find {name}"
+    # And it is this bug that was found, not something that is there without it
+    assert simulate(draw(found)).failure == ""

@@ -1,0 +1,277 @@
+"""The simulated cluster: every role as a process of its own, over one broker in memory, on virtual time.
+
+Phase one: work under faults; the checkers look on. Phase two: the faults end, and everything that was accepted must
+come to its end within `live_s`. Then everyone leaves, and the broker must be empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from rollfab.fabric.errors import EngineError, FabricError, RunUnknown
+from rollfab.fabric.memory.fabric import MemoryFabric
+from rollfab.fabric.memory.queue import MemoryTrajectoryQueue
+from rollfab.fabric.records import RunConfig
+from rollfab.workers.agent import AgentWorker
+from tests.sim import roles
+from tests.sim.check_capacity import CapacityChecker
+from tests.sim.check_end import check_end, check_idle
+from tests.sim.check_groups import GroupChecker
+from tests.sim.check_trajectories import TrajectoryChecker
+from tests.sim.check_turns import TurnChecker
+from tests.sim.checkers import Checkers, Facts, Violation
+from tests.sim.engine import FakeEngine
+from tests.sim.faults import Faults
+from tests.sim.link import Link, Network
+from tests.sim.options import Options
+from tests.sim.virtual_loop import Deadlock, Process, Spin, ThreadUsed, VirtualClock, VirtualLoop
+
+LEAVE_S = 5.0  # within which a process that is asked to must leave
+STATUS_S = 0.25
+SCORE_MS = 3_000  # a reward that was lost is asked for again
+
+
+class SimFabric(MemoryFabric):
+    """The twin, with a shorter time until a lost reward is asked for again."""
+
+    def trajectories(self, run: RunConfig) -> MemoryTrajectoryQueue:
+        return MemoryTrajectoryQueue(self.broker, run, score_ms=SCORE_MS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a simulation ended. failure: what was broken, "" for nothing."""
+
+    options: Options
+    failure: str
+    lines: list[tuple[float, str, str, str, str]]
+    virtual_s: float
+
+    @property
+    def trace_hash(self) -> str:
+        """Of all that happened, in its order."""
+        return hashlib.sha256("\n".join(map(str, self.lines)).encode()).hexdigest()[:16]
+
+
+class World:
+    """One simulated cluster."""
+
+    def __init__(self, options: Options, loop: VirtualLoop) -> None:
+        self.options = options
+        self.clock = VirtualClock(loop)
+        self.broker = Process("broker", "broker")
+        self.network = Network(Random(f"network {options.seed}"), options.trouble_fraction, options.travel_s)
+        self.facts = Facts(options, loop.time, self.broker)
+        self.turns = TurnChecker(self.facts)
+        self.trajectories = TrajectoryChecker(self.facts, self.turns)
+        self.groups = GroupChecker(self.facts, self.trajectories)
+        self.capacity = CapacityChecker(self.facts, self.turns)
+        # Turns before trajectories: what a call did to turns is judged by who held them before it.
+        self._checkers = Checkers([self.turns, self.trajectories, self.groups, self.capacity])
+        self.fabric = SimFabric(self.clock)
+        self.rewards = roles.RewardQueue()
+        self.links: dict[str, Link] = {}
+        self.agents: dict[str, AgentWorker] = {}
+        self.engines: dict[str, FakeEngine] = {}
+        self.tasks = {f"g{number}": {"number": number} for number in range(options.group_count)}
+        self.failed: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
+        self._main: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, asyncio.Event] = {}
+        self._lives: dict[str, int] = {}
+        self._is_closing = False
+
+    @property
+    def is_all_used(self) -> bool:
+        """Whether every group has come to its end."""
+        ended = [group for group in self.groups.groups.values() if group.end]
+        return len(ended) == len(self.tasks)
+
+    def living(self) -> list[Process]:
+        """Processes that run now, stopped ones too."""
+        return [self.links[name].process for name in self._main]
+
+    async def run(self) -> None:
+        """Both phases.
+
+        Raises:
+            Violation: a promise was broken.
+        """
+        options = self.options
+        for role, count in (
+            ("controller", 2),
+            ("agent", options.agent_count),
+            ("dedicated", options.dedicated_count),
+            ("serving", options.serving_count),
+            ("reward", int(options.has_reward)),
+            ("trainer", 1),
+        ):
+            for _ in range(count):
+                self.start(role)
+        await self.set_lend("on")
+        watch = asyncio.create_task(self._watch())
+        faults = Faults(self, Random(f"faults {options.seed}"))
+        try:
+            await self._unless_failed(faults.run(options.faults_s))
+            self.facts.note("world", "calm")
+            await self._unless_failed(faults.settle())
+            await self.set_lend("on")
+            await self._unless_failed(self._live())
+            await self._unless_failed(check_idle(self))
+            await self._unless_failed(self._leave())
+            await check_end(self)
+        finally:
+            watch.cancel()
+
+    # ---- processes
+
+    def start(self, role: str) -> None:
+        """A new process, under a new name."""
+        self._lives[role] = self._lives.get(role, 0) + 1
+        process = Process(f"{role}-{self._lives[role]}", role)
+        link = Link(process, self.broker, self.fabric, self.network, self._observe, self.rewards)
+        self.links[process.name] = link
+        work: roles.Role = getattr(roles, "rollout" if role in ("dedicated", "serving") else role)
+        stop = self._stops[process.name] = asyncio.Event()
+        self.facts.note("world", "start", process.name)
+        self._main[process.name] = process.start(self._contain(process, work(self, link, stop)))
+
+    async def _contain(self, process: Process, work: Any) -> None:
+        """Run a process to its end; one that ends by itself is started again, as a supervisor would."""
+        try:
+            await work
+        except (EngineError, FabricError) as error:
+            self.facts.note("world", "exit", process.name, type(error).__name__)
+            if not process.is_dead and not self._is_closing:
+                self.crash(process, after_s=0.2)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+            self.fail(error)
+        else:
+            self._main.pop(process.name, None)
+
+    def crash(self, process: Process, *, after_s: float) -> None:
+        """A process is gone at once; another one of its role is started after a while."""
+        self._main.pop(process.name, None)
+        self.engines.pop(process.name, None)
+        self.agents.pop(process.name, None)
+        process.kill()
+        if not process.is_replaced:
+            self._loop.call_later(after_s, self._start_again, process.role)
+
+    def _start_again(self, role: str) -> None:
+        if not self._is_closing:
+            self.start(role)
+
+    async def set_lend(self, value: str) -> None:
+        """The operator's switch."""
+        await self.fabric.board.set_lend("*", value)
+
+    async def end(self) -> None:
+        """Nobody runs on, and nothing that they still do reaches the broker."""
+        self.broker.wake()
+        for link in self.links.values():
+            link.process.kill()
+
+    # ---- judging
+
+    def fail(self, error: BaseException) -> None:
+        """Something is broken: the simulation ends."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def judge(self, check: Callable[..., None], *args: Any) -> None:
+        """Have a checker look at something. What it finds is told to the world, not to the process it looks at."""
+        try:
+            check(*args)
+        except Exception as error:  # noqa: BLE001 - see above
+            self.fail(error)
+
+    def _observe(self, *call: Any) -> None:
+        self.judge(self._checkers.observe, *call)
+
+    async def _unless_failed(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task, self.failed), return_when=asyncio.FIRST_COMPLETED)
+        if self.failed.done():
+            task.cancel()
+            self.failed.result()
+        task.result()
+
+    async def _watch(self) -> None:
+        """Look at the numbers again and again."""
+        while True:
+            await asyncio.sleep(STATUS_S)
+            try:
+                self.capacity.check_status(await self.fabric.board.run_status(roles.RUN_ID))
+                self.capacity.check_standing({name: engine.standing_s for name, engine in self.engines.items()})
+            except RunUnknown:
+                continue
+            except Exception as error:  # noqa: BLE001 - as in judge
+                self.fail(error)
+
+    async def _live(self) -> None:
+        limit_s = self.options.live_s
+        until_s = self._loop.time() + limit_s
+        while not self.is_all_used:
+            if self._loop.time() > until_s:
+                raise Violation(f"not everything ended within {limit_s:g} s without faults: {await self._stuck()}")
+            await asyncio.sleep(0.1)
+        self.facts.note("world", "all used")
+
+    async def _stuck(self) -> str:
+        open_groups = [
+            name for name in self.tasks if name not in self.groups.groups or not self.groups.groups[name].end
+        ]
+        status = await self.fabric.board.run_status(roles.RUN_ID)
+        return f"groups {open_groups}; trajectories {dict(status.trajectories)}; turns {dict(status.turns)}"
+
+    async def _leave(self) -> None:
+        """Everyone is asked to leave, and does."""
+        self._is_closing = True
+        for role in ("trainer", "agent", "dedicated", "serving", "reward", "controller"):
+            tasks = []
+            for name, task in list(self._main.items()):
+                if self.links[name].process.role == role:
+                    self._stops[name].set()
+                    tasks.append(task)
+                    if role == "reward":
+                        task.cancel()
+            if tasks:
+                _, late = await asyncio.wait(tasks, timeout=LEAVE_S)
+                if late:
+                    raise Violation(f"{role}: did not leave within {LEAVE_S:g} s of being asked")
+
+
+def simulate(options: Options) -> Outcome:
+    """One whole run."""
+    loop = VirtualLoop(Random(f"loop {options.seed}"))
+    try:
+        world = World(options, loop)
+        loop.set_exception_handler(lambda _, context: _report(world, context))
+        failure = _run(loop, world)
+        outcome = Outcome(options=options, failure=failure, lines=list(world.facts.lines), virtual_s=loop.time())
+        loop.run_until_complete(world.end())
+        return outcome
+    finally:
+        loop.put_down()
+
+
+def _run(loop: VirtualLoop, world: World) -> str:
+    try:
+        loop.run_until_complete(world.run())
+    except (Violation, Deadlock, Spin, ThreadUsed) as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - a finding, too
+        return f"{type(error).__name__}: {error!r}"
+    return ""
+
+
+def _report(world: World, context: dict[str, Any]) -> None:
+    """A callback that raised is a finding. A task that nobody asked how it ended is not: its process was killed."""
+    if "handle" in context:
+        world.fail(context["exception"])
