@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.redis_server import RedisServer, ask
 
 SERVICE = "main"
-TIMEOUT_S = 15.0
+TIMEOUT_S = 40.0
 SENTINEL = """\
 sentinel monitor {service} 127.0.0.1 {port} 2
 sentinel down-after-milliseconds {service} {down_after_ms}

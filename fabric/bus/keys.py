@@ -35,7 +35,7 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:rollouts:<id>  HASH   trajectory_id → Rollout. As above.
   rf:{run.s}:completed      STREAM group: complete groups, consumer group "trainer". Entry deleted by acknowledge.
   rf:{run.s}:dead           HASH   trajectory_id → DeadLetter. Deleted by retry or discard.
-  rf:{run.s}:consumed       ZSET   group_id → time of acknowledgement, the newest CONSUMED_COUNT_MAX.
+  rf:{run.s}:consumed       ZSET   group_id → when it was acknowledged or cancelled, the newest CONSUMED_COUNT_MAX.
 
   For each kind of job, K = trajectory | turn:
   rf:{run.s}:K:ready:<u>    STREAM id: jobs that wait, by urgency 0 (first), 1, 2; consumer group "workers". Entry

@@ -205,7 +205,8 @@ class RedisRolloutStream:
     async def cancel(self, group_id: str) -> bool:
         keys = self._shards.of(group_id)
         with translate():
-            return bool(await self._scripts.call("cancel_group", ending_keys(keys, group_id), [group_id]))
+            names = [*ending_keys(keys, group_id), keys.consumed, keys.clock]
+            return bool(await self._scripts.call("cancel_group", names, [group_id, CONSUMED_COUNT_MAX]))
 
     async def reap(self) -> int:
         closed = 0

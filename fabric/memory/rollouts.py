@@ -166,6 +166,7 @@ class MemoryRolloutStream(RunPort):
             del run.completed[entry]
         is_dropped = self._drop(group_id)
         if is_dropped:
+            run.consumed.add(group_id)
             run.count("groups_cancelled")
         return is_dropped
 

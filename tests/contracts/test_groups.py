@@ -326,6 +326,13 @@ async def test_another_worker_with_the_same_fence_settles_nothing(world: World) 
     assert await settle(world, claim)
 
 
+async def test_a_cancelled_group_does_not_come_back_when_it_is_pushed_again(world: World) -> None:
+    await push(world, size=1)
+    assert await world.rollouts.cancel("g1")
+    assert await world.rollouts.push([group_of_size("g1", 1)]) == [False]
+    assert not await world.trajectories.claim("a1", 1)
+
+
 async def test_turns_of_a_cancelled_group_can_not_be_pushed(world: World) -> None:
     await push(world, size=1)
     (claim,) = await world.trajectories.claim("a1", 1)

@@ -1,9 +1,11 @@
--- cancel_group(group_id)
--- Drop a group that nobody wants any more; its workers learn it at their next renewal and free their slots.
+-- cancel_group(group_id, consumed_count_max)
+-- Drop a group that nobody wants any more; its workers learn it at their next renewal and free their slots. Its name is
+-- remembered, so that a push that is repeated does not bring it back.
 --   KEYS[1..19] see use/drop.lua      the completed stream keeps its entry; it is skipped when read
+--   KEYS[20] consumed zset   KEYS[21] clock
 -- Returns 1 cancelled · 0 no such group (never pushed, consumed, or cancelled before)
 -- flags allow-oom
--- use batch record hold forget_turns drop
+-- use batch record hold look time forget_turns drop
 local g = redis.call('HMGET', KEYS[13], 'size', 'bytes')
 if not g[1] then return 0 end
 local size, ids = tonumber(g[1]), {}
@@ -17,4 +19,6 @@ redis.call('HDEL', KEYS[18], ARGV[1])
 redis.call('ZREM', KEYS[19], ARGV[1])
 redis.call('HINCRBY', KEYS[17], 'depth', -size)
 redis.call('HINCRBY', KEYS[16], 'groups_cancelled', 1)
+redis.call('ZADD', KEYS[20], now_ms(KEYS[21]), ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[20], 0, -tonumber(ARGV[2]) - 1)
 return 1
