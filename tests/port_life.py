@@ -219,3 +219,11 @@ def rollout_of(held: Held) -> Rollout:
         logprobs=np.zeros(TURN_COUNT, np.float32),
         completion_mask=np.ones(TURN_COUNT, np.uint8),
     )
+
+
+async def more_work(tally: Tally) -> None:
+    """Until some more groups were pushed and some more acknowledged."""
+    pushed, acknowledged = len(tally.pushed) + 5, len(tally.acknowledged) + 5
+    async with asyncio.timeout(20):
+        while len(tally.pushed) < pushed or len(tally.acknowledged) < acknowledged:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import EnvironmentUnknown, QueueFull, RunUnknown
+from ..fabric.errors import EnvironmentUnknown, FabricError, QueueFull, RunUnknown
 from ..fabric.ids import check_name
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
@@ -329,7 +329,11 @@ class Groups:
             size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
             quorum = len(group.rollouts) if group.ended_by == "quorum" else None
             name = self._refill.name_of(group.group_id)
-            await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
+            try:
+                await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
+            except FabricError:
+                self._ledger.put_back(delivery)
+                raise
         await self._ledger.acknowledge(delivery)
         self.dropped_count += 1
 

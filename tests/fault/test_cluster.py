@@ -13,7 +13,7 @@ from redis.crc import key_slot
 from rollfab.fabric.bus.fabric import RedisFabric
 from rollfab.fabric.bus.keys import ShardKeys
 from rollfab.fabric.records import RunConfig
-from tests.port_life import GROUP_SIZE, TURN_COUNT, Life
+from tests.port_life import GROUP_SIZE, TURN_COUNT, Life, more_work
 from tests.redis_cluster import RedisCluster, redis_cluster
 from tests.redis_server import ask
 
@@ -59,10 +59,11 @@ async def test_a_replica_takes_the_place_of_a_lost_node_and_lost_writes_are_done
         async with await RedisFabric.open(cluster.explicit_url, client_name="test") as fabric:
             life = Life(fabric, RUN, has_ledger=True, pace_s=0.005)
             playing = asyncio.create_task(life.play(COUNT))
-            await asyncio.sleep(0.3)
+            await more_work(life.tally)
             os.kill(replica.pid, signal.SIGSTOP)
             ask(primary, "CLIENT", "KILL", "TYPE", "replica")
-            await asyncio.sleep(0.3)
+            await more_work(life.tally)
+            assert not playing.done()
 
             # When that primary is lost for good
             primary.kill()
@@ -70,7 +71,7 @@ async def test_a_replica_takes_the_place_of_a_lost_node_and_lost_writes_are_done
             tally = await playing
 
             # Then its replica serves its slots, and yet every group was used exactly once
-            assert ask(replica, "ROLE")[0] == b"master"
+            cluster.until(lambda: ask(replica, "ROLE")[0] == b"master", "the replica is the primary")
             tally.check()
 
 

@@ -18,7 +18,7 @@ from rollfab.fabric.errors import BrokerError
 from rollfab.fabric.ports import TurnPush
 from rollfab.fabric.records import RunConfig, Sampling, TurnJob
 from rollfab.workers.jobs import check_queue, enqueue, open_queue
-from tests.port_life import Held, Life, Tally, group_of, rollout_of
+from tests.port_life import Held, Life, group_of, more_work, rollout_of
 from tests.redis_sentinel import SentinelService, sentinel_service, until
 from tests.redis_server import ask
 
@@ -40,14 +40,6 @@ async def end_group(fabric: RedisFabric) -> None:
         assert await trajectories.settle(claim, rollout_of(Held(claim, [0, 1, 2])), is_scored=True)
 
 
-async def more_work(tally: Tally) -> None:
-    """Until some more groups were pushed and some more acknowledged."""
-    pushed, acknowledged = len(tally.pushed) + 5, len(tally.acknowledged) + 5
-    async with asyncio.timeout(20):
-        while len(tally.pushed) < pushed or len(tally.acknowledged) < acknowledged:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_the_sentinels_lead_to_the_primary_and_patience_covers_a_fail_over(service: SentinelService) -> None:
     client = await open_broker(service.url, client_name="test", patience_s=1.0)
     assert client.get_retry()._patience_s >= 10.5  # type: ignore[union-attr]
@@ -67,13 +59,14 @@ async def test_everyone_goes_on_at_the_promoted_replica_and_lost_writes_are_done
         await asyncio.to_thread(service.cut_replica_off)
         await more_work(life.tally)
 
+        assert not playing.done()
+
         # When the primary is killed and that replica takes its place
         await asyncio.to_thread(service.fail_over)
         tally = await playing
 
-        # Then pushes and acknowledgements were lost indeed, and yet every group was used exactly once
-        assert tally.taken_again > 0
-        assert tally.again > 0
+        # Then pushes or acknowledgements were lost indeed, and yet every group was used exactly once
+        assert tally.taken_again + tally.again > 0
         tally.check()
 
 

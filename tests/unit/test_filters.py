@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from rollfab.fabric.errors import InputError
+from rollfab.fabric.errors import InputError, QueueFull
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.records import Group, RunConfig
 from rollfab.trainer.aio import Groups, Hand, View
@@ -90,3 +90,21 @@ async def test_a_filter_that_fails_leaves_the_group_to_be_delivered_again() -> N
     again = await ledger.receive("t", 0.01)
     assert again is not None
     assert again.group.redelivered
+
+
+async def test_a_group_that_cannot_be_replaced_comes_again() -> None:
+    # Given a run that is full with the group that is not wanted
+    fabric = MemoryFabric()
+    full = dataclasses.replace(RUN, trajectory_count_max=1)
+    await fabric.board.create_run(full)
+    ledger = Ledger(fabric.rollouts(full))
+    await ledger.push(make_groups([{}], 1, ["dull"]))
+    await settle(fabric, {})
+    view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
+
+    # When its replacement is refused, Then that is said, and the group is still there
+    with pytest.raises(QueueFull):
+        await anext(Groups(ledger, Hand(ledger), view, Refill(tasks=iter([{}]))))
+    again = await ledger.receive("t", 0.01)
+    assert again is not None
+    assert again.group.group_id == "dull"
