@@ -62,6 +62,7 @@ class StatusCollector(Collector):
         yield from _run_gauges(status.runs)
         yield from _run_counters(status.runs)
         yield from _training(status.runs)
+        yield from _agreement(status.runs)
         yield from _weights(status)
         yield from _workers(status.workers)
         yield from _leases(status)
@@ -106,6 +107,33 @@ def _training(runs: list[RunView]) -> Iterator[Metric]:
     yield from (step, reward)
 
 
+# Of the fresh tokens that the trainer compared last.
+AGREEMENT = {
+    "logprob_difference_mean": "Mean |trainer - worker| of log-probabilities, nats.",
+    "logprob_difference_max": "Largest |trainer - worker| of log-probabilities, nats.",
+    "importance_sampling_ratio_mean": "Mean of exp(trainer - worker).",
+    "importance_sampling_ratio_min": "Smallest exp(trainer - worker).",
+    "importance_sampling_ratio_max": "Largest exp(trainer - worker).",
+    "k3_kl": "Estimate of KL(workers || trainer) per token, nats.",
+}
+
+
+def _agreement(runs: list[RunView]) -> Iterator[Metric]:
+    alarms = _gauge("agreement_alarms", "Workers whose log-probabilities are over a limit, and the trainer's.", "run")
+    tokens = _gauge("agreement_tokens", "Tokens compared; stale: of other versions, so not compared.", "run", "state")
+    figures = {name: _gauge(name, text, "run") for name, text in AGREEMENT.items()}
+    for run in runs:
+        if run.agreement is None:
+            continue
+        alarms.add_metric([run.run_id], len(run.agreement.alarms))
+        tokens.add_metric([run.run_id, "fresh"], run.agreement.fresh.token_count)
+        tokens.add_metric([run.run_id, "stale"], run.agreement.stale.token_count)
+        for name, family in figures.items():
+            if run.agreement.fresh.token_count:
+                family.add_metric([run.run_id], getattr(run.agreement.fresh, name))
+    yield from (alarms, tokens, *figures.values())
+
+
 def _weights(status: Status) -> Iterator[Metric]:
     head = _gauge("head_version", "Newest published policy version; -1 for none.", "run")
     active = _gauge("active_version_min", "Oldest policy version that a live worker of the run generates with.", "run")
@@ -146,6 +174,23 @@ def _workers(workers: list[WorkerView]) -> Iterator[Metric]:
         if margins:
             headroom.add_metric([role], min(margins))
     yield from (count, slots, running, age, headroom)
+    yield from _engines([worker for worker in workers if worker.is_fresh])
+
+
+def _engines(live: list[WorkerView]) -> Iterator[Metric]:
+    rows = (
+        ("prefix_hit_ratio_min", "Smallest part of recent prompts' tokens found in a prefix cache.", min, 1.0),
+        ("wake_seconds_max", "Longest that waking an engine took last.", max, 1e-3),
+        ("sleep_seconds_max", "Longest that putting an engine to sleep took last.", max, 1e-3),
+    )
+    for (name, text, pick, unit), field in zip(rows, ("prefix_hit_fraction", "wake_ms", "sleep_ms"), strict=True):
+        family = _gauge(name, text, "role")
+        for role in sorted({worker.role for worker in live}):
+            values = [getattr(worker, field) for worker in live if worker.role == role]
+            known = [value for value in values if value is not None]
+            if known:
+                family.add_metric([role], pick(known) * unit)
+        yield family
 
 
 def _leases(status: Status) -> Iterator[Metric]:

@@ -67,6 +67,68 @@ class Training(Model):
     """All that it said."""
 
 
+class AgreementFigures(Model):
+    """Some tokens: what the worker said of them, compared with what the trainer's model says. Nats."""
+
+    token_count: int
+    not_finite_count: int
+    """Tokens for which the worker gave NaN or infinity; in no other figure."""
+    logprob_difference_mean: float
+    """Of |trainer − worker|."""
+    logprob_difference_p99: float
+    logprob_difference_max: float
+    importance_sampling_ratio_mean: float
+    """Of exp(trainer − worker)."""
+    importance_sampling_ratio_min: float
+    importance_sampling_ratio_max: float
+    ratio_outside_fraction: float
+    """Of tokens, with a ratio below 1/2 or above 2."""
+    k3_kl: float
+    """Estimate of KL(worker ‖ trainer) per token."""
+
+
+class WorkerAgreement(AgreementFigures):
+    """One worker's tokens of the version that was compared."""
+
+    worker_id: str
+    policy_version: int
+    is_over: bool
+    """It has an alarm."""
+
+
+class AgreementAlarm(Model):
+    """A figure over its limit."""
+
+    worker_id: str
+    """Empty: the trainer's own log-probabilities."""
+    figure: str
+    value: float
+    limit: float
+    policy_version: int
+    text: str
+    """What is wrong, and what to do."""
+
+
+class AgreementView(Model):
+    """Whether workers compute the probabilities that the trainer's model does, as last compared."""
+
+    policy_version: int
+    """Of the weights that the trainer compared with."""
+    rule: str
+    """float32, bfloat16, or the name of the trainer's own limits."""
+    difference_mean_limit: float | None
+    """On a worker's mean; null: none."""
+    fresh: AgreementFigures
+    """Tokens which that version sampled: here both should agree."""
+    stale: AgreementFigures
+    """Tokens of other versions; what these differ by is what training changed."""
+    trainer_not_finite_count: int
+    worker_count: int
+    workers: list[WorkerAgreement]
+    """The worst first, at most 64."""
+    alarms: list[AgreementAlarm]
+
+
 class LeaseView(Model):
     """The right to run up to `slot_count` turns of a run on a worker until a time."""
 
@@ -121,6 +183,8 @@ class RunView(Model):
     """Null until a trainer reports a step."""
     reward_curve: list[RewardPoint]
     """Oldest first; at most 128 points here, at most 512 in /v1/runs/{run_id}."""
+    agreement: AgreementView | None = None
+    """Null until a trainer compares (`run.compare`)."""
 
 
 class WorkerView(Model):
@@ -129,7 +193,7 @@ class WorkerView(Model):
     worker_id: str
     role: str
     state: str
-    """ready, loading, draining or failed."""
+    """ready, loading, asleep, draining or failed."""
     error: str | None
     host: str
     pid: int
@@ -145,6 +209,16 @@ class WorkerView(Model):
     environments: list[str]
     headroom_fraction: float | None
     """Distance to the SLO on a serving worker; null where nothing is measured."""
+    engine: str | None
+    """What generates, with its version; null where nothing does."""
+    prefix_hit_fraction: float | None
+    """Of recent prompts' tokens, those found in the prefix cache; null while there were none."""
+    wake_ms: int | None
+    """What waking its engine took last; null: it never slept."""
+    sleep_ms: int | None
+    """What putting it to sleep took last."""
+    sleep_note: str | None
+    """Why its engine cannot sleep, where it was asked to."""
     heartbeat_age_ms: int
     is_fresh: bool
     """Its heartbeat is at most 3 s old."""

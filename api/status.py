@@ -22,7 +22,7 @@ from .config import ApiConfig
 from .events import EventTail
 from .rates import Meters
 from .schemas import LeaseView, Rates, RunView, Status, WeightsView, WorkerView
-from .views import COUNTERS, counters_of, lease_view, readiness, sum_up, totals, worker_view
+from .views import COUNTERS, agreement_view, counters_of, lease_view, readiness, sum_up, totals, worker_view
 from .weights import WeightReader
 
 ALL = "*"
@@ -210,6 +210,7 @@ class StatusReader:
             rollouts_per_s_history=self._runs.history(run_id, "trajectories_completed"),
             training=self._tail.training(run_id),
             reward_curve=self._tail.curve(run_id, CURVE_COUNT),
+            agreement=agreement_view(status.agreement) if status.agreement is not None else None,
         )
 
 

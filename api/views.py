@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 
+from ..fabric.agreement import Agreement
 from ..fabric.ports import RunStatus
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.weights.manifest import WeightManifest
-from .schemas import LeaseView, Readiness, RunView, Totals, WeightVersion, WorkerView
+from .schemas import (
+    AgreementAlarm,
+    AgreementFigures,
+    AgreementView,
+    LeaseView,
+    Readiness,
+    RunView,
+    Totals,
+    WeightVersion,
+    WorkerAgreement,
+    WorkerView,
+)
 
 FRESH_MS = 3_000  # a heartbeat comes every second
 GENERATING = ("dedicated", "serving")
@@ -52,10 +65,31 @@ def worker_view(
         tokens_per_s=round(tokens_per_s, 2),
         environments=list(info.environments),
         headroom_fraction=info.headroom_fraction,
+        engine=info.engine,
+        prefix_hit_fraction=info.prefix_hit_fraction,
+        wake_ms=info.wake_ms,
+        sleep_ms=info.sleep_ms,
+        sleep_note=info.sleep_note,
         heartbeat_age_ms=age_ms,
         is_fresh=age_ms <= FRESH_MS,
         lend=lends.get(info.worker_id, lends.get("*", LEND_DEFAULT)) if info.role == "serving" else None,
         lease=lease,
+    )
+
+
+def agreement_view(agreement: Agreement) -> AgreementView:
+    """How workers and trainer agree."""
+    blamed = {alarm.worker_id for alarm in agreement.alarms}
+    return AgreementView(
+        policy_version=agreement.policy_version,
+        rule=agreement.rule.name,
+        difference_mean_limit=agreement.rule.difference_mean_limit,
+        fresh=AgreementFigures(**asdict(agreement.fresh)),
+        stale=AgreementFigures(**asdict(agreement.stale)),
+        trainer_not_finite_count=agreement.trainer_not_finite_count,
+        worker_count=agreement.worker_count,
+        workers=[WorkerAgreement(**asdict(row), is_over=row.worker_id in blamed) for row in agreement.workers],
+        alarms=[AgreementAlarm(**asdict(alarm)) for alarm in agreement.alarms],
     )
 
 

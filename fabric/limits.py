@@ -31,6 +31,7 @@ RECORD_BYTES_MAX = {
     "Rollout": 64 * MIB,  # 64 turns that each fill 64k tokens, 9 bytes per token
     "DeadLetter": TASK_BYTES_MAX + 256 * KIB,  # the job, the reason, the end of a traceback
     "WorkerInfo": 64 * KIB,  # sent every second
+    "Agreement": 256 * KIB,  # of 64 workers about 70 KiB; shown every second
     "WeightManifest": 64 * MIB,  # 24 bytes per block of 4 MiB, a line per tensor, a digest per chunk
 }
 OTHER_RECORD_BYTES_MAX = MIB

@@ -30,8 +30,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "hidden_size": 64,
             "intermediate_size": 256,
             "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
             "max_position_embeddings": 512,
         },
         # 3,268,416 parameters: the smallest that learns more than a toy environment

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .agreement import Agreement
 from .ports_weights import WeightStore
 from .records import (
     DeadLetter,
@@ -139,6 +140,7 @@ class RunStatus:
     groups_waiting: int
     dead_count: int
     counters: Mapping[str, int]
+    agreement: Agreement | None = None  # of workers with the trainer, as it was last compared
 
 
 class TrajectoryQueue(Protocol):
@@ -262,6 +264,10 @@ class LeaseBoard(Protocol):
     async def delete_run(self, run_id: str) -> None: ...
     async def run_status(self, run_id: str) -> RunStatus:
         """Raises RunUnknown."""
+        ...
+
+    async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
+        """Keep how workers and trainer agreed last; it replaces what was kept. Raises RunUnknown."""
         ...
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:

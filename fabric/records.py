@@ -42,11 +42,16 @@ def spans_from(rows: list[Any]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a turn is sampled. Temperature 0 is greedy."""
+    """How a turn is sampled. Temperature 0 is greedy.
+
+    seed: with one, tokens depend on the prompt, the weights and the seed alone, not on what else the engine runs; None:
+    fresh dice.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
 
 def sampling_from(row: dict[str, Any]) -> Sampling:
@@ -219,6 +224,7 @@ class WorkerInfo(Record):
     """What a worker says of itself with every heartbeat."""
 
     KIND: ClassVar[int] = 8
+    IGNORES_UNKNOWN: ClassVar[bool] = True  # workers are upgraded one by one, and every side reads every worker
 
     worker_id: str
     role: str  # agent, dedicated, serving, reward, controller, trainer
@@ -232,8 +238,13 @@ class WorkerInfo(Record):
     token_count: int = 0  # generated since it started
     environments: list[str] = field(default_factory=list)
     headroom_fraction: float | None = None  # serving workers: distance to the SLO, None where nothing is measured
-    state: str = "ready"  # ready, loading, draining, failed
+    state: str = "ready"  # ready, loading, asleep (without a lease, until it gets one), draining, failed
     error: str | None = None
+    engine: str | None = None  # what generates, with its version
+    prefix_hit_fraction: float | None = None  # of recent prompts' tokens, found in the prefix cache
+    wake_ms: int | None = None  # what waking its engine took last
+    sleep_ms: int | None = None
+    sleep_note: str | None = None  # why its engine cannot sleep, once it was asked to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

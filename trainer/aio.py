@@ -18,6 +18,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import EnvironmentUnknown, FabricError, QueueFull, RunUnknown
 from ..fabric.ids import check_name
@@ -25,6 +26,7 @@ from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
 from ..fabric.records import Group, RunConfig
 from ..fabric.weights.chain import fetch_weights
+from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, make_groups
 from .filters import Keep, Refill, find_filter
 from .ledger import Ledger
@@ -113,6 +115,7 @@ class AsyncRun:
         self._publisher: Publisher | None = None
         self._ledger = Ledger(ports.rollouts(config))
         self._hand = Hand(self._ledger)
+        self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
 
     @property
     def run_id(self) -> str:
@@ -223,6 +226,30 @@ class AsyncRun:
     async def report(self, **facts: Any) -> None:
         """Say how training goes (step, reward_mean, loss, …): shown on the page and in `rollfab status`."""
         await self._ports.board.add_event("trainer.step", {"run_id": self.run_id, **facts})
+
+    async def compare(
+        self,
+        groups: Sequence[Group],
+        logprobs: Sequence[Any],
+        *,
+        version: int | None = None,
+        rule: AlarmRule | None = None,
+    ) -> Agreement:
+        """Show whether workers compute the probabilities that the trainer's model does; docs/agreement.md.
+
+        Call it with every batch, before the optimiser's step. A worker that is over a limit is named: by a warning, an
+        event, `rollfab status`, the page and the metrics.
+
+        Args:
+            logprobs: one array per rollout, in order: float32, shape (T,), natural log, aligned with completion_ids, by
+                the trainer's model at the run's sampling temperature. numpy arrays, torch tensors or lists.
+            version: the policy version of the weights that computed them; default: the head.
+            rule: what may differ; default: by the dtypes of the published weights.
+
+        Raises:
+            InputError: not one array per rollout, or one of another length.
+        """
+        return await self._reporter.report(groups, logprobs, version, rule)
 
     async def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more; False when it is not there."""

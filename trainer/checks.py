@@ -16,6 +16,7 @@ from ..fabric.ids import check_name, new_group_id, trajectory_id
 from ..fabric.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX
 from ..fabric.ports import GroupPush
 from ..fabric.records import RunConfig, TrajectoryJob, check_task
+from ..fabric.seeds import SEED_MAX, is_seed
 from ..fabric.wire import check_size, dump_json
 
 SHARD_COUNT_MAX = 1024
@@ -175,4 +176,5 @@ _SAMPLING: dict[str, Check] = {
     "temperature": ("a number of at least 0", lambda value: _is_number(value) and value >= 0),
     "max_tokens": _whole(1),
     "stop_texts": ("a list of texts", _is_texts),
+    "seed": (f"a whole number from 0 to {SEED_MAX}", is_seed),
 }

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
+from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.embedded import EmbeddedBroker
 from ..fabric.ports import RunStatus
 from ..fabric.records import Group, RunConfig
@@ -161,6 +162,17 @@ class Run:
     def report(self, **facts: Any) -> None:
         """Say how training goes (step, reward_mean, loss, …): shown on the page and in `rollfab status`."""
         self._loop.call(self._run.report(**facts))
+
+    def compare(
+        self,
+        groups: Sequence[Group],
+        logprobs: Sequence[Any],
+        *,
+        version: int | None = None,
+        rule: AlarmRule | None = None,
+    ) -> Agreement:
+        """Show whether workers compute the probabilities that the trainer's model does, and name who does not."""
+        return self._loop.call(self._run.compare(groups, logprobs, version=version, rule=rule))
 
     def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more."""

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..fabric.models import is_preset, model_config
@@ -110,6 +112,24 @@ def build_model(name: str, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Groups as one version of the weights sees them. start_B_K: float32, log-probability of tokens after the first."""
+
+    groups: Sequence[Group]
+    batch: Batch
+    start_B_K: Tensor
+
+    def logprobs(self) -> list[NDArray[np.float32]]:
+        """Log-probabilities of each rollout's completion_ids, in order: float32, shape (T,), natural log."""
+        rows = self.start_B_K.cpu().numpy()
+        found = []
+        for row, rollout in enumerate(rollout for group in self.groups for rollout in group.rollouts):
+            first = len(rollout.prompt_ids) - 1
+            found.append(rows[row, first : first + len(rollout.completion_ids)])
+        return found
+
+
 class Grpo:
     """Trains `model` in place.
 
@@ -126,28 +146,33 @@ class Grpo:
             model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
         )
 
-    def step(self, groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
-        """Learn from some groups.
+    def look(self, groups: Sequence[Group]) -> Seen:
+        """Some groups as the weights see them now: what `step` starts from, and what workers are compared with.
 
         Args:
             groups: complete groups; those without rollouts add nothing. At least one rollout in all.
-            version: the policy version that the weights have now. Where given, `mismatch_*` looks only at tokens
-                which that version sampled: there, trainer and workers should agree.
+        """
+        batch = pad_groups(groups).to(next(self.model.parameters()).device)
+        with torch.no_grad():
+            return Seen(groups, batch, self._logprobs(batch)[0])
+
+    def step(self, seen: Seen, version: int | None = None) -> dict[str, float]:
+        """Learn from some groups.
+
+        Args:
+            seen: of `look`, with the weights as they are now.
+            version: the policy version that the weights have now; default: the newest among the tokens.
 
         Returns:
             reward_mean, reward_std, success_fraction (where environments say), turn_count_mean, loss, ratio_mean,
-            clipped_fraction, entropy, gradient_norm, mismatch_mean and mismatch_max (|log-probability here − as
-            sampled|), staleness_mean, learning_rate, rollout_count, turn_count, token_count.
+            clipped_fraction, entropy, gradient_norm, staleness_mean, learning_rate, rollout_count, turn_count,
+            token_count.
         """
-        batch = pad_groups(groups).to(next(self.model.parameters()).device)
-        learning_rate = self._set_learning_rate()
-        with torch.no_grad():
-            start_B_K, _ = self._logprobs(batch)
         metrics = {
-            **_describe(groups, batch),
-            **_compare(batch, start_B_K, version),
-            "learning_rate": learning_rate,
-            **self._update(batch, start_B_K),
+            **_describe(seen.groups, seen.batch),
+            "staleness_mean": _staleness(seen.batch, version),
+            "learning_rate": self._set_learning_rate(),
+            **self._update(seen.batch, seen.start_B_K),
         }
         self.step_index += 1
         return metrics
@@ -244,16 +269,10 @@ def _describe(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     }
 
 
-def _compare(batch: Batch, start_B_K: Tensor, version: int | None) -> dict[str, float]:
-    """How far the weights being trained are from those that sampled; means over the tokens looked at, 0 without any."""
-    mask_B_K = batch.completion_mask_B_T[:, 1:]
-    versions_B_K = batch.versions_B_T[:, 1:]
-    now = int(versions_B_K.max()) if version is None else version
-    is_same_B_K = mask_B_K if version is None else mask_B_K & (versions_B_K == version)
-    difference = (start_B_K - batch.logprobs_B_T[:, 1:]).abs()[is_same_B_K]
-    behind = (now - versions_B_K)[mask_B_K].float()
-    return {
-        "mismatch_mean": float(difference.mean()) if len(difference) else 0.0,
-        "mismatch_max": float(difference.max()) if len(difference) else 0.0,
-        "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
-    }
+def _staleness(batch: Batch, version: int | None) -> float:
+    """By how many versions the tokens are behind, on average; 0 without any."""
+    versions = batch.versions_B_T[batch.completion_mask_B_T]
+    if not len(versions):
+        return 0.0
+    now = int(versions.max()) if version is None else version
+    return float((now - versions).float().mean())

@@ -127,7 +127,9 @@ class TrainingLoop:
 
     def _learn(self, groups: list[Group]) -> None:
         progress = self.progress
-        metrics = self._grpo.step(groups, progress.version)
+        seen = self._grpo.look(groups)
+        agreement = self._run.compare(groups, seen.logprobs(), version=progress.version)
+        metrics = {**self._grpo.step(seen, progress.version), **agreement.metrics()}
         progress.step += 1
         progress.version += 1
         progress.rewards.append(metrics["reward_mean"])

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 EPOCHS_PER_TERM = 1 << 20  # one change of lease every 100 ms would use them up in 29 hours of one term
 ROLES = ("dedicated", "serving")
+WAKE_MS = 10_000  # of a sleeping engine that was never woken: later than any that is known to be quicker
 PASSED_S_MAX = 1.0  # of the time between two ticks: nobody knows what became of leases in a longer gap
 
 
@@ -200,7 +201,14 @@ def _worker_facts(info: WorkerInfo, lends: dict[str, str], current: dict[str, di
         headroom_fraction=info.headroom_fraction,
         run_id=leased or info.run_id,  # what it says of itself is a heartbeat old
         is_lent=leased is not None,
+        activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it wakes already
     )
+
+
+def _activation_ms(info: WorkerInfo) -> int:
+    if info.state != "asleep":
+        return 0
+    return max(1, WAKE_MS if info.wake_ms is None else info.wake_ms)
 
 
 def lend_limit(info: WorkerInfo, lends: dict[str, str]) -> int:

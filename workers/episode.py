@@ -24,6 +24,7 @@ from ..fabric.ids import turn_id
 from ..fabric.limits import SNAPSHOT_BYTES_MAX, check_prompt
 from ..fabric.ports import TrajectoryClaim
 from ..fabric.records import NO_IDS, Int32, Rollout, RunConfig, Sampling, TurnJob, TurnResult, check_reward
+from ..fabric.seeds import turn_seed
 from ..fabric.tokenizer import Tokenizer
 from ..fabric.wire import check_size, dump_json, load_json
 from .environments.base import Environment, Observation, Step, as_error
@@ -245,10 +246,12 @@ class Episode:
         stops = [int(self._tokenizer.encode(text)[-1]) for text in wanted.get("stop_texts", own.stop_texts)]
         eos_id = self._tokenizer.eos_id if own.ends_at_eos else None
         end = () if eos_id is None else (eos_id,)
+        seed = wanted.get("seed")
         return Sampling(
             temperature=float(wanted.get("temperature", own.temperature)),
             max_tokens=int(wanted.get("max_tokens", own.max_tokens)),
             stop_ids=(*stops, *end),
+            seed=None if seed is None else turn_seed(int(seed), self._claim.job.trajectory_id, self._turn_count),
         )
 
     def _goes_on(self, world: Environment, step: Step) -> bool:

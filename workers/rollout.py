@@ -5,6 +5,8 @@ The loop, one verb a line, is `_turn_over`: follow the lease, give back what sta
 health (running.py, stall.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
 
 - Without a lease nothing is claimed. When a lease ends, running turns go back at once, with their tokens.
+- Without a lease for long, the engine sleeps, where it can (activation.py); a lease wakes it before anything is fetched
+  or claimed. Weights are followed under a lease alone, so none arrive while it sleeps.
 - A claim that was lost is aborted; its tokens belong to whoever holds it now.
 - Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
 - A turn that makes no tokens here goes on elsewhere. An engine that does not answer holds up neither claims nor
@@ -17,8 +19,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,9 +27,12 @@ from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, FabricError
 from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnQueue
 from ..fabric.records import RunConfig, WorkerInfo
+from ..fabric.rules.activation import ActivationRule
 from ..fabric.rules.stall import StallRule
+from .activation import Activation
 from .engines.base import Engine
 from .lease import LeaseKeeper, LeaseOptions
+from .report import WorkerReport
 from .running import RunningOptions, RunningTurns
 from .weights import WeightReceiver
 
@@ -56,6 +59,8 @@ class RolloutConfig:
     """A turn that makes no token for this long goes on elsewhere; the same for an engine without a step."""
     first_token_s: float = 20.0
     """As `stall_s`, before the first token (its prompt is being read) and before an engine's first step."""
+    sleep_after_s: float | None = None
+    """Without a lease for this long, the engine is put to sleep, where it can; None: never."""
 
 
 class RolloutWorker:
@@ -76,7 +81,6 @@ class RolloutWorker:
         self._config = config
         self._clock = clock
         self._make_receiver = make_receiver
-        self._headroom = headroom
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_ended_all = asyncio.Event()
@@ -85,6 +89,10 @@ class RolloutWorker:
         self._running = RunningTurns(engine, running, clock, wake=self._wake.set)
         lease = LeaseOptions(worker_id=config.worker_id, heartbeat_s=config.heartbeat_s, retry_s=config.poll_s)
         self._keeper = LeaseKeeper(fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set)
+        self._activation = Activation(
+            engine, ActivationRule(sleep_after_s=config.sleep_after_s), clock, changed=self._note_activation
+        )
+        self._report = WorkerReport(engine, config, clock, activation=self._activation, headroom=headroom)
         self._run: RunConfig | None = None
         self._turns: TurnQueue | None = None
         self._receiver: WeightReceiver | None = None
@@ -171,7 +179,8 @@ class RolloutWorker:
         if self._keeper.has_run_out:
             await self._give_back()
             await self._keeper.let_go()
-        run_id = self._keeper.lease.run_id if self._keeper.lease else None
+        lease, is_awake = self._keeper.lease, self._is_awake()
+        run_id = lease.run_id if lease and is_awake else None
         if run_id == (self._run.run_id if self._run else None):
             return
         await self._give_back()
@@ -184,6 +193,17 @@ class RolloutWorker:
         self._receiver = self._make_receiver(config.run_id)
         self._receiver.gate = self._committing
         self._receiver.start()
+
+    def _is_awake(self) -> bool:
+        """Whether the engine may be used; has it woken or put to sleep, if that is due."""
+        watch = self._running.watch
+        is_in_use = self._turns is not None or bool(self._running) or watch.is_owing or watch.is_hung
+        self._activation.follow(has_lease=self._keeper.lease is not None, is_in_use=is_in_use)
+        return self._activation.is_awake
+
+    def _note_activation(self) -> None:
+        self._running.watch.is_asleep = not self._activation.is_awake
+        self._wake.set()
 
     # ---- turns that go on elsewhere
 
@@ -229,6 +249,7 @@ class RolloutWorker:
         self._receiver = None
 
     async def _leave(self) -> None:
+        await self._activation.close()
         try:
             await self._give_back()
             await self._stop_receiving()
@@ -243,13 +264,14 @@ class RolloutWorker:
         return self._receiver.version if self._receiver else -1
 
     def _trouble(self) -> str | None:
-        """Why no turns are taken: the engine hangs, or cannot be brought to the head.
+        """Why no turns are taken: the engine does not wake, hangs, or cannot be brought to the head.
 
         A broker that is away is no trouble: the live weights are good, and how old they may be is checked at every
         claim.
         """
         error = self._receiver.error if self._receiver else None
-        return self._running.watch.trouble or (None if error is None or isinstance(error, BrokerError) else str(error))
+        behind = None if error is None or isinstance(error, BrokerError) else str(error)
+        return self._activation.error or self._running.watch.trouble or behind
 
     @asynccontextmanager
     async def _committing(self) -> AsyncIterator[None]:
@@ -307,23 +329,11 @@ class RolloutWorker:
             self._wake.set()
 
     def _info(self) -> WorkerInfo:
-        stats = self._engine.stats()
-        trouble = self._trouble()
-        state = "failed" if trouble else "ready" if self._active_version() >= 0 else "loading"
-        return WorkerInfo(
-            worker_id=self._config.worker_id,
-            role=self._config.role,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            model=self._config.model,
-            slot_count=self._config.slot_count,
-            running_count=len(self._running),
+        return self._report.info(
             run_id=self._run.run_id if self._run else None,
             active_version=self._active_version(),
-            token_count=stats.token_count,
-            headroom_fraction=self._headroom(),
-            state=state,
-            error=trouble,
+            running_count=len(self._running),
+            trouble=self._trouble(),
         )
 
 

@@ -41,11 +41,13 @@ class EngineWatch:
 
     Attributes:
         is_excused: it is busy with something else than steps (writing weights) and need make none.
+        is_asleep: it sleeps, falls asleep or wakes: it need make no step, and is not held from any either.
     """
 
     def __init__(self, engine: Engine, rule: StallRule, clock: Clock) -> None:
         now = clock.now_s()
         self.is_excused = False
+        self.is_asleep = False
         self._engine = engine
         self._rule = rule
         self._clock = clock
@@ -61,9 +63,10 @@ class EngineWatch:
         """Take one look. Raises EngineError: the engine is gone."""
         now, stats = self._clock.now_s(), self._engine.stats()
         self._is_paused = bool(stats.paused_by)
-        is_held, is_owing = self.is_held, bool(self._owed)
-        is_stepping = running_count > 0 and not is_held
-        self._held = feel(self._held, 0, now, gap_s_max=GAP_S_MAX, is_excused=not is_held)
+        is_held, is_owing = self.is_held, self.is_owing
+        is_stepping = running_count > 0 and not is_held and not self.is_asleep
+        is_held_from_steps = is_held and not self.is_asleep
+        self._held = feel(self._held, 0, now, gap_s_max=GAP_S_MAX, is_excused=not is_held_from_steps)
         self._step = feel(self._step, stats.step_count, now, gap_s_max=GAP_S_MAX, is_excused=not is_stepping)
         is_excused = is_held or not is_owing
         self._answer = feel(self._answer, self._answer_count, now, gap_s_max=GAP_S_MAX, is_excused=is_excused)
@@ -93,6 +96,11 @@ class EngineWatch:
     def is_held_long(self) -> bool:
         """Whether it has been held for so long that its turns should go on elsewhere."""
         return self._held.quiet_s >= self._rule.stall_s
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether it has been asked for something that it has not answered yet."""
+        return bool(self._owed)
 
     @property
     def is_hung(self) -> bool:

@@ -177,7 +177,7 @@ class WeightReceiver:
         """Now and then, compare all live weights with the published state."""
         every = self._options.audit_every
         if every and manifest.version % every == 0:
-            await asyncio.to_thread(check_state, manifest, self._engine.weight_bits())
+            await asyncio.to_thread(check_state, manifest, await self._engine.read_weights())
 
     async def _follow(self) -> None:
         while True:

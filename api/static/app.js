@@ -1,5 +1,6 @@
 // The live page: reads /v1/status once per second and shows it. Every button is one documented api call.
 
+import { blamedWorkers, fillAgreement } from "./agreement.js";
 import { hasKey, lend, readDeadLetters, readStatus, setKey } from "./client.js";
 import { $, Keyed, age, bytes, count, fields, line, percent, rate, show, text, width } from "./draw.js";
 
@@ -135,6 +136,7 @@ function fillRun({ root, f }, run, status) {
   text(f.limit, count(run.trajectory_count_max));
 
   fillReward(f, run);
+  fillAgreement(f, run);
 }
 
 function fillReward(f, run) {
@@ -174,13 +176,14 @@ function renderWorkers(status) {
   show($("no-workers"), workers.length === 0);
   show($("lend-all"), roles.has("serving"));
   const heads = new Map(status.runs.map((run) => [run.run_id, run.head_version]));
+  const blamed = blamedWorkers(status.runs);
   const shown = showAll ? workers : workers.slice(0, ROWS_MAX);
-  rows.update(shown, (worker) => worker.worker_id, (row, worker) => fillWorker(row, worker, heads));
+  rows.update(shown, (worker) => worker.worker_id, (row, worker) => fillWorker(row, worker, heads, blamed));
   show($("more-workers"), workers.length > shown.length);
   text($("show-all"), `Show all ${workers.length} workers`);
 }
 
-function fillWorker({ root, f }, worker, heads) {
+function fillWorker({ root, f }, worker, heads, blamed) {
   root.dataset.worker = worker.worker_id;
   root.classList.toggle("silent", !worker.is_fresh);
   const generates = GENERATING.includes(worker.role);
@@ -188,10 +191,12 @@ function fillWorker({ root, f }, worker, heads) {
   text(f.role, worker.role);
   f.role.dataset.role = worker.role;
   text(f.host, worker.host);
+  fillEngine(f, worker);
   const state = worker.is_fresh ? worker.state : "silent";
   f.state.dataset.state = state;
   text(f.state, state);
   text(f.error, worker.error ?? "");
+  show(f.disagrees, blamed.has(worker.worker_id));
   text(f.run, worker.run_id ?? "–");
   text(f.slots, worker.slot_count ? `${worker.running_count}/${worker.slot_count}` : "–");
   f.meter.parentElement.classList.toggle("none", !worker.slot_count);
@@ -202,6 +207,13 @@ function fillWorker({ root, f }, worker, heads) {
   text(f.lease, leaseText(worker.lease));
   text(f.age, age(worker.heartbeat_age_ms));
   fillSwitch(f, worker);
+}
+
+function fillEngine(f, worker) {
+  text(f.engine, worker.engine ?? "");
+  text(f.hits, worker.prefix_hit_fraction === null ? "" : `${percent(worker.prefix_hit_fraction)} cached`);
+  text(f.rest, worker.sleep_note !== null ? "cannot sleep" : worker.wake_ms !== null ? `woke in ${age(worker.wake_ms)}` : "");
+  f.rest.title = worker.sleep_note ?? "";
 }
 
 function fillVersion(f, worker, head) {
@@ -303,7 +315,7 @@ function eventRow(event) {
   return row;
 }
 
-const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "reason", "error"]; // say themselves what they are
+const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "reason", "error", "text"]; // say themselves what they are
 const UNSAID = ["lease_epoch", "source"];
 
 function factsText(facts) {

@@ -12,6 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from ..agreement import Agreement
 from ..errors import ConfigError, RunUnknown
 from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
@@ -23,7 +24,7 @@ from . import keys as names
 from .connection import translate
 from .keys import ShardKeys, WeightKeys
 from .rollouts import stream_rows
-from .rows import event_row, lease_row, worker_row
+from .rows import agreement_row, event_row, lease_row, worker_row
 from .scripts import Scripts
 from .shards import RunShards
 
@@ -107,7 +108,7 @@ class RedisLeaseBoard:
 
     async def _shard_status(self, keys: ShardKeys) -> dict[str, Any]:
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.hmget(keys.run, "head_version", "depth", "bytes")
+        pipeline.hmget(keys.run, "head_version", "depth", "bytes", "agreement")
         pipeline.hgetall(keys.counters)
         for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
             pipeline.xlen(stream)
@@ -123,12 +124,18 @@ class RedisLeaseBoard:
             "head_version": int(facts[0] or -1),
             "depth": int(facts[1] or 0),
             "memory_bytes": int(facts[2] or 0),
+            "agreement": facts[3],
             "counters": {name.decode(): int(value) for name, value in counters.items()},
             "trajectories": {"queued": queued, "running": running_count, "scoring": max(0, timed - running_count)},
             "turns": {"ready": ready, "claimed": sum(map(int, claimed))},
             "groups_waiting": waiting,
             "dead_count": dead,
         }
+
+    async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
+        run = await self._run(run_id)
+        with translate():
+            await self._client.hset(ShardKeys(run.run_id, 0).run, "agreement", agreement.encode())
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:
         keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.CLOCK]
@@ -251,4 +258,5 @@ def _sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
         groups_waiting=sum(part["groups_waiting"] for part in parts),
         dead_count=sum(part["dead_count"] for part in parts),
         counters=total("counters"),
+        agreement=agreement_row(parts[0]["agreement"]),
     )

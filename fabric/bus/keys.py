@@ -24,6 +24,7 @@ Fabric: tag {rf}
 Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:run            HASH   head_version, staleness, when_stale, depth (trajectories not yet consumed) and
                                    depth_max, bytes (jobs and rollouts of open and waiting groups) and bytes_max.
+                                   Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.

@@ -1,7 +1,7 @@
 """Rows of the control plane, read: whoever may write to the broker may have written anything there.
 
-- What many look at, and many may write (workers, events), is shown as unreadable rather than refused: one bad row must
-  not stop the controller, or every page.
+- What many look at, and many may write (workers, events, agreement), is shown as unreadable rather than refused: one
+  bad row must not stop the controller, or every page.
 - What only its owner writes (leases, the head) is refused as WireError.
 """
 
@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..agreement import Agreement, Alarm, AlarmRule
 from ..errors import WireError
 from ..records import Lease, WorkerInfo
 from ..weights.manifest import Head
 from ..wire import load_json
 
-__all__ = ["event_row", "head_row", "lease_row", "version_rows", "worker_row"]
+__all__ = ["agreement_row", "event_row", "head_row", "lease_row", "version_rows", "worker_row"]
 
 UNREADABLE = "unreadable"
 
@@ -29,6 +30,18 @@ def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
     except WireError as error:
         text = f"what it says of itself cannot be read: {error}"
         return WorkerInfo(worker_id=worker_id, role=UNREADABLE, pid=0, host="", state="failed", error=text)
+
+
+def agreement_row(raw: bytes | None) -> Agreement | None:
+    """How workers and trainer agreed last; what cannot be read shows as an alarm."""
+    if raw is None:
+        return None
+    try:
+        return Agreement.decode(raw)
+    except WireError as error:
+        text = f"what the trainer said of its workers' log-probabilities cannot be read: {error}"
+        alarm = Alarm(worker_id="", figure=UNREADABLE, value=0.0, limit=0.0, policy_version=-1, text=text)
+        return Agreement(policy_version=-1, rule=AlarmRule(name=UNREADABLE), alarms=(alarm,))
 
 
 def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str, dict[str, Any]]:

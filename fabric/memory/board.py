@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..agreement import Agreement
 from ..errors import RunUnknown
 from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
@@ -60,7 +61,11 @@ class MemoryLeaseBoard:
             groups_waiting=len(run.completed) + len(run.pending),
             dead_count=len(run.dead),
             counters=dict(run.counters),
+            agreement=run.agreement,
         )
+
+    async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
+        self._run(run_id).agreement = Agreement.decode(agreement.encode())
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:
         self._broker.workers[info.worker_id] = (info, self._broker.now_ms())

@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..agreement import Agreement
 from ..clock import Clock, SystemClock
 from ..ids import group_of, trajectory_id, turn_id
 from ..records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
@@ -88,6 +89,7 @@ class RunState:
     head_version: int = -1
     depth: int = 0
     bytes_held: int = 0
+    agreement: Agreement | None = None
     counters: dict[str, int] = field(default_factory=dict)
     trajectories: JobTable = field(default_factory=JobTable)
     turns: JobTable = field(default_factory=JobTable)

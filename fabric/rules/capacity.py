@@ -3,6 +3,7 @@
 - Dedicated workers serve whenever a run of their model exists; their lease stands until it is replaced.
 - Serving workers are lent only while their team's switch is on, demand is more than the dedicated slots can run, and
   their SLO headroom is not used up; they are taken back when demand has been gone for a while (hysteresis).
+- An engine that sleeps is capacity like any other, but those that cost nothing to activate go first.
 - Runs with work share the slots of their model by weight. Where workers cannot be divided so, they take turns: `settle`
   keeps, for every run, the slot-seconds that it is owed, and a worker moves when that makes another run the needier one
   by nearly a worker's slice. It stays that long at least: moving costs a weight switch and every cached prefix.
@@ -18,7 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """A rollout worker as the controller sees it. `lend`: slots its team offers; None: dedicated, all of them."""
+    """A rollout worker as the controller sees it. `lend`: slots its team offers; None: dedicated, all of them.
+
+    activation_ms: what waking it is expected to take; 0: it is awake.
+    """
 
     worker_id: str
     model: str
@@ -27,6 +31,7 @@ class WorkerFacts:
     headroom_fraction: float | None = None
     run_id: str | None = None
     is_lent: bool = False
+    activation_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +119,8 @@ def _fitting(model: str, runs: Sequence[RunFacts]) -> list[RunFacts]:
     return [run for run in fitting if run.open_count > 0] or fitting
 
 
-def _order(worker: WorkerFacts) -> tuple[bool, str]:
-    return worker.lend is not None, worker.worker_id
+def _order(worker: WorkerFacts) -> tuple[bool, int, str]:
+    return worker.lend is not None, worker.activation_ms, worker.worker_id
 
 
 def _places(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule) -> dict[str, RunFacts]:

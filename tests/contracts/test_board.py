@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from rollfab.fabric.agreement import Agreement, AlarmRule, WorkerFigures
 from rollfab.fabric.errors import RunMismatch, RunUnknown
 from rollfab.fabric.records import Lease, WorkerInfo
 
@@ -50,6 +51,21 @@ async def test_a_deleted_run_is_gone(world: World) -> None:
     assert await world.board.runs() == {}
     with pytest.raises(RunUnknown):
         await world.board.run_status("r1")
+
+
+async def test_the_last_agreement_of_a_run_is_kept_and_goes_with_it(world: World) -> None:
+    row = WorkerFigures(worker_id="w1", policy_version=3, token_count=7)
+    first = Agreement(policy_version=3, rule=AlarmRule(name="float32"), workers=(row,))
+    second = dataclasses.replace(first, policy_version=4)
+    assert (await world.board.run_status("r1")).agreement is None
+    for agreement in (first, second):
+        await world.board.set_agreement("r1", agreement)
+        assert (await world.board.run_status("r1")).agreement == agreement
+    await world.board.delete_run("r1")
+    with pytest.raises(RunUnknown, match="'r1'"):
+        await world.board.set_agreement("r1", first)
+    await world.board.create_run(world.run)
+    assert (await world.board.run_status("r1")).agreement is None
 
 
 async def test_a_heartbeat_brings_the_lease(world: World) -> None:

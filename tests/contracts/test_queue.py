@@ -77,7 +77,7 @@ def turn_of(claim: TrajectoryClaim, index: int = 0, agent_id: str = "a1") -> Tur
     job = TurnJob(
         turn_id=turn_id(claim.job.trajectory_id, index),
         agent_id=agent_id,
-        sampling=Sampling(max_tokens=4),
+        sampling=Sampling(max_tokens=4, seed=(1 << 63) - 1),
         prompt_ids=np.arange(5, dtype=np.int32),
     )
     return TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)

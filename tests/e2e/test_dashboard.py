@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollfab.fabric.bus.embedded import EmbeddedBroker
-from tests.api_server import ApiWorld, running_api
+from rollfab.fabric.records import Group, Rollout, Span
+from rollfab.trainer.agreement import FLOAT32
+from rollfab.trainer.aio import AsyncRun
+from tests.api_server import RUN, ApiWorld, running_api
 
 from .chromium import Browser, open_browser
 
@@ -73,6 +77,67 @@ async def test_the_switch_on_the_page_lends_and_takes_back(api: ApiWorld, browse
     await page.wait_text(f"{WORKER} [data-f=limit]", "off")
     assert await api.fabric.board.lends() == {"serving-1": "off", "*": "off"}
     assert page.complaints() == []
+
+
+async def test_a_worker_s_engine_and_its_sleep_are_on_the_page(api: ApiWorld, browser: Browser) -> None:
+    await api.beat("serving-1", "serving", state="asleep", engine="vllm 0.32.0", wake_ms=1500, prefix_hit_fraction=0.25)
+    page = await browser.open(api.url)
+    await page.wait_text(f"{WORKER} [data-f=engine]", "vllm 0.32.0")
+    await page.wait_text(f"{WORKER} [data-f=state]", "asleep")
+    await page.wait_text(f"{WORKER} [data-f=rest]", "woke in 1.5 s")
+    await page.wait_text(f"{WORKER} [data-f=hits]", "25 % cached")
+    await api.beat("serving-1", "serving", engine="transformers 5", sleep_note="a CPU")
+    await page.wait_text(f"{WORKER} [data-f=rest]", "cannot sleep")
+    assert page.complaints() == []
+
+
+async def test_a_worker_that_disagrees_with_the_trainer_is_marked_by_name(api: ApiWorld, browser: Browser) -> None:
+    # Given two workers that sampled the same policy version, and a page without a word of it
+    for name in ("dedicated-1", "serving-1"):
+        await api.beat(name, "dedicated", slot_count=8)
+    page = await browser.open(api.url)
+    await page.wait_text(f"{CARD} [data-f=name]", "r1")
+    assert await page.evaluate(f"document.querySelector('{CARD} [data-f=agreement]').hidden")
+    # When the trainer compares their log-probabilities with its own, and one is off
+    groups = [Group(group_id="g1", task_id="t1", rollouts=tuple(map(said_by, ("dedicated-1", "serving-1"))))]
+    run = AsyncRun(api.fabric, RUN)
+    await run.compare(groups, [np.array([-1.0, -2.0]), np.array([-1.5, -2.0])], version=4, rule=FLOAT32)
+    # Then the page unfolds, names it, and marks it and no other, wherever it stands
+    await page.wait_text(f"{CARD} [data-f=agree_state]", "1 over the limit")
+    await page.wait_text(f"{CARD} [data-f=agree_mean]", "0.13")
+    await page.wait_text(f"{CARD} [data-f=agree_max]", "0.50")
+    await page.wait_text(f"{CARD} [data-f=alarm]", "worker serving-1 disagrees with the trainer at version 4")
+    await page.wait_text("#events", "agreement.alarm")
+    assert await page.evaluate("[...document.querySelectorAll('tr.over')].map((row) => row.dataset.agreement)") == [
+        "serving-1"
+    ]
+    shown = "[...document.querySelectorAll('#workers [data-f=disagrees]')].filter((each) => !each.hidden).length"
+    assert await page.evaluate(shown) == 1
+    assert await page.evaluate(f"!document.querySelector('{WORKER} [data-f=disagrees]').hidden")
+    # When they agree again; then the marks go
+    await run.compare(groups, [np.array([-1.0, -2.0])] * 2, version=4, rule=FLOAT32)
+    await page.wait_text(f"{CARD} [data-f=agree_state]", "agree")
+    assert await page.evaluate(shown) == 0
+    assert page.complaints() == []
+
+
+def said_by(worker_id: str) -> Rollout:
+    """Two tokens of a worker at policy version 4."""
+    return Rollout(
+        trajectory_id=f"g1.{worker_id}",
+        group_id="g1",
+        task_id="t1",
+        reward=1.0,
+        finish_reason="terminated",
+        turn_count=1,
+        attempt=1,
+        seed=7,
+        spans=(Span(0, 2, worker_id, 4),),
+        prompt_ids=np.zeros(1, np.int32),
+        completion_ids=np.zeros(2, np.int32),
+        logprobs=np.array([-1.0, -2.0], np.float32),
+        completion_mask=np.ones(2, np.uint8),
+    )
 
 
 async def test_dead_letters_open_with_their_traceback(api: ApiWorld, browser: Browser) -> None:

@@ -7,6 +7,7 @@ accepts damaged bytes must give a value that can be used: `read` does with it wh
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from rollfab.api.keys import parse_keys
+from rollfab.api.views import agreement_view
 from rollfab.commands.data import read_tasks
+from rollfab.fabric.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
 from rollfab.fabric.bus.rows import event_row, head_row, lease_row, version_rows, worker_row
 from rollfab.fabric.bus.url import mask_url, resolve_url
 from rollfab.fabric.errors import (
@@ -73,7 +76,7 @@ JOB = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, tas
 RECORDS: tuple[Record, ...] = (
     RunConfig(run_id="r", model="tiny", environment="e", environment_options={"size": 4}, reward="success"),
     JOB,
-    TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(stop_ids=(1, 2)), prompt_ids=IDS),
+    TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(stop_ids=(1, 2), seed=7), prompt_ids=IDS),
     TokenLog(spans=SPANS, completion_ids=IDS, logprobs=FLOATS),
     TurnResult(turn_id="g.0.0", finish_reason="stop", spans=SPANS, completion_ids=IDS, logprobs=FLOATS),
     Rollout(
@@ -96,6 +99,14 @@ RECORDS: tuple[Record, ...] = (
         trajectory_id="g.0", run_id="r", worker_id="a", reason="x", traceback="", attempt=0, job=dataclasses.asdict(JOB)
     ),
     WorkerInfo(worker_id="w", role="serving", pid=1, host="box", environments=["e"], headroom_fraction=0.5),
+    Agreement(
+        policy_version=7,
+        rule=AlarmRule(name="float32", difference_mean_limit=1e-4),
+        fresh=Figures(token_count=5),
+        worker_count=1,
+        workers=(WorkerFigures(worker_id="worker-1", policy_version=7, token_count=5),),
+        alarms=(Alarm(worker_id="worker-1", figure="k3_kl", value=1.0, limit=0.1, policy_version=7, text="bad"),),
+    ),
 )
 
 
@@ -112,6 +123,10 @@ def _use(record: Record) -> None:
         assert len(record.completion_ids) == len(record.logprobs) == len(record.completion_mask)
     if isinstance(record, TurnJob):
         assert all(isinstance(each, int) for each in record.sampling.stop_ids)
+        assert record.sampling.seed is None or type(record.sampling.seed) is int
+    if isinstance(record, Agreement):
+        assert agreement_view(record).model_dump_json()
+        assert all(math.isfinite(value) for value in record.metrics().values())
     type(record).decode(record.encode())
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from rollfab.fabric.agreement import Agreement
 from rollfab.fabric.bus.acl import RIGHTS
 from rollfab.fabric.bus.board import RedisLeaseBoard
 from rollfab.fabric.bus.connection import open_broker
@@ -58,6 +59,7 @@ def broker(guarded: Guarded) -> Guarded:
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="e", attempt_count_max=2, staleness=0, trajectory_count_max=99)
 ROLLOUT = next(each for each in RECORDS if isinstance(each, Rollout))
+AGREEMENT = next(each for each in RECORDS if isinstance(each, Agreement))
 TURN = next(each for each in RECORDS if isinstance(each, TurnJob))
 RESULT = next(each for each in RECORDS if isinstance(each, TurnResult))
 
@@ -281,10 +283,12 @@ async def grow_stale(who: dict[str, Part]) -> None:
 async def look(who: dict[str, Part]) -> None:
     """What the apis and people ask, and what they switch."""
     await who["trainer"].board.add_event("trainer.step", {})
+    await who["trainer"].board.set_agreement("r1", AGREEMENT)
     for role in ("trainer", "controller", "api-read", "api-control", "operator"):
         part = who[role]
         assert set(await part.board.runs()) == {"r1"}
-        assert (await part.board.run_status("r1")).depth == 1
+        status = await part.board.run_status("r1")
+        assert (status.depth, status.agreement) == (1, AGREEMENT)
         assert "worker-1" in await part.board.workers()
         assert "worker-1" in await part.board.leases("r1")
         await part.board.lends()

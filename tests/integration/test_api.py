@@ -115,6 +115,27 @@ async def test_workers_show_their_lease_their_switch_and_their_age(api: ApiWorld
     assert [each["worker_id"] for each in (await api.json("v1/leases"))["leases"]] == ["serving-1"]
 
 
+async def test_workers_show_their_engine_and_its_sleep(api: ApiWorld) -> None:
+    await api.beat("serving-1", "serving", state="asleep", engine="vllm 0.32.0", wake_ms=1500, sleep_ms=300)
+    await api.beat("dedicated-1", "dedicated", engine="transformers 5", prefix_hit_fraction=0.25, sleep_note="a CPU")
+
+    names = ("state", "engine", "prefix_hit_fraction", "wake_ms", "sleep_ms", "sleep_note")
+    rows = [[each[name] for name in names] for each in (await api.json("v1/workers"))["workers"]]
+    assert rows == [
+        ["ready", "transformers 5", 0.25, None, None, "a CPU"],
+        ["asleep", "vllm 0.32.0", None, 1500, 300, None],
+    ]
+    text = (await api.http.get("metrics")).text
+    for line in (
+        'rollfab_workers{role="serving",state="asleep"} 1.0',
+        'rollfab_wake_seconds_max{role="serving"} 1.5',
+        'rollfab_sleep_seconds_max{role="serving"} 0.3',
+        'rollfab_prefix_hit_ratio_min{role="dedicated"} 0.25',
+    ):
+        assert line in text.splitlines()
+    assert 'rollfab_wake_seconds_max{role="dedicated"}' not in text
+
+
 async def test_a_lease_that_has_ended_is_not_shown(api: ApiWorld) -> None:
     lease = Lease(worker_id="serving-1", run_id="r1", lease_epoch=5, slot_count=6, lease_until_ms=None)
     await api.fabric.board.set_lease(lease, 50)

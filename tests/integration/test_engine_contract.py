@@ -1,4 +1,5 @@
-"""What every engine promises (workers/engines/base.py). Another engine joins by a branch in `new_engine`.
+"""What every engine promises (workers/engines/base.py). Each environment runs the engines that it has: `make test` runs
+this file twice, with transformers and with real vLLM on a CPU.
 
 Weights are replaced by larger random ones, version 0: as initialised, a model says one token for ever.
 """
@@ -6,22 +7,27 @@ Weights are replaced by larger random ones, version 0: as initialised, a model s
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollfab.fabric.errors import EngineError, LayoutMismatch
-from rollfab.fabric.models import model_config
+from rollfab.fabric.errors import EngineError, EngineUnsupported, LayoutMismatch
 from rollfab.fabric.records import Int32, Sampling
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest
+from tests.reference import plain_logprobs, plain_logprobs_elsewhere
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+KIND = "vllm" if find_spec("vllm") else "transformers"
+if KIND == "vllm":
+    from rollfab.workers.engines.vllm.environment import prepare_environment
 
-from rollfab.workers.engines import transformers_loop  # noqa: E402, F401  imported here, or the first test pays for it
-from rollfab.workers.engines.transformers import TransformersConfig, TransformersEngine  # noqa: E402
+    prepare_environment()
+    import vllm.v1.engine.async_llm  # noqa: F401  imported here, or the first test pays for it
+else:
+    from rollfab.workers.engines import transformers_loop  # noqa: F401
 
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("default")] if KIND == "vllm" else []
 SLOT_COUNT, CONTEXT_TOKENS = 8, 256
 PROMPT = np.arange(5, 45, dtype=np.int32)  # two and a half blocks of KV cache
 
@@ -48,13 +54,27 @@ def random_weights(engine: Engine, version: int, scale: float = 0.25) -> Staged:
 
 
 def new_engine(kind: str) -> Engine:
-    assert kind == "transformers"
+    if kind == "vllm":
+        from rollfab.workers.engines.vllm.engine import VllmConfig, VllmEngine
+
+        return VllmEngine(
+            VllmConfig(
+                model="tiny",
+                slot_count=SLOT_COUNT,
+                context_tokens_max=CONTEXT_TOKENS,
+                seed=0,
+                arguments={"block_size": 32},
+                probes_writes=False,
+            )
+        )
+    from rollfab.workers.engines.transformers import TransformersConfig, TransformersEngine
+
     return TransformersEngine(
         TransformersConfig(model="tiny", slot_count=SLOT_COUNT, context_tokens_max=CONTEXT_TOKENS, seed=0)
     )
 
 
-@pytest.fixture(params=["transformers"])
+@pytest.fixture(params=[KIND])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -105,16 +125,8 @@ async def tokens_of(engine: Engine, request_id: str, at_least: int) -> Generatio
 
 def reference_logprobs(engine: Engine, prompt: Int32, completion: Int32, temperature: float) -> Any:
     """float32 (T, V): log-softmax of a plain forward pass over the engine's own weights."""
-    options = model_config("tiny")
-    config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    bits = engine.weight_bits()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(bits[name].view(np.float32).copy()).view(parameter.shape))
-        ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, dim=-1).numpy()
+    plain = plain_logprobs_elsewhere if KIND == "vllm" else plain_logprobs
+    return plain("tiny", engine.weight_bits(), prompt, completion, temperature)
 
 
 async def test_every_request_ends_once_with_its_tokens(engine: Engine) -> None:
@@ -238,7 +250,7 @@ async def test_nothing_is_generated_while_any_reason_holds_the_engine(engine: En
     after = engine.stats()
     assert before.paused_by == ("lease", "weights") and after.paused_by == ("lease",)
     assert (before.step_count, before.token_count) == (after.step_count, after.token_count)
-    (progress,) = engine.progress(["held", "later"])
+    progress = {each.request_id: each for each in engine.progress(["held", "later"])}["held"]
     assert 5 <= len(progress.completion_ids) < 100
     await engine.resume("lease")
     held = (await gather(engine, 2))["held"]
@@ -398,3 +410,108 @@ async def test_a_closed_engine_takes_no_requests(engine: Engine) -> None:
     with pytest.raises(EngineError, match="closed"):
         engine.generate(greedy("late", 1))
     assert await engine.finished(0.01) == [] and await engine.abort(["late"]) == []
+
+
+def sampled(request_id: str, max_tokens: int, seed: int | None, prompt: Int32 = PROMPT) -> GenerationRequest:
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens, seed=seed)
+    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling)
+
+
+async def test_seeded_sampling_gives_the_same_tokens_in_a_batch_and_alone(engine: Engine) -> None:
+    await engine.apply(random_weights(engine, 1, scale=0.05))  # large ones round so that one draw in 300,000 differs
+    requests = [sampled(f"{i}", 20 + 5 * i, seed=1 << (9 * i), prompt=PROMPT[i:]) for i in range(6)]
+    alone = [(await run(engine, request))[0] for request in requests]
+    unseeded = [sampled(f"unseeded{i}", 33, seed=None) for i in range(SLOT_COUNT)]  # more than slots: they take turns
+    together = await run(engine, unseeded[0], *reversed(requests), *unseeded[1:])
+    batch = {generation.request_id: generation for generation in together}
+    for expected in alone:
+        found = batch[expected.request_id]
+        assert found.completion_ids.tolist() == expected.completion_ids.tolist()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+
+
+async def test_seeded_sampling_gives_the_same_tokens_when_the_prompt_is_read_in_pieces(engine: Engine) -> None:
+    await engine.apply(random_weights(engine, 1, scale=0.05))
+    engine.set_limits(EngineLimits(step_tokens=7))
+    pieces, _ = await run(engine, sampled("pieces", 12, seed=7), sampled("other", 9, seed=8, prompt=PROMPT[20:]))
+    engine.set_limits(EngineLimits())
+    (whole,) = await run(engine, sampled("whole", 12, seed=7))
+    assert pieces.error is None and pieces.completion_ids.tolist() == whole.completion_ids.tolist()
+
+
+async def test_two_seeds_differ_and_an_unseeded_request_is_not_repeated(engine: Engine) -> None:
+    requests = [sampled(f"{seed}", 30, seed) for seed in (0, 1, 2, (1 << 63) - 1)]
+    unseeded = [sampled(f"unseeded{i}", 30, seed=None) for i in range(3)]
+    ended = [*await run(engine, *requests, *unseeded), *await run(engine, *unseeded)]
+    assert len({generation.completion_ids.tobytes() for generation in ended}) == len(ended)
+
+
+async def test_what_is_no_seed_is_refused_with_what_would_be(engine: Engine) -> None:
+    for seed in (-1, 1 << 63):
+        with pytest.raises(EngineError, match=rf"'r' has seed {seed}, .* 0 to 9223372036854775807"):
+            engine.generate(sampled("r", 1, seed))
+    assert engine.stats().running_count == engine.stats().waiting_count == 0
+
+
+async def until_paused_by(engine: Engine, *reasons: str) -> None:
+    for _ in range(1000):
+        if engine.stats().paused_by == reasons:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"paused by {engine.stats().paused_by}, not {reasons}")
+
+
+@pytest.mark.parametrize("limits", [EngineLimits(running_count=0), EngineLimits(step_tokens=0)])
+async def test_an_engine_held_by_its_limits_says_so(engine: Engine, limits: EngineLimits) -> None:
+    assert engine.stats().paused_by == ()
+    engine.set_limits(limits)
+    engine.generate(greedy("held", 5))
+    await until_paused_by(engine, "limits")
+    await engine.pause("slo")
+    assert set(engine.stats().paused_by) == {"limits", "slo"}
+    await engine.resume("slo")
+    assert await engine.finished(0.1) == []
+    engine.set_limits(EngineLimits())
+    await until_paused_by(engine)
+    assert list(await gather(engine, 1)) == ["held"]
+
+
+async def test_a_reason_holds_once_however_often_it_is_given(engine: Engine) -> None:
+    for reason in ("slo", "operator", "slo", "slo"):
+        await engine.pause(reason)
+    engine.generate(greedy("held", 5))
+    assert engine.stats().paused_by == ("operator", "slo")
+    await engine.resume("slo")
+    assert engine.stats().paused_by == ("operator",)
+    assert await engine.finished(0.1) == []
+    await engine.resume("operator")
+    assert list(await gather(engine, 1)) == ["held"]
+
+
+async def test_an_engine_on_a_cpu_says_that_it_cannot_sleep_and_goes_on(engine: Engine, kind: str) -> None:
+    assert engine.name.startswith(kind) and any(each.isdigit() for each in engine.name)
+    with pytest.raises(EngineUnsupported, match="CPU"):
+        await engine.sleep()
+    assert engine.stats().paused_by == ()
+    (ended,) = await run(engine, greedy("after", 5))
+    assert ended.finish_reason == "length"
+
+
+async def test_prompts_and_what_the_prefix_cache_had_of_them_are_counted(engine: Engine) -> None:
+    await run(engine, greedy("first", 2))
+    stats = engine.stats()
+    assert (stats.prompt_token_count, stats.cached_token_count) == (len(PROMPT), 0)
+    await run(engine, greedy("again", 2))
+    stats = engine.stats()
+    assert (stats.prompt_token_count, stats.cached_token_count) == (2 * len(PROMPT), 32)  # whole blocks
+
+
+async def test_read_weights_gives_what_the_engine_computes_with_at_that_time(engine: Engine) -> None:
+    before = await engine.read_weights()
+    staged = random_weights(engine, 1)
+    await engine.apply(staged)
+    after = await engine.read_weights()
+    assert before.keys() == after.keys() == staged.tensors.keys()
+    for name, (_, values) in staged.tensors.items():
+        np.testing.assert_array_equal(after[name], values)
+        assert (before[name] != values).any()

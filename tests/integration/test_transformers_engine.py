@@ -20,8 +20,10 @@ from rollfab.workers.engines.transformers_request import stretches
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState  # noqa: E402
+
 from rollfab.workers.engines import transformers_loop  # noqa: E402, F401  imported here, or the first test pays for it
-from rollfab.workers.engines.transformers_sampler import draw  # noqa: E402
+from rollfab.workers.engines.transformers_sampler import RowReader, draw  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,9 +42,10 @@ async def started(**options: Any) -> TransformersEngine:
     return engine
 
 
-def ask(request_id: str, max_tokens: int = 200) -> GenerationRequest:
+def ask(request_id: str, max_tokens: int = 200, seed: int | None = None, **options: Any) -> GenerationRequest:
     prompt = np.arange(5, 25, dtype=np.int32)
-    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=Sampling(max_tokens=max_tokens))
+    sampling = Sampling(max_tokens=max_tokens, seed=seed)
+    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling, **options)
 
 
 async def until_it_runs(engine: TransformersEngine, request_id: str) -> None:
@@ -173,11 +176,74 @@ async def test_one_seed_gives_one_answer_whatever_others_do_with_torch() -> None
     assert (answers[0].completion_ids == answers[1].completion_ids).all()
 
 
+async def test_a_seeded_request_handed_over_anywhere_goes_on_as_if_it_had_not_been() -> None:
+    engine, other = await started(seed=1), await started(seed=2)
+    engine.generate(ask("whole", max_tokens=60, seed=7))
+    (whole,) = await gather(engine, 1)
+    ids = whole.completion_ids
+    for i, count in enumerate((1, 17, 59)):  # to an engine with other dice of its own, and something else to do
+        other.generate(ask(f"other{i}", max_tokens=20))
+        other.generate(ask("rest", max_tokens=60, seed=7, prior_ids=ids[:count]))
+        other.generate(ask(f"sibling{i}", max_tokens=60, seed=8, prior_ids=ids[:count]))
+        ended = {generation.request_id: generation for generation in await gather(other, 3)}
+        assert ended["rest"].completion_ids.tolist() == ids[count:].tolist()
+        np.testing.assert_allclose(ended["rest"].logprobs, whole.logprobs[count:], rtol=1e-5, atol=1e-5)
+        assert count > 50 or ended[f"sibling{i}"].completion_ids.tolist() != ids[count:].tolist()
+    await engine.close()
+    await other.close()
+
+
+async def test_a_seeded_request_that_is_aborted_goes_on_from_its_last_token() -> None:
+    engine = await started()
+    engine.generate(ask("whole", max_tokens=200, seed=7))
+    (whole,) = await gather(engine, 1)
+    made: list[int] = []
+    for _ in range(3):
+        engine.generate(ask("part", seed=7, prior_ids=np.array(made, np.int32)))
+        await until_it_runs(engine, "part")
+        (part,) = await engine.abort(["part"])
+        made += part.completion_ids.tolist()
+    engine.generate(ask("part", seed=7, prior_ids=np.array(made, np.int32)))
+    (rest,) = await gather(engine, 1)
+    assert made + rest.completion_ids.tolist() == whole.completion_ids.tolist()
+    await engine.close()
+
+
+async def test_a_seeded_neighbour_does_not_change_what_the_others_draw() -> None:
+    answers = []
+    for seed in (None, 7):
+        engine = await started(seed=1)
+        await engine.pause("test")  # so that all begin with one step
+        engine.generate(ask("neighbour", max_tokens=30, seed=seed))
+        engine.generate(ask("one", max_tokens=30))
+        await engine.resume("test")
+        answers.append({generation.request_id: generation.completion_ids for generation in await gather(engine, 2)})
+        await engine.close()
+    assert answers[0]["one"].tolist() == answers[1]["one"].tolist()
+    assert answers[0]["neighbour"].tolist() != answers[1]["neighbour"].tolist()
+
+
+def test_a_seeded_row_counts_its_tokens_from_the_first_claim_on_and_through_an_eviction() -> None:
+    def request(made_count: int, **wishes: Any) -> Any:
+        state = RequestState(request_id="r", initial_tokens=[5, 6, 7], logit_processor_kwargs=wishes)
+        state.generated_tokens, state.logprobs = [8] * made_count, [-1.0] * made_count
+        return state
+
+    seeded = request(4, temperature=1.0, seed=7, prior_count=3)
+    states = [request(1, temperature=0.5), seeded, seeded.create_equivalent_initial_request()]
+    reader = RowReader()
+    reader.prepare_tensor_args([FutureRequestState(state, True, {}, 1) for state in states])
+    assert reader.seeded == [(1, 7, 7), (2, 7, 7)]
+    reader.prepare_tensor_args([])
+    assert reader.seeded == []
+
+
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     logits = torch.tensor([[2.0, 0.0, -200.0, 1.0, -float("inf")]])
     count = 40_000
     temperature = torch.full((count,), 2.0)
-    tokens, logprobs = draw(logits.expand(count, -1), temperature, torch.Generator().manual_seed(0))
+    numbers = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = draw(logits.expand(count, -1), temperature, numbers)
     expected = torch.softmax(logits[0] / 2.0, dim=-1)
     frequency = torch.bincount(tokens, minlength=5) / count
     assert (frequency - expected).abs().max() < 0.01 and frequency[4] == 0
@@ -186,7 +252,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
 
 def test_greedy_takes_the_first_largest_logit_and_reports_it_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 0.0]])
-    tokens, logprobs = draw(logits, torch.zeros(2), None)
+    tokens, logprobs = draw(logits, torch.zeros(2), torch.rand(2, dtype=torch.float64))
     assert tokens.tolist() == [1, 0]
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0])
 

@@ -19,6 +19,7 @@ from tests.sim.policy import SHAPES, context_of, ending, extend, next_token, wei
 
 LAYOUT = Layout(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()))
 COMMIT_S = 0.002
+SLEEP_S, WAKE_S = 0.2, 0.5
 HUNG = 1e9  # slowness
 
 
@@ -40,14 +41,24 @@ class FakeEngine:
     Args:
         step_s: virtual seconds per token.
         on_step: told before every step how many requests run. on_apply: told of new weights, as (version, digest).
+        on_rest: told that it was put to sleep, or has woken, in a word.
     """
 
-    def __init__(self, step_s: float, *, on_step: Callable[[int], None], on_apply: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        step_s: float,
+        *,
+        on_step: Callable[[int], None],
+        on_apply: Callable[[int, int], None],
+        on_rest: Callable[[str], None],
+    ) -> None:
+        self.name = "simulated 1"
         self.layout = LAYOUT
         self.slowness = 1.0
         self._step_s = step_s
         self._on_step = on_step
         self._on_apply = on_apply
+        self._on_rest = on_rest
         self._bits: dict[str, Bits] = {
             spec.name: np.zeros(spec.element_count, spec.bits_dtype) for spec in LAYOUT.tensors
         }
@@ -58,6 +69,7 @@ class FakeEngine:
         self._has_ended = asyncio.Event()
         self._may_step = asyncio.Event()
         self._holds: set[str] = set()
+        self._is_asleep = False
         self._step_count = self._token_count = 0
         self._is_dead = False
         self._hung_s = 0.0
@@ -101,6 +113,7 @@ class FakeEngine:
 
     def generate(self, request: GenerationRequest) -> None:
         self._check()
+        assert not self._is_asleep, "a turn for an engine that sleeps"
         prior = request.prior_ids
         last = int(prior[-1]) if len(prior) else None
         new = _Request(request.sampling, context_of(request.prompt_ids, prior), len(prior), last, _now_s())
@@ -140,8 +153,28 @@ class FakeEngine:
     def weight_bits(self) -> Mapping[str, Bits]:
         return self._bits
 
+    async def read_weights(self) -> Mapping[str, Bits]:
+        return {name: bits.copy() for name, bits in self._bits.items()}
+
+    async def sleep(self) -> float:
+        self._check()
+        assert not self._requests, "an engine is put to sleep in the middle of a turn"
+        self._is_asleep = True
+        self._on_rest("sleep")
+        await asyncio.sleep(SLEEP_S)
+        return SLEEP_S
+
+    async def wake(self) -> float:
+        self._check()
+        await asyncio.sleep(WAKE_S)
+        self._check()
+        self._is_asleep = False
+        self._on_rest("wake")
+        return WAKE_S
+
     async def apply(self, staged: StagedWeights) -> float:
         self._check()
+        assert not self._is_asleep, "weights for an engine that sleeps"
         await asyncio.sleep(COMMIT_S)
         commit(staged, self._bits)  # type: ignore[arg-type]
         self._version, self._digest = staged.version, weights_digest(self._bits)

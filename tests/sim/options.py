@@ -40,6 +40,7 @@ class Options:
     slot_count: int
     step_s: float
     log_s: float
+    sleep_after_s: float | None
     # the trainer
     publish_every: int
     think_s: float
@@ -101,6 +102,7 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
     if job_count is not None:
         group_count = max(1, job_count // group_size)
     total = group_count * group_size
+    sleep_after_s = Random(f"sleep {seed}").choice((None, None, 0.3, 1.0))
     return Options(
         seed=seed,
         recovery=random.choice(("replay", "replay", "snapshot", "restart")),
@@ -125,6 +127,7 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         slot_count=2 if revokes else random.randint(2 if is_long else 1, 4),
         step_s=random.choice((0.1, 0.15)) if is_long else random.choice((0.01, 0.03)),
         log_s=random.choice((0.2, 0.5)),
+        sleep_after_s=sleep_after_s,
         publish_every=1 if focus == "trainer" else random.randint(1, 2),
         think_s=0.2 if focus == "trainer" else random.choice((0.0, 0.05, 0.2)),
         is_transactional=random.random() < 0.3,

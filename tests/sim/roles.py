@@ -62,6 +62,7 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
         options.step_s,
         on_step=lambda count: world.judge(world.capacity.stepped, link.process, name, count),
         on_apply=lambda version, digest: world.judge(world.capacity.applied, link.process, name, version, digest),
+        on_rest=lambda word: world.facts.note(name, word),
     )
     world.engines[name] = engine
     config = RolloutConfig(
@@ -71,6 +72,7 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
         slot_count=options.slot_count,
         log_s=options.log_s,
         first_token_s=FIRST_TOKEN_S,
+        sleep_after_s=options.sleep_after_s,
     )
 
     def make_receiver(run_id: str) -> WeightReceiver:

@@ -72,6 +72,16 @@ def test_faults_of_every_kind_happen() -> None:
     assert missing == set()
 
 
+@pytest.mark.timeout(60)
+def test_engines_fall_asleep_and_wake() -> None:
+    found = set()
+    for seed in range(1, 61):
+        found |= {what for _, _, what, _, _ in simulate(draw(seed)).lines} & {"sleep", "wake"}
+        if found == {"sleep", "wake"}:
+            return
+    assert found == {"sleep", "wake"}
+
+
 def test_a_failure_ends_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,9 @@ class BitsEngine:
     def weight_bits(self) -> Mapping[str, NDArray[Any]]:
         return self.bits
 
+    async def read_weights(self) -> Mapping[str, NDArray[Any]]:
+        return {name: array.copy() for name, array in self.bits.items()}
+
     async def apply(self, staged: StagedWeights) -> float:
         if self.reject:
             self.reject = False

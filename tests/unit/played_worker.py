@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rollfab.fabric.clock import SystemClock
-from rollfab.fabric.errors import BrokerError, EngineError
+from rollfab.fabric.clock import Clock, SystemClock
+from rollfab.fabric.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.ids import turn_id
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.memory.queue import MemoryTurnQueue
@@ -48,7 +48,10 @@ class PlayedEngine:
         prior_counts: tokens of earlier claims that a turn was begun with.
         aborted, refused: turns.
         is_dead: raises at every question.
-        is_deaf: answers no abort and no pause, and makes no step, until it hears again.
+        is_deaf: answers no abort, no pause and no sleep, and makes no step, until it hears again.
+        is_asleep: it was put to sleep. sleep_count, wake_count: how often it was asked to.
+        can_sleep: else it says that it cannot.
+        wake_error: why it does not wake.
     """
 
     def __init__(self) -> None:
@@ -61,10 +64,17 @@ class PlayedEngine:
         self.is_dead = False
         self.pauses: set[str] = set()
         self.step_count = 0
+        self.prompt_token_count = self.cached_token_count = 0
+        self.is_asleep, self.can_sleep, self.wake_error = False, True, ""
+        self.sleep_count = self.wake_count = 0
         self._hears = asyncio.Event()
         self._hears.set()
         self._ended: list[Generation] = []
         self._has_ended = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return "played 1"
 
     @property
     def turns(self) -> list[str]:
@@ -97,6 +107,7 @@ class PlayedEngine:
         self.end("error")
 
     def generate(self, request: GenerationRequest) -> None:
+        assert not self.is_asleep, "a turn for an engine that sleeps"
         if self.is_dead or turn_of(request.request_id) in self.refused:
             raise EngineError("the engine is dead" if self.is_dead else "too long")
         self.token_counts[request.request_id] = self.first_count
@@ -125,6 +136,23 @@ class PlayedEngine:
     async def resume(self, reason: str) -> None:
         self.pauses.discard(reason)
 
+    async def sleep(self) -> float:
+        assert not self.token_counts and not self.is_asleep
+        self.sleep_count += 1
+        if not self.can_sleep:
+            raise EngineUnsupported("it has no bed: use another")
+        self.is_asleep = True
+        await self._hears.wait()
+        return 0.25
+
+    async def wake(self) -> float:
+        self.wake_count += 1
+        await self._hears.wait()
+        if self.wake_error:
+            raise EngineError(self.wake_error)
+        self.is_asleep = False
+        return 1.5
+
     def stats(self) -> EngineStats:
         if self.is_dead:
             raise EngineError("the engine is dead")
@@ -136,6 +164,8 @@ class PlayedEngine:
             token_count=0,
             active_version=self.version,
             paused_by=tuple(self.pauses),
+            prompt_token_count=self.prompt_token_count,
+            cached_token_count=self.cached_token_count,
         )
 
 
@@ -178,9 +208,10 @@ class WatchedTurns(MemoryTurnQueue):
 class Stage:
     """One run, turns that wait, and a worker with a played engine."""
 
-    def __init__(self, run: RunConfig = RUN, engine: Any = None) -> None:
+    def __init__(self, run: RunConfig = RUN, engine: Any = None, clock: Clock | None = None) -> None:
         self.run = run
-        self.fabric = MemoryFabric()
+        self.clock = clock or SystemClock()
+        self.fabric = MemoryFabric(self.clock)
         self.engine = engine or PlayedEngine()
         self.turns = WatchedTurns(self.fabric.broker, run)
         self.fabric.turns = lambda run: self.turns  # type: ignore[method-assign]
@@ -231,7 +262,7 @@ class Stage:
             slot_count=8,
             **{"heartbeat_s": 0.02, "poll_s": 0.05, "stall_s": 60.0, **settings},  # type: ignore[arg-type]
         )
-        worker = RolloutWorker(self.fabric, self.engine, config, SystemClock(), make_receiver=self._receiver)  # type: ignore[arg-type]
+        worker = RolloutWorker(self.fabric, self.engine, config, self.clock, make_receiver=self._receiver)  # type: ignore[arg-type]
         stop = asyncio.Event()
         task = asyncio.create_task(worker.run(stop))
         try:

@@ -62,6 +62,22 @@ def test_a_lent_worker_is_kept_through_a_short_lull_and_taken_back_after_it() ->
     assert one([worker("d"), lent], [run(open_count=0, idle_s=10.0)]).slot_count == 0
 
 
+def test_engines_that_sleep_are_lent_too_but_after_those_that_are_awake_and_the_quickest_first() -> None:
+    slow, quick, awake = (worker(f"s{n}", lend=8, activation_ms=ms) for n, ms in enumerate((9_000, 2_000, 0)))
+
+    def granted(open_count: int) -> list[int]:
+        return [grant.slot_count for grant in plan([slow, quick, awake], [run(open_count=open_count)], RULE)]
+
+    assert granted(8) == [0, 0, 8]
+    assert granted(9) == [0, 8, 8]
+    assert granted(17) == [8, 8, 8]
+
+
+def test_a_dedicated_worker_that_sleeps_keeps_its_place_before_lent_ones() -> None:
+    dedicated, serving = worker("d", activation_ms=60_000), worker("s", lend=8)
+    assert [grant.slot_count for grant in plan([serving, dedicated], [run(open_count=8)], RULE)] == [0, 8]
+
+
 def test_two_runs_share_dedicated_workers_by_weight() -> None:
     workers = [worker(f"d{index}") for index in range(4)]
     runs = [run("r1", weight=3.0, open_count=99), run("r2", weight=1.0, open_count=99)]
@@ -90,6 +106,7 @@ facts = st.builds(
     headroom_fraction=st.none() | st.floats(0, 1),
     run_id=st.none() | st.sampled_from(["r1", "r2", "gone"]),
     is_lent=st.booleans(),
+    activation_ms=st.integers(0, 60_000),
 )
 demands = st.builds(
     RunFacts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.memory.board import MemoryLeaseBoard
 from rollfab.fabric.memory.state import MemoryBroker
@@ -185,6 +187,48 @@ async def test_a_controller_that_is_started_again_moves_no_worker_before_its_tim
     # When a new controller takes over, then the worker stays for at least a slice
     second = Controller(setting.board, ControllerConfig(worker_id="c2"), clock)
     assert set(await served(setting, second, clock, 4 * 9)) == {"r2"}
+
+
+async def test_a_worker_whose_engine_sleeps_is_leased_and_one_that_failed_is_not() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    for role, state in (("dedicated", "asleep"), ("serving", "failed")):
+        info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", model="m", slot_count=4, state=state)
+        await setting.board.heartbeat(info)
+    await setting.controller().tick(1)
+    assert await setting.held() == {"dedicated": 4}
+
+
+async def test_demand_goes_to_an_engine_that_is_awake_and_stays_where_one_is_being_woken() -> None:
+    # Given demand for one of two serving workers, of which the first sleeps
+    setting = await Setting().begin()
+    setting.demand(6)
+    await setting.board.set_lend("*", "on")
+    infos = {
+        name: WorkerInfo(worker_id=name, role="serving", pid=1, host="h", model="m", slot_count=4, wake_ms=1500)
+        for name in ("a", "b")
+    }
+    await setting.board.forget_worker("serving")
+
+    async def beat(**states: str) -> None:
+        for name, state in states.items():
+            await setting.board.heartbeat(dataclasses.replace(infos[name], state=state))
+
+    controller = setting.controller()
+    await beat(a="asleep", b="ready")
+    await controller.tick(1)
+    assert set(await setting.held()) == {"dedicated", "b"}
+
+    # When that one is gone, the sleeper is leased, and stays so while it still says that it sleeps
+    await setting.board.forget_worker("b")
+    await controller.tick(1)
+    assert set(await setting.held()) == {"dedicated", "a"}
+    epoch = (await setting.board.leases("r1"))["a"].lease_epoch
+    await beat(a="asleep", b="ready")
+    await controller.tick(1)
+    assert set(await setting.held()) == {"dedicated", "a"}
+    assert (await setting.board.leases("r1"))["a"].lease_epoch == epoch
 
 
 def test_a_worker_s_own_switch_wins_over_the_one_for_all() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rollfab.fabric.errors import EnvironmentFailed
 from rollfab.fabric.ports import TrajectoryClaim
 from rollfab.fabric.records import Int32, Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
+from rollfab.fabric.seeds import turn_seed
 from rollfab.fabric.tokenizer import CharTokenizer
 from rollfab.workers.environments.registry import Registry
 from rollfab.workers.episode import Episode, Limits
@@ -24,6 +25,7 @@ KINDS = {"replay": "Scripted", "snapshot": "ScriptedBySnapshot", "restart": "Scr
 REGISTRY = Registry([f"{kind}=tests.scripted_world:{name}" for kind, name in KINDS.items()])
 JOB = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={}, seed=7)
 LIFE_COUNT_MAX = 50
+RUN_SEED = 7
 
 
 class Killed(BaseException):
@@ -49,6 +51,7 @@ class Broker:
     async def ask(self, job: TurnJob) -> TurnResult:
         self.live()
         first = self.asked.setdefault(job.turn_id, job)  # a turn that is under way stays the one it is
+        assert job.sampling == first.sampling
         self.live()
         known = {result.turn_id: result for result in self.settled}
         if job.turn_id not in known:
@@ -91,7 +94,13 @@ def run_through(kind: str, options: dict[str, Any], broker: Broker) -> Rollout:
     """Live on, as often as it takes."""
 
     async def live(life: int) -> Rollout:
-        config = RunConfig(run_id="r", model="tiny", environment=kind, environment_options={**options, "life": life})
+        config = RunConfig(
+            run_id="r",
+            model="tiny",
+            environment=kind,
+            environment_options={**options, "life": life},
+            sampling={"seed": RUN_SEED},
+        )
         limits = Limits(agent_id="a", call_timeout_s=5.0)
         return await Episode(config, broker.claim(), REGISTRY, TEXT, limits, broker.ask, broker.save).run()
 
@@ -101,6 +110,10 @@ def run_through(kind: str, options: dict[str, Any], broker: Broker) -> Rollout:
         except Killed:
             continue
     raise AssertionError("it never came to an end")
+
+
+def seeds_of(broker: Broker) -> dict[str, int | None]:
+    return {name: job.sampling.seed for name, job in broker.asked.items()}
 
 
 def check_same(one: Rollout, other: Rollout) -> None:
@@ -139,6 +152,7 @@ def test_killed_anywhere_and_anyhow_often_it_is_the_same_trajectory(
     check_one_piece(expected)
     check_same(run_through(kind, options, broken), expected)
     assert [result.turn_id for result in broken.settled] == [result.turn_id for result in whole.settled]
+    assert seeds_of(broken) == seeds_of(whole)
 
 
 SCRIPT = [["a", 0.25], ["", 0.5], ["c", 0.0], ["d", 1.0]]
@@ -214,6 +228,15 @@ def test_a_result_made_in_another_context_is_not_taken() -> None:
     broker.ask = mixed_up  # type: ignore[method-assign]
     with pytest.raises(EnvironmentFailed, match="turn 0 was made in another context"):
         run_through("replay", {"script": [["a", 0.0]]}, broker)
+
+
+def test_every_turn_has_a_seed_of_its_own_that_follows_from_the_runs() -> None:
+    broker, unseeded = Broker(), Broker()
+    run_through("replay", {"script": SCRIPT}, broker)
+    assert seeds_of(broker) == {f"g.0.{index}": turn_seed(RUN_SEED, "g.0", index) for index in range(len(SCRIPT))}
+    assert len(set(seeds_of(broker).values())) == len(SCRIPT)
+    _live_once(SCRIPT, unseeded)
+    assert set(seeds_of(unseeded).values()) == {None}
 
 
 def test_rewards_that_differ_in_their_last_digits_are_the_same() -> None:

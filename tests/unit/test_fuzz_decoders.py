@@ -145,6 +145,8 @@ def test_one_escaped_number_with_megabytes_of_rest_is_refused_at_once() -> None:
         (TurnJob, "sampling", {"temperature": "hot"}),
         (TurnJob, "sampling", {"max_tokens": 1.5}),
         (TurnJob, "sampling", {"stop_ids": [1, "x"]}),
+        (TurnJob, "sampling", {"seed": 1.0}),
+        (TurnJob, "sampling", {"seed": True}),
         (TokenLog, "spans", [[0, 1, 7, 3]]),
         (WorkerInfo, "environments", ["e", 3]),
         (WorkerInfo, "slot_count", "many"),

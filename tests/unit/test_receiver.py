@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from rollfab.fabric.errors import ChainBroken, DigestMismatch, EngineError, FabricError, LayoutMismatch
 from rollfab.fabric.rules.chain import DELTA, KEYFRAME
@@ -194,6 +196,21 @@ async def test_live_weights_that_drifted_are_found_and_healed(
     assert_holds(engine, model)
     assert receiver.last is not None
     assert receiver.last.kinds[0] == KEYFRAME
+
+
+async def test_an_audit_looks_at_what_the_engine_computes_with_not_at_a_copy_of_it(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given an engine that computes with other weights than those it was given
+    class TwoPlaces(BitsEngine):
+        async def read_weights(self) -> Mapping[str, NDArray[Any]]:
+            return {name: bits ^ 1 for name, bits in self.bits.items()}
+
+    receiver = receiver_of(store, TwoPlaces(model))
+    await publisher.publish(model.named_parameters(), 0)
+
+    with pytest.raises(DigestMismatch, match="not version 0"):
+        await receiver.update()
 
 
 async def test_a_newcomer_checks_the_whole_state_before_writing(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.errors import InputError, PayloadTooLarge, SchemaUnknown, WireError
-from rollfab.fabric.records import Rollout, RunConfig, Sampling, Span, TokenLog, TurnJob, TurnResult
+from rollfab.fabric.records import Rollout, RunConfig, Sampling, Span, TokenLog, TurnJob, TurnResult, WorkerInfo
 from rollfab.fabric.wire import check_size, dump_json, load_json
 
 token = st.integers(-(2**31), 2**31 - 1)
@@ -91,6 +91,10 @@ def test_nan_in_metadata_is_refused_where_json_would_make_it_null() -> None:
     )
     with pytest.raises(InputError, match="reward"):
         rollout.encode()
+    for seed in (None, 7):
+        sampling = Sampling(temperature=math.nan, seed=seed)
+        with pytest.raises(InputError, match=r"sampling\.temperature is nan"):
+            TurnJob(turn_id="g.0.0", agent_id="a", sampling=sampling, prompt_ids=np.arange(3)).encode()
 
 
 def test_the_oldest_span_is_the_policy_version() -> None:
@@ -109,6 +113,28 @@ def test_a_payload_above_its_limit_names_itself() -> None:
     with pytest.raises(PayloadTooLarge, match="task 3 is 11 bytes, the limit is 10") as caught:
         check_size("task 3", b"x" * 11, 10)
     assert caught.value.facts == {"size_bytes": 11, "limit_bytes": 10}
+
+
+def test_what_an_older_or_a_newer_worker_says_of_itself_is_read() -> None:
+    class Newer(WorkerInfo):
+        """A subclass with one more field, of the same kind."""
+
+    info = WorkerInfo(worker_id="w", role="dedicated", pid=1, host="h", engine="vllm 9", wake_ms=3, sleep_note="no")
+    assert WorkerInfo.decode(info.encode()) == info
+    fields = dict(info.__dict__)
+    newer = object.__new__(Newer)
+    newer.__dict__.update({**fields, "mood": "fine"})
+    assert WorkerInfo.decode(newer.encode()) == info
+    older = object.__new__(Newer)
+    older.__dict__.update({name: fields[name] for name in ("worker_id", "role", "pid", "host", "state")})
+    assert WorkerInfo.decode(older.encode()) == WorkerInfo(worker_id="w", role="dedicated", pid=1, host="h")
+
+
+def test_a_field_that_nobody_declared_is_refused_elsewhere() -> None:
+    config = object.__new__(RunConfig)
+    config.__dict__.update({"run_id": "r", "model": "m", "environment": "e", "mood": "fine"})
+    with pytest.raises(WireError, match="mood"):
+        RunConfig.decode(config.encode())
 
 
 def test_settings_of_a_run_come_back_as_they_were() -> None:

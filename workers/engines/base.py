@@ -2,7 +2,7 @@
 
 - `generate` starts a request and returns; whatever ends is handed out, in batches, by `finished`.
 - Aborting keeps the tokens made so far; nothing generated is thrown away.
-- A pause is counted by reason: the engine runs only while no reason holds it.
+- A pause has a reason, and each reason holds once: the engine runs only while no reason holds it.
 - Weights change only between two engine steps, in place, and spans record which version made which token.
 """
 
@@ -19,6 +19,7 @@ from ...fabric.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling
 from ...fabric.weights.layout import Layout
 
 Bits = NDArray[Any]  # stored bits of a tensor, flat, as uint8 / uint16 / uint32
+Writes = Mapping[str, tuple[NDArray[np.int64] | None, Bits]]  # name → flat positions, or None for all; values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,11 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What the engine is doing now. Counts are since start."""
+    """What the engine is doing now. Counts are since start.
+
+    paused_by: why it makes no steps, for requests that it has: reasons given to `pause`, and "limits" where a limit of
+    0 lets nothing run.
+    """
 
     running_count: int
     waiting_count: int
@@ -72,18 +77,26 @@ class EngineStats:
     token_count: int
     active_version: int
     paused_by: tuple[str, ...] = ()
+    prompt_token_count: int = 0  # of requests that were begun, tokens of earlier claims included
+    cached_token_count: int = 0  # of those, found in the prefix cache
 
 
 class StagedWeights(Protocol):
     """Verified absolute values, ready to be written: name → (indices int64 or None for all, values as stored bits)."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
-    def writes(self) -> Mapping[str, tuple[NDArray[np.int64] | None, Bits]]: ...
+    def writes(self) -> Writes: ...
 
 
 class Engine(Protocol):
     """An inference engine that holds one model."""
+
+    @property
+    def name(self) -> str:
+        """What runs, with its version, for people: "transformers 5.23.0", "vllm 0.32.0 (cpu)"."""
+        ...
 
     @property
     def layout(self) -> Layout:
@@ -115,7 +128,10 @@ class Engine(Protocol):
         ...
 
     async def pause(self, reason: str) -> None:
-        """Hold the engine between two steps, for one reason. Requests keep their KV cache."""
+        """Hold the engine between two steps, for one reason. Requests keep their KV cache.
+
+        However often it is asked for, one reason holds once, and one `resume` takes it back.
+        """
         ...
 
     async def resume(self, reason: str) -> None:
@@ -132,6 +148,26 @@ class Engine(Protocol):
 
     async def apply(self, staged: StagedWeights) -> float:
         """Write staged weights in place between two steps; returns the pause in seconds. Raises WeightError."""
+        ...
+
+    async def read_weights(self) -> Mapping[str, Bits]:
+        """As `weight_bits`, but read from where the engine computes with them: what an audit must look at."""
+        ...
+
+    async def sleep(self) -> float:
+        """Give the device's memory back, keeping the engine warm; returns seconds. Nothing may be running.
+
+        Comes after a commit under way. Until `wake`, nothing is generated, applied or read; `stats`, `finished`,
+        `pause`, `resume`, `set_limits` and `abort` answer as ever.
+
+        Raises:
+            EngineUnsupported: this engine can not, here; it is as it was.
+            EngineError: whether it sleeps is not known; `wake` may make it well again.
+        """
+        ...
+
+    async def wake(self) -> float:
+        """Be ready to generate again, with the weights it had; returns seconds. Raises EngineError, as `sleep`."""
         ...
 
     def stats(self) -> EngineStats:

@@ -3,6 +3,8 @@
 - A thread of its own builds the model and steps (transformers_thread.py, transformers_loop.py); this side is asyncio.
 - Every request ends exactly once: in `finished` or in `abort`.
 - If the thread fails, everything running ends with finish_reason "error" and `generate` raises from then on.
+- A turn with a seed is drawn from the seed alone, whatever runs beside it, and also if it is handed over in the middle
+  (seeds.py).
 - Greedy turns (temperature 0) report the log-probability at temperature 1 (transformers_sampler.py).
 - Limits: `running_count` and `step_tokens` hold from the next step, up to what the engine was built for. `kv_tokens`
   bounds what requests may come to hold when they are admitted; the cache is allocated once, its memory is never given
@@ -13,20 +15,22 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...fabric.clock import SystemClock
-from ...fabric.errors import ConfigError, EngineError, WeightError
+from ...fabric.errors import ConfigError, EngineError, EngineUnsupported, WeightError
 from ...fabric.models import is_preset
 from ...fabric.weights.layout import Layout
+from .admission import context_of
 from .base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights
 from .transformers_request import Admission
 from .transformers_thread import Deliver, LoopThread
+from .writes import check_writes
 
 if TYPE_CHECKING:
     from .transformers_loop import EngineLoop
@@ -80,6 +84,10 @@ class TransformersEngine:
         self._open_ids: set[str] = set()  # started and not yet handed out
         self._ended: dict[str, Generation] = {}  # of those, the ones that ended
         self._has_ended = asyncio.Event()
+
+    @cached_property
+    def name(self) -> str:
+        return f"transformers {importlib.metadata.version('transformers')}"
 
     async def start(self) -> None:
         await self._thread.start()
@@ -137,28 +145,15 @@ class TransformersEngine:
             engine_loop.submit(admission)
 
     def _admission(self, request: GenerationRequest) -> Admission:
-        prior, sampling = request.prior_ids, request.sampling
-        ids = np.concatenate([request.prompt_ids, prior]) if prior.size else request.prompt_ids
-        if not 0 < ids.size < self._context_tokens_max:
-            raise EngineError(
-                f"request {request.request_id!r} has {ids.size} tokens before its first new one, this engine takes 1 to"
-                f" {self._context_tokens_max - 1}: shorten the prompt or raise context_tokens_max",
-                request_id=request.request_id,
-                token_count=ids.size,
-                context_tokens_max=self._context_tokens_max,
-            )
-        if ids.min() < 0 or ids.max() >= self._vocabulary_size:
-            raise EngineError(
-                f"request {request.request_id!r} has token ids from {ids.min()} to {ids.max()}, the model knows 0 to"
-                f" {self._vocabulary_size - 1}: use the model's own tokenizer",
-                request_id=request.request_id,
-            )
+        prior_count, sampling = request.prior_ids.size, request.sampling
+        ids = context_of(request, context_tokens_max=self._context_tokens_max, vocabulary_size=self._vocabulary_size)
         return Admission(
             request_id=request.request_id,
             input_ids=ids.tolist(),
-            token_count_max=min(sampling.max_tokens - prior.size, self._context_tokens_max - ids.size),
+            token_count_max=min(sampling.max_tokens - prior_count, self._context_tokens_max - ids.size),
             stop_ids=sampling.stop_ids,
             temperature=float(sampling.temperature),
+            dice={} if sampling.seed is None else {"seed": sampling.seed, "prior_count": prior_count},
         )
 
     def _receive(self, ended: list[Generation]) -> None:
@@ -218,7 +213,9 @@ class TransformersEngine:
             step_count=engine_loop.current_batch,
             token_count=engine_loop.token_count,
             active_version=engine_loop.active_version,
-            paused_by=tuple(sorted(engine_loop.hold_reasons)),
+            paused_by=engine_loop.holds,
+            prompt_token_count=engine_loop.prompt_token_count,
+            cached_token_count=engine_loop.cached_token_count,
         )
 
     @property
@@ -228,13 +225,38 @@ class TransformersEngine:
     def weight_bits(self) -> Mapping[str, Bits]:
         return self._live_store().bits
 
+    async def read_weights(self) -> Mapping[str, Bits]:
+        """Tensor by tensor, each between two steps: no version may be applied meanwhile."""
+        store = self._live_store()
+        return {name: await self._thread.call(partial(_read, store, name)) for name in store.bits}
+
+    async def sleep(self) -> float:
+        """Never: on a CPU there is no device memory to give back, and on a GPU this engine's can not be."""
+        self._live_store()
+        device = self.config.device
+        if device == "cpu":
+            raise EngineUnsupported(
+                "this engine runs on the CPU, where no device memory is given back by sleeping: it stays awake. Engines"
+                " that sleep: vllm on a GPU",
+                device=device,
+            )
+        raise EngineUnsupported(
+            f"the transformers engine can not give back the memory of {device} and keep its weights and KV cache in"
+            " place: it stays awake. Engines that sleep: vllm on a GPU",
+            device=device,
+        )
+
+    async def wake(self) -> float:
+        """It never sleeps: raises as `sleep` does."""
+        return await self.sleep()
+
     async def apply(self, staged: StagedWeights) -> float:
         """Requests that run keep their KV cache; new ones never share what older weights computed.
 
         A write that fails half-way leaves a torn model: the engine then fails as in a crash.
         """
         store, writes, version = self._live_store(), staged.writes(), staged.version
-        store.check(writes)
+        check_writes(store.layout, writes)
 
         def commit(engine_loop: EngineLoop) -> float:
             begin_s = self._clock.now_s()
@@ -251,3 +273,7 @@ class TransformersEngine:
         if self._store is None:
             raise EngineError("the engine has no model: it is not started, or closed")
         return self._store
+
+
+def _read(store: ParameterStore, name: str, _: EngineLoop) -> Bits:
+    return store.read(name)

@@ -28,7 +28,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .base import EngineLimits, Generation
 from .transformers_request import Admission
-from .transformers_sampler import Sampler, TemperatureReader
+from .transformers_sampler import RowReader, Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,9 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         super().__init__(model, _generation_config(), _batching_config(options))
         self._options = options
         self._deliver = deliver
-        self._reader = TemperatureReader()
+        self._reader = RowReader()
         self.logit_processor.logits_processor = LogitsProcessorList([self._reader])
+        self.logit_processor._retrieve_processors_kwargs()  # it also takes the seed
         self.output_router: _Collector = _Collector()
         self._commands: deque[Callable[[], None]] = deque()
         self._incoming: deque[Admission] = deque()
@@ -64,6 +65,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._limits = EngineLimits()
         self._ended_token_count = 0
         self.hold_reasons: set[str] = set()
+        self.prompt_token_count = self.cached_token_count = 0
         self.active_version = -1
         self.current_batch = 0
         with torch.random.fork_rng(devices=[]):  # the library seeds the process' random state here
@@ -106,6 +108,12 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         kept = sum(len(ca.ledger.cached_blocks) * ca.bytes_per_block for ca in cache.cache_allocators.values())
         free = cache.compute_free_capacity(relative=False)
         return 1.0 - float((free + kept) / (cache.num_sectors * cache.bytes_per_sector))
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """Why no step is taken: the reasons given, and "limits" where a limit lets nothing run."""
+        is_limited = 0 in (self._limits.running_count, self._limits.step_tokens)
+        return (*sorted(self.hold_reasons), *(("limits",) if is_limited else ()))
 
     @property
     def running_count(self) -> int:
@@ -199,7 +207,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         while self._commands:
             self._commands.popleft()()
-        if self._is_held():
+        if self.holds:
             status = self.background_thread_status
             if status.local_status == status.HARD_STOP:
                 return False
@@ -211,9 +219,6 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         if self.output_router.outputs:
             self._deliver([self._end(output) for output in self.output_router.take()])
         return more
-
-    def _is_held(self) -> bool:
-        return bool(self.hold_reasons) or self._limits.running_count == 0 or self._limits.step_tokens == 0
 
     def _admit(self) -> None:
         if self._incoming:
@@ -229,12 +234,14 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
             del self._waiting[request_id]
             admission.begin_version(0, self.active_version)
             self._admitted[request_id] = admission
+            self.prompt_token_count += len(admission.input_ids)
             self.add_request(
                 admission.input_ids,
                 request_id=request_id,
                 max_new_tokens=admission.token_count_max,
                 eos_token_id=list(admission.stop_ids),
                 temperature=admission.temperature,
+                **admission.dice,
             )
             room -= 1
 
@@ -279,7 +286,15 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
             if state.request_id not in stale_ids:
                 register(processor.cache, state, complete_blocks)
 
+        match = type(processor.cache).search_prefix_match  # not its own: this runs again for the same cache
+
+        def count_matches(request_id: str, prompt_ids: list[int]) -> int:
+            found: int = match(processor.cache, request_id, prompt_ids)
+            self.cached_token_count += found
+            return found
+
         processor.cache.mark_complete_blocks = register_fresh_blocks
+        processor.cache.search_prefix_match = count_matches
         return processor
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...fabric.errors import EngineError, LayoutMismatch
+from ...fabric.errors import EngineError
 from ...fabric.models import is_preset, model_config
 from ...fabric.weights.layout import Layout, TensorSpec
-from .base import Bits
+from .base import Bits, Writes
 
 PRESET_SEED = 0  # a preset starts from the same random weights in every process
 INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Writes = Mapping[str, tuple[NDArray[np.int64] | None, Bits]]
 
 
 def load_model(model: str, dtype: str, device: str) -> Any:
@@ -84,23 +81,6 @@ class ParameterStore:
         self._bits: dict[str, Bits] = {name: _host_bits(flat) for name, flat in self._parameters.items()}
         self.bits: dict[str, Bits] = {name: _read_only(bits) for name, bits in self._bits.items()}
 
-    def check(self, writes: Writes) -> None:
-        """Require that every write fits its tensor.
-
-        Raises:
-            LayoutMismatch: names the tensor and what is wrong.
-        """
-        for name, (indices, values) in writes.items():
-            bits = self._bits.get(name)
-            if bits is None:
-                raise LayoutMismatch(f"tensor {name!r} is not one of this model's: publish the same model", name=name)
-            expected = bits.size if indices is None else len(indices)
-            if values.dtype != bits.dtype or values.shape != (expected,):
-                raise LayoutMismatch(
-                    f"tensor {name!r} gets {values.dtype}{list(values.shape)}, expected {bits.dtype}[{expected}]",
-                    name=name,
-                )
-
     def commit(self, writes: Writes) -> None:
         """Write checked values in place.
 
@@ -113,6 +93,11 @@ class ParameterStore:
             self._bits[name][slice(None) if indices is None else indices] = values
         if not self._on_host:
             torch.cuda.synchronize()
+
+    def read(self, name: str) -> Bits:
+        """A copy of one parameter's bits as they are on the device now; for the engine's thread."""
+        bits = _host_bits(self._parameters[name])
+        return _read_only(bits.copy() if self._on_host else bits)
 
     @staticmethod
     def _write_device(flat: torch.Tensor, indices: NDArray[np.int64] | None, values: Bits) -> None:

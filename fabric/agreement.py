@@ -1,0 +1,124 @@
+"""Log-probability agreement, as it is kept and shown: one record per run, of the batch that was compared last.
+
+- A *difference* is |trainer − worker|, in nats; an *importance ratio* is exp(trainer − worker): 1 where both agree.
+- *Fresh* tokens were sampled by the very version that the trainer compared with: there, both should agree.
+- Every figure is finite. Tokens for which a worker gave NaN or infinity are counted, and left out of all else.
+
+How figures come about, and what raises an alarm, is trainer/agreement.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from .wire import Record
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Some tokens, compared. k3_kl: k3 estimate of KL(worker ‖ trainer), nats per token, never below 0."""
+
+    token_count: int = 0
+    not_finite_count: int = 0  # of the worker's; not among token_count
+    logprob_difference_mean: float = 0.0
+    logprob_difference_p99: float = 0.0
+    logprob_difference_max: float = 0.0
+    importance_sampling_ratio_mean: float = 1.0
+    importance_sampling_ratio_min: float = 1.0
+    importance_sampling_ratio_max: float = 1.0
+    ratio_outside_fraction: float = 0.0  # of tokens, with a ratio below 1/2 or above 2
+    k3_kl: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFigures(Figures):
+    """Fresh tokens of one worker; `not_finite_count` is of all its tokens, for NaN is wrong at any version."""
+
+    worker_id: str
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmRule:
+    """The most that a worker's fresh tokens may differ; None: any.
+
+    token_count_min: fewer tokens say too little about a mean or a fraction, and are judged by their largest alone.
+    """
+
+    name: str
+    difference_mean_limit: float | None = None
+    difference_max_limit: float | None = None
+    outside_fraction_limit: float | None = None
+    k3_kl_limit: float | None = None
+    token_count_min: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """One figure over its limit. worker_id: who is to blame; empty: the trainer's own log-probabilities."""
+
+    worker_id: str
+    figure: str
+    value: float
+    limit: float
+    policy_version: int
+    text: str
+
+
+def _parts(cls: Callable[..., T]) -> Callable[[list[Any]], tuple[T, ...]]:
+    return lambda rows: tuple([cls(**row) for row in rows])
+
+
+def _figures(row: dict[str, Any]) -> Figures:
+    return Figures(**row)
+
+
+def _rule(row: dict[str, Any]) -> AlarmRule:
+    return AlarmRule(**row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement(Record):
+    """A batch of rollouts, compared with the trainer's model at `policy_version`.
+
+    stale: tokens that another version sampled, or that were sampled behind another version's keys and values; what they
+    differ by is what training changed, so they raise no alarm. workers: the worst first, at most WORKER_COUNT_MAX of
+    `worker_count`; one whose alarm is still open stays, with the version that it was compared at.
+    """
+
+    KIND: ClassVar[int] = 9
+    NESTED: ClassVar[dict[str, Any]] = {
+        "fresh": _figures,
+        "stale": _figures,
+        "rule": _rule,
+        "workers": _parts(WorkerFigures),
+        "alarms": _parts(Alarm),
+    }
+
+    policy_version: int
+    rule: AlarmRule
+    fresh: Figures = Figures()
+    stale: Figures = Figures()
+    trainer_not_finite_count: int = 0
+    worker_count: int = 0
+    workers: tuple[WorkerFigures, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """The batch in numbers, to be reported with a training step."""
+        fresh = self.fresh
+        return {
+            "logprob_difference_mean": fresh.logprob_difference_mean,
+            "logprob_difference_max": fresh.logprob_difference_max,
+            "importance_sampling_ratio_mean": fresh.importance_sampling_ratio_mean,
+            "importance_sampling_ratio_min": fresh.importance_sampling_ratio_min,
+            "importance_sampling_ratio_max": fresh.importance_sampling_ratio_max,
+            "k3_kl": fresh.k3_kl,
+            "compared_token_count": float(fresh.token_count),
+            "stale_token_count": float(self.stale.token_count),
+            "agreement_alarm_count": float(len(self.alarms)),
+        }

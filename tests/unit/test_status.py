@@ -1,0 +1,35 @@
+"""What `rollfab status` draws of workers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from rollfab.commands.status import draw
+from rollfab.fabric.records import WorkerInfo
+
+
+def drawn(**facts: Any) -> str:
+    info = WorkerInfo(worker_id="w1", role="dedicated", pid=1, host="h", **facts)
+    row = {**asdict(info), "heartbeat_age_ms": 100}
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}}))
+    return capture.get()
+
+
+def test_a_worker_that_sleeps_and_what_waking_took_are_shown() -> None:
+    text = drawn(state="asleep", engine="vllm 0.32.0", prefix_hit_fraction=0.254, wake_ms=1540, sleep_ms=300)
+    for words in ("asleep", "vllm 0.32.0", "25% of prompts cached", "woke in 1.5 s"):
+        assert words in text
+
+
+def test_an_engine_that_cannot_sleep_says_why_in_its_own_words() -> None:
+    assert "cannot sleep: [cpu] has none" in drawn(engine="transformers 5", sleep_note="[cpu] has none")
+    assert "cannot" not in drawn(engine="transformers 5")
+
+
+def test_a_worker_without_an_engine_is_drawn() -> None:
+    assert "w1" in drawn()

@@ -1,0 +1,257 @@
+"""Do workers and trainer compute the same probabilities? Pure: rollouts and log-probabilities in, an Agreement out.
+
+N tokens that the policy made, of all rollouts in order.
+
+- A worker whose engine, weights or sampling differ silently from the trainer's says other log-probabilities than the
+  trainer's model gives for the same tokens. Spans name the worker, so the one that differs is found by name.
+- Only fresh tokens can be held against a worker (see fabric/agreement.py); the rest is figured apart.
+- NaN and infinity are an alarm, never an exception. Where the trainer's own are not finite, no worker is blamed.
+- Ratios are calculated with differences bounded to ±DIFFERENCE_BOUND, as every figure must stay finite.
+
+Sources. The gap and its cure, a truncated importance weight: Yao et al., "Your Efficient RL Framework Secretly Brings
+You Off-Policy RL Training" (2025). k3: Schulman, "Approximating KL Divergence" (2020). Names: TRL's
+`sampling/sampling_logp_difference`, `sampling/importance_sampling_ratio`; verl's `rollout_corr/k3_kl` and
+`rollout_is_ratio_fraction_high` and `_low`, whose thresholds 2 and 1/2 are RATIO_MAX here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..fabric.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
+from ..fabric.errors import InputError
+from ..fabric.records import Group, Rollout
+
+RATIO_MAX = (
+    2.0  # the usual bound of a truncated importance weight: above it, and below its inverse, a token is an outlier
+)
+DIFFERENCE_BOUND = 20.0  # nats; exp of more says nothing more
+WORKER_COUNT_MAX = 64  # rows kept of a batch, the worst first: 64 rows are 30 kB
+
+# One float32 model computed in two ways (transformers' engine, vLLM, torch) differs by 3e-8 to 4e-7 on average and 2e-6
+# at most, in small models on a CPU; deep ones differ more. One AdamW step at a learning rate of 1e-6 moved such a model
+# by 2.6e-4, so a worker that missed a version is found.
+FLOAT32 = AlarmRule(name="float32", difference_mean_limit=1e-4, difference_max_limit=5e-3)
+# bfloat16 engines round differently from trainers everywhere: users see means of 0.01-0.02 and single tokens that are
+# far off, so there is no limit for one token. k3 of dense models is 1e-5 to 1e-3; a mixture of experts that does not
+# replay its routing has up to 1e-1 and needs a rule of its own.
+BFLOAT16 = AlarmRule(
+    name="bfloat16", difference_mean_limit=0.05, outside_fraction_limit=0.02, k3_kl_limit=0.01, token_count_min=64
+)
+
+UNIT = {
+    "not_finite_count": "log-probabilities that are NaN or infinite",
+    "logprob_difference_mean": "mean |trainer − worker| in nats",
+    "logprob_difference_max": "largest |trainer − worker| in nats",
+    "ratio_outside_fraction": f"tokens with an importance ratio outside [{1 / RATIO_MAX:g}, {RATIO_MAX:g}]",
+    "k3_kl": "k3 estimate of KL(worker ‖ trainer)",
+}
+
+
+def rule_for(dtypes: set[str]) -> AlarmRule:
+    """The default rule for weights that are stored in these dtypes."""
+    return FLOAT32 if dtypes <= {"float32", "float64"} else BFLOAT16
+
+
+def compare(groups: Sequence[Group], logprobs: Sequence[Any], *, version: int, rule: AlarmRule = FLOAT32) -> Agreement:
+    """Compare what workers said of their tokens with what the trainer's model says.
+
+    Args:
+        groups: complete groups.
+        logprobs: one array per rollout, in order: float32, shape (T,), natural log, aligned with completion_ids; what
+            stands where completion_mask is 0 is not looked at. numpy arrays, torch tensors or lists.
+        version: the policy version of the weights that `logprobs` were computed with.
+        rule: what a worker may differ by.
+
+    Raises:
+        InputError: not one array per rollout, or one of another length; names the rollout.
+    """
+    tokens = _tokens([rollout for group in groups for rollout in group.rollouts], logprobs, version)
+    is_trainer_wrong_N = ~np.isfinite(tokens.trainer_N)
+    is_worker_wrong_N = ~np.isfinite(tokens.worker_N)
+    is_sound_N = ~is_trainer_wrong_N & ~is_worker_wrong_N
+    difference_N = np.subtract(tokens.trainer_N, tokens.worker_N, where=is_sound_N, out=np.zeros(len(is_sound_N)))
+    fresh_N, stale_N = is_sound_N & tokens.is_fresh_N, is_sound_N & ~tokens.is_fresh_N
+    rows = []
+    for worker_id, index_N in tokens.by_worker():
+        wrong_count = int(is_worker_wrong_N[index_N].sum())
+        picked_N = index_N[fresh_N[index_N]]
+        if wrong_count or len(picked_N):
+            values = _values(difference_N[picked_N], wrong_count)
+            rows.append(WorkerFigures(worker_id=worker_id, policy_version=version, **values))
+    alarms = judge(rows, rule)
+    trainer_wrong_count = int(is_trainer_wrong_N.sum())
+    return Agreement(
+        policy_version=version,
+        rule=rule,
+        fresh=Figures(**_values(difference_N[fresh_N], int((is_worker_wrong_N & tokens.is_fresh_N).sum()))),
+        stale=Figures(**_values(difference_N[stale_N], int((is_worker_wrong_N & ~tokens.is_fresh_N).sum()))),
+        trainer_not_finite_count=trainer_wrong_count,
+        worker_count=len(rows),
+        workers=worst_first(rows, alarms),
+        alarms=(*_trainer_alarm(trainer_wrong_count, len(difference_N), version), *alarms)[:WORKER_COUNT_MAX],
+    )
+
+
+def judge(rows: Sequence[WorkerFigures], rule: AlarmRule) -> list[Alarm]:
+    """At most one alarm per worker, about the first figure over its limit; the worst workers first."""
+    found = [(row, *over) for row in rows if (over := _over(row, rule)) is not None]
+    are_calm = any(_over(row, rule) is None and row.token_count >= rule.token_count_min for row in rows)
+    step = (
+        f"all {len(found)} workers are over a limit, so look at the trainer first: its temperature, its dtype, "
+        "the version its weights are of"
+        if len(found) > 1 and not are_calm
+        else "restart it; if the alarm comes back, its engine computes another model than the trainer does"
+    )
+    alarms = [
+        Alarm(
+            worker_id=row.worker_id,
+            figure=figure,
+            value=value,
+            limit=limit,
+            policy_version=row.policy_version,
+            text=f"worker {row.worker_id} disagrees with the trainer at version {row.policy_version}: {UNIT[figure]} "
+            f"{value:.3g}, the limit is {limit:g} ({row.token_count} tokens compared): {step}",
+        )
+        for row, figure, value, limit in found
+    ]
+    return sorted(alarms, key=lambda alarm: -alarm.value / max(alarm.limit, 1e-12))
+
+
+def worst_first(rows: Sequence[WorkerFigures], alarms: Sequence[Alarm]) -> tuple[WorkerFigures, ...]:
+    """At most WORKER_COUNT_MAX rows: workers with an alarm, then by their mean difference."""
+    blamed = {alarm.worker_id for alarm in alarms}
+    order = sorted(rows, key=lambda row: (row.worker_id not in blamed, -row.logprob_difference_mean, row.worker_id))
+    return tuple(order[:WORKER_COUNT_MAX])
+
+
+def _over(row: WorkerFigures, rule: AlarmRule) -> tuple[str, float, float] | None:
+    """The first figure over its limit, as (name, value, limit)."""
+    limits: list[tuple[str, float | None]] = [("not_finite_count", 0.0)]
+    if row.token_count >= rule.token_count_min:
+        limits += [
+            ("logprob_difference_mean", rule.difference_mean_limit),
+            ("ratio_outside_fraction", rule.outside_fraction_limit),
+            ("k3_kl", rule.k3_kl_limit),
+        ]
+    limits.append(("logprob_difference_max", rule.difference_max_limit))
+    for name, limit in limits:
+        value = float(getattr(row, name))
+        if limit is not None and value > limit:
+            return name, value, limit
+    return None
+
+
+def _trainer_alarm(wrong_count: int, token_count: int, version: int) -> tuple[Alarm, ...]:
+    if not wrong_count:
+        return ()
+    text = (
+        f"the trainer's own log-probabilities of {wrong_count} of {token_count} tokens are NaN or infinite at version "
+        f"{version}: look at its loss and its weights before you publish another version"
+    )
+    alarm = Alarm(
+        worker_id="", figure="not_finite_count", value=float(wrong_count), limit=0.0, policy_version=version, text=text
+    )
+    return (alarm,)
+
+
+def _values(difference_N: NDArray[np.float64], not_finite_count: int) -> dict[str, Any]:
+    """Fields of Figures. difference_N: trainer − worker, finite."""
+    if not len(difference_N):
+        return {"not_finite_count": not_finite_count}
+    far_N = np.abs(difference_N)
+    bounded_N = np.clip(difference_N, -DIFFERENCE_BOUND, DIFFERENCE_BOUND)
+    ratio_N = np.exp(bounded_N)
+    return {
+        "token_count": len(difference_N),
+        "not_finite_count": not_finite_count,
+        "logprob_difference_mean": float(far_N.mean()),
+        "logprob_difference_p99": float(np.quantile(far_N, 0.99)),
+        "logprob_difference_max": float(far_N.max()),
+        "importance_sampling_ratio_mean": float(ratio_N.mean()),
+        "importance_sampling_ratio_min": float(ratio_N.min()),
+        "importance_sampling_ratio_max": float(ratio_N.max()),
+        "ratio_outside_fraction": float(((ratio_N > RATIO_MAX) | (ratio_N < 1 / RATIO_MAX)).mean()),
+        "k3_kl": float(np.maximum(np.expm1(bounded_N) - bounded_N, 0.0).mean()),
+    }
+
+
+# ---- tokens of rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """trainer_N, worker_N: float64, natural log. is_fresh_N: bool. maker_N: int64, index into `workers`."""
+
+    trainer_N: NDArray[np.float64]
+    worker_N: NDArray[np.float64]
+    is_fresh_N: NDArray[np.bool_]
+    maker_N: NDArray[np.int64]
+    workers: list[str]
+
+    def by_worker(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """Every worker with the indices of its tokens."""
+        order_N = np.argsort(self.maker_N, kind="stable")
+        ends = np.searchsorted(self.maker_N[order_N], np.arange(len(self.workers) + 1))
+        for maker, name in enumerate(self.workers):
+            yield name, order_N[ends[maker] : ends[maker + 1]]
+
+
+def _tokens(rollouts: list[Rollout], logprobs: Sequence[Any], version: int) -> _Tokens:
+    if len(logprobs) != len(rollouts):
+        raise InputError(f"{len(logprobs)} arrays of log-probabilities for {len(rollouts)} rollouts: one each, please")
+    makers: dict[str, int] = {}
+    trainer, worker = [np.zeros(0)], [np.zeros(0)]
+    is_fresh, maker = [np.zeros(0, dtype=bool)], [np.zeros(0, dtype=np.int64)]
+    for rollout, given in zip(rollouts, logprobs, strict=True):
+        own_T = _array(given)
+        if own_T.shape != rollout.logprobs.shape:
+            raise InputError(
+                f"log-probabilities of rollout {rollout.trajectory_id} have shape {own_T.shape}, expected "
+                f"{rollout.logprobs.shape}: one for each of completion_ids",
+                trajectory_id=rollout.trajectory_id,
+            )
+        mask_T = rollout.completion_mask != 0
+        fresh_T, maker_T = _makers(rollout, version, makers)
+        trainer.append(own_T[mask_T])
+        worker.append(rollout.logprobs[mask_T].astype(np.float64))
+        is_fresh.append(fresh_T[mask_T])
+        maker.append(maker_T[mask_T])
+    return _Tokens(
+        trainer_N=np.concatenate(trainer),
+        worker_N=np.concatenate(worker),
+        is_fresh_N=np.concatenate(is_fresh),
+        maker_N=np.concatenate(maker),
+        workers=list(makers),
+    )
+
+
+def _makers(rollout: Rollout, version: int, makers: dict[str, int]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Which tokens are fresh (bool, shape (T,)), and who made each (int64, shape (T,), -1 where no span
+    speaks of it: not fresh).
+
+    An engine may change its weights within a turn and go on with the keys and values that older ones computed. What it
+    makes from there to the turn's end is no version's, so it is not fresh.
+    """
+    length = len(rollout.completion_ids)
+    fresh_T, maker_T = np.zeros(length, dtype=bool), np.full(length, -1, dtype=np.int64)
+    before, is_carried = None, False
+    for span in rollout.spans:
+        maker_T[span.start : span.end] = makers.setdefault(span.worker_id, len(makers))
+        goes_on = before is not None and before.end == span.start and before.worker_id == span.worker_id
+        is_carried = goes_on and before is not None and (is_carried or before.policy_version != span.policy_version)
+        fresh_T[span.start : span.end] = span.policy_version == version and not is_carried
+        before = span
+    return fresh_T, maker_T
+
+
+def _array(given: Any) -> NDArray[np.float64]:
+    """A numpy array of what may be a torch tensor; without importing torch, for who has one has loaded it."""
+    if hasattr(given, "detach"):
+        given = given.detach().double().cpu().numpy()
+    return np.asarray(given, dtype=np.float64)
