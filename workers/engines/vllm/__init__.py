@@ -1,0 +1,5 @@
+"""vLLM behind the engine protocol: in this process (AsyncLLM) or an existing server by URL.
+
+Read engine.py first; door.py says what it asks of either. What runs inside vLLM's own processes: plugin.py,
+scheduler.py, transfer.py. Nothing here imports vllm until an engine starts.
+"""

@@ -1,0 +1,145 @@
+"""What the vLLM engine asks of a vLLM, in this process (local.py) or behind a URL (server.py).
+
+- A door knows requests by name and streams their tokens; who waits, what was aborted and who holds the engine for
+  which reason is engine.py's.
+- Holding is not counted here: `hold` and `release` come in pairs, one at a time.
+- Whatever vLLM raises leaves a door as EngineError, short, with the place of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ....fabric.records import Sampling
+from ....fabric.weights.layout import Layout
+from ..base import EngineLimits, Writes
+
+if TYPE_CHECKING:
+    from .arena import Mirror
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known of the model once the door is open. context_tokens_max: most tokens of prompt and completion."""
+
+    name: str
+    layout: Layout
+    context_tokens_max: int
+    vocabulary_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request as a door gets it.
+
+    input_ids: prompt and prior tokens; the last `prior_count` of them are prior. token_count_max: new tokens, at least
+    one.
+    """
+
+    request_id: str
+    input_ids: list[int]
+    token_count_max: int
+    sampling: Sampling
+    prior_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The next tokens of a stream.
+
+    logprobs: natural log under the distribution sampled from (temperature 0: at temperature 1), one a token.
+    finish_reason: stop, length or abort in the last chunk, else "".
+    marks: (first token, version) of each stretch so far, as vLLM tells; None: it does not, the engine keeps its own.
+    cached_token_count: tokens of the prompt found in the prefix cache; in the last chunk at the latest.
+    """
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    finish_reason: str = ""
+    marks: Sequence[tuple[int, int]] | None = None
+    cached_token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """Signs of life. step_count: grows with every step that ran a token. running_count: requests in the batch."""
+
+    step_count: int
+    running_count: int
+    kv_used_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What this vLLM can do, found by trying, in words for a person where it can not."""
+
+    name: str  # as it is shown: "vllm 0.32.0 (cpu)", "vllm server 0.32.0"
+    weights: str  # "deltas", "reload" or "fixed"
+    sleeps: bool = False
+    notes: tuple[str, ...] = field(default=())  # what is missing, and what to start the server with
+
+
+class Door(Protocol):
+    """One vLLM. Every method may raise EngineError."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def abilities(self) -> Abilities: ...
+
+    async def open(self) -> None:
+        """Start it, or find out about it."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and everything it started; never raises."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineError if it is gone."""
+        ...
+
+    def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+        """Begin a request; ends after a chunk with a finish_reason."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; each stream's last chunk then says "abort", or how it had ended by itself."""
+        ...
+
+    async def hold(self) -> None:
+        """No step after this returns, and every token made before it has been streamed. Streams stay open."""
+        ...
+
+    async def release(self) -> None:
+        """Go on after `hold`."""
+        ...
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """From the next step on."""
+        ...
+
+    def pulse(self) -> Pulse:
+        """Now; costs microseconds."""
+        ...
+
+    async def write(self, writes: Writes, version: int) -> None:
+        """Write stored bits in place and name them `version`; called while held. Nothing of older weights is reused.
+
+        Raises:
+            WeightError: not written; says whether the engine still holds what it held.
+        """
+        ...
+
+    async def read(self, into: Mirror) -> None:
+        """Fill `into` with the stored bits that it computes with."""
+        ...
+
+    async def sleep(self) -> None:
+        """See Engine.sleep. Raises EngineUnsupported."""
+        ...
+
+    async def wake(self) -> None: ...

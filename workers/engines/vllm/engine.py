@@ -1,0 +1,397 @@
+"""vLLM as an engine: requests, pauses counted by reason, and weights, over a door to a vLLM (door.py).
+
+- Every request ends exactly once: in `finished` or in `abort`. One that fails ends with finish_reason "error".
+- The door is held while any reason holds the engine; reasons are counted here, because a vLLM has one pause for all.
+- The host keeps a mirror of the weights, which deltas are staged on; a commit writes the engine, then the mirror.
+- A commit drops what older weights left in the prefix cache, and recomputes the KV cache of requests that go on.
+- At start every kind of parameter is written once to see that it changes an answer (probe.py): a backend that computes
+  with copies of its weights is found before the first turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....fabric.clock import SystemClock
+from ....fabric.errors import ConfigError, EngineError, WeightError
+from ....fabric.models import is_preset
+from ....fabric.weights.layout import Layout
+from ..admission import context_of
+from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights
+from ..writes import check_writes
+from .arena import Mirror
+from .door import Ask, Door
+from .probe import probe_writes
+from .requests import OpenRequest
+
+log = logging.getLogger(__name__)
+
+COMMIT = "commit"  # our own reason for holding the door
+NO_TOKENS = ("limits",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmConfig:
+    """What the engine is built from; fixed while it lives.
+
+    Raises:
+        ConfigError: a number is out of its bounds.
+    """
+
+    model: str = "tiny"
+    """Preset, path or hub name; with `server` the name that it serves, or "" for the only one."""
+    slot_count: int = 64
+    """Requests that generate at once, at least 1."""
+    context_tokens_max: int | None = 512
+    """Most tokens of one request, prompt and completion, at least 2; None: the model's own."""
+    seed: int | None = None
+    """Of sampling; None: fresh."""
+    server: str | None = None
+    """URL of a vLLM OpenAI server to attach to; None: a vLLM of our own."""
+    api_key: str | None = field(default=None, repr=False)
+    """What that server asks for."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's own engine arguments by field name; they win over our defaults."""
+    log_path: Path | None = None
+    """Where vLLM's output goes; None: where ours goes."""
+    probes_writes: bool = True
+    """Whether to see at start that written weights change an answer."""
+    adapter_rank: int | None = None
+    """Weights are a LoRA adapter of this rank beside the frozen model; None: the model itself."""
+    adapter_alpha: float | None = None
+    """Its scale times the rank; None: the rank, so that the scale is 1."""
+    adapter_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear modules that it adapts."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("slot_count", 1), ("context_tokens_max", 2), ("adapter_rank", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}, must be at least {least}", name=name)
+
+
+class VllmEngine:
+    """One vLLM. See base.Engine for what each method promises."""
+
+    def __init__(self, config: VllmConfig | None = None, *, door: Door | None = None) -> None:
+        self.config = config or VllmConfig()
+        self._door = door or _new_door(self.config)
+        self._clock = SystemClock()
+        self._failure: EngineError | None = EngineError("the engine is not started: await start() first")
+        self._mirror: Mirror | None = None
+        self._version = -1
+        self._open: dict[str, OpenRequest] = {}
+        self._ended: dict[str, Generation] = {}
+        self._has_ended = asyncio.Event()
+        self._reasons: set[str] = set()
+        self._is_held = False
+        self._is_asleep = False
+        self._hold_lock = asyncio.Lock()
+        self._commit_lock = asyncio.Lock()  # taken before the other
+        self._limits = EngineLimits()
+        self._token_count = 0
+        self._prompt_token_count = 0
+        self._cached_token_count = 0
+
+    @property
+    def name(self) -> str:
+        """What runs, as it is shown."""
+        return self._door.abilities.name
+
+    async def start(self) -> None:
+        try:
+            await self._door.open()
+            facts = self._door.facts
+            try:
+                self._mirror = Mirror.create(facts.layout)
+            except OSError as error:
+                raise EngineError(
+                    f"no room for a copy of the weights of {facts.name!r} in shared memory"
+                    f" ({facts.layout.byte_count:,} bytes): {error}"
+                ) from error
+            await self._door.read(self._mirror)
+            self._failure = None
+            way = self._door.abilities.weights
+            if self.config.probes_writes and way in ("deltas", "reload"):
+                is_ours = self.config.server is None
+                is_dummy = is_ours and (
+                    is_preset(self.config.model) or self.config.arguments.get("load_format") == "dummy"
+                )
+                await probe_writes(self, facts, is_dummy=is_dummy, is_whole=way == "reload")
+            self._token_count = self._prompt_token_count = self._cached_token_count = 0
+        except BaseException:
+            await self.close()
+            raise
+        for note in self._door.abilities.notes:
+            log.info("engine.cannot", extra={"note": note})
+
+    async def close(self) -> None:
+        """What runs is dropped; no process of vLLM is left."""
+        self._failure = EngineError("the engine is closed")
+        tasks = [request.task for request in self._open.values() if request.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._open.clear()
+        self._ended.clear()
+        await self._door.close()
+        if self._mirror is not None:
+            self._mirror.close()
+
+    # ---- requests
+
+    def generate(self, request: GenerationRequest) -> None:
+        """A request that would outgrow the context is cut there, with finish_reason "length"."""
+        self._check()
+        if request.request_id in self._open:
+            raise EngineError(f"request {request.request_id!r} is already running", request_id=request.request_id)
+        opened = OpenRequest(ask=self._ask(request))
+        self._open[request.request_id] = opened
+        self._prompt_token_count += len(opened.ask.input_ids)
+        prior, sampling = request.prior_ids, request.sampling
+        if prior.size and int(prior[-1]) in sampling.stop_ids:
+            self._end(opened, "stop")
+        elif opened.ask.token_count_max <= 0:
+            self._end(opened, "length")
+        else:
+            opened.task = asyncio.create_task(self._follow(opened))
+
+    def _ask(self, request: GenerationRequest) -> Ask:
+        facts = self._door.facts
+        ids = context_of(request, context_tokens_max=facts.context_tokens_max, vocabulary_size=facts.vocabulary_size)
+        room = min(request.sampling.max_tokens - request.prior_ids.size, facts.context_tokens_max - ids.size)
+        return Ask(
+            request_id=request.request_id,
+            input_ids=ids.tolist(),
+            prior_count=request.prior_ids.size,
+            token_count_max=room,
+            sampling=request.sampling,
+        )
+
+    async def _follow(self, opened: OpenRequest) -> None:
+        """Collect a stream's tokens until it ends."""
+        try:
+            async for chunk in self._door.stream(opened.ask):
+                opened.take(chunk, self._version)
+                self._token_count += len(chunk.token_ids)
+                if chunk.finish_reason:
+                    self._end(opened, chunk.finish_reason)
+                    return
+            self._end(opened, "error", "the stream ended before the request did")
+        except EngineError as error:
+            self._end(opened, "error", str(error))
+        except Exception as error:
+            log.exception("engine.stream_failed", extra={"request_id": opened.ask.request_id})
+            self._end(opened, "error", f"reading its tokens failed: {error!r}")
+
+    def _end(self, opened: OpenRequest, finish_reason: str, error: str | None = None) -> None:
+        self._cached_token_count += opened.cached_token_count
+        self._ended[opened.ask.request_id] = opened.generation(finish_reason, error)
+        self._has_ended.set()
+
+    async def finished(self, timeout_s: float) -> list[Generation]:
+        if not self._ended:
+            self._has_ended.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._has_ended.wait()
+            except TimeoutError:
+                return []
+        return self._hand_out(list(self._ended))
+
+    def _hand_out(self, request_ids: Sequence[str]) -> list[Generation]:
+        for request_id in request_ids:
+            self._open.pop(request_id, None)
+        return [self._ended.pop(request_id) for request_id in request_ids if request_id in self._ended]
+
+    def progress(self, request_ids: Sequence[str]) -> list[Generation]:
+        self._check()
+        running = [name for name in request_ids if name in self._open and name not in self._ended]
+        return [self._open[name].generation() for name in running]
+
+    async def abort(self, request_ids: Sequence[str]) -> list[Generation]:
+        """On an engine that has failed, its requests end through `finished` instead."""
+        wanted = [name for name in request_ids if name in self._open]
+        running = [name for name in wanted if name not in self._ended]
+        if running and self._failure is None:
+            tasks = [task for task in (self._open[name].task for name in running) if task is not None]
+            with contextlib.suppress(EngineError):
+                await self._door.abort(running)
+            if tasks:
+                await asyncio.wait(tasks)
+        return self._hand_out([name for name in wanted if name in self._ended])
+
+    # ---- holding it
+
+    async def pause(self, reason: str) -> None:
+        """Pausing twice for one reason holds once."""
+        self._check()
+        self._reasons.add(reason)
+        await self._follow_reasons()
+
+    async def resume(self, reason: str) -> None:
+        self._check()
+        self._reasons.discard(reason)
+        await self._follow_reasons()
+
+    async def _follow_reasons(self) -> None:
+        """Who gives up waiting does not leave the door half held."""
+        await asyncio.shield(asyncio.ensure_future(self._hold_as_wanted()))
+
+    async def _hold_as_wanted(self) -> None:
+        async with self._hold_lock:
+            if self._is_asleep:
+                return
+            is_wanted = bool(self._reasons)
+            if is_wanted and not self._is_held:
+                await self._door.hold()
+            elif self._is_held and not is_wanted:
+                await self._door.release()
+            self._is_held = is_wanted
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Above a lowered `running_count` the oldest requests go on, the others wait with their KV; 0 holds all."""
+        self._check()
+        self._limits = limits
+        self._door.set_limits(limits)
+
+    def stats(self) -> EngineStats:
+        self._check()
+        pulse = self._door.pulse()
+        is_limited_to_none = 0 in (self._limits.running_count, self._limits.step_tokens)
+        running_count = min(pulse.running_count, len(self._open) - len(self._ended))
+        return EngineStats(
+            running_count=running_count,
+            waiting_count=len(self._open) - len(self._ended) - running_count,
+            kv_used_fraction=pulse.kv_used_fraction,
+            step_count=pulse.step_count,
+            token_count=self._token_count,
+            active_version=self._version,
+            paused_by=tuple(sorted(self._reasons)) + (NO_TOKENS if is_limited_to_none else ()),
+            prompt_token_count=self._prompt_token_count,
+            cached_token_count=self._cached_token_count,
+        )
+
+    # ---- weights
+
+    @property
+    def layout(self) -> Layout:
+        self._live_mirror()
+        return self._door.facts.layout
+
+    def weight_bits(self) -> Mapping[str, Bits]:
+        return {name: _read_only(bits) for name, bits in self._live_mirror().bits.items()}
+
+    async def read_weights(self) -> Mapping[str, Bits]:
+        self._check()
+        scratch = Mirror.create(self._door.facts.layout)
+        try:
+            await self._door.read(scratch)
+        finally:
+            scratch.close()
+        return {name: _read_only(bits) for name, bits in scratch.bits.items()}
+
+    async def apply(self, staged: StagedWeights) -> float:
+        """Requests that run have their KV cache computed again; new ones never share what older weights computed.
+
+        A write that fails half-way leaves a torn model: the engine then fails as in a crash.
+        """
+        mirror, writes = self._live_mirror(), staged.writes()
+        check_writes(self._door.facts.layout, writes)
+        return await asyncio.shield(asyncio.ensure_future(self._commit(mirror, staged.version, writes)))
+
+    async def _commit(self, mirror: Mirror, version: int, writes: Any) -> float:
+        begin_s = self._clock.now_s()
+        async with self._commit_lock, self._held():
+            try:
+                await self._door.write(writes, version)
+            except WeightError:
+                raise
+            except EngineError as error:
+                self._failure = EngineError(f"version {version} was written in part: {error}. Start a new engine")
+                raise WeightError(f"version {version} was not applied: {error}", version=version) from error
+            for name, (indices, values) in writes.items():
+                mirror.bits[name][slice(None) if indices is None else indices] = values
+            self._version = version
+        return self._clock.now_s() - begin_s
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        self._reasons.add(COMMIT)
+        await self._hold_as_wanted()
+        try:
+            yield
+        finally:
+            self._reasons.discard(COMMIT)
+            if self._failure is None:
+                await self._hold_as_wanted()
+
+    # ---- sleeping
+
+    async def sleep(self) -> float:
+        """While it sleeps, pauses and limits are only noted; they hold when it wakes."""
+        self._check()
+        begin_s = self._clock.now_s()
+        async with self._commit_lock, self._hold_lock:
+            await self._door.sleep()
+            self._is_asleep = True
+        return self._clock.now_s() - begin_s
+
+    async def wake(self) -> float:
+        """May be repeated, also on an engine that is awake."""
+        self._check()
+        begin_s = self._clock.now_s()
+        async with self._commit_lock:
+            if self._is_asleep:
+                async with self._hold_lock:
+                    await self._door.wake()
+                    self._is_asleep = self._is_held = False  # vLLM goes on by itself
+            await self._hold_as_wanted()
+        return self._clock.now_s() - begin_s
+
+    # ---- what it stands on
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure.message, **self._failure.facts) from self._failure
+        self._door.check()
+
+    def _live_mirror(self) -> Mirror:
+        if self._mirror is None or self._failure is not None:
+            raise self._failure or EngineError("the engine has no model: it is not started, or closed")
+        return self._mirror
+
+
+def _new_door(config: VllmConfig) -> Door:
+    if config.server is not None:
+        from .server import ServerDoor
+
+        return ServerDoor(
+            config.server,
+            slot_count=config.slot_count,
+            context_tokens_max=config.context_tokens_max,
+            api_key=config.api_key,
+            model=config.model,
+        )
+    if config.adapter_rank is not None:
+        from .adapter import AdapterDoor
+
+        return AdapterDoor(config)
+    from .local import LocalDoor
+
+    return LocalDoor(config)
+
+
+def _read_only(bits: Bits) -> Bits:
+    view = np.asarray(bits).view()
+    view.flags.writeable = False
+    return view

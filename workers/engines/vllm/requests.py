@@ -1,0 +1,45 @@
+"""Requests of the vLLM engine: what each has made, and which weights made it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..base import Generation
+from ..transformers_request import Marks, stretches
+from .door import Ask, Chunk
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenRequest:
+    """A request that was begun and not yet handed out. task: what follows its stream."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    marks: Marks = field(default_factory=list)
+    cached_token_count: int = 0
+    task: asyncio.Task[None] | None = None
+
+    def take(self, chunk: Chunk, version: int) -> None:
+        """The next tokens, made by `version` unless the chunk knows better."""
+        if chunk.marks is not None:
+            self.marks = list(chunk.marks)
+        elif chunk.token_ids and (not self.marks or self.marks[-1][1] != version):
+            self.marks = [*self.marks, (len(self.tokens), version)]
+        self.tokens += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.cached_token_count = max(self.cached_token_count, chunk.cached_token_count)
+
+    def generation(self, finish_reason: str = "", error: str | None = None) -> Generation:
+        """What it has made so far."""
+        return Generation(
+            request_id=self.ask.request_id,
+            finish_reason=finish_reason,
+            completion_ids=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=stretches(self.marks, len(self.tokens)),
+            error=error,
+        )

@@ -1,0 +1,103 @@
+"""vLLM's scheduler under limits that change at any time, and telling what it does: words of shared memory each way.
+
+- Limits are read at every step (page.py); a lowered one holds from the next step on.
+- Above a lowered running count the oldest requests go on; the others keep their KV cache and wait.
+- With limits of 0 it schedules nothing, and rests a millisecond between two looks, so that the rest of the machine
+  has the processor.
+- A KV limit admits requests by what they may come to hold, oldest first; those that run keep what they have.
+
+Runs in vLLM's EngineCore process. vLLM calls this interface non-public: the pinned version is what it was read for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from ..base import EngineLimits
+from .page import KV_USED_PPM, RUNNING, SCHEDULED_TOKENS, STEP_AT_NS, STEPS, Page
+
+REST_S = 0.001
+
+
+class _Limited(Scheduler):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = self.vllm_config.additional_config["rollfab"]
+        self._page = Page(Path(options["page"]))
+        self._own_running_max: int = self.max_num_active_reqs  # type: ignore[has-type]
+        self._own_step_tokens_max: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
+        self._never = threading.Event()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """One step's work, within the limits."""
+        limits = self._page.limits()
+        running_max = _least(self._own_running_max, limits.running_count)
+        step_tokens_max = _least(self._own_step_tokens_max, limits.step_tokens)
+        if running_max == 0 or step_tokens_max == 0:
+            self._never.wait(REST_S)
+            running_max = step_tokens_max = 0
+        self.max_num_scheduled_tokens = step_tokens_max
+        self.max_num_active_reqs = min(running_max, self._admissible(limits))
+        waiting_with_kv = self.running[running_max:]
+        del self.running[running_max:]
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.running.extend(waiting_with_kv)
+        self._page.words[SCHEDULED_TOKENS] = output.total_num_scheduled_tokens
+        self._tell()
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Also tells of the step, before its tokens are sent."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            self._page.words[STEP_AT_NS] = time.monotonic_ns()
+            self._page.words[STEPS] += 1
+        self._tell()
+        return outputs
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Also tells of it."""
+        finished = super().finish_requests(*args, **kwargs)
+        self._tell()
+        return finished
+
+    def _admissible(self, limits: EngineLimits) -> int:
+        """Requests that may run at once by what all of them may come to hold."""
+        if limits.kv_tokens is None:
+            return self._own_running_max
+        room = limits.kv_tokens - sum(map(_kv_tokens_max, self.running))
+        count = len(self.running)
+        for request in self.waiting:
+            room -= _kv_tokens_max(request)
+            if room < 0:
+                break
+            count += 1
+        return count
+
+    def _tell(self) -> None:
+        self._page.words[RUNNING] = len(self.running)
+        self._page.words[KV_USED_PPM] = int(self.kv_cache_manager.usage * 1e6)
+
+
+class LimitedScheduler(_Limited):
+    """For engines that schedule a step once the one before it has ended."""
+
+
+class LimitedAsyncScheduler(_Limited, AsyncScheduler):  # type: ignore[misc]
+    """For engines that schedule a step while the one before it runs."""
+
+
+def _least(own: int, limit: int | None) -> int:
+    return own if limit is None else min(own, limit)
+
+
+def _kv_tokens_max(request: Any) -> int:
+    return int(request.num_prompt_tokens + request.max_tokens)

@@ -1,0 +1,173 @@
+"""Weight transfer in vLLM's worker processes: commits from shared memory, written in place, on every rank its part.
+
+- All of a commit is checked before any of it is written: names, dtypes, counts, positions. A bad one changes nothing.
+- What is checked depends on the commit alone, so all ranks of a model take it or none does.
+- After a commit, vLLM computes with the new weights: setting up refuses every layer that would not (live.py).
+- Caches of what older weights computed (KV, prefixes) are the caller's to reset.
+
+vLLM finds the class under the backend name "rollfab" (plugin.py). Tensors are written by the same code on every device;
+it is unverified on a GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from ....fabric.errors import WeightError, WireError
+from ....fabric.weights.layout import Layout
+from ..base import Bits, Writes
+from ..writes import check_writes
+from .arena import Mirror, unpack
+from .live import check_live, derive_again, derived_names
+from .packing import pack_again
+from .placement import Coverage, Placement, check_covered
+from .recording import record, rehearse
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """layout: rows [name, dtype, shape] of the model that commits are for."""
+
+    layout: list[list[Any]]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Exactly one of: parcel, a file that holds a commit; data, a commit as base64; export, a Mirror's file to fill."""
+
+    parcel: str | None = None
+    data: str | None = None
+    export: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.parcel, self.data, self.export)) != 1:
+            raise WeightError("an update is one of parcel (a path), data (base64) and export (a path)")
+
+
+class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """The backend "rollfab"; one in each worker process, made by vLLM after the model is loaded."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._placement: Placement | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Find the place of every tensor; may be called again, with another layout.
+
+        Raises:
+            LayoutMismatch: vLLM's model is not of this layout.
+            EngineUnsupported: it has layers that can not be written in place.
+        """
+        self._placement = None
+        layout = Layout.from_rows(init_info.layout)
+        placement: Placement | None = None
+        problem = ""
+        try:
+            check_live(self.model)
+            placement = record(self.model, layout, derived_names(self.model))
+            rehearse(self.model, placement)
+        except Exception as error:  # the other ranks wait for what this one tells
+            log.warning("weights.set_up_failed", exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+        ranks = _told_by_all((problem, None if placement is None else placement.coverage()))
+        problems = [told for told, _ in ranks if told]
+        if problems:
+            raise WeightError(problems[0])
+        check_covered(layout, [coverage for _, coverage in ranks if coverage is not None])
+        assert placement is not None
+        placement.fill_padding()
+        pack_again(self.model)
+        self._placement = placement
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: parameters keep their memory."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish: a commit is complete when `receive_weights` returns."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Write a commit, or fill a mirror with the live weights.
+
+        Raises:
+            WeightError: it is no commit for this model; nothing was written.
+        """
+        if self._placement is None:
+            raise WeightError("weight transfer is not set up: call init_weight_transfer_engine with a layout first")
+        if update_info.export is not None:
+            _export(self._placement, Path(update_info.export))
+            return
+        writes = _read(update_info)
+        check_writes(self._placement.layout, writes)
+        with torch.no_grad():
+            for name, (indices, values) in writes.items():
+                _write(self._placement, name, indices, values)
+            derive_again(self.model, self.model_config.dtype)
+            pack_again(self.model)
+
+    def shutdown(self) -> None:
+        """Let go of the model's memory."""
+        self._placement = None
+
+
+def _read(update_info: UpdateInfo) -> Writes:
+    try:
+        if update_info.data is not None:
+            return unpack(memoryview(bytearray(base64.b64decode(update_info.data, validate=True))))
+        with Path(str(update_info.parcel)).open("rb") as file:  # a private mapping: nobody writes into the sender's
+            return unpack(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except (OSError, ValueError, binascii.Error, WireError) as error:
+        raise WeightError(f"nothing was written: the commit can not be read: {error}") from error
+
+
+def _write(placement: Placement, name: str, indices: NDArray[np.int64] | None, values: Bits) -> None:
+    bits = _tensor(values)
+    if indices is None:
+        placement.write_all(name, bits)
+    else:
+        placement.write_some(name, _tensor(indices), bits)
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    """The same memory as signed integers, which torch has every operation for."""
+    return torch.from_numpy(array.view(np.dtype(f"<i{array.itemsize}")))
+
+
+def _export(placement: Placement, path: Path) -> None:
+    try:
+        mirror = Mirror(placement.layout, path)
+    except (OSError, ValueError) as error:
+        raise WeightError(f"the weights can not be read out into {path}: {error}") from error
+    for name, bits in mirror.bits.items():
+        placement.read(name, _tensor(bits))
+
+
+def _told_by_all(mine: tuple[str, Coverage | None]) -> list[tuple[str, Coverage | None]]:
+    """What every rank of the model tells, in rank order; all must call it."""
+    group = get_world_group()
+    if group.world_size == 1:
+        return [mine]
+    told: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(told, mine, group=group.cpu_group)
+    return told
