@@ -11,9 +11,9 @@ import numpy as np
 SCALE = 10.0  # from here on every token hangs on all before it; gaps between logits stay far above rounding
 
 
-def lively_weights() -> dict[str, np.ndarray]:
-    """The tiny preset's weights, float32, with every matrix larger: greedy turns have some 80 different tokens."""
+def lively_weights(model: str = "tiny") -> dict[str, np.ndarray]:
+    """A preset's weights, float32, with every matrix larger: greedy turns have some 80 different tokens."""
     from ..workers.engines.transformers_model import load_model
 
-    parameters = load_model("tiny", "float32", "cpu").named_parameters()
+    parameters = load_model(model, "float32", "cpu").named_parameters()
     return {name: each.detach().numpy() * np.float32(SCALE if each.ndim > 1 else 1) for name, each in parameters}

@@ -132,7 +132,8 @@ def _arm(workload: Workload, rate: Figure, rounds: list[Round]) -> dict[str, Any
     return {
         "tokens_per_s": rate.median,
         "spread": rate.spread,
-        "turns_per_s": rate.median / workload.completion_tokens,
+        "tokens_per_round": rounds[0].token_count,
+        "turns_per_s": rate.median * workload.turns / workload.tokens,
         "cpu_ms_per_turn": {
             name: 1000 * Figure(tuple(each.cpu_s[name] for each in rounds)).median / workload.turns for name in names
         },

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,8 @@ CONTEXT_TOKENS = 512
 SEED = 7  # of sampling; weights come from the preset
 GROUP_SIZE = 8
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine
-GROUP_TIMEOUT_S = 120.0  # without any group: something is broken
+GROUP_TIMEOUT_S = 120.0  # for all groups of a round: something is broken
+LOOK_S = 5.0  # without a group: is everybody still there?
 METRONOME = "metronome=rollfab.bench.worlds:Metronome"
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -61,7 +62,16 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens generated in one round."""
-        return self.turns * self.completion_tokens
+        return GROUP_SIZE * self.turn_count * sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each turn, by group."""
+        return [self.completion_tokens] * (self.trajectory_count // GROUP_SIZE)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """What the metronome is asked for, by group."""
+        return [{"seed": index} for index in range(self.trajectory_count // GROUP_SIZE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +140,15 @@ class EngineAlone:
 
 
 class WholeFabric:
-    """The engine in a worker process, reached through everything."""
+    """The engine in a worker process, reached through everything. `engine`: words for `rollfab worker`."""
 
-    def __init__(self, workload: Workload, weights: Arrays) -> None:
+    def __init__(self, workload: Workload, weights: Arrays, engine: Sequence[str] = ()) -> None:
         self._workload = workload
         self._weights = weights
+        self._engine = engine
         self._stack = ExitStack()
 
-    def __enter__(self) -> WholeFabric:
+    def __enter__(self) -> Self:
         try:
             directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollfab-bench-")))
             self._broker = self._stack.enter_context(EmbeddedBroker.start(directory / "broker"))
@@ -156,7 +167,7 @@ class WholeFabric:
 
     def _start_roles(self) -> None:
         workload, count = self._workload, str(self._workload.trajectory_count)
-        engine = ["--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS), "--seed", str(SEED)]
+        engine = ["--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS), "--seed", str(SEED), *self._engine]
         for role, words in {
             "controller": [],
             "agent": ["--environment", METRONOME, "--count", count],
@@ -190,13 +201,24 @@ class WholeFabric:
     def round(self) -> Round:
         """All trajectories from their submission until the last group is received."""
         cpu_s, start_s = self._cpu_s(), time.perf_counter()
-        group_count = self._workload.trajectory_count // GROUP_SIZE
-        self._run.submit([{"seed": index} for index in range(group_count)], group_size=GROUP_SIZE)
-        groups = list(self._run.groups(timeout=GROUP_TIMEOUT_S, count=group_count))
+        groups = self.ask(self._workload.tasks())
         duration_s = time.perf_counter() - start_s
         used_s = {name: used - cpu_s[name] for name, used in self._cpu_s().items()}
-        self._check_alive()
         return Round(duration_s=duration_s, token_count=count_tokens(groups, self._workload), cpu_s=used_s)
+
+    def ask(self, tasks: Sequence[dict[str, Any]], timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
+        """A group for each task, in the order of the tasks; what does not come in time is missing.
+
+        Raises:
+            FabricError: a process has ended.
+        """
+        order = {name: index for index, name in enumerate(self._run.submit(tasks, group_size=GROUP_SIZE))}
+        groups: list[Group] = []
+        deadline_s = time.monotonic() + timeout_s
+        while len(groups) < len(tasks) and time.monotonic() < deadline_s:
+            groups += self._run.groups(timeout=LOOK_S, count=len(tasks) - len(groups))
+            self._check_alive()
+        return sorted(groups, key=lambda group: order[group.group_id])
 
     def _cpu_s(self) -> dict[str, float]:
         pids = {name: child.pid for name, child in self._supervisor.children.items()}
@@ -212,11 +234,11 @@ def count_tokens(groups: Sequence[Group], workload: Workload) -> int:
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     counts = [int(rollout.completion_mask.sum()) for rollout in rollouts]
-    expected = workload.turn_count * workload.completion_tokens
-    if len(rollouts) != workload.trajectory_count or set(counts) != {expected}:
+    expected = sorted(workload.turn_count * length for length in workload.lengths for _ in range(GROUP_SIZE))
+    if sorted(counts) != expected:
         failure_count = sum(len(group.failures) for group in groups)
         raise FabricError(
             f"{len(rollouts)} rollouts of {sorted(set(counts))} tokens and {failure_count} dead letters came back, not"
-            f" {workload.trajectory_count} rollouts of {expected} tokens: both arms must do the same work"
+            f" {len(expected)} rollouts of {sorted(set(expected))} tokens: both arms must do the same work"
         )
     return sum(counts)

@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 
+from ..commands.engines import EngineOptions
 from ..commands.roles import RoleOptions, run_worker
 from ..workers.engines.base import GenerationRequest
 from ..workers.engines.transformers import TransformersConfig, TransformersEngine
@@ -34,10 +35,8 @@ def run_witness(options: RoleOptions, *, role: str, slot_count: int, directory: 
     run_worker(
         options,
         role=role,
-        model="tiny",
-        slot_count=slot_count,
-        engine_options={},
-        make_engine=lambda config: WitnessedEngine(config, directory),
+        engine=EngineOptions(model="tiny", slot_count=slot_count),
+        make_engine=lambda engine, _: WitnessedEngine(engine.for_transformers(), directory),
     )
 
 

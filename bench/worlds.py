@@ -5,6 +5,7 @@ Agents offer them only when told to: `--environment metronome=rollfab.bench.worl
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ..workers.environments.base import Environment, Observation, Step, TextSampling
@@ -19,6 +20,8 @@ class Metronome(Environment):
         turn_count: turns until it ends.
         completion_tokens: length of every turn; nothing ends one early.
         observation_tokens: characters of every observation, the first included.
+
+    A task may say its own first "text", "completion_tokens" and "temperature".
     """
 
     name = "metronome"
@@ -32,7 +35,13 @@ class Metronome(Environment):
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         """Say the first observation."""
-        return Observation(self._text)
+        own = self.sampling
+        self.sampling = dataclasses.replace(
+            own,
+            temperature=task.get("temperature", own.temperature),
+            max_tokens=task.get("completion_tokens", own.max_tokens),
+        )
+        return Observation(task.get("text", self._text))
 
     async def step(self, action: str) -> Step:
         """Count."""

@@ -31,6 +31,14 @@ def overhead(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_overhead(quick=quick, json_output=json))
 
 
+@app.command("engine")
+def engine(quick: Quick = False, json: AsJson = False) -> None:
+    """vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stands still when told to."""
+    from ..bench.engine import bench_engine
+
+    raise typer.Exit(bench_engine(quick=quick, json_output=json))
+
+
 @app.command("chaos")
 def chaos(
     quick: Quick = False,
