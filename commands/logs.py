@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import Any
 
-PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "vllm_process_name"}
 NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers")
 
 

@@ -30,6 +30,15 @@ Rewards = Annotated[
     list[str] | None,
     typer.Option("--reward", help="NAME=module:attr: a reward function this process may import. Repeatable."),
 ]
+EngineName = Annotated[str, typer.Option("--engine", help="What generates: transformers or vllm.")]
+EngineWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- WORD...]",
+        help="vllm: its own engine arguments, after `--`: `-- --tensor-parallel-size 2`; `-- --help` lists them.",
+        show_default=False,
+    ),
+]
 Port = Annotated[int, typer.Option("--port", help="Port; 0 picks a free one.", min=0, max=65535)]
 
 

@@ -22,8 +22,9 @@ from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError, FabricError
 from ..fabric.ids import new_worker_id
-from ..fabric.models import is_preset
 from ..fabric.records import WorkerInfo
+from ..workers.engines.base import Engine
+from .engines import EngineOptions, check_engine_options, new_engine, patience_of
 
 log = logging.getLogger(__name__)
 
@@ -112,40 +113,49 @@ def run_worker(
     options: RoleOptions,
     *,
     role: str,
-    model: str,
-    slot_count: int,
-    engine_options: dict[str, Any],
-    make_engine: Callable[[Any], Any] | None = None,
+    engine: EngineOptions,
+    sleep_after_s: float | None = None,
+    make_engine: Callable[[EngineOptions, str], Engine] = new_engine,
 ) -> None:
-    """Generate turns under a lease. `make_engine`: another engine than the default, from the same settings."""
-    from ..workers.engines.transformers import TransformersConfig, TransformersEngine
+    """Generate turns under a lease.
+
+    Args:
+        options, role, engine: see there.
+        sleep_after_s: see RolloutConfig.
+        make_engine: another engine than the options name, for a worker's id.
+    """
     from ..workers.rollout import RolloutConfig, RolloutWorker
     from ..workers.weights import WeightReceiver
 
-    # A CPU may read a prompt of a real model for many seconds, in which other turns make no tokens.
-    is_slow = engine_options.get("device", "cpu") == "cpu" and not is_preset(model)
-    patience = {"stall_s": 30.0, "first_token_s": 300.0} if is_slow else {}
+    if role not in ("dedicated", "serving"):
+        raise ConfigError(f"role {role!r} is neither dedicated nor serving")
+    worker_id = options.worker_id(role)
+    check_engine_options(engine)
+    made = make_engine(engine, worker_id)
+    config = RolloutConfig(
+        worker_id=worker_id,
+        role=role,
+        model=engine.model,
+        slot_count=engine.slot_count,
+        sleep_after_s=sleep_after_s,
+        **patience_of(engine),
+    )
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id = options.worker_id(role)
-        settings = TransformersConfig(model=model, slot_count=slot_count, **engine_options)
-        engine = make_engine(settings) if make_engine else TransformersEngine(settings)
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
-            await engine.start()
+            await made.start()
             try:
                 worker = RolloutWorker(
                     ports,
-                    engine,
-                    RolloutConfig(worker_id=worker_id, role=role, model=model, slot_count=slot_count, **patience),
+                    made,
+                    config,
                     SystemClock(),
-                    make_receiver=lambda run_id: WeightReceiver(ports.weights, run_id, engine),
+                    make_receiver=lambda run_id: WeightReceiver(ports.weights, run_id, made),
                 )
                 await worker.run(stop)
             finally:
-                await engine.close()
+                await made.close()
 
-    if role not in ("dedicated", "serving"):
-        raise ConfigError(f"role {role!r} is neither dedicated nor serving")
     run_until_stopped(serve)
 
 

@@ -28,6 +28,8 @@ class UpOptions:
     slot_count: int
     data: str
     port: int
+    engine: str = "transformers"
+    engine_words: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
 
@@ -45,8 +47,12 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
         supervisor.add(f"agent-{index}", ["agent", *allowed], environment=place)
     for role, count in (("dedicated", options.dedicated), ("serving", options.serving)):
         for index in range(count):
+            name = f"{role}-{index}"
             words = ["--role", role, "--model", options.model, "--slots", str(options.slot_count)]
-            supervisor.add(f"{role}-{index}", ["worker", *words], environment=place)
+            if options.engine == "vllm":
+                log = supervisor.log_directory / f"{name}.vllm.log"
+                words += ["--engine", "vllm", "--engine-log", str(log), "--", *options.engine_words]
+            supervisor.add(name, ["worker", *words], environment=place)
     supervisor.add("reward", ["reward", *allowed], environment=place)
     supervisor.add("api", ["api", "--port", str(options.port)], environment=place)
 

