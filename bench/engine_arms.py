@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..fabric.errors import FabricError
 from ..fabric.records import Group
 from ..fabric.tokenizer import CharTokenizer
-from ..workers.engines.vllm.engine import VllmConfig
+from ..workers.engines.vllm.config import VllmConfig
 from .engine_offline import Answers, Offline, Requests, write_checkpoint
 from .harness import child_pids, process_cpu_s, process_title
 from .overhead_arms import CONTEXT_TOKENS, GROUP_SIZE, SEED, SLOT_COUNT, Round, WholeFabric, Workload

@@ -22,7 +22,8 @@ import numpy as np
 from ..fabric.errors import FabricError
 from ..fabric.records import Sampling
 from ..workers.engines.base import EngineLimits, GenerationRequest
-from ..workers.engines.vllm.engine import VllmConfig, VllmEngine
+from ..workers.engines.vllm.config import VllmConfig
+from ..workers.engines.vllm.engine import VllmEngine
 from ..workers.engines.vllm.local import LocalDoor
 from ..workers.engines.vllm.page import STEP_AT_NS, STEPS
 from .harness import percentile

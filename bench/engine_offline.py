@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..fabric.models import model_config
 from ..workers.engines.vllm.arguments import engine_arguments
-from ..workers.engines.vllm.engine import VllmConfig
+from ..workers.engines.vllm.config import VllmConfig
 from ..workers.engines.vllm.environment import prepare_environment
 
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -15,7 +15,7 @@ from ..workers.engines.base import Engine
 
 if TYPE_CHECKING:
     from ..workers.engines.transformers import TransformersConfig
-    from ..workers.engines.vllm.engine import VllmConfig
+    from ..workers.engines.vllm.config import VllmConfig
 
 ENGINES = ("transformers", "vllm")
 CONTEXT_TOKENS_MAX = 512
@@ -66,7 +66,7 @@ class EngineOptions:
     def for_vllm(self, log_path: Path | None) -> VllmConfig:
         """Settings of vLLM; its own words are read by vLLM, which is imported if there are any."""
         from ..workers.engines.vllm.arguments import parse_words
-        from ..workers.engines.vllm.engine import VllmConfig
+        from ..workers.engines.vllm.config import VllmConfig
 
         is_ours = self.server is None
         return VllmConfig(

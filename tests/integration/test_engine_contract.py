@@ -55,7 +55,8 @@ def random_weights(engine: Engine, version: int, scale: float = 0.25) -> Staged:
 
 def new_engine(kind: str) -> Engine:
     if kind == "vllm":
-        from rollfab.workers.engines.vllm.engine import VllmConfig, VllmEngine
+        from rollfab.workers.engines.vllm.config import VllmConfig
+        from rollfab.workers.engines.vllm.engine import VllmEngine
 
         return VllmEngine(
             VllmConfig(

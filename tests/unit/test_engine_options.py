@@ -10,7 +10,7 @@ from rollfab.commands.supervisor import Supervisor
 from rollfab.commands.up import UpOptions, start_roles
 from rollfab.fabric.errors import ConfigError
 from rollfab.workers.engines.vllm.arguments import CPU_BLOCK_TOKENS, engine_arguments
-from rollfab.workers.engines.vllm.engine import VllmConfig
+from rollfab.workers.engines.vllm.config import VllmConfig
 from rollfab.workers.engines.vllm.environment import ALWAYS, ON_CPU, prepare_environment
 
 

@@ -13,7 +13,8 @@ from rollfab.fabric.records import Sampling
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.adapter import adapter_layout
-from rollfab.workers.engines.vllm.engine import VllmConfig, VllmEngine
+from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.engine import VllmEngine
 from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
 
 RANK, ALPHA = 8, 16

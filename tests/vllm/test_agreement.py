@@ -22,7 +22,8 @@ from rollfab.fabric.records import Group, Rollout, RunConfig, Sampling, Span
 from rollfab.trainer.agreement import FLOAT32
 from rollfab.trainer.agreement_report import AgreementReporter
 from rollfab.workers.engines.base import Generation, GenerationRequest
-from rollfab.workers.engines.vllm.engine import VllmConfig, VllmEngine
+from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.engine import VllmEngine
 from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")

@@ -16,8 +16,9 @@ from rollfab.fabric.models import model_config
 from rollfab.fabric.records import Sampling
 from rollfab.workers.engines.base import EngineLimits, GenerationRequest
 from rollfab.workers.engines.vllm.arena import Mirror
+from rollfab.workers.engines.vllm.config import VllmConfig
 from rollfab.workers.engines.vllm.door import Ask
-from rollfab.workers.engines.vllm.engine import VllmConfig, VllmEngine
+from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.server import ServerDoor
 from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
 from tests.vllm.server_process import Server, served

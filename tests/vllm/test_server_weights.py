@@ -12,8 +12,9 @@ from rollfab.fabric.errors import EngineError, EngineUnsupported
 from rollfab.fabric.records import Sampling
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.arena import Mirror
+from rollfab.workers.engines.vllm.config import VllmConfig
 from rollfab.workers.engines.vllm.door import Ask
-from rollfab.workers.engines.vllm.engine import VllmConfig, VllmEngine
+from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.server import ServerDoor
 from rollfab.workers.engines.vllm.server_client import Client
 from rollfab.workers.engines.vllm.server_model import ServedModel

@@ -15,7 +15,8 @@ from rollfab.fabric.errors import EngineError, EngineUnsupported
 from rollfab.fabric.records import Sampling
 from rollfab.workers.engines.base import Generation, GenerationRequest, Writes
 from rollfab.workers.engines.vllm import packing
-from rollfab.workers.engines.vllm.engine import VllmConfig, VllmEngine
+from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.engines.vllm.page import Page
 from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config

@@ -25,7 +25,7 @@ from .door import Abilities
 from .local import LocalDoor, translated
 
 if TYPE_CHECKING:
-    from .engine import VllmConfig
+    from .config import VllmConfig
 
 PREFIX = "base_model.model."  # PEFT's
 NAME, NUMBER = "policy", 1  # what vLLM knows the adapter by

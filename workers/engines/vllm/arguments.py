@@ -20,7 +20,7 @@ from ....fabric.models import is_preset, model_config
 from .plugin import BACKEND
 
 if TYPE_CHECKING:
-    from .engine import VllmConfig
+    from .config import VllmConfig
 
 CPU_BLOCK_TOKENS = 32  # the smallest that its kernels take: short prefixes are found in the cache too
 CPU_KV_BYTES = 64 << 20  # nominal: the count of blocks decides, this spares vLLM's guess of 92 % of the machine

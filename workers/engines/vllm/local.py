@@ -34,7 +34,7 @@ from .plugin import children_die_with_us, register
 from .shared import SharedFile
 
 if TYPE_CHECKING:
-    from .engine import VllmConfig
+    from .config import VllmConfig
 
 CLOSE_S = 2.0
 SETTLE_TURNS = 8  # of the event loop, until what has arrived has reached its streams
