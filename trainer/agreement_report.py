@@ -76,7 +76,8 @@ class AgreementReporter:
         rows = {row.worker_id: row for row in agreement.workers}
         now = {alarm.worker_id: (alarm, rows.get(alarm.worker_id)) for alarm in agreement.alarms}
         opened = [alarm for name, (alarm, _) in now.items() if name not in self._open]
-        is_calm = {row.worker_id: row.token_count > 0 for row in agreement.workers}
+        least = max(1, agreement.rule.token_count_min)  # fewer say nothing in its favour
+        is_calm = {row.worker_id: row.token_count >= least for row in agreement.workers}
         is_calm[""] = agreement.fresh.token_count + agreement.stale.token_count > 0
         settled = [name for name in self._open if name not in now and is_calm.get(name)]
         self._open = {name: entry for name, entry in self._open.items() if name not in settled} | now
@@ -85,16 +86,18 @@ class AgreementReporter:
         return opened, [name for name in settled if name]
 
     def _with_open(self, agreement: Agreement) -> Agreement:
-        """The agreement with workers whose alarm is open although they made no token of this batch."""
-        known = {row.worker_id for row in agreement.workers} | {alarm.worker_id for alarm in agreement.alarms}
-        older = [entry for name, entry in self._open.items() if name not in known]
+        """The agreement with alarms that are open although their workers made no token of this batch, or too few."""
+        alarmed = {alarm.worker_id for alarm in agreement.alarms}
+        seen = {row.worker_id for row in agreement.workers}
+        older = {name: entry for name, entry in self._open.items() if name not in alarmed}
         if not older:
             return agreement
-        alarms = [*agreement.alarms, *(alarm for alarm, _ in older)]
-        rows = [*agreement.workers, *(row for _, row in older if row is not None)]
+        absent = [row for name, (_, row) in older.items() if name not in seen and row is not None]
+        alarms = [*agreement.alarms, *(alarm for alarm, _ in older.values())]
+        rows = [*agreement.workers, *absent]
         return replace(
             agreement,
-            worker_count=agreement.worker_count + len(older),
+            worker_count=agreement.worker_count + len(absent),
             workers=worst_first(rows, alarms),
             alarms=tuple(alarms[:WORKER_COUNT_MAX]),
         )

@@ -230,6 +230,18 @@ async def test_an_alarm_is_said_once_and_shown_until_the_worker_agrees_again(cap
     assert await kinds(fabric) == [("agreement.alarm", "bad"), ("agreement.settled", "bad")]
 
 
+async def test_too_few_tokens_to_be_judged_settle_no_alarm() -> None:
+    fabric, report = await reporter()
+    many = said_by("bad", *[-1.0] * BFLOAT16.token_count_min)
+    few = said_by("bad", -1.0)
+    await report.report([group(many)], [many.logprobs - 1], 3, BFLOAT16)
+    later = await report.report([group(few)], [few.logprobs - 1], 3, BFLOAT16)
+    assert [alarm.worker_id for alarm in later.alarms] == ["bad"] and later.worker_count == 1
+    assert await kinds(fabric) == [("agreement.alarm", "bad")]
+    await report.report([group(many)], [many.logprobs], 3, BFLOAT16)
+    assert await kinds(fabric) == [("agreement.alarm", "bad"), ("agreement.settled", "bad")]
+
+
 async def test_many_alarms_are_bounded_in_what_is_kept() -> None:
     _, report = await reporter()
     for start in (0, 60):

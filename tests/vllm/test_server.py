@@ -284,7 +284,7 @@ async def made_by(engine: VllmEngine, request_id: str, *, stops_at: int, **optio
 
 async def test_a_killed_server_ends_every_stream_with_an_error(model: Path, tmp_path: Path) -> None:
     with served(model, tmp_path, "--api-key", "secret-key", VLLM_SERVER_DEV_MODE="1") as server:
-        with pytest.raises(EngineError, match=r"401.*VLLM_API_KEY"):
+        with pytest.raises(EngineError, match=r"401.*ROLLFAB_SERVER_KEY"):
             async with opened(server.url):
                 pass
         async with opened(server.url, "secret-key") as door, opened(server.url, "secret-key") as held:

@@ -84,8 +84,7 @@ class AdapterDoor(LocalDoor):
         from vllm.lora.request import LoRARequest
 
         assert self._adapter is not None
-        for name, (indices, values) in writes.items():
-            self._adapter.bits[name][slice(None) if indices is None else indices] = values
+        self._adapter.take(writes)
         with translated(self._config.log_path, "vLLM did not take the adapter"):
             self._save()
             self._lora = LoRARequest(NAME, NUMBER, self._files.name, load_inplace=True)

@@ -56,6 +56,11 @@ class Mirror:
         file = SharedFile("rollfab-weights", _offsets(layout)[1])
         return cls(layout, file.path, file)
 
+    def take(self, writes: Writes) -> None:
+        """Write a commit that was checked."""
+        for name, (indices, values) in writes.items():
+            self.bits[name][slice(None) if indices is None else indices] = values
+
     def close(self) -> None:
         """Let go of the file that `create` made; the arrays stay as long as somebody has them."""
         if self._file is not None:
@@ -70,8 +75,8 @@ def _offsets(layout: Layout) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def pack(writes: Writes) -> bytes:
-    """A parcel of the writes."""
+def pack(writes: Writes) -> memoryview:
+    """A parcel of the writes. Its large copies leave other threads alone."""
     rows: list[list[Any]] = []
     parts: list[NDArray[Any]] = []
     end = 0
@@ -87,14 +92,14 @@ def pack(writes: Writes) -> bytes:
         rows.append([name, values.dtype.str, len(values), *starts])
     head = orjson.dumps(rows)
     body_start = -(-(HEAD.size + len(head)) // ALIGNMENT) * ALIGNMENT
-    parcel = bytearray(body_start + end)
-    HEAD.pack_into(parcel, 0, MAGIC, len(head))
-    parcel[HEAD.size : HEAD.size + len(head)] = head
+    parcel = np.zeros(body_start + end, dtype=np.uint8)
+    HEAD.pack_into(parcel.data, 0, MAGIC, len(head))
+    parcel[HEAD.size : HEAD.size + len(head)] = np.frombuffer(head, np.uint8)
     place = body_start
     for array in parts:
-        parcel[place : place + array.nbytes] = array.view(np.uint8).data
+        parcel[place : place + array.nbytes] = array.view(np.uint8)
         place += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    return bytes(parcel)
+    return parcel.data
 
 
 def unpack(parcel: bytes | memoryview | mmap.mmap) -> dict[str, tuple[NDArray[np.int64] | None, Bits]]:

@@ -15,27 +15,29 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 
 from ....fabric.clock import SystemClock
-from ....fabric.errors import EngineError, WeightError
+from ....fabric.errors import EngineError, EngineUnsupported, WeightError
 from ....fabric.models import is_preset
 from ....fabric.weights.layout import Layout
 from ..admission import context_of
-from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights
+from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, Writes
 from ..writes import check_writes
 from .arena import Mirror
 from .config import VllmConfig
 from .door import Ask, Door
 from .probe import probe_writes
 from .requests import OpenRequest
+from .shared import aside
 
 log = logging.getLogger(__name__)
 
 COMMIT = "commit"  # our own reason for holding the door
 NO_TOKENS = ("limits",)
+COMMIT_S = 60.0  # how long closing waits for a commit to somebody else's server
+ABORT_AGAIN_S = 0.05
 
 
 class VllmEngine:
@@ -102,6 +104,10 @@ class VllmEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._open.clear()
         self._ended.clear()
+        if self.config.server is not None:  # it outlives us: a commit under way is not left in the middle
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(COMMIT_S), self._commit_lock:
+                    pass
         await self._door.close()
         if self._mirror is not None:
             self._mirror.close()
@@ -182,11 +188,11 @@ class VllmEngine:
         wanted = [name for name in request_ids if name in self._open]
         running = [name for name in wanted if name not in self._ended]
         if running and self._failure is None:
-            tasks = [task for task in (self._open[name].task for name in running) if task is not None]
-            with contextlib.suppress(EngineError):
-                await self._door.abort(running)
-            if tasks:
-                await asyncio.wait(tasks)
+            pending = {task for task in (self._open[name].task for name in running) if task is not None}
+            while pending:  # one that has only just begun may not be known to the door yet
+                with contextlib.suppress(EngineError):
+                    await self._door.abort(running)
+                _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
         return self._hand_out([name for name in wanted if name in self._ended])
 
     # ---- holding it
@@ -252,11 +258,13 @@ class VllmEngine:
 
     async def read_weights(self) -> Mapping[str, Bits]:
         self._check()
-        scratch = Mirror.create(self._door.facts.layout)
-        try:
-            await self._door.read(scratch)
-        finally:
-            scratch.close()
+        layout = self._door.facts.layout
+        async with self._commit_lock:
+            scratch = await aside(layout.byte_count, Mirror.create, layout)
+            try:
+                await self._door.read(scratch)
+            finally:
+                scratch.close()
         return {name: _read_only(bits) for name, bits in scratch.bits.items()}
 
     async def apply(self, staged: StagedWeights) -> float:
@@ -268,26 +276,33 @@ class VllmEngine:
         check_writes(self._door.facts.layout, writes)
         return await asyncio.shield(asyncio.ensure_future(self._commit(mirror, staged.version, writes)))
 
-    async def _commit(self, mirror: Mirror, version: int, writes: Any) -> float:
+    async def _commit(self, mirror: Mirror, version: int, writes: Writes) -> float:
         begin_s = self._clock.now_s()
-        async with self._commit_lock, self._held():
-            try:
-                await self._door.write(writes, version)
-            except WeightError:
-                raise
-            except EngineError as error:
-                self._failure = EngineError(f"version {version} was written in part: {error}. Start a new engine")
-                raise WeightError(f"version {version} was not applied: {error}", version=version) from error
-            for name, (indices, values) in writes.items():
-                mirror.bits[name][slice(None) if indices is None else indices] = values
-            self._version = version
+        try:
+            async with self._commit_lock, self._held():
+                await self._write(mirror, version, writes)
+        except WeightError:
+            raise
+        except EngineError as error:
+            raise WeightError(f"version {version} was not applied: {error}", version=version) from error
         return self._clock.now_s() - begin_s
+
+    async def _write(self, mirror: Mirror, version: int, writes: Writes) -> None:
+        try:
+            await self._door.write(writes, version)
+        except WeightError:
+            raise
+        except EngineError as error:
+            self._failure = EngineError(f"version {version} was written in part: {error}. Start a new engine")
+            raise
+        await aside(sum(values.nbytes for _, values in writes.values()), mirror.take, writes)
+        self._version = version
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
         self._reasons.add(COMMIT)
-        await self._hold_as_wanted()
         try:
+            await self._hold_as_wanted()
             yield
         finally:
             self._reasons.discard(COMMIT)
@@ -301,8 +316,12 @@ class VllmEngine:
         self._check()
         begin_s = self._clock.now_s()
         async with self._commit_lock, self._hold_lock:
-            await self._door.sleep()
-            self._is_asleep = True
+            self._is_asleep = True  # from here on only waking makes sure that it is not
+            try:
+                await self._door.sleep()
+            except EngineUnsupported:
+                self._is_asleep = False
+                raise
         return self._clock.now_s() - begin_s
 
     async def wake(self) -> float:

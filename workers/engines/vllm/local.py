@@ -31,7 +31,7 @@ from .environment import prepare_environment
 from .logs import cause_of, output_into
 from .page import Page
 from .plugin import children_die_with_us, register
-from .shared import SharedFile
+from .shared import SharedFile, aside
 
 if TYPE_CHECKING:
     from .config import VllmConfig
@@ -246,15 +246,16 @@ class LocalDoor:
 
     async def write(self, writes: Writes, version: int) -> None:
         llm = self._llm
-        parcel = pack(writes)
+        size = sum(values.nbytes for _, values in writes.values())
+        parcel = await aside(size, pack, writes)
         try:
-            file = SharedFile("rollfab-parcel", len(parcel))
+            file = await aside(size, SharedFile, "rollfab-parcel", len(parcel))
         except OSError as error:
             raise WeightError(
                 f"no room in shared memory for version {version} ({len(parcel):,} bytes): {error}", version=version
             ) from error
         try:
-            file.write(parcel)
+            await aside(size, file.write, parcel)
             with translated(self._config.log_path, "vLLM did not take the weights"):
                 await llm.start_weight_update()
                 await llm.update_weights(_request("update", {"parcel": str(file.path)}))

@@ -50,10 +50,13 @@ class Client:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     @property
     def session(self) -> aiohttp.ClientSession:
         """Made with the first call, in the loop that uses it."""
+        if self._is_closed:
+            raise EngineError(f"the connection to vLLM server {self.url} is closed", url=self.url)
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
@@ -64,6 +67,7 @@ class Client:
 
     async def close(self) -> None:
         """Every attempt ends with it."""
+        self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -93,7 +97,7 @@ class Client:
 
     def refusal(self, path: str, reply: Reply) -> EngineError:
         """An answer that is none, in words."""
-        step = ": set VLLM_API_KEY to its key" if reply.status == 401 else ""
+        step = ": set ROLLFAB_SERVER_KEY to its key" if reply.status == 401 else ""
         return EngineError(
             f"vLLM server {self.url} answered {reply.status} to {path}: {reply.text or 'no text'}{step}",
             url=self.url,

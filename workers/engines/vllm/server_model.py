@@ -38,7 +38,12 @@ class ServedModel:
         Raises:
             EngineError: no server, no such model, or its config is not on this machine.
         """
-        models = (await client.ask("GET", "/v1/models"))["data"]
+        reply = await client.ask("GET", "/v1/models")
+        if not isinstance(reply, dict) or not isinstance(reply.get("data"), list):
+            raise EngineError(
+                f"{client.url} answers /v1/models as no vLLM server would: is this its address?", url=client.url
+            )
+        models = reply["data"]
         served = [model for model in models if not model.get("parent")]
         chosen = [model for model in served if wanted in ("", model["id"])]
         if not chosen:

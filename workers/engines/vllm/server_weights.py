@@ -30,7 +30,7 @@ from .layout import checkpoint_layout
 from .plugin import BACKEND
 from .server_client import Client
 from .server_model import ServedModel
-from .shared import SharedFile
+from .shared import SharedFile, aside
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +155,8 @@ class ReloadedWeights:
             await self._reload(self._model.root)
             raise EngineError(f"it does not load checkpoints from {self._directory}: {error}") from error
         self._bits = bits
+        if part is not self.layout:  # an earlier worker may have left any version there
+            await self._load(self.layout, bits, "whole")
 
     async def write(self, writes: Writes, version: int) -> None:
         """Raises EngineError when the server could not load it: its model is torn then."""
@@ -208,6 +210,7 @@ class DeltaWeights:
         self.layout = layout
         self.notes: tuple[str, ...] = ()
         self._shares_memory = False
+        self._bits: dict[str, Bits] = {}  # of a server on another machine: what it was given last
 
     async def open(self) -> None:
         """Raises EngineError when the server has another backend, or none."""
@@ -217,23 +220,29 @@ class DeltaWeights:
             await self._send(pack({}), by_path=True)
             self._shares_memory = True
         except EngineError:
-            await self._send(pack({}), by_path=False)
+            bits = {spec.name: np.empty(spec.element_count, spec.bits_dtype) for spec in self.layout.tensors}
+            await asyncio.to_thread(_read_files, self._model, self.layout, bits)
+            await self.write({name: (None, each) for name, each in bits.items()}, -1)  # whatever it held before us
+            self._bits = bits
             self.notes = ("it is on another machine: weights travel to it over HTTP, whole parcels at a time",)
 
     async def write(self, writes: Writes, version: int) -> None:
-        await self._send(pack(writes), by_path=self._shares_memory, version=version)
+        size = sum(values.nbytes for _, values in writes.values())
+        await self._send(await aside(size, pack, writes), by_path=self._shares_memory, version=version)
         await _forget_prefixes(self._client)
+        for name, (indices, values) in writes.items() if self._bits else ():
+            self._bits[name][slice(None) if indices is None else indices] = values
 
-    async def _send(self, parcel: bytes, *, by_path: bool, version: int | None = None) -> None:
+    async def _send(self, parcel: memoryview, *, by_path: bool, version: int | None = None) -> None:
         if not by_path:
             await self._update({"data": base64.b64encode(parcel).decode()}, version)
             return
         try:
-            file = SharedFile("rollfab-parcel", len(parcel))
+            file = await aside(len(parcel), SharedFile, "rollfab-parcel", len(parcel))
         except OSError as error:
             raise WeightError(f"no room in shared memory for {len(parcel):,} bytes of weights: {error}") from error
         try:
-            file.write(parcel)
+            await aside(len(parcel), file.write, parcel)
             await self._update({"parcel": str(file.path)}, version)
         finally:
             file.close()
@@ -245,11 +254,12 @@ class DeltaWeights:
         await self._client.ask("POST", "/finish_weight_update", name, timeout_s=UPDATE_S)
 
     async def read(self, into: Mirror) -> None:
-        """What the server computes with, where it shares our memory; else what its checkpoint files say."""
+        """What the server computes with, where it shares our memory; else what it was given last."""
         if self._shares_memory:
             await self._update({"export": str(into.path)})
         else:
-            await asyncio.to_thread(_read_files, self._model, self.layout, into.bits)
+            for name, bits in into.bits.items():
+                bits[:] = self._bits[name]
 
     async def close(self) -> None:
         pass

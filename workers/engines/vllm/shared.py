@@ -7,9 +7,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+LARGE_BYTES = 16 << 20  # copying this takes some milliseconds
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def aside(byte_count: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do it; beside the event loop where it moves many bytes: claims and leases must be renewed meanwhile."""
+    if byte_count < LARGE_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 class SharedFile:

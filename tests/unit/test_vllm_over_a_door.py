@@ -1,0 +1,209 @@
+"""What the vLLM engine does by itself, over a door that is played: no vLLM here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.errors import EngineError, EngineUnsupported, LayoutMismatch, WeightError
+from rollfab.fabric.records import Sampling
+from rollfab.fabric.weights.layout import Layout, TensorSpec
+from rollfab.workers.engines.base import EngineLimits, GenerationRequest, Writes
+from rollfab.workers.engines.vllm.arena import Mirror
+from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.door import Abilities, Ask, Chunk, ModelFacts, Pulse
+from rollfab.workers.engines.vllm.engine import VllmEngine
+
+LAYOUT = Layout((TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,))))
+
+
+class PlayedDoor:
+    """Fake vLLM: makes token 7 again and again, one a turn of the event loop, and fails as told."""
+
+    def __init__(self) -> None:
+        self.facts = ModelFacts(name="played", layout=LAYOUT, context_tokens_max=100, vocabulary_size=50)
+        self.abilities = Abilities(name="played vllm", weights="deltas", sleeps=True)
+        self.calls: list[str] = []
+        self.errors: dict[str, EngineError] = {}
+        self.is_held = False
+        self.registers_after = 0  # turns of the loop until a request is known
+        self.known: set[str] = set()
+        self.aborted: set[str] = set()
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.errors:
+            raise self.errors.pop(call)
+
+    async def open(self) -> None:
+        self.note("open")
+
+    async def close(self) -> None:
+        self.note("close")
+
+    def check(self) -> None:
+        pass
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+        for _ in range(self.registers_after):
+            await asyncio.sleep(0)
+        self.known.add(ask.request_id)
+        for index in range(ask.token_count_max):
+            while self.is_held and ask.request_id not in self.aborted:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            if ask.request_id in self.aborted:
+                yield Chunk(finish_reason="abort")
+                return
+            is_last = index + 1 == ask.token_count_max
+            yield Chunk(token_ids=[7], logprobs=[-1.0], finish_reason="length" if is_last else "")
+            await asyncio.sleep(0)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted |= set(request_ids) & self.known
+
+    async def hold(self) -> None:
+        self.note("hold")
+        self.is_held = True
+
+    async def release(self) -> None:
+        self.note("release")
+        self.is_held = False
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        pass
+
+    def pulse(self) -> Pulse:
+        return Pulse(step_count=0, running_count=1, kv_used_fraction=0.0)
+
+    async def write(self, writes: Writes, version: int) -> None:
+        self.note("write")
+        assert self.is_held
+
+    async def read(self, into: Mirror) -> None:
+        self.note("read")
+
+    async def sleep(self) -> None:
+        self.note("sleep")
+
+    async def wake(self) -> None:
+        self.note("wake")
+
+
+@dataclass(frozen=True)
+class Staged:
+    version: int
+    tensors: dict[str, Any]
+
+    def writes(self) -> Writes:
+        return self.tensors
+
+
+B_ONES = {"b": (None, np.full(4, 1, dtype=np.uint32))}
+
+
+@pytest.fixture
+def door() -> PlayedDoor:
+    return PlayedDoor()
+
+
+@pytest.fixture
+async def engine(door: PlayedDoor) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(VllmConfig(probes_writes=False), door=door)
+    await engine.start()
+    door.calls.clear()
+    yield engine
+    await engine.close()
+
+
+def ask(engine: VllmEngine, request_id: str, max_tokens: int = 60) -> None:
+    prompt = np.arange(5, dtype=np.int32)
+    engine.generate(
+        GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=Sampling(max_tokens=max_tokens))
+    )
+
+
+async def test_one_pause_serves_all_reasons_and_a_commit_is_one_of_them(engine: VllmEngine, door: PlayedDoor) -> None:
+    await engine.pause("slo")
+    await engine.pause("operator")
+    await engine.apply(Staged(1, B_ONES))
+    await engine.resume("slo")
+    assert door.calls == ["hold", "write"] and engine.stats().paused_by == ("operator",)
+    await engine.resume("operator")
+    assert door.calls == ["hold", "write", "release"] and not door.is_held
+
+
+async def test_a_request_that_is_aborted_as_it_begins_ends_all_the_same(engine: VllmEngine, door: PlayedDoor) -> None:
+    door.registers_after = 20
+    await engine.pause("test")  # nothing would end by itself
+    ask(engine, "early")
+    (ended,) = await asyncio.wait_for(engine.abort(["early"]), 5.0)
+    assert ended.finish_reason == "abort" and ended.completion_ids.size == 0
+    assert await engine.finished(0.01) == []
+
+
+async def test_a_request_that_runs_through_a_commit_says_which_weights_made_what(
+    engine: VllmEngine, door: PlayedDoor
+) -> None:
+    ask(engine, "through")
+    while not len(engine.progress(["through"])[0].completion_ids):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await engine.apply(Staged(3, B_ONES))
+    (ended,) = await engine.finished(5.0)
+    (start, middle, old), (again, end, new) = ended.versions
+    assert (start, end, old, new) == (0, 60, -1, 3) and middle == again > 0
+
+
+async def test_a_sleep_that_fails_is_undone_by_waking(engine: VllmEngine, door: PlayedDoor) -> None:
+    door.errors["sleep"] = EngineError("half asleep")
+    with pytest.raises(EngineError, match="half asleep"):
+        await engine.sleep()
+    await engine.wake()
+    await engine.wake()  # awake: nothing to do
+    assert door.calls == ["sleep", "wake"]
+
+
+async def test_what_cannot_sleep_is_awake(engine: VllmEngine, door: PlayedDoor) -> None:
+    door.errors["sleep"] = EngineUnsupported("no memory to give back")
+    with pytest.raises(EngineUnsupported):
+        await engine.sleep()
+    await engine.pause("test")
+    assert door.calls == ["sleep", "hold"]
+
+
+async def test_a_pause_while_it_sleeps_holds_when_it_wakes(engine: VllmEngine, door: PlayedDoor) -> None:
+    await engine.sleep()
+    await engine.pause("lease")
+    assert door.calls == ["sleep"]
+    await engine.wake()
+    assert door.calls == ["sleep", "wake", "hold"]
+
+
+async def test_a_commit_that_cannot_hold_the_engine_leaves_it_as_it_was(engine: VllmEngine, door: PlayedDoor) -> None:
+    door.errors["hold"] = EngineError("no answer")
+    with pytest.raises(WeightError, match="no answer"):
+        await engine.apply(Staged(1, B_ONES))
+    assert engine.stats().paused_by == () and engine.stats().active_version == -1
+    await engine.apply(Staged(1, B_ONES))
+    assert engine.stats().active_version == 1 and engine.weight_bits()["b"].tolist() == [1, 1, 1, 1]
+
+
+async def test_a_write_that_fails_half_way_ends_the_engine(engine: VllmEngine, door: PlayedDoor) -> None:
+    door.errors["write"] = EngineError("lost in the middle")
+    with pytest.raises(WeightError, match="lost in the middle"):
+        await engine.apply(Staged(1, B_ONES))
+    with pytest.raises(EngineError, match="in part"):
+        engine.stats()
+
+
+async def test_a_commit_that_was_refused_whole_changes_nothing(engine: VllmEngine, door: PlayedDoor) -> None:
+    door.errors["write"] = WeightError("it keeps what it has")
+    with pytest.raises(WeightError, match="keeps"):
+        await engine.apply(Staged(1, B_ONES))
+    with pytest.raises(LayoutMismatch, match="twice"):
+        await engine.apply(Staged(1, {"b": (np.array([2, 2]), np.zeros(2, dtype=np.uint32))}))
+    assert engine.stats().active_version == -1 and engine.weight_bits()["b"].tolist() == [0, 0, 0, 0]
