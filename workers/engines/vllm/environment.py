@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,7 +62,7 @@ def import_vllm(*, model: str, log_path: Path | None) -> None:
     prepare_environment(model=model)
     try:
         with output_into(log_path):
-            import_module("vllm.v1.engine.async_llm")
+            import vllm.v1.engine.async_llm  # noqa: F401
     except (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError) as error:
         place = f". Its log: {log_path}" if log_path is not None else ""
         raise EngineError(
