@@ -191,6 +191,8 @@ def test_the_page_carries_limits_one_way_and_signs_of_life_the_other() -> None:
     assert theirs.limits() == EngineLimits()
     mine.set_limits(EngineLimits(running_count=0, step_tokens=7))
     assert theirs.limits() == EngineLimits(running_count=0, step_tokens=7)
+    mine.hold(True)
+    assert theirs.words[3] == 1
     theirs.words[[8, 9, 10]] = [5, 2, 250_000]
     assert (mine.pulse().step_count, mine.pulse().running_count, mine.pulse().kv_used_fraction) == (5, 2, 0.25)
     mine.close()

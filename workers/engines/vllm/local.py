@@ -219,9 +219,14 @@ class LocalDoor:
     # ---- holding
 
     async def hold(self) -> None:
-        with translated(self._config.log_path, "vLLM did not pause"):
-            # pause_generation would sleep 20 ms besides
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        self.page.hold(True)  # seen at the next step; the call below may take longer
+        try:
+            with translated(self._config.log_path, "vLLM did not pause"):
+                # pause_generation would sleep 20 ms besides
+                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        except BaseException:
+            self.page.hold(False)
+            raise
         await self._settle()
 
     async def _settle(self) -> None:
@@ -233,6 +238,7 @@ class LocalDoor:
             await asyncio.sleep(0)
 
     async def release(self) -> None:
+        self.page.hold(False)
         with translated(self._config.log_path, "vLLM did not resume"):
             await self._llm.resume_generation()
 
@@ -282,6 +288,7 @@ class LocalDoor:
             await self._llm.sleep(level=1, mode="keep")
 
     async def wake(self) -> None:
+        self.page.hold(False)
         with translated(self._config.log_path, "vLLM did not wake"):
             if not await self._llm.wake_up():
                 raise EngineError("vLLM is still partly asleep after waking")

@@ -18,7 +18,7 @@ from .shared import SharedFile
 
 WORDS = 16
 NO_LIMIT = -1
-RUNNING_MAX, KV_MAX, STEP_TOKENS_MAX = 0, 1, 2  # written by the worker
+RUNNING_MAX, KV_MAX, STEP_TOKENS_MAX, IS_HELD = 0, 1, 2, 3  # written by the worker
 STEPS, RUNNING, KV_USED_PPM, SCHEDULED_TOKENS, STEP_AT_NS = 8, 9, 10, 11, 12  # written by the scheduler
 
 
@@ -50,6 +50,10 @@ class Page:
         rows = ((RUNNING_MAX, limits.running_count), (KV_MAX, limits.kv_tokens), (STEP_TOKENS_MAX, limits.step_tokens))
         for word, value in rows:
             self.words[word] = NO_LIMIT if value is None else value
+
+    def hold(self, is_held: bool) -> None:
+        """The worker's side: whether any step may begin."""
+        self.words[IS_HELD] = is_held
 
     def limits(self) -> EngineLimits:
         """The scheduler's side."""

@@ -11,6 +11,7 @@ Runs in vLLM's EngineCore process. vLLM calls this interface non-public: the pin
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,9 +21,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from ..base import EngineLimits
-from .page import KV_USED_PPM, RUNNING, SCHEDULED_TOKENS, STEP_AT_NS, STEPS, Page
+from .page import IS_HELD, KV_USED_PPM, RUNNING, SCHEDULED_TOKENS, STEP_AT_NS, STEPS, Page
 
 REST_S = 0.001
+SWITCH_S = 0.0005  # with Python's own 5 ms, an abort could wait a step for the thread that reads it to get its turn
 
 
 class _Limited(Scheduler):  # type: ignore[misc]
@@ -33,13 +35,14 @@ class _Limited(Scheduler):  # type: ignore[misc]
         self._own_running_max: int = self.max_num_active_reqs  # type: ignore[has-type]
         self._own_step_tokens_max: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
         self._never = threading.Event()
+        sys.setswitchinterval(SWITCH_S)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step's work, within the limits."""
         limits = self._page.limits()
         running_max = _least(self._own_running_max, limits.running_count)
         step_tokens_max = _least(self._own_step_tokens_max, limits.step_tokens)
-        if running_max == 0 or step_tokens_max == 0:
+        if running_max == 0 or step_tokens_max == 0 or self._page.words[IS_HELD]:
             self._never.wait(REST_S)
             running_max = step_tokens_max = 0
         self.max_num_scheduled_tokens = step_tokens_max
