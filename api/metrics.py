@@ -1,8 +1,8 @@
 """The status as Prometheus metrics, made at the scrape from one reading of the broker.
 
-- Names are `rollfab_*` in base units; labels are run, role and state alone, so the number of series grows with runs and
-  roles, never with workers, groups or trajectories.
-- Counters are the broker's: they survive a restart of the api.
+- Names are `rollfab_*` in base units; labels are run, role, state and kind alone, so the number of series grows with
+  runs and roles, never with groups or trajectories; nor with workers, but for the weights that each live one holds.
+- Counters are the broker's: they survive a restart of the api; but for published bytes, which the api adds up.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from .metrics_weights import weight_metrics
 from .schemas import RunView, Status, WorkerView
-from .views import GENERATING
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 COUNTERS = (
@@ -63,7 +63,7 @@ class StatusCollector(Collector):
         yield from _run_counters(status.runs)
         yield from _training(status.runs)
         yield from _agreement(status.runs)
-        yield from _weights(status)
+        yield from weight_metrics(status)
         yield from _workers(status.workers)
         yield from _leases(status)
 
@@ -132,27 +132,6 @@ def _agreement(runs: list[RunView]) -> Iterator[Metric]:
             if run.agreement.fresh.token_count:
                 family.add_metric([run.run_id], getattr(run.agreement.fresh, name))
     yield from (alarms, tokens, *figures.values())
-
-
-def _weights(status: Status) -> Iterator[Metric]:
-    head = _gauge("head_version", "Newest published policy version; -1 for none.", "run")
-    active = _gauge("active_version_min", "Oldest policy version that a live worker of the run generates with.", "run")
-    payload = _gauge("head_payload_bytes", "Bytes that the newest version takes to fetch.", "run")
-    dense = _gauge("head_dense_bytes", "Bytes of the full weights.", "run")
-    for weights in status.weights:
-        head.add_metric([weights.run_id], weights.head_version)
-        found = [worker.active_version for worker in status.workers if _generates(worker, weights.run_id)]
-        if found:
-            active.add_metric([weights.run_id], min(found))
-        newest = next((v for v in weights.versions[::-1] if v.version == weights.head_version), None)
-        if newest is not None:
-            payload.add_metric([weights.run_id], newest.payload_bytes)
-            dense.add_metric([weights.run_id], newest.dense_bytes)
-    yield from (head, active, payload, dense)
-
-
-def _generates(worker: WorkerView, run_id: str) -> bool:
-    return worker.is_fresh and worker.role in GENERATING and worker.run_id == run_id
 
 
 def _workers(workers: list[WorkerView]) -> Iterator[Metric]:

@@ -6,11 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
-
-class Model(BaseModel):
-    """Base of all answers; the line under a field is its description."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+from .schema_base import Model
+from .schemas_weights import WeightsView
 
 
 class Problem(Model):
@@ -219,44 +216,22 @@ class WorkerView(Model):
     """What putting it to sleep took last."""
     sleep_note: str | None
     """Why its engine cannot sleep, where it was asked to."""
+    versions_behind: int | None = None
+    """The head of its run less the version that it holds; null where it holds none, or nothing is published."""
+    stage_ms: int | None = None
+    """What fetching and checking the weights that it holds took, while it generated; null before the first."""
+    pause_ms: float | None = None
+    """What writing them took, while it did not generate."""
+    payload_bytes: int | None = None
+    """Of them, as they were fetched."""
+    weights_note: str | None = None
+    """What its engine cannot do as its run wishes when weights change."""
     heartbeat_age_ms: int
     is_fresh: bool
     """Its heartbeat is at most 3 s old."""
     lend: str | None
     """The serving team's switch as it holds now: on, off or a slot limit; null where there is none."""
     lease: LeaseView | None
-
-
-class WeightVersion(Model):
-    """One stored version."""
-
-    version: int
-    kind: str
-    """keyframe or delta."""
-    base_version: int
-    """What a delta is applied to; -1 for a keyframe."""
-    payload_bytes: int
-    """What travels."""
-    dense_bytes: int
-    """What the full weights take."""
-    changed_count: int
-    element_count: int
-    chunk_count: int
-
-
-class WeightsView(Model):
-    """A run's weights on the broker."""
-
-    run_id: str
-    head_version: int
-    epoch: int
-    """Of the publisher in charge."""
-    kind: str
-    """Of the head; empty when there is none."""
-    held_count: int
-    """Manifests held on the broker."""
-    versions: list[WeightVersion]
-    """The newest last: at most 8 in /v1/status, 64 in /v1/weights."""
 
 
 class EventView(Model):

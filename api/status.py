@@ -21,7 +21,8 @@ from ..fabric.records import Lease, WorkerInfo
 from .config import ApiConfig
 from .events import EventTail
 from .rates import Meters
-from .schemas import LeaseView, Rates, RunView, Status, WeightsView, WorkerView
+from .schemas import LeaseView, Rates, RunView, Status, WorkerView
+from .schemas_weights import WeightsView
 from .views import COUNTERS, agreement_view, counters_of, lease_view, readiness, sum_up, totals, worker_view
 from .weights import WeightReader
 
@@ -147,7 +148,8 @@ class StatusReader:
         wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
         found = (lease_view(lease, wall_ms) for each in readings for lease in each.leases.values())
         leases = [lease for lease in found if lease is not None]
-        workers = self._worker_views(infos, lends, leases, now_s)
+        heads = {each.status.config.run_id: each.status.head_version for each in readings}
+        workers = self._worker_views(infos, lends, leases, heads)
         runs = [self._run_view(each.status, now_s) for each in readings]
         counters = sum_up(counters_of(each.status for each in readings).values())
         return Status(
@@ -177,13 +179,19 @@ class StatusReader:
             return None  # deleted since we read the list
 
     def _worker_views(
-        self, infos: dict[str, tuple[WorkerInfo, int]], lends: dict[str, str], leases: list[LeaseView], now_s: float
+        self,
+        infos: dict[str, tuple[WorkerInfo, int]],
+        lends: dict[str, str],
+        leases: list[LeaseView],
+        heads: dict[str, int],
     ) -> list[WorkerView]:
+        now_s = self._clock.now_s()
         by_worker = {lease.worker_id: lease for lease in leases}
         views = []
         for name, (info, age_ms) in sorted(infos.items(), key=lambda item: (item[1][0].role, item[0])):
             rate = self._tokens.rates(now_s, name, {"tokens": info.token_count})["tokens"]
-            views.append(worker_view(info, age_ms, lends=lends, lease=by_worker.get(name), tokens_per_s=rate))
+            lease = by_worker.get(name)
+            views.append(worker_view(info, age_ms, lends=lends, heads=heads, lease=lease, tokens_per_s=rate))
         return views
 
     def _run_view(self, status: RunStatus, now_s: float) -> RunView:

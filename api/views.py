@@ -8,6 +8,7 @@ from dataclasses import asdict
 from ..fabric.agreement import Agreement
 from ..fabric.ports import RunStatus
 from ..fabric.records import Lease, WorkerInfo
+from ..fabric.weights.inspection import version_row
 from ..fabric.weights.manifest import WeightManifest
 from .schemas import (
     AgreementAlarm,
@@ -17,10 +18,10 @@ from .schemas import (
     Readiness,
     RunView,
     Totals,
-    WeightVersion,
     WorkerAgreement,
     WorkerView,
 )
+from .schemas_weights import WeightVersion
 
 FRESH_MS = 3_000  # a heartbeat comes every second
 GENERATING = ("dedicated", "serving")
@@ -46,9 +47,15 @@ def lease_view(lease: Lease, wall_ms: int) -> LeaseView | None:
 
 
 def worker_view(
-    info: WorkerInfo, age_ms: int, *, lends: Mapping[str, str], lease: LeaseView | None, tokens_per_s: float
+    info: WorkerInfo,
+    age_ms: int,
+    *,
+    lends: Mapping[str, str],
+    heads: Mapping[str, int],
+    lease: LeaseView | None,
+    tokens_per_s: float,
 ) -> WorkerView:
-    """A worker with its switch and its lease."""
+    """A worker with its switch and its lease. heads: newest version of every run, -1 for none."""
     return WorkerView(
         worker_id=info.worker_id,
         role=info.role,
@@ -70,11 +77,22 @@ def worker_view(
         wake_ms=info.wake_ms,
         sleep_ms=info.sleep_ms,
         sleep_note=info.sleep_note,
+        versions_behind=versions_behind(info, heads),
+        stage_ms=info.stage_ms,
+        pause_ms=info.pause_ms,
+        payload_bytes=info.payload_bytes,
+        weights_note=info.weights_note,
         heartbeat_age_ms=age_ms,
         is_fresh=age_ms <= FRESH_MS,
         lend=lends.get(info.worker_id, lends.get("*", LEND_DEFAULT)) if info.role == "serving" else None,
         lease=lease,
     )
+
+
+def versions_behind(info: WorkerInfo, heads: Mapping[str, int]) -> int | None:
+    """By the head that the broker has: a worker that cannot reach it does not know how far it is behind."""
+    head = heads.get(info.run_id, -1) if info.run_id is not None else -1
+    return max(0, head - info.active_version) if info.active_version >= 0 and head >= 0 else None
 
 
 def agreement_view(agreement: Agreement) -> AgreementView:
@@ -94,17 +112,8 @@ def agreement_view(agreement: Agreement) -> AgreementView:
 
 
 def weight_version(manifest: WeightManifest) -> WeightVersion:
-    """What a manifest says, without its blocks."""
-    return WeightVersion(
-        version=manifest.version,
-        kind=manifest.kind,
-        base_version=manifest.base_version,
-        payload_bytes=manifest.payload_bytes,
-        dense_bytes=manifest.dense_bytes,
-        changed_count=manifest.changed_count,
-        element_count=manifest.element_count,
-        chunk_count=len(manifest.chunk_bytes),
-    )
+    """What a manifest says, without its blocks; who holds it, and whether it is the head, is not known here."""
+    return WeightVersion(**version_row(manifest), is_head=False, holder_count=0)
 
 
 def readiness(workers: Iterable[WorkerView]) -> Readiness:

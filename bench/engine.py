@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,10 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..fabric.errors import EngineUnsupported, FabricError
+from ..fabric.errors import EngineUnsupported
 from .engine_arms import READY_TIMEOUT_S, OfflineArm, Rollouts, VllmFabric, agreement
 from .engine_control import ACTIONS, Control, worst
-from .harness import Report, alternate, number, show
+from .harness import Report, alternate, number, run_bench, show
 from .lively import lively_weights
 from .overhead import row
 from .overhead_arms import CONTEXT_TOKENS, GROUP_SIZE, SEED, SLOT_COUNT
@@ -72,16 +71,7 @@ QUICK = Settings(
 
 def bench_engine(*, quick: bool, json_output: bool) -> int:
     """Measure and print; returns the exit code: 1 when an arm did not do its work, or there is no vLLM."""
-    try:
-        report = measure(QUICK if quick else FULL)
-    except FabricError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if json_output:
-        print(report.json())
-    else:
-        _print_table(report)
-    return 0
+    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
 
 
 def measure(settings: Settings) -> Report:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from typing import Any, TypeVar
 import orjson
 from rich.console import Console
 from rich.table import Table
+
+from ..fabric.errors import FabricError
 
 T = TypeVar("T")
 
@@ -59,6 +62,20 @@ class Report:
     def json(self) -> str:
         """One line of JSON."""
         return orjson.dumps(self).decode()
+
+
+def run_bench(measure: Callable[[], Report], print_table: Callable[[Report], None], *, json_output: bool) -> int:
+    """Measure, then print one object or a table; returns the exit code: 1 when measuring failed, and why is said."""
+    try:
+        report = measure()
+    except FabricError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if json_output:
+        print(report.json())
+    else:
+        print_table(report)
+    return 0
 
 
 def alternate(arms: Mapping[str, Callable[[], T]], round_count: int) -> dict[str, list[T]]:

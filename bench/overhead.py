@@ -10,12 +10,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..fabric.errors import FabricError
-from .harness import Figure, Report, alternate, number, show
+from .harness import Figure, Report, alternate, number, run_bench, show
 from .overhead_arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, EngineAlone, Round, WholeFabric, Workload
 
 # With 64 slots a step of the tiny preset takes 10 to 30 ms on a CPU core, as one of some billion parameters does on a
@@ -64,16 +62,7 @@ QUICK = Settings(
 
 def bench_overhead(*, quick: bool, json_output: bool) -> int:
     """Measure and print; returns the exit code: 1 when an arm did not do its work."""
-    try:
-        report = measure(QUICK if quick else FULL)
-    except FabricError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if json_output:
-        print(report.json())
-    else:
-        _print_table(report)
-    return 0
+    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
 
 
 def measure(settings: Settings) -> Report:

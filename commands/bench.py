@@ -39,6 +39,20 @@ def engine(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_engine(quick=quick, json_output=json))
 
 
+@app.command("weights")
+def weights(
+    quick: Quick = False,
+    json: AsJson = False,
+    parameters: Annotated[
+        int | None, typer.Option(help="Of the model, at least; default 0.5 B, quick 30 M.", min=1)
+    ] = None,
+) -> None:
+    """Real weight updates as deltas: bytes, speed, pause and time until live, beside how others send them."""
+    from ..bench.weights import bench_weights
+
+    raise typer.Exit(bench_weights(quick=quick, json_output=json, parameters=parameters))
+
+
 @app.command("chaos")
 def chaos(
     quick: Quick = False,

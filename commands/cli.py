@@ -198,9 +198,19 @@ def worker(
     sleep_after: Annotated[
         float | None, typer.Option(help="Seconds without a lease after which the engine gives its memory back.", min=0)
     ] = None,
+    shared_weights: Annotated[
+        bool, typer.Option(help="Fetch weights once for all workers of this machine, by shared memory.")
+    ] = True,
+    weights_listen: Annotated[
+        str, typer.Option(help="HOST:PORT to serve weights to other machines at. Weights travel in clear.")
+    ] = "",
+    weights_host: Annotated[str, typer.Option(help="How other machines reach that HOST, if by another name.")] = "",
+    region: Annotated[str, typer.Option(help="Where this machine is: regions are crossed once.")] = "",
+    home_region: Annotated[str, typer.Option(help="Where the broker is.")] = "",
     words: EngineWords = None,
 ) -> None:
     """Run a rollout worker: generates turns while it holds a lease."""
+    from ..workers.supply import SupplyOptions
     from .engines import EngineOptions
     from .roles import RoleOptions, run_worker
 
@@ -222,7 +232,15 @@ def worker(
         adapter_rank=adapter_rank,
         adapter_alpha=adapter_alpha,
     )
-    run_worker(RoleOptions(url=need_url(url), name=name), role=role, engine=options, sleep_after_s=sleep_after)
+    supply = SupplyOptions(
+        is_shared=shared_weights,
+        listen=weights_listen,
+        public_host=weights_host,
+        region=region,
+        home_region=home_region,
+    )
+    role_options = RoleOptions(url=need_url(url), name=name)
+    run_worker(role_options, role=role, engine=options, sleep_after_s=sleep_after, supply=supply)
 
 
 @app.command()
@@ -244,9 +262,9 @@ def reward(
 
 def _register() -> None:
     """Commands that live in files of their own."""
-    from . import acl, api, bench, data, doctor, status, train
+    from . import acl, api, bench, data, doctor, status, train, weights
 
-    for module in (api, acl, status, doctor, data, train):
+    for module in (api, acl, status, doctor, data, weights, train):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

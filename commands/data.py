@@ -1,4 +1,4 @@
-"""`rollfab submit`, `consume`, `weights`, `dead`: work in and out, from the shell."""
+"""`rollfab submit`, `consume`, `dead`: work in and out, from the shell."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import InputError, RunUnknown, WireError
@@ -23,7 +21,6 @@ from .status import with_ports
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     _register_work(app)
-    _register_weights(app)
     _register_dead(app)
 
 
@@ -109,47 +106,6 @@ def _group_row(group: Group) -> dict[str, Any]:
         "redelivered": group.redelivered,
         "rollouts": rows,
     }
-
-
-def _register_weights(app: typer.Typer) -> None:
-    weights = typer.Typer(no_args_is_help=True, help="Published weights.")
-    app.add_typer(weights, name="weights")
-
-    @weights.command("ls")
-    def list_weights(run: Annotated[str, typer.Option(help="The run.")], url: Url = None, json: AsJson = False) -> None:
-        """List the versions that are held."""
-
-        async def work(ports: RedisFabric) -> list[dict[str, Any]]:
-            head = await ports.weights.head(run)
-            names = await ports.weights.held(run)
-            found = await ports.weights.manifests(run, names)
-            return [
-                {
-                    "version": each.version,
-                    "kind": each.kind,
-                    "base_version": each.base_version,
-                    "payload_bytes": each.payload_bytes,
-                    "dense_bytes": each.dense_bytes,
-                    "changed_count": each.changed_count,
-                    "is_head": each.version == head.version,
-                }
-                for each in found
-                if each is not None
-            ]
-
-        rows = with_ports(need_url(url), work)
-        if json:
-            print(dump_json(rows).decode())
-            return
-        table = Table(header_style="bold")
-        for heading in ("version", "kind", "base", "bytes", "dense / bytes", "changed"):
-            table.add_column(heading, justify="right")
-        for row in rows:
-            mark = " ← head" if row["is_head"] else ""
-            ratio = row["dense_bytes"] / max(1, row["payload_bytes"])
-            cells = (f"{row['payload_bytes']:,}", f"{ratio:.1f}", f"{row['changed_count']:,}")
-            table.add_row(f"{row['version']}{mark}", row["kind"], str(row["base_version"]), *cells)
-        Console().print(table)
 
 
 def _register_dead(app: typer.Typer) -> None:

@@ -15,7 +15,8 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..api.config import ApiConfig
 from ..fabric.bus.fabric import RedisFabric
@@ -25,6 +26,9 @@ from ..fabric.ids import new_worker_id
 from ..fabric.records import WorkerInfo
 from ..workers.engines.base import Engine
 from .engines import EngineOptions, check_engine_options, new_engine, patience_of
+
+if TYPE_CHECKING:
+    from ..workers.supply import SupplyOptions
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +119,7 @@ def run_worker(
     role: str,
     engine: EngineOptions,
     sleep_after_s: float | None = None,
+    supply: SupplyOptions | None = None,
     make_engine: Callable[[EngineOptions, str], Engine] = new_engine,
 ) -> None:
     """Generate turns under a lease.
@@ -122,15 +127,18 @@ def run_worker(
     Args:
         options, role, engine: see there.
         sleep_after_s: see RolloutConfig.
+        supply: where its weights come from.
         make_engine: another engine than the options name, for a worker's id.
     """
     from ..workers.rollout import RolloutConfig, RolloutWorker
-    from ..workers.weights import WeightReceiver
+    from ..workers.supply import place_of, weights_for
 
     if role not in ("dedicated", "serving"):
         raise ConfigError(f"role {role!r} is neither dedicated nor serving")
     worker_id = options.worker_id(role)
     check_engine_options(engine)
+    if supply is not None and supply.listen:
+        place_of(supply)
     made = make_engine(engine, worker_id)
     config = RolloutConfig(
         worker_id=worker_id,
@@ -145,14 +153,10 @@ def run_worker(
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
             await made.start()
             try:
-                worker = RolloutWorker(
-                    ports,
-                    made,
-                    config,
-                    SystemClock(),
-                    make_receiver=lambda run_id: WeightReceiver(ports.weights, run_id, made),
-                )
-                await worker.run(stop)
+                async with weights_for(ports.weights, worker_id, options.url, supply) as weights:
+                    make_receiver = partial(weights.receiver, engine=made)
+                    worker = RolloutWorker(ports, made, config, SystemClock(), make_receiver=make_receiver)
+                    await worker.run(stop)
             finally:
                 await made.close()
 

@@ -20,7 +20,8 @@ FabricError
 │   ├─ VersionUnknown               that version was never published or is no longer held
 │   ├─ ChainBroken                  fetch a keyframe
 │   ├─ LayoutMismatch               tensor names, shapes or dtypes differ
-│   └─ DigestMismatch               refetch; never apply
+│   ├─ DigestMismatch               refetch; never apply
+│   └─ PeerLost                     a relay or peer is gone, silent, moved on or wrong; ask another
 ├─ EnvironmentFailed                user code raised, hung or gave an impossible answer
 └─ EngineError
     ├─ EngineTimeout
@@ -132,6 +133,10 @@ class LayoutMismatch(WeightError):
 
 class DigestMismatch(WeightError):
     """Bytes do not have the digest their manifest promises; refetch, never apply."""
+
+
+class PeerLost(WeightError):
+    """A relay or peer is gone, silent, at another version by now, or sends what is not right; ask another."""
 
 
 class EnvironmentFailed(FabricError):

@@ -32,7 +32,9 @@ RECORD_BYTES_MAX = {
     "DeadLetter": TASK_BYTES_MAX + 256 * KIB,  # the job, the reason, the end of a traceback
     "WorkerInfo": 64 * KIB,  # sent every second
     "Agreement": 256 * KIB,  # of 64 workers about 70 KiB; shown every second
-    "WeightManifest": 64 * MIB,  # 24 bytes per block of 4 MiB, a line per tensor, a digest per chunk
+    "Offer": MIB,  # of a collective: a line per member
+    "Answer": 64 * KIB,  # to an offer: addresses
+    "WeightManifest": 64 * MIB,  # 80 bytes per block of 4 MiB, a line per tensor, a digest per chunk
 }
 OTHER_RECORD_BYTES_MAX = MIB
 

@@ -78,9 +78,18 @@ class RunConfig(Record):
     trajectory_count_max: int = 100_000  # submitted and not yet consumed: above it a push is refused
     memory_bytes_max: int = 4 << 30  # jobs and finished rollouts in the broker: above it nothing new is taken in
     when_stale: str = "rerun"  # a rollout too stale when it ends or is delivered: "rerun" it, or "keep" it
-    may_mix_versions: bool = True  # whether one turn may hold tokens of several policy versions
+    may_mix_versions: bool = True  # whether one turn may hold tokens of several policy versions; if not, turns finish
+    turns_at_commit: str = "keep"  # what turns in flight do when weights change: "keep" their KV cache and go on,
+    # "recompute" it and go on, or "finish" first
+    may_reuse_prefix: bool = False  # whether prompts may share KV cache that older weights computed
+    weight_carrier: str = "broker"  # of chunks: "broker"; "collective" of torch.distributed; "auto": by size and room
     shard_count: int = 1
     weight: float = 1.0  # share of the pool among runs
+
+    @property
+    def turns_finish(self) -> bool:
+        """Whether turns end with the weights that they run with, where that does not take too long."""
+        return self.turns_at_commit == "finish" or not self.may_mix_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +254,11 @@ class WorkerInfo(Record):
     wake_ms: int | None = None  # what waking its engine took last
     sleep_ms: int | None = None
     sleep_note: str | None = None  # why its engine cannot sleep, once it was asked to
+    head_version: int = -1  # of its run, as it knows it; it lags by head_version - active_version
+    stage_ms: int | None = None  # fetching and checking the weights that it holds took, while it generated
+    pause_ms: float | None = None  # writing them took, while it did not
+    payload_bytes: int | None = None  # of them, as they were fetched
+    weights_note: str | None = None  # what its engine cannot do as its run wishes when weights change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -39,7 +40,7 @@ ALIGNMENT = 8  # numpy views need aligned starts; 8 covers every dtype we send
 NEXT_STEP = "send a reference instead, or raise the limit"
 PADDING = [b"\0" * count for count in range(ALIGNMENT)]
 SPACES = [b" " * count for count in range(ALIGNMENT)]
-ARRAY_DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+ARRAY_DTYPES: dict[str, np.dtype[Any]] = {code: np.dtype(f"<{code}") for code in ("i4", "i8", "f4", "u1", "u8")}
 
 R = TypeVar("R", bound="Record")
 
@@ -49,7 +50,7 @@ class Record:
 
     Attributes:
         KIND: number of the class on the wire, 1-255, never reused.
-        ARRAYS: field name → dtype code ("i4", "f4", "u1"), for fields that hold one-dimensional arrays.
+        ARRAYS: field name → dtype code, a key of ARRAY_DTYPES, for fields that hold one-dimensional arrays.
         NESTED: field name → decoder for fields that hold other plain dataclasses (spans, sampling).
         SAME_LENGTH: names of arrays that must be equally long.
         IGNORES_UNKNOWN: whether fields that a newer sender added are passed over; else the record is refused.
@@ -73,7 +74,9 @@ class Record:
             InputError: a value that JSON cannot carry exactly (NaN, bytes, foreign objects).
             PayloadTooLarge: more bytes than its class may have.
         """
-        meta = dict(self.__dict__)  # its fields in order, and nothing else: subclasses are frozen dataclasses
+        meta = dict(self.__dict__)  # its fields in order: subclasses are frozen dataclasses
+        if len(meta) != len(field_names(type(self))):  # type: ignore[arg-type]
+            meta = {name: value for name, value in meta.items() if not _is_derived(type(self), name)}
         parts: list[bytes] = []
         for name, code in self.ARRAYS.items():
             array = np.asarray(meta[name], ARRAY_DTYPES[code])
@@ -114,6 +117,11 @@ class Record:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise WireError(f"{cls.__name__}: fields do not fit: {error}") from error
+
+
+def _is_derived(cls: type[Record], name: str) -> bool:
+    """Whether it is a value that a property keeps, and no field."""
+    return isinstance(getattr(cls, name, None), cached_property)
 
 
 def _made(cls: type[R], values: dict[str, Any]) -> R:

@@ -30,7 +30,8 @@ from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, make_groups
 from .filters import Keep, Refill, find_filter
 from .ledger import Ledger
-from .publish import Publisher, PublishReport
+from .publish import AnyPublisher, PublishReport, make_publisher
+from .tensors import ComparesOn
 
 PUSH_RETRY_S = 0.1
 POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
@@ -112,7 +113,7 @@ class AsyncRun:
     def __init__(self, ports: RedisFabric, config: RunConfig) -> None:
         self._ports = ports
         self.config = config
-        self._publisher: Publisher | None = None
+        self._publisher: AnyPublisher | None = None
         self._ledger = Ledger(ports.rollouts(config))
         self._hand = Hand(self._ledger)
         self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
@@ -195,20 +196,26 @@ class AsyncRun:
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep))
         return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=refill))
 
-    async def publish(self, named: Any, *, version: int) -> PublishReport:
+    async def publish(
+        self, named: Any, *, version: int, group: Any = None, compares_on: ComparesOn = "auto"
+    ) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact.
 
         Args:
             named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array).
             version: must be newer than the head.
+            group: of torch.distributed (its `group.WORLD`, say), where a model is sharded over ranks (FSDP2, DTensor):
+                every rank calls this alike and sends its own shards.
+            compares_on: "auto": where the tensors are, which takes a copy of them there; "host".
 
         Raises:
             LayoutMismatch: names, shapes or dtypes are not those of the run.
             VersionConflict: not newer, or another publisher took over. Nothing was published.
+            BrokerFull: the broker has no room for it. Nothing was published.
         """
         await self._hand.acknowledge()
         if self._publisher is None:
-            self._publisher = Publisher(self._ports.weights, self.run_id, shard_count=self.config.shard_count)
+            self._publisher = make_publisher(self._ports.weights, self.config, group, compares_on)
         return await self._publisher.publish(named, version)
 
     async def weights(self, version: int | None = None) -> dict[str, NDArray[Any]]:

@@ -16,6 +16,7 @@ from ..fabric.ids import check_name, new_group_id, trajectory_id
 from ..fabric.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX
 from ..fabric.ports import GroupPush
 from ..fabric.records import RunConfig, TrajectoryJob, check_task
+from ..fabric.rules.carrier import CARRIERS
 from ..fabric.seeds import SEED_MAX, is_seed
 from ..fabric.wire import check_size, dump_json
 
@@ -53,6 +54,12 @@ def check_run(config: RunConfig) -> None:
         raise InputError(
             f"{where}: trajectory_count_max is {config.trajectory_count_max}, expected at least one for each of "
             f"{config.shard_count} shards"
+        )
+    if config.may_reuse_prefix and config.turns_at_commit == "recompute":
+        raise InputError(
+            f"{where}: may_reuse_prefix is True and turns_at_commit 'recompute': nothing that older weights computed is"
+            " left to reuse. Set one of them otherwise",
+            name="may_reuse_prefix",
         )
     try:
         dump_json(config.environment_options)
@@ -169,6 +176,15 @@ _CHECKS: dict[str, Check] = {
     "memory_bytes_max": _whole(1 << 20),
     "when_stale": ('"rerun" or "keep"', lambda value: value in ("rerun", "keep")),
     "may_mix_versions": ("True or False", lambda value: isinstance(value, bool)),
+    "turns_at_commit": (
+        '"keep", "recompute" or "finish"',
+        lambda value: isinstance(value, str) and value in ("keep", "recompute", "finish"),
+    ),
+    "may_reuse_prefix": ("True or False", lambda value: isinstance(value, bool)),
+    "weight_carrier": (
+        '"broker", "collective" or "auto"',
+        lambda value: isinstance(value, str) and value in CARRIERS,
+    ),
     "shard_count": _whole(1, SHARD_COUNT_MAX),
     "weight": ("a number above 0", lambda value: _is_number(value) and value > 0),
 }

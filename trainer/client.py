@@ -22,6 +22,7 @@ from ..fabric.ports import RunStatus
 from ..fabric.records import Group, RunConfig
 from . import aio
 from .publish import PublishReport
+from .tensors import ComparesOn
 
 T = TypeVar("T")
 
@@ -147,9 +148,9 @@ class Run:
             self._run.groups(timeout=timeout, consumer=consumer, count=count, keep=keep, refill=refill),
         )
 
-    def publish(self, named: Any, version: int) -> PublishReport:
-        """Publish weights as `version`: a keyframe first, deltas later, bit-exact."""
-        return self._loop.call(self._run.publish(named, version=version))
+    def publish(self, named: Any, version: int, group: Any = None, compares_on: ComparesOn = "auto") -> PublishReport:
+        """Publish weights as `version`: a keyframe first, deltas later, bit-exact. group: of a sharded model."""
+        return self._loop.call(self._run.publish(named, version=version, group=group, compares_on=compares_on))
 
     def weights(self, version: int | None = None) -> dict[str, NDArray[Any]]:
         """A published version (None: the head) as {name: array}, bit-exact."""

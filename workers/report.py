@@ -18,6 +18,7 @@ from .engines.base import Engine, EngineStats
 
 if TYPE_CHECKING:
     from .rollout import RolloutConfig
+    from .weights import WeightReceiver
 
 WINDOW_S = 30.0
 
@@ -40,9 +41,22 @@ class WorkerReport:
         self._headroom = headroom
         self._hits = PrefixHits(clock)
 
-    def info(self, *, run_id: str | None, active_version: int, running_count: int, trouble: str | None) -> WorkerInfo:
-        """Now. trouble: why no turns are taken. Raises EngineError: the engine is gone."""
+    def info(
+        self,
+        *,
+        run_id: str | None,
+        active_version: int,
+        running_count: int,
+        trouble: str | None,
+        receiver: WeightReceiver | None,
+    ) -> WorkerInfo:
+        """Now. trouble: why no turns are taken. receiver: of the run's weights.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
         stats, activation = self._engine.stats(), self._activation
+        commit = receiver.last if receiver is not None else None
         if trouble:
             state = "failed"
         elif activation.is_asleep:
@@ -68,6 +82,11 @@ class WorkerReport:
             wake_ms=activation.wake_ms,
             sleep_ms=activation.sleep_ms,
             sleep_note=activation.sleep_note,
+            head_version=receiver.head_version if receiver is not None else -1,
+            stage_ms=round(1000 * commit.stage_s) if commit is not None else None,
+            pause_ms=round(1000 * commit.pause_s, 2) if commit is not None else None,
+            payload_bytes=commit.payload_bytes if commit is not None else None,
+            weights_note=receiver.note if receiver is not None else None,
         )
 
 

@@ -11,7 +11,10 @@ health (running.py, stall.py), a listener at the doorbell, and a receiver that s
 - Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
 - A turn that makes no tokens here goes on elsewhere. An engine that does not answer holds up neither claims nor
   heartbeats; what it made is read beside it, or what was saved last counts.
-- Where a run's turns may not mix versions, tokens of another version are dropped, and weights change between turns.
+- Weights change between two engine steps, and what running turns do is the run's wish: they keep their KV cache, have
+  it computed again, or finish first. Then none begins until they have ended; those that take longer than `finish_s` go
+  on elsewhere, with their tokens.
+- Where a run's turns may not mix versions they finish, and tokens of another version are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from .engines.base import Engine
 from .lease import LeaseKeeper, LeaseOptions
 from .report import WorkerReport
 from .running import RunningOptions, RunningTurns
-from .weights import WeightReceiver
+from .weights import AtCommit, WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,8 @@ class RolloutConfig:
     """A turn that makes no token for this long goes on elsewhere; the same for an engine without a step."""
     first_token_s: float = 20.0
     """As `stall_s`, before the first token (its prompt is being read) and before an engine's first step."""
+    finish_s: float = 120.0
+    """How long new weights wait for turns that are to finish with those that they run with."""
     sleep_after_s: float | None = None
     """Without a lease for this long, the engine is put to sleep, where it can; None: never."""
 
@@ -98,6 +103,7 @@ class RolloutWorker:
         self._receiver: WeightReceiver | None = None
         self._ring: asyncio.Task[None] | None = None
         self._may_begin = True
+        self._is_overdue = False  # turns that were to finish have taken too long
         self._is_asking = False
         self._asks_from_s = 0.0
 
@@ -131,6 +137,7 @@ class RolloutWorker:
         if self._turns is None:
             return
         await self._part_with_standing()
+        await self._part_with_overdue()
         await self._hand_back(self._turns)
         try:
             self._is_asking = True
@@ -192,6 +199,7 @@ class RolloutWorker:
         self._turns, self._run = self._fabric.turns(config), config
         self._receiver = self._make_receiver(config.run_id)
         self._receiver.gate = self._committing
+        self._receiver.at_commit = _at_commit(config)
         self._receiver.start()
 
     def _is_awake(self) -> bool:
@@ -228,6 +236,12 @@ class RolloutWorker:
         await self._running.take_out(names, is_stalled=is_stalled)
         self._asks_from_s = self._clock.now_s() + self._config.poll_s  # others first, or it would stall here again
 
+    async def _part_with_overdue(self) -> None:
+        """What has not finished in time must not keep new weights waiting."""
+        if self._is_overdue and self._running:
+            self._mute()
+            await self._running.take_out()
+
     async def _hand_back(self, turns: TurnQueue) -> None:
         """Give back what was taken out; again in the next round, if the broker cannot be reached now."""
         for is_stalled in (False, True):
@@ -250,13 +264,15 @@ class RolloutWorker:
 
     async def _leave(self) -> None:
         await self._activation.close()
-        try:
-            await self._give_back()
-            await self._stop_receiving()
-            await self._fabric.board.forget_worker(self._config.worker_id)
-        except FabricError as error:
-            log.warning("worker.left_without_saying", extra={"error": str(error)})
+        for step in (self._give_back, self._stop_receiving, self._forget):
+            try:
+                await step()
+            except FabricError as error:
+                log.warning("worker.left_without_saying", extra={"error": str(error)})
         self._running.watch.close()
+
+    async def _forget(self) -> None:
+        await self._fabric.board.forget_worker(self._config.worker_id)
 
     # ---- weights
 
@@ -275,8 +291,9 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _committing(self) -> AsyncIterator[None]:
-        """Around the writing of weights: no step is expected; no turn is under way, if turns may not mix versions."""
-        self._may_begin = self._run is None or self._run.may_mix_versions
+        """Around the writing of weights: no step is expected; no turn is under way, if turns are to finish."""
+        self._may_begin = self._run is None or not self._run.turns_finish
+        timer = asyncio.get_running_loop().call_later(self._config.finish_s, self._note_overdue)
         try:
             while not self._may_begin and (self._running or self._is_asking):
                 self._has_ended_all.clear()
@@ -284,7 +301,14 @@ class RolloutWorker:
             self._running.watch.is_excused = True
             yield
         finally:
-            self._may_begin, self._running.watch.is_excused = True, False
+            timer.cancel()
+            self._may_begin, self._is_overdue, self._running.watch.is_excused = True, False, False
+            self._wake.set()
+
+    def _note_overdue(self) -> None:
+        if not self._may_begin:
+            log.warning("worker.turns_overdue", extra={"turn_count": len(self._running)})
+            self._is_overdue = True
             self._wake.set()
 
     def _fitting(self, claim: TurnClaim) -> TurnClaim:
@@ -334,7 +358,14 @@ class RolloutWorker:
             active_version=self._active_version(),
             running_count=len(self._running),
             trouble=self._trouble(),
+            receiver=self._receiver,
         )
+
+
+def _at_commit(run: RunConfig) -> AtCommit:
+    """Where turns finish there are none left to keep or compute again; only prefixes may be kept."""
+    is_keeping = run.turns_at_commit == "keep" or (run.turns_finish and run.may_reuse_prefix)
+    return AtCommit(turns="keep" if is_keeping else "recompute", may_reuse_prefix=run.may_reuse_prefix)
 
 
 def _raise_finished(tasks: list[asyncio.Task[None]]) -> None:

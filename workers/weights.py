@@ -5,7 +5,11 @@
 - What cannot be fetched or verified is not applied: the engine stays at its version, `error` says why, and it is tried
   again, from a keyframe when the live weights themselves are in doubt.
 - A receiver that lags takes all missing versions in one commit, by whichever way is fewer bytes.
-- Which runs to serve, and when to stop serving one, is rollout.py's.
+- The first weights of a run, and those that heal a doubt, are read back from the engine and compared in full before
+  they count as live; so are all, now and then. Between, the sums of the live state are carried along.
+- Where no chain of the store leads to the head, other sources are asked for a whole version, which must be what its
+  manifest says; the chain goes on from there.
+- Which runs to serve, when to stop serving one, and when a commit may begin is rollout.py's.
 """
 
 from __future__ import annotations
@@ -13,17 +17,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from ..fabric.clock import Clock, SystemClock
-from ..fabric.errors import DigestMismatch, FabricError, WeightError
+from ..fabric.errors import ChainBroken, DigestMismatch, EngineUnsupported, FabricError, WeightError, WireError
 from ..fabric.ports_weights import WeightStore
+from ..fabric.relay.catching_up import CatchUp
 from ..fabric.weights.chain import ChainReader
-from ..fabric.weights.manifest import Head, WeightManifest
-from ..fabric.weights.stage import Stage, check_state
-from .engines.base import Engine
+from ..fabric.weights.layout import Layout
+from ..fabric.weights.manifest import Head, Holder, Sums, WeightManifest, check_state
+from ..fabric.weights.stage import Stage, Staged
+from .engines.base import Bits, Engine, TurnsAtCommit
+from .holding import Holding
+from .snapshots import VersionSource, stage_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +54,14 @@ class ReceiverOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AtCommit:
+    """What a run wishes of turns in flight and of the prefix cache; see Engine.apply."""
+
+    turns: TurnsAtCommit = "keep"
+    may_reuse_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyReport:
     """What bringing the engine to a version took. stage_s passes while the engine generates, pause_s does not."""
 
@@ -64,7 +80,10 @@ class WeightReceiver:
         version: the version live in the engine, -1 before the first.
         head_version: the head as last seen.
         last: report of the last commit.
+        note: what the engine cannot do of `at_commit`, and does instead; None: it can.
         gate: entered around every commit, which waits until it is through.
+        at_commit: what becomes of turns in flight.
+        on_close: called when it is closed.
     """
 
     def __init__(
@@ -75,18 +94,41 @@ class WeightReceiver:
         *,
         options: ReceiverOptions | None = None,
         clock: Clock | None = None,
+        holder: Holder | None = None,
+        sources: Sequence[VersionSource] = (),
+        catch_up: CatchUp | None = None,
+        attend: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
+        """Nothing is read before `start` or `update`.
+
+        Args:
+            holder: who we are among those who hold the run's weights; None: nobody is told.
+            sources: asked in that order where no chain leads to the head.
+            catch_up: asks relays to fold what is missing, where that spares much.
+            attend: takes part in a collective, if one is offered; called between two looks at the head.
+        """
         self.version = -1
         self.head_version = -1
         self.last: ApplyReport | None = None
+        self.note: str | None = None
         self.gate: Gate = contextlib.nullcontext
+        self.at_commit = AtCommit()
+        self.on_close: Callable[[], None] | None = None
         self._store = store
         self._run_id = run_id
         self._engine = engine
         self._options = options or ReceiverOptions()
         self._clock = clock or SystemClock()
+        self._holding = None if holder is None else Holding(store, run_id, holder)
+        self._sources = sources
+        self._catch_up = catch_up
+        self._attend = attend
         self._reader = ChainReader(store, run_id)
         self._moved_by = 0
+        self._epoch = 0  # of the publisher in charge, as last seen
+        self._commit_count = 0
+        self._audited_version = -1  # the last one that an audit, or a step towards it, was considered at
+        self._sums: Sums | None = None  # of the live state
         self._is_in_doubt = True  # whether the live weights may not be `version`
         self._failure_count = 0
         self._error: FabricError | None = None
@@ -100,17 +142,40 @@ class WeightReceiver:
             return self._task.exception()
         return self._error
 
+    # ---- what others may copy: see relay.live.SnapshotSource
+
+    @property
+    def layout(self) -> Layout:
+        """Of the engine."""
+        return self._engine.layout
+
+    def stamp(self) -> tuple[int, int] | None:
+        """The version that is live, and how many there were; None while a commit runs, or in doubt."""
+        return None if self._is_in_doubt else (self.version, self._commit_count)
+
+    def bits(self) -> Mapping[str, Bits]:
+        """Flat stored bits by name, live."""
+        return self._engine.weight_bits()
+
+    # ---- following
+
     def start(self) -> None:
         """Follow the head in a task of its own."""
         assert self._task is None
+        if self._holding is not None:
+            self._holding.start()
         self._task = asyncio.create_task(self._follow(), name=f"weights {self._run_id}")
 
     async def close(self) -> None:
         """Stop following; a commit under way is finished by the engine."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._is_in_doubt = True  # others may write into the engine from here on
+        if self.on_close is not None:
+            self.on_close()
+        if self._holding is not None:
+            await self._holding.close()
 
     async def wait(self, at_least: int, timeout_s: float) -> bool:
         """Whether version `at_least` (or a newer one) is live, within `timeout_s`."""
@@ -129,6 +194,9 @@ class WeightReceiver:
         """
         head = await self._store.wait_head(self._run_id, -1 if self._is_in_doubt else self.version, timeout_s)
         self.head_version = head.version
+        if head.epoch != self._epoch:
+            # Only another publisher can give a version that was lost another meaning under its old name.
+            self._epoch, self._reader = head.epoch, ChainReader(self._store, self._run_id)
         is_other = head.version == self.version and head.moved_by != self._moved_by
         if not self._is_in_doubt and (head.version < self.version or is_other):
             # A broker that lost its last writes: the version that we hold may mean other weights by now.
@@ -139,7 +207,7 @@ class WeightReceiver:
             return False
         try:
             await self._bring_to(head)
-        except WeightError as error:
+        except (WeightError, WireError) as error:
             self._failure_count += 1
             is_of_chunk = "chunk" in error.facts
             if self._failure_count >= PATIENCE_COUNT or (isinstance(error, DigestMismatch) and not is_of_chunk):
@@ -150,18 +218,18 @@ class WeightReceiver:
 
     async def _bring_to(self, head: Head) -> None:
         started_s = self._clock.now_s()
-        have = None if self._is_in_doubt else self.version
-        manifests = await self._reader.plan(have, head.version)
-        live = None if have is None else self._engine.weight_bits()
-        staged = await self._reader.stage(manifests, Stage(self._engine.layout, live, self.version))
+        is_known = not self._is_in_doubt
+        manifests, staged, head = await self._stage(head)
         stage_s = self._clock.now_s() - started_s
         async with self.gate():
             self._is_in_doubt = True  # until the commit is through
-            pause_s = await self._engine.apply(staged)
-            self._is_in_doubt = False
-            self.version, self._moved_by = head.version, head.moved_by
+            pause_s = await self._apply(staged, is_known=is_known)
+            if is_known:
+                self._hold(staged.version, head, staged.sums)
+        if not is_known:
+            self._hold(staged.version, head, await self._look_at_live(manifests[-1]))
         self.last = ApplyReport(
-            version=head.version,
+            version=self.version,
             kinds=tuple(manifest.kind for manifest in manifests),
             payload_bytes=sum(manifest.payload_bytes for manifest in manifests),
             changed_count=staged.changed_count,
@@ -171,13 +239,58 @@ class WeightReceiver:
         log.info("weights.applied", extra={"run_id": self._run_id, "policy_version": self.version, "stage_s": stage_s})
         self._changed.set()
         self._changed = asyncio.Event()
-        await self._audit(manifests[-1])
-
-    async def _audit(self, manifest: WeightManifest) -> None:
-        """Now and then, compare all live weights with the published state."""
         every = self._options.audit_every
-        if every and manifest.version % every == 0:
-            await asyncio.to_thread(check_state, manifest, await self._engine.read_weights())
+        if is_known and every and self.version // every > self._audited_version // every:
+            self._sums = await self._look_at_live(manifests[-1])
+        self._audited_version = self.version
+
+    async def _stage(self, head: Head) -> tuple[list[WeightManifest], Staged, Head]:
+        """The head by the store's chain, or else the newest version that another source has."""
+        have = None if self._is_in_doubt else self.version
+        layout = self._engine.layout
+        try:
+            manifests = await self._reader.plan(have, head.version)
+            live = None if have is None else self._engine.weight_bits()
+
+            def make_stage() -> Stage:
+                return Stage(layout, live, self.version, self._sums)
+
+            if self._catch_up is not None and have is not None:
+                folded = await self._catch_up.stage(manifests, make_stage)
+                if folded is not None:
+                    return [folded[0]], folded[1], head
+            return manifests, await self._reader.stage(manifests, make_stage()), head
+        except ChainBroken:
+            above = -1 if have is None else have
+            found = await stage_snapshot(self._sources, self._store, layout, run_id=self._run_id, above=above)
+            if found is None:
+                raise
+            manifest, staged, head = found
+            return [manifest], staged, head
+
+    async def _apply(self, staged: Staged, *, is_known: bool) -> float:
+        """As the run wishes and the engine can; what doubtful weights, or another run's, have computed is dropped."""
+        wish = self.at_commit
+        if not is_known or wish.turns == "recompute" or self.note is not None:
+            return await self._engine.apply(staged, turns="recompute")
+        try:
+            return await self._engine.apply(staged, turns="keep", may_reuse_prefix=wish.may_reuse_prefix)
+        except EngineUnsupported as error:
+            self.note = str(error)
+            log.warning("weights.recomputes", extra={"run_id": self._run_id, "note": self.note})
+            return await self._engine.apply(staged, turns="recompute")
+
+    def _hold(self, version: int, head: Head, sums: Sums) -> None:
+        """The engine holds `version` now, for certain."""
+        self._is_in_doubt, self._sums = False, sums
+        self._commit_count += 1
+        self.version, self._moved_by = version, head.moved_by
+        if self._holding is not None:
+            self._holding.move(version)
+
+    async def _look_at_live(self, manifest: WeightManifest) -> Sums:
+        """Sums of what the engine computes with. Raises DigestMismatch: it is not this version."""
+        return await asyncio.to_thread(check_state, manifest, await self._engine.read_weights())
 
     async def _follow(self) -> None:
         while True:
@@ -187,5 +300,17 @@ class WeightReceiver:
             except FabricError as error:
                 self._error = error
                 log.warning("weights.not_applied", extra={"run_id": self._run_id, "error": str(error)})
+                await self._take_part()  # what is missing may be on offer
                 exponent = min(self._failure_count, 16)
                 await self._clock.sleep(min(self._options.retry_s * 2**exponent, self._options.retry_s_max))
+            else:
+                await self._take_part()
+
+    async def _take_part(self) -> None:
+        """In a collective, if there is one. What goes wrong there is not the weights' trouble."""
+        if self._attend is None:
+            return
+        try:
+            await self._attend()
+        except FabricError as error:
+            log.warning("weights.not_attended", extra={"run_id": self._run_id, "error": str(error)})

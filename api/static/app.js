@@ -2,7 +2,8 @@
 
 import { blamedWorkers, fillAgreement } from "./agreement.js";
 import { hasKey, lend, readDeadLetters, readStatus, setKey } from "./client.js";
-import { $, Keyed, age, bytes, count, fields, line, percent, rate, show, text, width } from "./draw.js";
+import { $, Keyed, age, count, fields, line, percent, rate, show, text, width } from "./draw.js";
+import { fillVersion, renderWeights } from "./weights.js";
 
 const POLL_MS = 1000;
 const POLL_HIDDEN_MS = 5000;
@@ -12,7 +13,6 @@ const GENERATING = ["dedicated", "serving"];
 const tiles = fields($("tiles"));
 const cards = new Keyed($("runs"), $("run-card"));
 const rows = new Keyed($("workers"), $("worker-row"));
-const weightRows = new Keyed($("weights"));
 let lastGoodMs = null;
 let showAll = false;
 let timer = null;
@@ -175,15 +175,14 @@ function renderWorkers(status) {
   text($("worker-count"), [...roles].map(([role, number]) => `${number} ${role}`).join(" · "));
   show($("no-workers"), workers.length === 0);
   show($("lend-all"), roles.has("serving"));
-  const heads = new Map(status.runs.map((run) => [run.run_id, run.head_version]));
   const blamed = blamedWorkers(status.runs);
   const shown = showAll ? workers : workers.slice(0, ROWS_MAX);
-  rows.update(shown, (worker) => worker.worker_id, (row, worker) => fillWorker(row, worker, heads, blamed));
+  rows.update(shown, (worker) => worker.worker_id, (row, worker) => fillWorker(row, worker, blamed));
   show($("more-workers"), workers.length > shown.length);
   text($("show-all"), `Show all ${workers.length} workers`);
 }
 
-function fillWorker({ root, f }, worker, heads, blamed) {
+function fillWorker({ root, f }, worker, blamed) {
   root.dataset.worker = worker.worker_id;
   root.classList.toggle("silent", !worker.is_fresh);
   const generates = GENERATING.includes(worker.role);
@@ -202,7 +201,7 @@ function fillWorker({ root, f }, worker, heads, blamed) {
   f.meter.parentElement.classList.toggle("none", !worker.slot_count);
   width(f.meter, worker.running_count / worker.slot_count);
   text(f.tokens, generates ? rate(worker.tokens_per_s) : "–");
-  fillVersion(f, worker, generates ? heads.get(worker.run_id) : undefined);
+  fillVersion(f, worker);
   text(f.headroom, worker.headroom_fraction === null ? "–" : percent(worker.headroom_fraction));
   text(f.lease, leaseText(worker.lease));
   text(f.age, age(worker.heartbeat_age_ms));
@@ -214,13 +213,6 @@ function fillEngine(f, worker) {
   text(f.hits, worker.prefix_hit_fraction === null ? "" : `${percent(worker.prefix_hit_fraction)} cached`);
   text(f.rest, worker.sleep_note !== null ? "cannot sleep" : worker.wake_ms !== null ? `woke in ${age(worker.wake_ms)}` : "");
   f.rest.title = worker.sleep_note ?? "";
-}
-
-function fillVersion(f, worker, head) {
-  const has = worker.active_version >= 0;
-  const behind = has && head !== undefined ? head - worker.active_version : 0;
-  text(f.version, has ? worker.active_version : "–");
-  text(f.behind, behind > 0 ? `${behind} behind` : "");
 }
 
 function leaseText(lease) {
@@ -254,44 +246,6 @@ async function control(button, call) {
   } finally {
     button.disabled = false;
   }
-}
-
-function renderWeights(status) {
-  const published = status.weights.filter((weights) => weights.head_version >= 0);
-  show($("no-weights"), published.length === 0);
-  weightRows.update(published, (weights) => weights.run_id, ({ root }, weights) => {
-    if (!root.firstChild) {
-      for (const kind of ["", "r num", "", "r num", "r num", "num", "num"]) {
-        const cell = document.createElement("td");
-        cell.className = kind;
-        root.append(cell);
-      }
-    }
-    root.dataset.weights = weights.run_id;
-    const head = weights.versions.findLast((version) => version.version === weights.head_version && version.kind === weights.kind)
-      ?? weights.versions.findLast((version) => version.version === weights.head_version);
-    const cells = [
-      weights.run_id,
-      weights.head_version,
-      head ? head.kind : weights.kind,
-      head ? bytes(head.payload_bytes) : "–",
-      head && head.dense_bytes ? percent(head.payload_bytes / head.dense_bytes) : "–",
-      `${weights.held_count}`,
-      onWorkers(weights, status.workers),
-    ];
-    cells.forEach((value, index) => text(root.children[index], value));
-  });
-}
-
-/** How many workers generate with which version, the newest first. */
-function onWorkers(weights, workers) {
-  const found = new Map();
-  for (const worker of workers) {
-    if (!worker.is_fresh || worker.run_id !== weights.run_id || worker.active_version < 0) continue;
-    found.set(worker.active_version, (found.get(worker.active_version) ?? 0) + 1);
-  }
-  const parts = [...found].sort(([a], [b]) => b - a).slice(0, 3).map(([version, number]) => `v${version} × ${number}`);
-  return parts.join(", ") || "–";
 }
 
 function renderEvents(events) {

@@ -64,13 +64,17 @@ RQ_WORK = (  # … and to take one, run it and keep its books; measured (MONITOR
     "srem subscribe unsubscribe watch unwatch xadd zadd zcard zrange zrangebyscore zrem zremrangebyscore"
 )
 
+HOLD_KEYS = "{weights}:holders {weights}:holding {weights}:addresses {weights}:clock {weights}:answers:*"
+# Not the addresses: they open the weights themselves.
+HELD_KEYS = "{weights}:head {weights}:manifests {weights}:holders {weights}:holding {weights}:clock"
+
 RIGHTS: dict[str, Rights] = {
     "trainer": Rights(
         purpose="creates runs, pushes groups, takes completed ones, publishes weights",
         scripts="push_group acknowledge cancel_group rerun_stale open_publisher put_manifest advance_head set_head "
-        "late_groups close_group add_event clock",
+        "late_groups close_group add_event clock holders offer",
         commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hscan hdel hkeys set persist exists unlink "
-        "mget xrevrange xread wait waitaof",
+        "mget get getrange xrevrange xread wait waitaof",
         reads=f"{STATUS_KEYS} {{weights}}:*",
         writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:dead {run}:consumed "
         "{run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* {run}:turn:* {weights}:*",
@@ -85,10 +89,10 @@ RIGHTS: dict[str, Rights] = {
     ),
     "worker": Rights(
         purpose="dedicated or serving: generates turns under a lease, receives weights",
-        scripts=f"{BEAT} claim renew release settle_turns",
-        commands=f"{LEAVE} blpop hget hmget hkeys mget xread xrevrange",
+        scripts=f"{BEAT} claim renew release settle_turns hold holders answer",
+        commands=f"{LEAVE} blpop hget hmget hkeys mget get getrange xread xrevrange",
         reads="{rf}:runs {run}:leases {run}:run {run}:open {weights}:*",
-        writes=f"{BEAT_KEYS} {{rf}}:lease_bell:* {{run}}:turn:* {{run}}:inbox:* {{run}}:counters",
+        writes=f"{BEAT_KEYS} {{rf}}:lease_bell:* {{run}}:turn:* {{run}}:inbox:* {{run}}:counters {HOLD_KEYS}",
     ),
     "reward": Rights(
         purpose="takes reward jobs from rq, scores trajectories",
@@ -107,21 +111,21 @@ RIGHTS: dict[str, Rights] = {
     ),
     "api-read": Rights(
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",
-        scripts="clock",
+        scripts="clock holders",
         commands=f"{STATUS} hkeys hscan xread",
-        reads=f"{STATUS_KEYS} {{rf}}:events {{weights}}:head {{weights}}:manifests",
+        reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
     ),
     "api-control": Rights(
         purpose="an api that also switches lending",
-        scripts="clock add_event",
+        scripts="clock holders add_event",
         commands=f"{STATUS} hkeys hscan xread hset",
-        reads=f"{STATUS_KEYS} {{rf}}:events {{weights}}:head {{weights}}:manifests",
+        reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
         writes="{rf}:lends {rf}:events",
     ),
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, deleting runs",
-        scripts="push_group clock add_event",
-        commands=f"{STATUS} hset hkeys hscan hdel xread scan unlink",
+        scripts="push_group clock holders add_event",
+        commands=f"{STATUS} hset hkeys hscan hdel xread scan unlink mget getrange get",
         reads="",
         writes="{rf}:* {run}:*",
     ),

@@ -4,7 +4,7 @@ Keys of one script share a hash tag, so they share a slot of a Redis Cluster. Th
 
     {rf}          the fabric as a whole      (workers, runs, controller)
     {run.s}       shard `s` of a run         (jobs, groups, leases of that run)
-    {run.w}       a run's weights            (head, manifests, chunks)
+    {run.w}       a run's weights            (head, manifests, chunks, who holds what)
 
 Values written `a b c` are words joined by one blank; times are integer milliseconds of the broker's clock.
 
@@ -58,7 +58,14 @@ Weights: tag {run.w}
   rf:{run.w}:head           HASH   version, epoch (the publisher's fence), kind, moved_by (epoch that moved it).
   rf:{run.w}:manifests      HASH   "<version>:<kind>" → WeightManifest. Publisher, when no longer reachable.
   rf:{run.w}:chunk:<version>:<kind>.<epoch>:<i>   STRING encoded blocks. As its manifest; TTL until that is written.
-  rf:{run.w}:announcements  STREAM version: a hint that the head moved; truth is head. Bounded to 16.
+  rf:{run.w}:announcements  STREAM version | offer: a hint that the head moved or an offer is there. Bounded to 16.
+  rf:{run.w}:holders        HASH   holder_id → "[version, node, region]" (JSON). With its member of holding.
+  rf:{run.w}:addresses      HASH   holder_id → where it serves weights, with the secret that opens it. As holders.
+  rf:{run.w}:holding        ZSET   holder_id → until when it is live. Bounded to HOLDER_COUNT_MAX; what is over is
+                                   deleted by the next `hold`.
+  rf:{run.w}:clock          STRING as rf:{rf}:clock.
+  rf:{run.w}:offer          STRING what a publisher offers to carry by another path. TTL given with it.
+  rf:{run.w}:answers:<round>  HASH member → its answer, at most ANSWER_COUNT_MAX. TTL given with the last one.
 
 rq keeps its own keys under `rq:` (workers/jobs.py); job results there live for 0 s, failures for an hour.
 """
@@ -147,6 +154,14 @@ class WeightKeys:
         self.head = f"{self.base}:head"
         self.manifests = f"{self.base}:manifests"
         self.announcements = f"{self.base}:announcements"
+        self.holders = f"{self.base}:holders"
+        self.holding = f"{self.base}:holding"
+        self.addresses = f"{self.base}:addresses"
+        self.clock = f"{self.base}:clock"
+        self.offer = f"{self.base}:offer"
+
+    def answers(self, round_id: str) -> str:
+        return f"{self.base}:answers:{round_id}"
 
     def chunk(self, version: int, kind: str, index: int) -> str:
         return f"{self.base}:chunk:{version}:{kind}:{index}"

@@ -14,10 +14,10 @@ from typing import Any
 from ..agreement import Agreement, Alarm, AlarmRule
 from ..errors import WireError
 from ..records import Lease, WorkerInfo
-from ..weights.manifest import Head
+from ..weights.manifest import Head, Holder
 from ..wire import load_json
 
-__all__ = ["agreement_row", "event_row", "head_row", "lease_row", "version_rows", "worker_row"]
+__all__ = ["agreement_row", "event_row", "head_row", "holder_row", "lease_row", "version_rows", "worker_row"]
 
 UNREADABLE = "unreadable"
 
@@ -91,11 +91,25 @@ def version_rows(run_id: str, fields: list[bytes]) -> list[tuple[int, str]]:
         return sorted((int(version), kind) for version, kind in names)
 
 
+def holder_row(holder_id: bytes, raw: bytes | None, address: bytes | None = None) -> Holder:
+    """Who holds weights, from "[version, node, region]", and where it serves them, if it does and one may know.
+
+    Raises:
+        WireError: it is not written so.
+    """
+    name = holder_id.decode("utf-8", "replace")
+    with _reading(f"what {name} says that it holds"):
+        version, *texts = load_json(raw or b"")
+        if type(version) is not int or len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+            raise ValueError("it is not a version and two texts")
+        return Holder(name, version, (address or b"").decode(), *texts)
+
+
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
     try:
         yield
     except WireError:
         raise
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"{what} cannot be read: {error}") from error

@@ -1,48 +1,58 @@
-"""WeightStore on Redis.
+"""WeightStore on Redis; its board is weight_board.py's.
 
 - A chunk carries a time to live until its manifest is written, so what a publisher that dies leaves behind goes away by
   itself; a manifest that never became the head is deleted when the next publisher opens the run.
 - A chunk's key holds its publisher's epoch: one that was replaced can not overwrite the chunks of its successor.
+- A manifest is written only when its chunks were there a moment ago, then their time to live is taken off: at or below
+  the head readers see it at once, and one without chunks would lead them astray.
 - The announcement is a hint: waiting reads the head itself, at least every BLOCK_MS_MAX.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 
+from ..errors import BrokerError
+from ..ports_weights import Range
 from ..rules.chain import Link
 from ..rules.publish import ALREADY, GRANTED, chunks_lost, refusal
-from ..weights.manifest import Head, WeightManifest
+from ..weights.manifest import BROKER, Head, WeightManifest
+from .cluster_client import ClusterClient
 from .keys import ShardKeys, WeightKeys
 from .rows import head_row, version_rows
-from .scripts import Argument, Scripts
+from .scripts import Argument
 from .translate import translate
+from .weight_board import ANNOUNCEMENT_COUNT_MAX, RedisWeightBoard
 
 PENDING_TTL_MS = 3_600_000  # longer than any publish takes, also one that waits for a broker's restart
 BATCH_BYTES = 8 << 20  # per round trip; the client library copies each batch once
 BATCH_COUNT = 512  # keys per UNLINK, EXISTS or PERSIST round trip
-ANNOUNCEMENT_COUNT_MAX = 16
 BLOCK_MS_MAX = 1000
 
 
-class RedisWeightStore:
+class RedisWeightStore(RedisWeightBoard):
     """WeightStore (see ports)."""
 
     def __init__(self, client: Redis) -> None:
-        self._client: Any = client  # its stubs know neither that replies are bytes nor what pipelines return
-        self._scripts = Scripts(client)
+        super().__init__(client)
+        self._offers_seen: dict[str, bytes | None] = {}  # run → announcement of the last offer that ended a wait
 
     async def open_publisher(self, run_id: str) -> int:
         with translate(self._client):
             epoch, version = await self._scripts.call("open_publisher", [WeightKeys(run_id).head], [])
-        above = [name for name in await self.held(run_id) if name[0] > version]
-        found = await self.manifests(run_id, above)
-        await self.drop(run_id, [manifest.link for manifest in found if manifest is not None])
+        found = await self.manifests(run_id, await self.held(run_id))
+        held = [manifest for manifest in found if manifest is not None]
+        lost = [manifest for manifest in held if manifest.version > version or not await self._is_kept(manifest)]
+        await self.drop(run_id, [manifest.link for manifest in lost])
         return int(epoch)
+
+    async def _is_kept(self, manifest: WeightManifest) -> bool:
+        """Whether the chunks are there, now for good: who wrote the manifest may have died before seeing to it."""
+        return manifest.carrier != BROKER or not await self._keep(_chunk_keys(manifest.run_id, manifest.link))
 
     async def head(self, run_id: str) -> Head:
         with translate(self._client):
@@ -53,13 +63,18 @@ class RedisWeightStore:
         stream = WeightKeys(run_id).announcements
         clock = asyncio.get_running_loop().time
         until_s = clock() + timeout_s
+        seen = self._offers_seen.get(run_id)  # as it is now: an offer wakes everyone who waits, not only the first
         while True:
             with translate(self._client):
-                last = await self._client.xrevrange(stream, count=1)
+                last = await self._client.xrevrange(stream, count=ANNOUNCEMENT_COUNT_MAX)
+            offer = next((entry_id for entry_id, fields in last if b"offer" in fields), None)
             # The stream's end is read before the head, so a move between the two wakes us.
             head = await self.head(run_id)
             remaining_ms = int((until_s - clock()) * 1000)
-            if head.version > above or remaining_ms <= 0:
+            if head.version > above:
+                return head
+            if remaining_ms <= 0 or offer not in (None, seen):
+                self._offers_seen[run_id] = offer
                 return head
             after = last[0][0] if last else "0-0"
             with translate(self._client):
@@ -79,12 +94,15 @@ class RedisWeightStore:
 
     async def put_manifest(self, manifest: WeightManifest) -> None:
         keys, link = WeightKeys(manifest.run_id), manifest.link
-        args: list[Argument] = [link.epoch, link.version, link.kind, manifest.encode()]
+        chunk_keys = _chunk_keys(manifest.run_id, link)
+        needs_chunks = manifest.carrier == BROKER
+        lost_count = await self._lost_count(chunk_keys) if needs_chunks else 0
+        args: list[Argument] = [link.epoch, link.version, link.kind, link.base_version, manifest.pack()]
         with translate(self._client):
-            answer = await self._scripts.call("put_manifest", [keys.head, keys.manifests], args)
+            answer = await self._scripts.call("put_manifest", [keys.head, keys.manifests], [*args, int(not lost_count)])
         _require(answer, manifest)
-        lost_count = await self._keep(_chunk_keys(manifest.run_id, link))
-        if lost_count:
+        lost_count = lost_count or await self._keep(chunk_keys)
+        if lost_count and needs_chunks:
             raise chunks_lost(manifest.run_id, link, lost_count)
 
     async def advance_head(self, manifest: WeightManifest, shard_count: int) -> None:
@@ -107,12 +125,35 @@ class RedisWeightStore:
         fields = [f"{version}:{kind}" for version, kind in names]
         with translate(self._client):
             found = await self._client.hmget(WeightKeys(run_id).manifests, fields)
-        return [None if raw is None else WeightManifest.decode(raw) for raw in found]
+        return [None if raw is None else WeightManifest.unpack(raw) for raw in found]
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
         keys = _chunk_keys(manifest.run_id, manifest.link)
         with translate(self._client):
             return list(await self._client.mget([keys[index] for index in indices])) if indices else []
+
+    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
+        keys = _chunk_keys(manifest.run_id, manifest.link)
+        found: list[bytes] = []
+        for part in _batches(ranges):
+            batch = self._client.pipeline(transaction=False)
+            for chunk, start, length in part:
+                assert length > 0
+                batch.getrange(keys[chunk], start, start + length - 1)
+            found += await self._execute(batch)
+        return [data or None for data in found]  # Redis answers nothing for what is not there
+
+    async def room_bytes(self) -> int | None:
+        client = self._client
+        try:
+            with translate(client):
+                nodes = client.primaries() if isinstance(client, ClusterClient) else [client]
+                rooms = [_room_bytes(await node.info("memory")) for node in nodes]
+        except BrokerError as error:
+            if error.facts.get("reason") in ("permission", "refused"):  # users that are not ours, hosted brokers
+                return None
+            raise
+        return min((room for room in rooms if room is not None), default=None)
 
     async def drop(self, run_id: str, links: Sequence[Link]) -> None:
         for link in links:
@@ -121,6 +162,14 @@ class RedisWeightStore:
                 for start in range(0, len(keys), BATCH_COUNT):
                     await self._client.unlink(*keys[start : start + BATCH_COUNT])
                 await self._client.hdel(WeightKeys(run_id).manifests, f"{link.version}:{link.kind}")
+
+    async def _lost_count(self, keys: Sequence[str]) -> int:
+        """How many chunks are not there."""
+        found_count = 0
+        for start in range(0, len(keys), BATCH_COUNT):
+            with translate(self._client):
+                found_count += int(await self._client.exists(*keys[start : start + BATCH_COUNT]))
+        return len(keys) - found_count
 
     async def _keep(self, keys: Sequence[str]) -> int:
         """Take the time to live off chunks; returns how many are not there."""
@@ -142,6 +191,25 @@ class RedisWeightStore:
 def _chunk_keys(run_id: str, link: Link) -> list[str]:
     keys = WeightKeys(run_id)
     return [keys.chunk(link.version, f"{link.kind}.{link.epoch}", index) for index in range(link.chunk_count)]
+
+
+def _batches(ranges: Sequence[Range]) -> Iterator[Sequence[Range]]:
+    """Ranges in their order, so that each batch is one round trip of at most BATCH_BYTES (or one range)."""
+    start = size = 0
+    for index, (_, _, length) in enumerate(ranges):
+        if index > start and (size + length > BATCH_BYTES or index - start >= BATCH_COUNT):
+            yield ranges[start:index]
+            start, size = index, 0
+        size += length
+    if start < len(ranges):
+        yield ranges[start:]
+
+
+def _room_bytes(memory: Mapping[str, Any]) -> int | None:
+    """What a server has left below its limit, from INFO memory; replicas' buffers do not count against it."""
+    limit = int(memory.get("maxmemory", 0))
+    used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
+    return max(0, limit - used) if limit else None
 
 
 def _require(answer: Sequence[int], manifest: WeightManifest) -> None:

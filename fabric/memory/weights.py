@@ -1,14 +1,18 @@
-"""WeightStore in memory: the twin of bus/weights.py. All roles of a process share one."""
+"""WeightStore in memory: the twin of bus/weights.py and weight_board.py. All roles of a process share one."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ..errors import BrokerFull
+from ..ids import check_name
+from ..ports_weights import ANSWER_BYTES_MAX, ANSWER_COUNT_MAX, HOLDER_COUNT_MAX, OFFER_BYTES_MAX, Range
 from ..rules.chain import Link
-from ..rules.publish import ALREADY, GRANTED, HeadFacts, chunks_lost, may_advance, may_put, refusal
-from ..weights.manifest import Head, WeightManifest
+from ..rules.publish import ALREADY, GRANTED, HeadFacts, chunks_lost, may_advance, may_put, refusal, round_full
+from ..weights.manifest import BROKER, Head, Holder, WeightManifest
+from ..wire import check_size
 from .state import MemoryBroker
 
 Name = tuple[int, str]
@@ -22,21 +26,37 @@ class _RunWeights:
     manifests: dict[Name, bytes] = field(default_factory=dict)
     chunks: dict[tuple[int, str, int, int], bytes] = field(default_factory=dict)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
+    holders: dict[str, tuple[float, Holder]] = field(default_factory=dict)  # until when, in broker milliseconds
+    offer: tuple[float, bytes] = (0.0, b"")
+    offer_count: int = 0
+    offers_seen: int = 0
+    answers: dict[str, tuple[float, dict[str, bytes]]] = field(default_factory=dict)  # by round
+
+    def announce(self) -> None:
+        """Wake all who wait."""
+        self.moved.set()
+        self.moved = asyncio.Event()
 
 
 class MemoryWeightStore:
-    """WeightStore (see ports)."""
+    """WeightStore (see ports).
 
-    def __init__(self, broker: MemoryBroker) -> None:
+    Args:
+        bytes_max: of all chunks; None for no limit.
+    """
+
+    def __init__(self, broker: MemoryBroker, *, bytes_max: int | None = None) -> None:
         self._broker = broker
+        self._bytes_max = bytes_max
         self._runs: dict[str, _RunWeights] = {}
 
     async def open_publisher(self, run_id: str) -> int:
         run = self._run(run_id)
         head = run.head
         run.head = HeadFacts(version=head.version, epoch=head.epoch + 1, kind=head.kind, moved_by=head.moved_by)
-        above = [WeightManifest.decode(raw).link for name, raw in run.manifests.items() if name[0] > head.version]
-        await self.drop(run_id, above)
+        held = [WeightManifest.unpack(raw) for raw in run.manifests.values()]
+        lost = [each.link for each in held if each.version > head.version or not self._is_kept(run, each)]
+        await self.drop(run_id, lost)
         return run.head.epoch
 
     async def head(self, run_id: str) -> Head:
@@ -47,27 +67,33 @@ class MemoryWeightStore:
         run = self._run(run_id)
         clock = asyncio.get_running_loop().time
         until_s = clock() + timeout_s
-        while run.head.version <= above and (remaining_s := until_s - clock()) > 0:
+        seen = run.offers_seen  # as it is now: an offer wakes everyone who waits, not only the first
+        while run.head.version <= above and run.offer_count == seen and (remaining_s := until_s - clock()) > 0:
             try:
                 async with asyncio.timeout(remaining_s):  # wait_for loses a cancelling on Python 3.11
                     await run.moved.wait()
             except TimeoutError:
                 break
+        if run.head.version <= above:
+            run.offers_seen = run.offer_count
         return await self.head(run_id)
 
     async def put_chunks(self, manifest: WeightManifest, first_index: int, chunks: Sequence[bytes]) -> None:
         run = self._run(manifest.run_id)
+        room_bytes = await self.room_bytes()
+        if room_bytes is not None and sum(map(len, chunks)) > room_bytes:
+            raise BrokerFull(f"the broker in memory has room for {room_bytes:,} bytes: raise its bytes_max")
         for index, chunk in enumerate(chunks, start=first_index):
             run.chunks[_chunk_name(manifest, index)] = bytes(chunk)
 
     async def put_manifest(self, manifest: WeightManifest) -> None:
-        run, link, raw = self._run(manifest.run_id), manifest.link, manifest.encode()
+        run, link, raw = self._run(manifest.run_id), manifest.link, manifest.pack()
         known = run.manifests.get((link.version, link.kind))
         code = may_put(run.head, link, is_known=known is not None, is_same=known == raw)
         self._require(code, manifest)
-        lost = [i for i in range(link.chunk_count) if _chunk_name(manifest, i) not in run.chunks]
-        if lost:
-            raise chunks_lost(manifest.run_id, link, len(lost))
+        lost_count = self._lost_count(run, manifest)
+        if lost_count and manifest.carrier == BROKER:
+            raise chunks_lost(manifest.run_id, link, lost_count)
         run.manifests[(link.version, link.kind)] = raw
 
     async def advance_head(self, manifest: WeightManifest, shard_count: int) -> None:
@@ -76,8 +102,7 @@ class MemoryWeightStore:
         self._require(code, manifest)
         if code == GRANTED:
             run.head = HeadFacts(version=link.version, epoch=link.epoch, kind=link.kind, moved_by=link.epoch)
-            run.moved.set()
-            run.moved = asyncio.Event()
+            run.announce()
         state = self._broker.runs.get(manifest.run_id)
         if state is not None:
             state.head_version = max(state.head_version, link.version)
@@ -87,11 +112,24 @@ class MemoryWeightStore:
 
     async def manifests(self, run_id: str, names: Sequence[Name]) -> list[WeightManifest | None]:
         found = [self._run(run_id).manifests.get(name) for name in names]
-        return [None if raw is None else WeightManifest.decode(raw) for raw in found]
+        return [None if raw is None else WeightManifest.unpack(raw) for raw in found]
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
         run = self._run(manifest.run_id)
         return [run.chunks.get(_chunk_name(manifest, index)) for index in indices]
+
+    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
+        assert all(length > 0 for _, _, length in ranges)
+        found = await self.chunks(manifest, [chunk for chunk, _, _ in ranges])
+        return [
+            None if data is None else data[start : start + length] or None
+            for data, (_, start, length) in zip(found, ranges, strict=True)
+        ]
+
+    async def room_bytes(self) -> int | None:
+        if self._bytes_max is None:
+            return None
+        return max(0, self._bytes_max - sum(len(chunk) for run in self._runs.values() for chunk in run.chunks.values()))
 
     async def drop(self, run_id: str, links: Sequence[Link]) -> None:
         run = self._run(run_id)
@@ -100,8 +138,53 @@ class MemoryWeightStore:
                 run.chunks.pop((link.version, link.kind, link.epoch, index), None)
             run.manifests.pop((link.version, link.kind), None)
 
+    async def hold(self, run_id: str, holder: Holder, ttl_s: float) -> None:
+        run, now_ms = self._run(run_id), self._broker.now_ms()
+        run.holders[holder.holder_id] = (now_ms + int(ttl_s * 1000), holder)
+        live = sorted((row for row in run.holders.values() if row[0] > now_ms), key=lambda row: row[0])
+        run.holders = {row[1].holder_id: row for row in live[-HOLDER_COUNT_MAX:]}
+
+    async def release_hold(self, run_id: str, holder_id: str) -> None:
+        self._run(run_id).holders.pop(holder_id, None)
+
+    async def holders(self, run_id: str, *, addressed: bool = True) -> list[Holder]:
+        now_ms = self._broker.now_ms()
+        live = (holder for until_ms, holder in self._run(run_id).holders.values() if until_ms > now_ms)
+        found = sorted(live, key=lambda holder: holder.holder_id)
+        return found if addressed else [replace(holder, address="") for holder in found]
+
+    async def offer(self, run_id: str, data: bytes, ttl_s: float) -> None:
+        check_size(f"an offer of run {run_id}", data, OFFER_BYTES_MAX)
+        run = self._run(run_id)
+        run.offer = (self._broker.now_ms() + int(ttl_s * 1000), bytes(data))
+        run.offer_count += 1
+        run.announce()
+
+    async def offers(self, run_id: str) -> bytes | None:
+        until_ms, data = self._run(run_id).offer
+        return data if until_ms > self._broker.now_ms() else None
+
+    async def answer(self, run_id: str, round_id: str, member: str, data: bytes, ttl_s: float) -> None:
+        check_size(f"an answer in round {round_id} of run {run_id}", data, ANSWER_BYTES_MAX)
+        found = await self.answers(run_id, round_id)
+        if member not in found and len(found) >= ANSWER_COUNT_MAX:
+            raise round_full(run_id, round_id)
+        until_ms = self._broker.now_ms() + int(ttl_s * 1000)
+        self._run(run_id).answers[round_id] = (until_ms, {**found, member: bytes(data)})
+
+    async def answers(self, run_id: str, round_id: str) -> dict[str, bytes]:
+        run, now_ms = self._run(run_id), self._broker.now_ms()
+        run.answers = {name: row for name, row in run.answers.items() if row[0] > now_ms}
+        return dict(run.answers.get(check_name("round", round_id), (0.0, {}))[1])
+
     def _run(self, run_id: str) -> _RunWeights:
         return self._runs.setdefault(run_id, _RunWeights())
+
+    def _is_kept(self, run: _RunWeights, manifest: WeightManifest) -> bool:
+        return manifest.carrier != BROKER or not self._lost_count(run, manifest)
+
+    def _lost_count(self, run: _RunWeights, manifest: WeightManifest) -> int:
+        return sum(_chunk_name(manifest, i) not in run.chunks for i in range(manifest.link.chunk_count))
 
     def _require(self, code: int, manifest: WeightManifest) -> None:
         if code not in (GRANTED, ALREADY):

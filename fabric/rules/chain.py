@@ -1,27 +1,31 @@
-"""Which manifests lead from one version to another, when a keyframe is due, and what may be deleted.
+"""Which manifests lead from one version to another, when jumps and keyframes are due, and what may be deleted.
 
-A link is a manifest seen from afar. A delta leads from its base to its version; a keyframe leads from nothing to its
-version. One version may have both: those who hold the base take the delta, those who join late the keyframe.
+A link is a manifest seen from afar. A delta leads from the version before to its own, a jump over several to the same
+version as the last delta it folds; a keyframe leads from nothing to its version. So several links may lead into one
+version, told apart by kind and base.
 
 - `plan` is a shortest path by bytes, so links that skip versions need no other rule.
-- A keyframe is due when the deltas since the last one reach its bytes: a late joiner never fetches much more than
-  two keyframes' worth.
-- The broker holds at most two keyframes and their deltas: with K the bytes of a keyframe and D those of the largest
-  delta, no more than 4 K + 2 D, and 1 K + D of it leaves when the newer keyframe is `GRACE_COUNT` versions old. While
-  a keyframe is being written it comes on top.
+- Every FOLD_COUNT deltas are folded into a jump, every FOLD_COUNT of those into a longer one; counting begins anew at
+  every keyframe. Links are counted, never version numbers, for a trainer may skip some.
+- A keyframe is due when it is cheaper than the way from the last one; `keyframe_due` says how rare that is.
+- Deleted is what no reader needs; `garbage` says what that leaves on the broker.
+- All rules look only at the links that are held, so a publisher that takes over goes on where the last one stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ChainBroken
 
 KEYFRAME = "keyframe"
 DELTA = "delta"
-DELTA_COUNT_MAX = 64  # a joiner's round trips and digests, whatever the bytes
-GRACE_COUNT = 8  # versions for which readers of the older keyframe may still be fetching it
+JUMPS = ("jump-8", "jump-64")  # each folds FOLD_COUNT of the kind before it
+FOLD = "fold"  # of any length, made by a relay for a receiver that is behind; never published
+FOLD_COUNT = 8
+LINK_COUNT_MAX = 64  # a joiner's round trips and digests, whatever the bytes; at 0.5 B parameters it has at most 24
+GRACE_COUNT = 8  # versions for which readers may still be on their way to an older head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +40,20 @@ class Link:
     chunk_count: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jump:
+    """A jump that should be made. sources: the held links that it folds, in order, end to end."""
+
+    kind: str
+    base_version: int
+    version: int
+    sources: tuple[Link, ...]
+
+
 def plan(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
     """The cheapest links from the version a receiver holds to `goal`, in the order to apply them.
+
+    Of ways with the same bytes, one with the fewest links.
 
     Args:
         have: version held, None for nothing usable.
@@ -52,15 +68,15 @@ def plan(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
     """
     if have == goal:
         return []
-    cost: dict[int, int] = {} if have is None else {have: 0}
+    cost: dict[int, tuple[int, int]] = {} if have is None else {have: (0, 0)}
     last: dict[int, Link] = {}
     forward = (link for link in links if link.base_version < link.version <= goal)  # any other could be a circle
     usable = sorted(forward, key=lambda link: link.version)
     for link in usable:
-        base_cost = 0 if link.kind == KEYFRAME else cost.get(link.base_version)
+        base_cost = (0, 0) if link.kind == KEYFRAME else cost.get(link.base_version)
         if base_cost is None or link.version == have:
             continue
-        total = base_cost + link.payload_bytes
+        total = (base_cost[0] + link.payload_bytes, base_cost[1] + 1)
         if link.version not in cost or total < cost[link.version]:
             cost[link.version] = total
             last[link.version] = link
@@ -74,20 +90,38 @@ def plan(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
     return steps[::-1]
 
 
-def keyframe_due(head: int, links: Sequence[Link], *, delta_count_max: int = DELTA_COUNT_MAX) -> bool:
+def jumps_due(head: int, links: Sequence[Link]) -> list[Jump]:
+    """Jumps that should be published now beside what they fold, in the order to publish them.
+
+    The same links always give the same jumps, and never one that is held. Ask again when they are out, and before a
+    keyframe of the same version is: the last short jump may complete a longer one.
+    """
+    jumps = []
+    for kind, sources in zip(JUMPS, _unfolded(head, links), strict=True):
+        for start in range(0, len(sources) - FOLD_COUNT + 1, FOLD_COUNT):
+            part = tuple(sources[start : start + FOLD_COUNT])
+            jumps.append(Jump(kind=kind, base_version=part[0].base_version, version=part[-1].version, sources=part))
+    return jumps
+
+
+def keyframe_due(head: int, links: Sequence[Link], *, link_count_max: int = LINK_COUNT_MAX) -> bool:
     """Whether a keyframe of `head` should be published beside its delta.
 
-    True when none is held, or the cheapest way from the newest one to `head` has as many bytes as it has, or more than
-    `delta_count_max` deltas.
+    True when none is held, or the cheapest way from the newest one to `head` has more bytes than it, or more than
+    `link_count_max` links.
+
+    0.5 B parameters at 1 % density: keyframe 676 MB, deltas 6.2 MB, jumps 23 and 55 MB. The way has at most 7 deltas,
+    7 short jumps and n long ones: it outgrows the keyframe with the ninth or tenth long one, so a keyframe is published
+    every 631 versions (without jumps, every 110). Bytes per version, with all of it: 6.2 + 23/8 + 55/64 + 676/631
+    = 11.0 MB, 89 times under the dense 988 MB; over the first 256 versions, 81 times.
     """
     keyframe = newest_keyframe(head, links)
     if keyframe is None:
         return True
-    try:
-        deltas = plan(keyframe.version, head, links)
-    except ChainBroken:
+    way = _way(keyframe.version, head, [link for link in links if link.kind != KEYFRAME])
+    if not way and keyframe.version != head:
         return True
-    return len(deltas) >= delta_count_max or sum(link.payload_bytes for link in deltas) > keyframe.payload_bytes
+    return len(way) > link_count_max or sum(link.payload_bytes for link in way) > keyframe.payload_bytes
 
 
 def newest_keyframe(head: int, links: Sequence[Link]) -> Link | None:
@@ -96,22 +130,82 @@ def newest_keyframe(head: int, links: Sequence[Link]) -> Link | None:
     return max(keyframes, key=lambda link: link.version, default=None)
 
 
-def garbage(head: int, links: Sequence[Link], *, grace_count: int = GRACE_COUNT) -> list[Link]:
-    """Links that may be deleted now; never one that a receiver of the newest keyframe's chain needs.
+def garbage(
+    head: int, links: Sequence[Link], *, held_versions: Collection[int] = (), grace_count: int = GRACE_COUNT
+) -> list[Link]:
+    """Links that may be deleted now: all but
 
-    Kept are the newest keyframe and everything after it, and the keyframe before it with its deltas until the newest
-    is `grace_count` versions old. A receiver further behind finds the newest keyframe.
+    - the newest keyframe, and while that is younger than `grace_count` versions, the one before it;
+    - deltas and jumps of the last `grace_count` versions;
+    - the cheapest ways from these keyframes to the head and to each of the `grace_count` versions before it, to which
+      readers may still be on their way;
+    - the cheapest ways from versions that live receivers hold, those nearest to the head first, while all that only
+      they need is no more bytes than the newest keyframe: whoever is further behind takes that one;
+    - what coming jumps will fold, and the last long jump, for it says what was folded;
+    - what is above the head: it is being published.
+
+    With K the bytes of the largest keyframe, D of the largest delta, J of the largest jump of each kind, and jumps that
+    are no larger than what they fold together, the broker holds at most 4 K + `grace_count` D + J8 + J64. That is two
+    keyframes, the way behind the older (`keyframe_due`: at most K), the receivers' K and the last versions; 1 K less
+    when the older keyframe is gone. What is being published comes on top, until it is cleaned up after.
+    0.5 B parameters: at most 2.9 GB; without receivers far behind, 0.7 to 2.1 GB.
+
+    Args:
+        held_versions: what live receivers hold; below 0: nothing yet.
     """
     newest = newest_keyframe(head, links)
     if newest is None:
         return []
-    oldest_kept = newest.version
-    if head - newest.version < grace_count:
-        before = newest_keyframe(newest.version - 1, links)
-        oldest_kept = before.version if before else min(link.version for link in links)
-    return [link for link in links if link.version < oldest_kept or _leads_only_into(link, oldest_kept)]
+    versions = sorted({link.version for link in links if link.version <= head})
+    goals = versions[-grace_count - 1 :]  # heads that a reader may be on its way to
+    steps = [link for link in links if link.kind != KEYFRAME]
+    kept = {link for link in links if link.version > head} | {link for link in steps if link.version > goals[0]}
+    for part in _unfolded(head, links):
+        kept.update(part)
+    long_jumps = [link for link in steps if link.kind == JUMPS[-1]]
+    kept.update(sorted(long_jumps, key=lambda link: link.version)[-1:])
+    roots = [newest]
+    kept |= {newest} | _ways(newest.version, [goal for goal in goals if goal >= newest.version], steps)
+    before = newest_keyframe(newest.version - 1, links)
+    older_goals = [goal for goal in goals if goal < newest.version]
+    if before is not None and older_goals:
+        roots.append(before)
+        kept |= {before} | _ways(before.version, older_goals, steps)
+    room_bytes = newest.payload_bytes
+    for held in sorted({version for version in held_versions if 0 <= version < goals[0]}, reverse=True):
+        needed = _ways(held, goals, [*steps, *roots]) - kept
+        size = sum(link.payload_bytes for link in needed)
+        if size <= room_bytes:
+            room_bytes -= size
+            kept |= needed
+    return [link for link in links if link not in kept]
 
 
-def _leads_only_into(link: Link, version: int) -> bool:
-    """A delta into the oldest kept keyframe's own version: nobody holds its base any more in a kept chain."""
-    return link.version == version and link.kind != KEYFRAME
+def _unfolded(head: int, links: Sequence[Link]) -> list[list[Link]]:
+    """For each kind of JUMPS, the links up to `head` that it will fold, end to end, in order.
+
+    Those since the last jump of that kind or a longer one, or since the keyframe or gap that the chain begins with.
+    """
+    found, at = [], head
+    for level, source_kind in enumerate((DELTA, *JUMPS[:-1])):
+        ends = {link.version for link in links if link.kind == KEYFRAME or link.kind in JUMPS[level:]}
+        into = {link.version: link for link in links if link.kind == source_kind and link.base_version < link.version}
+        steps: list[Link] = []
+        while at not in ends and at in into:
+            steps.append(into[at])
+            at = into[at].base_version
+        found.append(steps[::-1])
+    return found
+
+
+def _ways(have: int, goals: Iterable[int], links: Sequence[Link]) -> set[Link]:
+    """All links of the cheapest ways from a version to several others."""
+    return {link for goal in goals for link in _way(have, goal, links)}
+
+
+def _way(have: int, goal: int, links: Sequence[Link]) -> list[Link]:
+    """The plan; none where no way leads there."""
+    try:
+        return plan(have, goal, links)
+    except ChainBroken:
+        return []

@@ -2,6 +2,7 @@
 
 - A publisher holds an epoch; the highest epoch is in charge, and every write of another is refused.
 - The head only moves up, and a delta only onto its base.
+- A jump stands beside what it folds: it leads to a version that is published already, and never becomes the head.
 - Repeating a write whose answer was lost changes nothing and is granted.
 """
 
@@ -9,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import BrokerError, VersionConflict, WeightError
-from .chain import DELTA, KEYFRAME, Link
+from ..errors import BrokerError, BrokerFull, VersionConflict, WeightError
+from .chain import DELTA, JUMPS, KEYFRAME, Link
 
 GRANTED, ALREADY = 1, 2
-TAKEN_OVER, NOT_NEWER, WRONG_BASE, NO_MANIFEST, OTHER_CONTENT = -1, -2, -3, -4, -5
+TAKEN_OVER, NOT_NEWER, WRONG_BASE, NO_MANIFEST, OTHER_CONTENT, NOT_BESIDE = -1, -2, -3, -4, -5, -6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +30,15 @@ class HeadFacts:
 def may_put(head: HeadFacts, link: Link, *, is_known: bool, is_same: bool) -> int:
     """Whether a manifest may be written. is_known: one of that name is there; is_same: with the same bytes.
 
-    At or below the head manifests never change; only a keyframe of the head itself may be added.
+    At or below the head manifests never change; only a keyframe of the head itself may be added, and jumps.
     """
     if link.epoch != head.epoch:
         return TAKEN_OVER
     if is_same:
         return ALREADY
+    if link.kind in JUMPS:
+        leads_up = 0 <= link.base_version < link.version <= head.version
+        return NOT_BESIDE if not leads_up else OTHER_CONTENT if is_known else GRANTED
     if link.version > head.version:
         return GRANTED
     if link.version == head.version and link.kind == KEYFRAME and not is_known:
@@ -46,6 +50,8 @@ def may_advance(head: HeadFacts, link: Link, *, is_known: bool) -> int:
     """Whether the head may move to this version. is_known: its manifest is there."""
     if link.epoch != head.epoch:
         return TAKEN_OVER
+    if link.kind in JUMPS:
+        return NOT_BESIDE
     if link.version == head.version and link.kind == head.kind and head.moved_by == link.epoch:
         return ALREADY
     if link.version <= head.version:
@@ -74,6 +80,12 @@ def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int
         return not_newer(run_id, link.version, head_version)
     if code == NO_MANIFEST:
         return BrokerError(f"the manifest of version {link.version} of run {run_id!r} is gone: publish again", **facts)
+    if code == NOT_BESIDE:
+        text = (
+            f"the {link.kind} from version {link.base_version} to {link.version} of run {run_id!r} cannot be published:"
+            f" a jump leads up to a version that is published already (head is {head_version}), and is never the head"
+        )
+        return VersionConflict(text, **facts)
     what = f"its base {link.base_version} is not the head" if code == WRONG_BASE else "it already means something else"
     text = f"version {link.version} of run {run_id!r} cannot be published: {what} (head is {head_version})"
     return VersionConflict(f"{text}; publish a version above {head_version}", **facts)
@@ -97,4 +109,14 @@ def chunks_lost(run_id: str, link: Link, count: int) -> BrokerError:
         " before their manifest was complete: was it restarted, or does it evict? Publish again",
         run_id=run_id,
         version=link.version,
+    )
+
+
+def round_full(run_id: str, round_id: str) -> BrokerFull:
+    """A round has as many answers as it may have."""
+    return BrokerFull(
+        f"round {round_id!r} of run {run_id!r} has all the answers it may have: is a program answering under ever new"
+        " names?",
+        run_id=run_id,
+        round_id=round_id,
     )

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChainBroken, DigestMismatch, VersionUnknown
+from ..errors import ChainBroken, DigestMismatch, VersionUnknown, WireError
 from ..ports_weights import WeightStore
 from ..rules.chain import KEYFRAME, Link, plan
 from .codec import Bits
 from .layout import Layout, TensorSpec
 from .manifest import WeightManifest
-from .stage import Stage, Staged, check_chunk, check_state
+from .stage import Stage, Staged, check_chunk
 
 FETCH_BYTES_MAX = 16 << 20  # per round trip: long enough to hide the trip, small beside any model
 FETCH_COUNT_MAX = 3
@@ -35,9 +35,12 @@ class ChainReader:
         self._store = store
         self._run_id = run_id
         self._known: dict[tuple[int, str], WeightManifest] = {}
+        self._unreadable: set[Link] = set()  # of these a chunk was gone, or stayed corrupt
 
     async def plan(self, have: int | None, goal: int) -> list[WeightManifest]:
         """Manifests that lead from `have` to `goal`, in the order to stage them.
+
+        What could not be read before is avoided, and tried again where there is no other way.
 
         Raises:
             ChainBroken: the store holds no such chain.
@@ -52,6 +55,9 @@ class ChainReader:
                 if len(deltas) <= 1:
                     return self._manifests(deltas)
         await self._learn(names)
+        with contextlib.suppress(ChainBroken):
+            return self._manifests(plan(have, goal, self._links()))
+        self._unreadable.clear()
         return self._manifests(plan(have, goal, self._links()))
 
     async def stage(self, manifests: Sequence[WeightManifest], stage: Stage) -> Staged:
@@ -60,15 +66,15 @@ class ChainReader:
         Raises:
             LayoutMismatch, ChainBroken, DigestMismatch, WireError: as Stage; nothing was written.
         """
-        for manifest in manifests:
-            await asyncio.to_thread(stage.begin, manifest)
-            await self._feed(manifest, stage)
-            await asyncio.to_thread(stage.end)
-        staged = await asyncio.to_thread(stage.finish)
-        if manifests and manifests[0].kind == KEYFRAME:
-            whole = {name: values for name, (_, values) in staged.writes().items()}
-            await asyncio.to_thread(check_state, manifests[-1], _with_empty(manifests[-1].tensors, whole))
-        return staged
+        try:
+            for manifest in manifests:
+                await asyncio.to_thread(stage.begin, manifest)
+                await self._feed(manifest, stage)
+                await asyncio.to_thread(stage.end)
+        except BaseException:
+            self._known.clear()  # one of them may have been damaged on the way, or be of a head that was lost
+            raise
+        return await asyncio.to_thread(stage.finish)
 
     async def _feed(self, manifest: WeightManifest, stage: Stage) -> None:
         """All chunks of a version, in order; the next are on their way while the last are decoded."""
@@ -99,6 +105,7 @@ class ChainReader:
             found = await self._store.chunks(manifest, wanted)
             failure = await asyncio.to_thread(_sort_out, manifest, dict(zip(wanted, found, strict=True)), good)
         if failure is not None:
+            self._unreadable.add(manifest.link)
             raise failure
         return [good[index] for index in indices]
 
@@ -106,10 +113,13 @@ class ChainReader:
         unknown = [name for name in names if name not in self._known]
         if unknown:
             found = await self._store.manifests(self._run_id, unknown)
-            self._known.update({name: item for name, item in zip(unknown, found, strict=True) if item is not None})
+            for name, manifest in zip(unknown, found, strict=True):
+                if manifest is not None:
+                    _check_name(manifest, self._run_id, name)
+                    self._known[name] = manifest
 
     def _links(self) -> list[Link]:
-        return [manifest.link for manifest in self._known.values()]
+        return [item.link for item in self._known.values() if item.link not in self._unreadable]
 
     def _manifests(self, links: Sequence[Link]) -> list[WeightManifest]:
         return [self._known[(link.version, link.kind)] for link in links]
@@ -146,6 +156,15 @@ async def fetch_weights(store: WeightStore, run_id: str, version: int | None = N
     """
     manifest, bits = await fetch_bits(store, run_id, version)
     return {spec.name: _as_array(spec, bits[spec.name]) for spec in manifest.tensors.tensors}
+
+
+def _check_name(manifest: WeightManifest, run_id: str, name: tuple[int, str]) -> None:
+    """Require the manifest that was asked for: a damaged one would bring its weights under another version."""
+    if (manifest.run_id, manifest.version, manifest.kind) != (run_id, *name):
+        raise WireError(
+            f"asked for version {name[0]} ({name[1]}) of run {run_id!r}, the store gave version {manifest.version}"
+            f" ({manifest.kind}) of {manifest.run_id!r}: fetch it again"
+        )
 
 
 def _as_array(spec: TensorSpec, bits: Bits) -> NDArray[Any]:

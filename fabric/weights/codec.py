@@ -1,9 +1,9 @@
-"""One block of one tensor, as bytes: exact, self-contained, small.
+"""One block: the elements of one region of a tensor as bytes, exact, self-contained, small.
 
-A tensor is cut on a fixed grid into blocks of at most BLOCK_BYTES of stored bits. A block is encoded in one of
+A block has at most BLOCK_BYTES of stored bits (regions.py says which elements they are) and is encoded in one of
 
     SPARSE   positions of changed elements as gaps, and their steps: new - old modulo 2^width, zigzag
-    STEPS    the step of every element, as byte planes
+    STEPS    the step of every element, 0 where it did not change
     VALUES   the new bits of every element, as byte planes (needs no base; what keyframes are made of)
 
 whichever is fewest bytes; a block without any change has no bytes at all.
@@ -11,9 +11,14 @@ whichever is fewest bytes; a block without any change has no bytes at all.
 - Elements are unsigned integers and compared as such, never floats: NaN payloads, -0, infinities, denormals are exact.
 - About nine of ten changed bf16 weights move by one unit in the last place, so the step holds 2 bits where the new
   value holds 12 (measured); that is why steps travel.
-- Gaps and steps are bytes; 255 marks an escape, whose rest stands in a stream of its own.
-- Every stream is stored compressed or raw, whichever is fewer bytes. Streams: gaps, gap escapes, steps, step escapes
-  (SPARSE); one per byte of the element, lowest first (STEPS, VALUES).
+- A gap's low bits are noise and travel as they are; what is above them is a byte of few values. The block's header says
+  how many low bits: so many that the middle gap has at most GAP_BITS above them.
+- A step is four bits, two to a byte: an entropy coder spends at least one bit on a symbol, and most steps are worth
+  less than two.
+- What does not fit (symbol 255, step 15) stands in a stream of its own: how many bytes each rest has, then byte planes.
+- Every stream is stored compressed or raw, whichever is fewer bytes. Streams: gaps, their low bits, their rest, steps,
+  their rest (SPARSE); steps, their rest (STEPS); one per byte of the element, lowest first (VALUES).
+- The same block gives the same bytes whichever kernels made it.
 
 Which blocks make a version is snapshot.py's and manifest.py's.
 """
@@ -21,27 +26,35 @@ Which blocks make a version is snapshot.py's and manifest.py's.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
 from ..errors import WireError
+from .kernels import Bits as Bits
+from .kernels import Bytes, Changes, Gaps, Indices, Kernels, Scratch, Sparse, load
+from .streams import join_planes, rest_bytes, rest_numbers, split_planes, squeezed
 
-Bits = NDArray[Any]  # unsigned integers of the element's width
+T = TypeVar("T")
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best
 SPARSE, STEPS, VALUES = 1, 2, 3
-ESCAPE = 255
-SPARSE_FRACTION_MAX = 0.5  # above it positions alone cost more than a bit per element
-STEPS_FRACTION_MIN = 0.3  # below it a plane of mostly zero steps has never beaten gaps (measured)
-SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
+SPARSE_FRACTION_MAX = 0.4  # above it gaps save half a percent at best (measured)
+STEPS_FRACTION_MIN = 0.3  # below it steps of all elements have not beaten gaps (measured)
+GAP_BITS = 5  # of a middle gap: its byte then escapes once in thousands
+GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
+GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
 STREAM_BYTES_MAX = 16 << 20  # of one raw stream: 4 bytes for each of a block's bytes
-GAP_BYTES = 4  # gaps are uint32
-HEADER = struct.Struct("<BBHI")  # mode, element bytes, stream count, changed count
+HEADER = struct.Struct("<BBBBI")  # mode, element bytes, gap shift, stream count, changed count
 STREAM = struct.Struct("<II")  # raw length, stored length; equal: stored raw
+GAP_DTYPE = np.dtype(np.uint32)
+SCATTER_COUNT_MIN = 1 << 16  # changes that are worth a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +62,13 @@ class Encoded:
     """A block as bytes, with what it says.
 
     indices: uint32 (C,), changed positions inside the block, ascending, or None for all. values: unsigned, new bits at
-    those positions (a view of the input where indices is None). changed_count: elements whose bits differ.
+    those positions; olds: the bits before, None where there is no base (both views of the input where indices is None).
+    changed_count: elements whose bits differ.
     """
 
     data: bytes
     indices: NDArray[np.uint32] | None
+    olds: Bits | None
     values: Bits
     changed_count: int
 
@@ -65,17 +80,42 @@ class Decoded:
     indices: int64 (C,), ascending, or None for all elements.
     """
 
-    indices: NDArray[np.int64] | None
+    indices: Indices | None
     numbers: Bits
     is_absolute: bool
 
 
-class Encoder:
-    """Encodes blocks; holds compressors, so one per thread."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a block makes of the elements that it is put on.
 
-    def __init__(self) -> None:
+    positions: int64 (C,), flat in the tensor, ascending, or None for all elements of the block. values: the bits there
+    afterwards. change: by how much the tensor's sum moves, modulo 2^64. is_absolute: no base was needed.
+    """
+
+    positions: Indices | None
+    values: Bits
+    change: int
+    is_absolute: bool
+
+
+class _Block(NamedTuple):
+    """An encoded block, taken apart. step_count: steps in it. streams: as stored before compression."""
+
+    mode: int
+    shift: int
+    step_count: int
+    streams: list[Bytes]
+
+
+class Encoder:
+    """Encodes blocks; holds compressors and memory: one per thread. kernels: by default the fastest that are there."""
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels or load()
+        self._scratch = Scratch()
         self._general = zstandard.ZstdCompressor(level=1, write_checksum=False, write_content_size=False)
-        # Steps have no matches worth finding: a tiny table leaves them to the entropy coder, faster and smaller.
+        # Gaps and steps have no matches worth finding: a tiny table leaves them to the entropy coder, which is faster.
         tuned = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=17, write_content_size=False
         )
@@ -83,54 +123,78 @@ class Encoder:
 
     def delta(self, old: Bits, new: Bits) -> Encoded | None:
         """The smallest encoding of `new` given `old` (same shape and dtype, flat); None when nothing changed."""
-        mask = np.not_equal(old, new)
-        count = int(np.count_nonzero(mask))
-        if count == 0:
-            return None
-        fraction = count / len(new)
-        choices: list[Encoded] = []
-        if fraction <= SPARSE_FRACTION_MAX:
-            choices.append(self._sparse(old, new, np.flatnonzero(mask)))
-        if fraction >= STEPS_FRACTION_MIN:
-            planes = _planes(_zigzag(new - old))
-            choices.append(Encoded(self._pack(STEPS, new, count, planes), None, new, count))
-            if len(choices[-1].data) > 0.5 * new.nbytes:
-                choices.append(Encoded(self._pack(VALUES, new, count, _planes(new)), None, new, count))
-        return min(choices, key=lambda encoded: len(encoded.data))
+        return self._delta(old, new, may_be_absolute=True)
+
+    def sparse(self, changes: Changes) -> Encoded:
+        """What `delta` gives for two states that differ by `changes`, which are some, and `few`."""
+        return Encoded(self._pack_sparse(changes), *changes, len(changes.indices))
 
     def dense(self, new: Bits) -> Encoded:
         """`new` by itself, without a base."""
-        return Encoded(self._pack(VALUES, new, len(new), _planes(new)), None, new, len(new))
+        return Encoded(self._pack_values(new, len(new)), None, None, new, len(new))
 
-    def _sparse(self, old: Bits, new: Bits, positions: NDArray[np.intp]) -> Encoded:
-        indices = positions.astype(np.uint32)
-        gaps = np.diff(indices, prepend=np.uint32(0))
-        gaps[1:] -= 1
-        values = new[positions]
-        steps = _zigzag(values - old[positions])
-        steps -= 1  # a changed element has no step 0
-        streams = [*_escaped(gaps), *_escaped(steps)]
-        return Encoded(self._pack(SPARSE, new, len(indices), streams), indices, values, len(indices))
+    def fold(self, decoded: Sequence[Decoded], element_count: int, dtype: np.dtype[Any]) -> Encoded | None:
+        """The block that has the effect of these, one after another; None where they cancel out.
 
-    def _pack(self, mode: int, new: Bits, changed_count: int, streams: list[bytes]) -> bytes:
-        stored = [self._squeeze(stream, is_entropy_only=mode == SPARSE and k == 2) for k, stream in enumerate(streams)]
+        No weights are needed: steps add modulo 2^width, and a block of values replaces what was before it. In the
+        result `olds` is None, and `values` are steps unless it is a block of values.
+        """
+        total = np.zeros(element_count, dtype=dtype)
+        is_absolute = False
+        for block in decoded:
+            if block.is_absolute:
+                assert block.indices is None, "values without a base are of whole blocks"
+                total[:] = block.numbers
+                is_absolute = True
+            elif block.indices is None:
+                total += block.numbers
+            else:
+                self._kernels.add_at(total, block.indices, block.numbers)
+        if is_absolute:
+            return self.dense(total)
+        folded = self._delta(np.zeros_like(total), total, may_be_absolute=False)
+        return folded and Encoded(folded.data, folded.indices, None, folded.values, folded.changed_count)
+
+    def _delta(self, old: Bits, new: Bits, *, may_be_absolute: bool) -> Encoded | None:
+        count, changes = self._kernels.changes(old, new, int(SPARSE_FRACTION_MAX * len(new)) + 1, self._scratch)
+        if count == 0:
+            return None
+        choices: list[Encoded] = []
+        if changes is not None:
+            choices.append(self.sparse(changes))
+        if changes is None or not few(count, len(new)):
+            streams = self._step_streams(old, new, bias=0)
+            choices.append(Encoded(self._pack(STEPS, new.itemsize, count, streams), None, old, new, count))
+            if may_be_absolute and len(choices[-1].data) > 0.5 * new.nbytes:
+                choices.append(Encoded(self._pack_values(new, count), None, old, new, count))
+        return min(choices, key=lambda encoded: len(encoded.data))
+
+    def _pack_sparse(self, changes: Changes) -> bytes:
+        shift = _gap_shift(changes.indices)
+        gaps = self._kernels.split_gaps(changes.indices, shift)
+        streams = [gaps.symbols.tobytes(), gaps.lows.tobytes(), rest_bytes(gaps.rest)]
+        streams += self._step_streams(changes.olds, changes.values, bias=1)  # a changed element has no step 0
+        return self._pack(SPARSE, changes.values.itemsize, len(changes.indices), streams, shift)
+
+    def _pack_values(self, new: Bits, count: int) -> bytes:
+        return self._pack(VALUES, new.itemsize, count, split_planes(new))
+
+    def _step_streams(self, old: Bits, new: Bits, *, bias: int) -> list[bytes]:
+        packed, rest = self._kernels.split_steps(old, new, bias)
+        return [packed.tobytes(), rest_bytes(rest)]
+
+    def _pack(self, mode: int, width: int, count: int, streams: list[bytes], shift: int = 0) -> bytes:
+        compressor = self._general if mode == VALUES else self._entropy
+        stored = [squeezed(compressor, stream) for stream in streams]
         table = [STREAM.pack(len(raw), len(kept)) for raw, kept in zip(streams, stored, strict=True)]
-        return b"".join((HEADER.pack(mode, new.itemsize, len(streams), changed_count), *table, *stored))
-
-    def _squeeze(self, raw: bytes, *, is_entropy_only: bool) -> bytes:
-        if len(raw) > 4 * SAMPLE_BYTES:
-            middle = len(raw) // 2
-            sample = raw[middle : middle + SAMPLE_BYTES]
-            if len(self._general.compress(sample)) >= 0.98 * len(sample):
-                return raw
-        packed = (self._entropy if is_entropy_only else self._general).compress(raw)
-        return packed if len(packed) < len(raw) else raw
+        return b"".join((HEADER.pack(mode, width, shift, len(streams), count), *table, *stored))
 
 
 class Decoder:
-    """Decodes blocks; holds a decompressor, so one per thread."""
+    """Decodes blocks; holds a decompressor, so one per thread. kernels: by default the fastest that are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels or load()
         self._zstd = zstandard.ZstdDecompressor(max_window_size=STREAM_BYTES_MAX)
 
     def decode(self, data: bytes | memoryview, *, element_count: int, dtype: np.dtype[Any]) -> Decoded:
@@ -139,25 +203,104 @@ class Decoder:
         Raises:
             WireError: not such a block. Digests are checked first, so this means a fault at the publisher.
         """
+        block = self._open(data, element_count, dtype)
+        if block.mode == VALUES:
+            return Decoded(None, join_planes(block.streams, element_count, dtype), is_absolute=True)
+        is_sparse = block.mode == SPARSE
+        packed, rest = _packed_steps(block, dtype)
+        indices = None
+        if is_sparse:
+            indices = _fitting(self._kernels.join_gaps(_gaps(block), block.shift, element_count))
+        steps = self._kernels.join_steps(packed, rest, block.step_count, int(is_sparse))
+        return Decoded(indices, _fitting(steps), is_absolute=False)
+
+    def resolve(
+        self, data: bytes | memoryview, current: Bits | None, element_count: int, dtype: np.dtype[Any]
+    ) -> tuple[Indices | None, Bits | None, Bits]:
+        """What `data` makes of a block that holds `current`, which is not written.
+
+        Args:
+            data: the encoded block.
+            current: unsigned (element_count,), the stored bits that steps add to; None where there are none.
+            element_count, dtype: of the block.
+
+        Returns:
+            indices: int64 (C,), ascending, in the block, or None for all. olds: the bits there before, None for a block
+            of values. values: the bits there after.
+
+        Raises:
+            WireError: not such a block, or one of steps where there is nothing to add them to.
+        """
+        taken = self.take(data, current, element_count, dtype)
+        if taken.positions is None or current is None:
+            return None, None if taken.is_absolute else current, taken.values
+        return taken.positions, current[taken.positions], taken.values
+
+    def take(
+        self,
+        data: bytes | memoryview,
+        current: Bits | None,
+        element_count: int,
+        dtype: np.dtype[Any],
+        *,
+        key: int | None = None,
+        start: int = 0,
+        out: tuple[Indices, Bits] | None = None,
+    ) -> Taken:
+        """The same in one go with what staging needs: where in the tensor, and by how much its sum moves.
+
+        Args:
+            data, current, element_count, dtype: as of `resolve`.
+            key: of the tensor, for its sum (digest.tensor_key); None: the change is not asked for.
+            start: flat position in the tensor of the block's first element.
+            out: where positions and values are put if the block lists positions: int64 and `dtype`, with room for its
+                changed count; by default new arrays. What is returned are their first C elements.
+
+        Raises:
+            WireError: as `resolve`, or more positions than `out` has room for.
+        """
+        block = self._open(data, element_count, dtype)
+        if block.mode == VALUES:
+            values = join_planes(block.streams, element_count, dtype)
+            return Taken(None, values, self._change(key, start, current, values), is_absolute=True)
+        if current is None:
+            raise WireError("a block of steps needs a base, and none is held")
+        assert len(current) == element_count and current.dtype == dtype
+        packed, rest = _packed_steps(block, dtype)
+        if block.mode == STEPS:
+            values = _fitting(self._kernels.join_steps(packed, rest, element_count, 0))
+            values += current
+            return Taken(None, values, self._change(key, start, current, values), is_absolute=False)
+        sparse = Sparse(_gaps(block), block.shift, packed, rest)
+        positions, values = _room(out, block.step_count, dtype)
+        change = self._kernels.take(current, sparse, key or 0, start, (positions, values))
+        return Taken(positions, values, _fitting(change), is_absolute=False)
+
+    def _change(self, key: int | None, start: int, olds: Bits | None, values: Bits) -> int:
+        if key is None:
+            return 0
+        if olds is None:
+            return self._kernels.sum_range(key, start, values)
+        return self._kernels.change_range(key, start, olds, values)
+
+    def _open(self, data: bytes | memoryview, element_count: int, dtype: np.dtype[Any]) -> _Block:
         try:
-            return self._decode(memoryview(data), element_count, dtype)
-        except (struct.error, zstandard.ZstdError, ValueError, IndexError, OverflowError) as error:
-            if isinstance(error, WireError):
-                raise
+            return self._opened(memoryview(data), element_count, dtype)
+        except WireError:
+            raise
+        except (struct.error, zstandard.ZstdError, ValueError) as error:
             raise WireError(f"weight block of {len(data):,} bytes cannot be decoded: {error}") from error
 
-    def _decode(self, view: memoryview, element_count: int, dtype: np.dtype[Any]) -> Decoded:
-        mode, width, stream_count, changed_count = HEADER.unpack_from(view)
-        expected = {SPARSE: 4, STEPS: dtype.itemsize, VALUES: dtype.itemsize}.get(mode)
-        if width != dtype.itemsize or stream_count != expected or changed_count > element_count:
+    def _opened(self, view: memoryview, element_count: int, dtype: np.dtype[Any]) -> _Block:
+        mode, width, shift, stream_count, changed_count = HEADER.unpack_from(view)
+        expected = {SPARSE: 5, STEPS: 2, VALUES: dtype.itemsize}.get(mode)
+        shifts = GAP_SHIFTS if mode == SPARSE else (0,)
+        if width != dtype.itemsize or stream_count != expected or changed_count > element_count or shift not in shifts:
             raise WireError(f"weight block: mode {mode}, {width}-byte elements, {changed_count} changes do not fit")
-        streams = self._streams(view, stream_count, element_count * max(width, 4))
-        if mode == SPARSE:
-            return _positions_and_steps(streams, changed_count, element_count, dtype)
-        numbers = _join_planes(streams, element_count, dtype)
-        return Decoded(None, numbers if mode == VALUES else _unzigzag(numbers), is_absolute=mode == VALUES)
+        streams = self._streams(view, stream_count, element_count * max(width, 4) + 1)
+        return _Block(mode, shift, changed_count if mode == SPARSE else element_count, streams)
 
-    def _streams(self, view: memoryview, count: int, raw_limit: int) -> list[NDArray[np.uint8]]:
+    def _streams(self, view: memoryview, count: int, raw_limit: int) -> list[Bytes]:
         streams = []
         offset = HEADER.size + count * STREAM.size
         for index in range(count):
@@ -182,63 +325,70 @@ class Decoder:
         return self._zstd.decompress(body, max_output_size=raw_length, allow_extra_data=False)
 
 
-def _positions_and_steps(
-    streams: list[NDArray[np.uint8]], changed_count: int, element_count: int, dtype: np.dtype[Any]
-) -> Decoded:
-    indices = _unescaped(streams[0], streams[1], np.dtype(np.int64), changed_count, plane_count_max=GAP_BYTES)
-    indices[1:] += 1
-    np.cumsum(indices, out=indices)
-    if changed_count and not 0 <= indices[-1] < element_count:
-        raise WireError(f"weight block: position {indices[-1]} lies outside its {element_count} elements")
-    steps = _unescaped(streams[2], streams[3], dtype, changed_count, plane_count_max=dtype.itemsize)
-    steps += 1
-    return Decoded(indices, _unzigzag(steps), is_absolute=False)
+def few(changed_count: int, element_count: int) -> bool:
+    """Whether a block with so many changes is SPARSE whatever they are, so that nothing but they is needed for it."""
+    return changed_count < STEPS_FRACTION_MIN * element_count
 
 
-def _zigzag(steps: Bits) -> Bits:
-    """Small steps of either sign as small unsigned numbers: 0, -1, 1, -2, … become 0, 1, 2, 3, …"""
-    signed = steps.view(f"i{steps.itemsize}")
-    return ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
+def scatter(
+    bits: Bits, positions: Indices, values: Bits, *, thread_count: int = 1, kernels: Kernels | None = None
+) -> None:
+    """Write absolute values in place: bits[positions] = values.
+
+    Args:
+        bits: unsigned, flat, contiguous, writable.
+        positions: int64 (C,), all different and inside; ascending is fastest.
+        values: unsigned (C,).
+        thread_count: threads at most, where there are enough changes for them.
+    """
+    assert not len(positions) or (positions[0] >= 0 and positions[-1] < len(bits))
+    write = (kernels or load()).scatter
+    part_count = min(thread_count, len(positions) // SCATTER_COUNT_MIN)
+    if part_count <= 1:
+        write(bits, positions, values)
+        return
+    bounds = np.linspace(0, len(positions), part_count + 1, dtype=np.int64).tolist()
+    parts = [slice(first, last) for first, last in pairwise(bounds)]
+    with ThreadPoolExecutor(part_count, thread_name_prefix="scatter") as pool:
+        list(pool.map(lambda part: write(bits, positions[part], values[part]), parts))
 
 
-def _unzigzag(numbers: Bits) -> Bits:
-    restored: Bits = (numbers >> 1) ^ (0 - (numbers & 1)).astype(numbers.dtype)
-    return restored
+def _gaps(block: _Block) -> Gaps:
+    symbols, lows, rest = block.streams[:3]
+    if len(symbols) != block.step_count or len(lows) != (block.step_count * block.shift + 7) // 8:
+        raise WireError(f"weight block: {len(symbols)} gaps for {block.step_count} changes")
+    return Gaps(symbols, lows, rest_numbers(rest, block.step_count, GAP_DTYPE))
 
 
-def _escaped(numbers: Bits) -> list[bytes]:
-    """One byte per number, and the rest of those that do not fit, as byte planes without empty high ones."""
-    small = np.minimum(numbers, ESCAPE).astype(np.uint8)
-    rest = numbers[small == ESCAPE] - numbers.dtype.type(ESCAPE)
-    plane_count = (int(rest.max()).bit_length() + 7) // 8 if len(rest) else 0
-    return [small.tobytes(), b"".join(_planes(rest)[:plane_count])]
+def _room(out: tuple[Indices, Bits] | None, count: int, dtype: np.dtype[Any]) -> tuple[Indices, Bits]:
+    if out is None:
+        return np.empty(count, dtype=np.int64), np.empty(count, dtype=dtype)
+    positions, values = out
+    if count > len(positions) or count > len(values):
+        raise WireError(f"weight block: {count} changes, where {len(positions)} were promised")
+    return positions[:count], values[:count]
 
 
-def _unescaped(
-    small: NDArray[np.uint8], rest: NDArray[np.uint8], dtype: np.dtype[Any], count: int, *, plane_count_max: int
-) -> Bits:
-    if len(small) != count:
-        raise WireError(f"weight block: {len(small)} numbers for {count} changes")
-    numbers = small.astype(dtype)
-    if len(rest):
-        places = np.flatnonzero(small == ESCAPE)
-        if len(rest) > len(places) * plane_count_max:
-            raise WireError(f"weight block: {len(rest)} bytes for {len(places)} escaped numbers")
-        for plane, part in enumerate(rest.reshape(-1, len(places))):
-            numbers[places] += part.astype(dtype) << dtype.type(8 * plane)
-    return numbers
+def _packed_steps(block: _Block, dtype: np.dtype[Any]) -> tuple[Bytes, Bits]:
+    packed, rest = block.streams[-2:]
+    if len(packed) != (block.step_count + 1) // 2:
+        raise WireError(f"weight block: {len(packed)} bytes for {block.step_count} steps")
+    return packed, rest_numbers(rest, block.step_count, dtype)
 
 
-def _planes(numbers: Bits) -> list[bytes]:
-    """Byte k of every element, for each k, lowest first."""
-    parts = numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize)
-    return [np.ascontiguousarray(parts[:, k]).tobytes() for k in range(numbers.itemsize)]
+def _fitting(result: T | None) -> T:
+    """What a kernel joined, unless it found that it cannot be."""
+    if result is None:
+        raise WireError("weight block: a position lies outside of it, or what escaped does not fit its rest")
+    return result
 
 
-def _join_planes(planes: list[NDArray[np.uint8]], element_count: int, dtype: np.dtype[Any]) -> Bits:
-    parts = np.empty((element_count, dtype.itemsize), dtype=np.uint8)
-    for k, plane in enumerate(planes):
-        if len(plane) != element_count:
-            raise WireError(f"weight block: a plane of {len(plane)} bytes for {element_count} elements")
-        parts[:, k] = plane
-    return parts.view(dtype).reshape(element_count)
+def _gap_shift(indices: NDArray[np.uint32]) -> int:
+    """How many low bits of a gap are noise: all but GAP_BITS of a middle one. Not of the mean: changes may cluster."""
+    later = np.arange(1, len(indices), len(indices) // GAP_SAMPLE_COUNT + 1)
+    if not len(later):
+        return 0
+    gaps = indices[later] - indices[later - 1] - np.uint32(1)
+    gaps.partition(len(gaps) // 2)
+    noise = int(gaps[len(gaps) // 2]).bit_length() - GAP_BITS
+    return next((shift for shift in GAP_SHIFTS if shift >= noise), GAP_SHIFTS[-1])

@@ -1,42 +1,56 @@
 """What a published version is: the manifest that names, sizes and digests everything in it.
 
 - A manifest is written after its chunks and before the head names it; from then on it never changes.
-- Digests: every chunk (xxh3-64) against loss on the way; what is staged (xxh3-128 over positions and new values, in
-  block order) against a wrong base or a codec fault, before anything is written; the whole state (xxh3-128 over all
-  tensors in layout order) against drift. They guard against faults, not against forgery.
+- Digests: every chunk and every block (xxh3-64) against loss on the way; the sums of the whole state (digest.py), which
+  every receiver carries along, against a wrong base, a codec fault and drift, before anything is written. They guard
+  against faults, not against forgery.
 - A block that has not changed is not listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import xxhash
+import zstandard
 from numpy.typing import NDArray
 
-from ..errors import LayoutMismatch, WireError
+from ..errors import DigestMismatch, LayoutMismatch, WireError
 from ..records import Int32
-from ..rules.chain import DELTA, KEYFRAME, Link
+from ..rules.chain import DELTA, FOLD, JUMPS, KEYFRAME, Link
 from ..wire import Record
-from .codec import BLOCK_BYTES
-from .layout import Layout, TensorSpec
+from .digest import state_sums, sums_digest
+from .layout import Layout
+from .regions import Region
 
-CODEC = "step-zstd-1"
+CODEC = "step-zstd-2"
+BROKER, COLLECTIVE = "broker", "collective"  # what carried a version's chunks
+NAMES_SHOWN_MAX = 3
+
+Sums = NDArray[np.uint64]
 
 
 class BlockRow(NamedTuple):
-    """Where a block lies: bytes [start, start + length) of a chunk. tensor: place in the layout's order."""
+    """A block: its region, and where its bytes lie: [offset, offset + length) of a chunk."""
 
     tensor: int
-    block: int
-    chunk: int
     start: int
+    run: int
+    stride: int
+    run_count: int
+    chunk: int
+    offset: int
     length: int
     changed_count: int
+
+    @property
+    def region(self) -> Region:
+        """The elements that it holds."""
+        return Region(*self[:5])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +67,27 @@ class Head:
     moved_by: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds weights of a run. version -1: none yet. address: where it serves bytes to others, empty: nowhere."""
+
+    holder_id: str
+    version: int
+    address: str = field(default="", repr=False)  # it holds the secret that opens it
+    node: str = ""
+    region: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightManifest(Record):
-    """One version, as a keyframe or as a delta to `base_version`.
+    """One version: as a keyframe, as a delta to the version before, or as a jump over several.
 
-    blocks: int32 (6 B,), rows of BlockRow, ordered by chunk and start. chunk_bytes: int32 (N,).
+    blocks: int64 (9 B,), rows of BlockRow, ordered by chunk and offset. block_digests: uint64 (B,), xxh3-64 of each
+    block's bytes. chunk_bytes: int32 (N,). sums: uint64 (T,), of the whole state at this version, tensor by tensor.
     """
 
     KIND: ClassVar[int] = 20
-    ARRAYS: ClassVar[dict[str, str]] = {"blocks": "i4", "chunk_bytes": "i4"}
+    ARRAYS: ClassVar[dict[str, str]] = {"blocks": "i8", "block_digests": "u8", "chunk_bytes": "i4", "sums": "u8"}
 
     run_id: str
     epoch: int
@@ -69,18 +95,35 @@ class WeightManifest(Record):
     base_version: int  # -1 for a keyframe
     kind: str
     codec: str
-    block_bytes: int
     layout: list[Any]  # rows [name, dtype, shape]
     layout_digest: str
-    blocks: Int32
+    cut_digest: str  # of the regions the publisher cuts tensors into
+    blocks: NDArray[np.int64]
+    block_digests: Sums
     chunk_bytes: Int32
     chunk_digests: list[str]  # xxh3-64, hex
     payload_bytes: int
-    staged_digest: str  # xxh3-128, hex
-    state_digest: str  # xxh3-128, hex; empty where not computed
+    sums: Sums
     changed_count: int
     element_count: int
     dense_bytes: int
+    carrier: str = BROKER
+    of_entropy_floor: float = 0.0  # the floor over the payload, as the publisher saw on a few blocks; 0: not known
+
+    def pack(self) -> bytes:
+        """The encoded record, compressed: names and rows repeat, so a third to a tenth; every receiver fetches it."""
+        return zstandard.ZstdCompressor(level=3).compress(self.encode())
+
+    @classmethod
+    def unpack(cls, data: bytes) -> WeightManifest:
+        """The inverse. Raises WireError: not such a record, or more bytes than one may have."""
+        try:
+            size = zstandard.frame_content_size(data)
+            if not 0 <= size <= cls.bytes_max():
+                raise WireError(f"WeightManifest: a frame of {size:,} bytes, one has at most {cls.bytes_max():,}")
+            return cls.decode(zstandard.ZstdDecompressor().decompress(data, max_output_size=size or 1))
+        except zstandard.ZstdError as error:
+            raise WireError(f"WeightManifest: cannot be unpacked: {error}") from error
 
     @cached_property
     def tensors(self) -> Layout:
@@ -114,72 +157,90 @@ class WeightManifest(Record):
         """The manifest's name among those of its run."""
         return f"{self.version}:{self.kind}"
 
+    @property
+    def state_digest(self) -> str:
+        """One text for the whole state at this version: equal exactly when all sums and the layout are."""
+        return f"{self.layout_digest[:16]}{sums_digest(self.sums)}"
+
+    @property
+    def density(self) -> float:
+        """Changed elements as a fraction of all."""
+        return self.changed_count / max(1, self.element_count)
+
+    @cached_property
     def rows(self) -> list[BlockRow]:
-        """The blocks, in the order of chunks and of the staged digest."""
+        """The blocks, in the order of chunks."""
         return [BlockRow(*row) for row in self.blocks.reshape(-1, len(BlockRow._fields)).tolist()]
 
     def check(self) -> None:
-        """Require a codec and grid that this version reads, and a keyframe that is whole.
+        """Require a codec that this version reads, blocks that lie in chunks and tensors, and a keyframe that is whole.
 
         Raises:
             WireError: names what does not fit.
         """
         name = f"manifest of version {self.version} ({self.kind})"
-        if self.codec != CODEC or self.block_bytes != BLOCK_BYTES:
-            raise WireError(
-                f"{name}: codec {self.codec!r} with blocks of {self.block_bytes} bytes, this version reads"
-                f" {CODEC!r} with {BLOCK_BYTES}: upgrade the older side"
-            )
-        if self.kind not in (KEYFRAME, DELTA) or not -1 <= self.base_version < self.version:
+        if self.codec != CODEC:
+            raise WireError(f"{name}: codec {self.codec!r}, this version reads {CODEC!r}: upgrade the older side")
+        if self.kind not in (KEYFRAME, DELTA, *JUMPS, FOLD) or not -1 <= self.base_version < self.version:
             raise WireError(f"{name}: it cannot have the base {self.base_version}")
         if len(self.chunk_bytes) != len(self.chunk_digests) or len(self.blocks) % len(BlockRow._fields):
             raise WireError(f"{name}: chunks or blocks are cut off")
+        if len(self.block_digests) * len(BlockRow._fields) != len(self.blocks):
+            raise WireError(f"{name}: it has not one digest for each block")
+        layout = self.tensors
+        if len(self.sums) != len(layout.tensors):
+            raise WireError(f"{name}: {len(self.sums)} sums for {len(layout.tensors)} tensors")
         if len(self.chunk_bytes) and self.chunk_bytes.min() < 0:
             raise WireError(f"{name}: a chunk has fewer than no bytes")
-        rows, layout = self.rows(), self.tensors
-        for row in rows:
-            self._check_row(name, row, layout)
-        blocks = {(row.tensor, row.block) for row in rows}
-        if len(blocks) != len(rows):
+        self._check_rows(name, layout)
+
+    def _check_rows(self, name: str, layout: Layout) -> None:
+        for row in self.rows:
+            if not (0 <= row.chunk < len(self.chunk_bytes) and 0 <= row.tensor < len(layout.tensors)):
+                raise WireError(f"{name}: a block lies in a chunk or tensor that does not exist")
+            if row.offset < 0 or row.length <= 0 or row.offset + row.length > self.chunk_bytes[row.chunk]:
+                raise WireError(f"{name}: a block ends behind its chunk")
+            spec = layout.tensors[row.tensor]
+            if not row.region.fits(spec) or not 0 <= row.changed_count <= row.region.element_count:
+                raise WireError(f"{name}: a block of tensor {spec.name!r} is not a part of it: {row.region}")
+        if len({row.region for row in self.rows}) != len(self.rows):
             raise WireError(f"{name}: it holds a block twice")
-        block_total = sum(block_count(spec) for spec in layout.tensors)
-        if self.kind == KEYFRAME and len(blocks) != block_total:
-            raise WireError(f"{name}: {len(rows)} blocks, a keyframe of this layout has {block_total}")
+        covered = [0] * len(layout.tensors)
+        for row in self.rows:
+            covered[row.tensor] += row.region.element_count
+        for count, spec in zip(covered, layout.tensors, strict=True):
+            if count > spec.element_count or (self.kind == KEYFRAME and count < spec.element_count):
+                raise WireError(f"{name}: {count:,} elements of tensor {spec.name!r}, which has {spec.element_count:,}")
 
-    def _check_row(self, name: str, row: BlockRow, layout: Layout) -> None:
-        if min(row) < 0 or row.chunk >= len(self.chunk_bytes) or row.tensor >= len(layout.tensors):
-            raise WireError(f"{name}: a block lies in a chunk or tensor that does not exist")
-        if row.start + row.length > self.chunk_bytes[row.chunk]:
-            raise WireError(f"{name}: a block ends behind its chunk")
-        spec = layout.tensors[row.tensor]
-        if row.block >= block_count(spec) or row.changed_count > block_elements(spec):
-            raise WireError(f"{name}: block {row.block} of tensor {spec.name!r} is not one of its {block_count(spec)}")
+    def check_sums(self, sums: Sums) -> None:
+        """Require that `sums` are those of this version's state.
 
-
-class StagedDigest:
-    """The running digest of what a version writes, block by block."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
-
-    def add(self, tensor: int, block: int, indices: NDArray[Any] | None, values: NDArray[Any]) -> None:
-        """Add one block: positions inside it (None: all) and new values."""
-        self._hash.update(np.array([tensor, block, indices is None], dtype="<i4").tobytes())
-        if indices is not None:
-            self._hash.update(np.ascontiguousarray(indices, dtype="<u4").data)
-        self._hash.update(np.ascontiguousarray(values).data)
-
-    def hex(self) -> str:
-        """The digest so far."""
-        return self._hash.hexdigest()
+        Raises:
+            DigestMismatch: names the tensors that differ.
+        """
+        wrong = np.flatnonzero(sums != self.sums)
+        if not len(wrong):
+            return
+        names = [self.tensors.tensors[index].name for index in wrong.tolist()]
+        more = f" and {len(names) - NAMES_SHOWN_MAX} more" if len(names) > NAMES_SHOWN_MAX else ""
+        raise DigestMismatch(
+            f"these are not the weights of version {self.version} ({self.kind}) of run {self.run_id!r}: tensor"
+            f" {', '.join(names[:NAMES_SHOWN_MAX])}{more} differs; nothing of it may be used. Fetch a keyframe",
+            version=self.version,
+            kind=self.kind,
+            names=names,
+        )
 
 
-def state_digest(layout: Layout, bits: Mapping[str, NDArray[Any]]) -> str:
-    """xxh3-128, hex, over all tensors in layout order. bits: flat stored bits by name."""
-    digest = xxhash.xxh3_128()
-    for spec in layout.tensors:
-        digest.update(np.ascontiguousarray(bits[spec.name]).data)
-    return digest.hexdigest()
+def check_state(manifest: WeightManifest, bits: Mapping[str, NDArray[Any]]) -> Sums:
+    """Require that `bits` (flat, all tensors) is the whole state that the manifest names; returns its sums.
+
+    Raises:
+        DigestMismatch: names the tensors that differ.
+    """
+    sums = state_sums(manifest.tensors, bits)
+    manifest.check_sums(sums)
+    return sums
 
 
 def chunk_digest(data: bytes | memoryview) -> str:
@@ -187,17 +248,6 @@ def chunk_digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def block_elements(spec: TensorSpec) -> int:
-    """Elements of a whole block of this tensor."""
-    return BLOCK_BYTES // spec.bits_dtype.itemsize
-
-
-def block_count(spec: TensorSpec) -> int:
-    """Blocks of this tensor; 0 for an empty one."""
-    return -(-spec.element_count // block_elements(spec))
-
-
-def block_slice(spec: TensorSpec, block: int) -> slice:
-    """Elements of block `block` in the flat tensor."""
-    size = block_elements(spec)
-    return slice(block * size, min((block + 1) * size, spec.element_count))
+def block_digest(data: bytes | memoryview) -> int:
+    """xxh3-64 as a number."""
+    return xxhash.xxh3_64_intdigest(data)

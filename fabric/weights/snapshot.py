@@ -2,46 +2,61 @@
 
 - `prepare_*` only reads; the snapshot moves by `advance`, which the caller calls once the head has moved. A publish
   that fails leaves it where the receivers are.
-- Advancing costs as much as has changed, not as much as the model has.
+- Advancing costs as much as has changed, not as much as the model has; so do the sums of the state.
+- Blocks are encoded side by side in threads, and lie in the chunks in the order of the cut whatever thread was first.
 - Memory: one copy of the weights, and the encoded bytes of the version being prepared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..rules.chain import DELTA, KEYFRAME
-from .codec import BLOCK_BYTES, Bits, Encoded, Encoder
-from .layout import Layout, TensorSpec
-from .manifest import (
-    CODEC,
-    BlockRow,
-    StagedDigest,
-    WeightManifest,
-    block_count,
-    block_slice,
-    chunk_digest,
-    state_digest,
-)
+from .codec import Bits, Encoded, Encoder
+from .digest import state_sums, tensor_key
+from .entropy import sampled_ratio
+from .layout import Layout
+from .manifest import BROKER, CODEC, BlockRow, Sums, WeightManifest, block_digest, chunk_digest
+from .regions import Region, cut, cut_digest
 
 CHUNK_BYTES = 1 << 20  # a chunk is closed when it reaches this; brokers and clients move 1 to 4 MiB best (measured)
 CHUNK_BYTES_MAX = 4 << 20  # and before a further block would bring it above this
+THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 
-EncodeBlock = Callable[[Encoder, TensorSpec, slice], Encoded | None]
+log = logging.getLogger(__name__)
+
+EncodeRegion = Callable[[Encoder, Region], Encoded | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a prepared version changes in one block. indices: uint32 positions in the block, None for all."""
+    """What a prepared version changes in one region. indices: uint32 positions in the region, None for all."""
 
-    name: str
-    place: slice
+    region: Region
     indices: NDArray[np.uint32] | None
     values: Bits
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Encoded regions: a version, or one publishing rank's part of it.
+
+    rows: chunks are counted from 0 within the part. sums: uint64 (T,): by how much the part moves the state's sums.
+    """
+
+    rows: list[BlockRow]
+    digests: list[int]
+    chunks: list[bytes]
+    changes: list[Change]
+    sums: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +74,21 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Whose version it is."""
+    """Whose version it is, and what carries it."""
 
     run_id: str
     epoch: int
     version: int
+    carrier: str = BROKER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A version's place in the chain, and the sums of the state there."""
+
+    kind: str
+    base_version: int
+    sums: Sums
 
 
 class Snapshot:
@@ -72,32 +97,57 @@ class Snapshot:
     Args:
         bits: flat stored bits by name; copied.
         version: the version they are, -1 for none (then only a keyframe can be made).
+        regions: how tensors are cut; the ordinary cut by default.
+        thread_count: how many blocks are encoded at a time; by default as many as there are processors.
     """
 
-    def __init__(self, layout: Layout, bits: Mapping[str, Bits], version: int = -1) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        bits: Mapping[str, Bits],
+        version: int = -1,
+        *,
+        regions: Sequence[Region] | None = None,
+        thread_count: int | None = None,
+    ) -> None:
         layout.check_bits(bits)
         self.layout = layout
         self.version = version
         self.bits = {name: np.array(array) for name, array in bits.items()}
+        self.sums = state_sums(layout, self.bits)
+        self._regions = cut(layout) if regions is None else list(regions)
+        self._thread_count = thread_count or min(THREAD_COUNT_MAX, os.cpu_count() or 1)
 
-    def prepare_delta(self, identity: Identity, new: Mapping[str, Bits], *, has_state_digest: bool = True) -> Prepared:
+    def prepare_delta(self, identity: Identity, new: Mapping[str, Bits]) -> Prepared:
         """The version `identity` as what differs between `new` and this snapshot, bit by bit."""
         assert identity.version > self.version >= 0
-
-        def encode(encoder: Encoder, spec: TensorSpec, place: slice) -> Encoded | None:
-            return encoder.delta(self.bits[spec.name][place], new[spec.name][place])
-
         self.layout.check_bits(new)
-        state = state_digest(self.layout, new) if has_state_digest else ""
-        return _prepare(identity, self.layout, encode, base_version=self.version, state=state)
+        names = [spec.name for spec in self.layout.tensors]
+
+        def encode(encoder: Encoder, region: Region) -> Encoded | None:
+            name = names[region.tensor]
+            return encoder.delta(region.read(self.bits[name]), region.read(new[name]))
+
+        part = encode_part(self.layout, self._regions, encode, self._thread_count)
+        return self._assemble(identity, part, Place(kind=DELTA, base_version=self.version, sums=self.sums + part.sums))
 
     def prepare_keyframe(self, identity: Identity) -> Prepared:
         """This snapshot's own weights, as version `identity`."""
+        names = [spec.name for spec in self.layout.tensors]
 
-        def encode(encoder: Encoder, spec: TensorSpec, place: slice) -> Encoded | None:
-            return encoder.dense(self.bits[spec.name][place])
+        def encode(encoder: Encoder, region: Region) -> Encoded | None:
+            return encoder.dense(region.read(self.bits[names[region.tensor]]))
 
-        return _prepare(identity, self.layout, encode, base_version=-1, state=state_digest(self.layout, self.bits))
+        part = encode_part(self.layout, self._regions, encode, self._thread_count)
+        if not np.array_equal(part.sums, self.sums):
+            # A fault of this machine's memory, or tensors that changed while they were published: heal from here.
+            log.error("weights.snapshot_was_torn", extra={"run_id": identity.run_id, "version": identity.version})
+            self.sums = part.sums
+        return self._assemble(identity, part, Place(kind=KEYFRAME, base_version=-1, sums=part.sums))
+
+    def _assemble(self, identity: Identity, part: Part, place: Place) -> Prepared:
+        manifest = make_manifest(identity, self.layout, part, place, cut=cut_digest(self._regions))
+        return Prepared(manifest, part.chunks, part.changes)
 
     def equals(self, other: Mapping[str, Bits]) -> bool:
         """Whether `other` has the same stored bits."""
@@ -107,10 +157,19 @@ class Snapshot:
         """Become the version that was prepared from this snapshot; the head has moved to it."""
         if prepared.manifest.kind == DELTA:
             assert prepared.manifest.base_version == self.version
+            names = [spec.name for spec in self.layout.tensors]
             for change in prepared.changes:
-                block = self.bits[change.name][change.place]
-                block[... if change.indices is None else change.indices] = change.values
+                apply_change(self.bits[names[change.region.tensor]], change)
+        self.sums = prepared.manifest.sums
         self.version = prepared.manifest.version
+
+
+def apply_change(flat: Bits, change: Change) -> None:
+    """Write what a version changes in one region of a flat tensor."""
+    if change.indices is None:
+        change.region.write(flat, change.values)
+    else:
+        flat[change.region.positions(change.indices)] = change.values
 
 
 @dataclass(slots=True)
@@ -125,10 +184,10 @@ class _Chunks:
         """Take a block in; returns its chunk and where in it the block starts."""
         if self.size and (self.size >= CHUNK_BYTES or self.size + len(data) > CHUNK_BYTES_MAX):
             self.close()
-        start = self.size
+        offset = self.size
         self.parts.append(data)
         self.size += len(data)
-        return len(self.done), start
+        return len(self.done), offset
 
     def close(self) -> None:
         if self.parts:
@@ -136,39 +195,72 @@ class _Chunks:
         self.parts, self.size = [], 0
 
 
-def _prepare(identity: Identity, layout: Layout, encode: EncodeBlock, *, base_version: int, state: str) -> Prepared:
-    encoder, digest, chunks = Encoder(), StagedDigest(), _Chunks()
-    rows: list[BlockRow] = []
-    changes: list[Change] = []
-    for tensor, spec in enumerate(layout.tensors):
-        for block in range(block_count(spec)):
-            place = block_slice(spec, block)
-            encoded = encode(encoder, spec, place)
+def encode_part(
+    layout: Layout,
+    regions: Iterable[Region],
+    encode: EncodeRegion,
+    thread_count: int = 1,
+    *,
+    has_sums: bool = True,
+    has_changes: bool = True,
+) -> Part:
+    """Encode regions, in order; threads begin on the first while the later ones are still being iterated.
+
+    has_sums False: leave the sums at 0, where the caller knows those of the state. has_changes False: keep none.
+    """
+    keys = [tensor_key(spec.name) for spec in layout.tensors]
+    own = threading.local()
+
+    def work(region: Region) -> tuple[Region, Encoded | None, int]:
+        if not hasattr(own, "encoder"):
+            own.encoder = Encoder()
+        encoded = encode(own.encoder, region)
+        moved = 0
+        if encoded is not None and has_sums:
+            moved = region.change(keys[region.tensor], encoded.indices, encoded.olds, encoded.values)
+        if encoded is not None and not has_changes:
+            encoded = replace(encoded, indices=None, olds=None, values=np.empty(0, dtype=encoded.values.dtype))
+        return region, encoded and replace(encoded, olds=None), moved  # olds are let go before it waits for its turn
+
+    part = Part([], [], [], [], np.zeros(len(layout.tensors), dtype=np.uint64))
+    chunks, totals = _Chunks(), [0] * len(layout.tensors)
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="encode") as pool:
+        for region, encoded, moved in pool.map(work, regions):
             if encoded is None:
                 continue
-            chunk, start = chunks.add(encoded.data)
-            rows.append(BlockRow(tensor, block, chunk, start, len(encoded.data), encoded.changed_count))
-            changes.append(Change(spec.name, place, encoded.indices, encoded.values))
-            digest.add(tensor, block, encoded.indices, encoded.values)
+            chunk, offset = chunks.add(encoded.data)
+            part.rows.append(BlockRow(*region, chunk, offset, len(encoded.data), encoded.changed_count))
+            part.digests.append(block_digest(encoded.data))
+            if has_changes:
+                part.changes.append(Change(region, encoded.indices, encoded.values))
+            totals[region.tensor] += moved
     chunks.close()
-    manifest = WeightManifest(
+    part.chunks.extend(chunks.done)
+    part.sums[:] = [total % 2**64 for total in totals]
+    return part
+
+
+def make_manifest(identity: Identity, layout: Layout, part: Part, place: Place, *, cut: str) -> WeightManifest:
+    """The manifest of a version whose blocks are `part`. cut: digest of the regions that the publisher cuts into."""
+    return WeightManifest(
         run_id=identity.run_id,
         epoch=identity.epoch,
         version=identity.version,
-        base_version=base_version,
-        kind=DELTA if base_version >= 0 else KEYFRAME,
+        base_version=place.base_version,
+        kind=place.kind,
         codec=CODEC,
-        block_bytes=BLOCK_BYTES,
         layout=layout.rows(),
         layout_digest=layout.digest,
-        blocks=np.array(rows, dtype=np.int32).reshape(-1),
-        chunk_bytes=np.array([len(chunk) for chunk in chunks.done], dtype=np.int32),
-        chunk_digests=[chunk_digest(chunk) for chunk in chunks.done],
-        payload_bytes=sum(len(chunk) for chunk in chunks.done),
-        staged_digest=digest.hex(),
-        state_digest=state,
-        changed_count=sum(row.changed_count for row in rows),
+        cut_digest=cut,
+        blocks=np.array(part.rows, dtype=np.int64).reshape(-1),
+        block_digests=np.array(part.digests, dtype=np.uint64),
+        chunk_bytes=np.array([len(chunk) for chunk in part.chunks], dtype=np.int32),
+        chunk_digests=[chunk_digest(chunk) for chunk in part.chunks],
+        payload_bytes=sum(len(chunk) for chunk in part.chunks),
+        sums=place.sums,
+        changed_count=sum(row.changed_count for row in part.rows),
         element_count=layout.element_count,
         dense_bytes=layout.byte_count,
+        carrier=identity.carrier,
+        of_entropy_floor=sampled_ratio(layout, part.rows, part.chunks),
     )
-    return Prepared(manifest, chunks.done, changes)

@@ -2,37 +2,47 @@
 
 - Staging reads the live weights and never writes them; the engine generates meanwhile. Only the owner of the engine
   commits, so they stand still.
-- Nothing is handed out before the staged digest of every version in it was found right.
+- The sums of the live state are carried along with every staged value, and must be those of the manifest before
+  anything is handed out: a wrong base shows at every position that changes.
 - Several versions are staged as one: later values win, steps add to staged values where there are some.
 - Committing writes absolute values in place, so it may be repeated or resumed and keeps every address.
-- Memory: 8 bytes and one element per change; a keyframe, or a tensor mostly changed, as much as it has.
+- Memory: 8 bytes and one element per change, and a block; a keyframe, or a tensor mostly changed, as much as it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ChainBroken, DigestMismatch, WireError
 from ..rules.chain import KEYFRAME
-from .codec import Bits, Decoded, Decoder
+from .codec import Bits, Decoder, scatter
+from .digest import state_sums, tensor_key
 from .layout import Layout, TensorSpec
-from .manifest import BlockRow, StagedDigest, WeightManifest, block_count, block_slice, chunk_digest, state_digest
+from .manifest import BlockRow, Sums, WeightManifest, chunk_digest
+from .regions import Region
 
 Indices = NDArray[np.int64]
 Write = tuple[Indices | None, Bits]
 INDEX_BYTES = 8
+PIECE_COUNT = 1 << 18  # elements that a thread writes at a time: some tenths of a millisecond
 
 
 @dataclass(slots=True)
 class Staged:
-    """Verified absolute values of a version. tensors: name → (flat positions, ascending, or None for all; values)."""
+    """Verified absolute values of a version. tensors: name → (flat positions, ascending, or None for all; values).
+
+    sums: uint64 (T,), of the whole state once they are written.
+    """
 
     version: int
     tensors: Mapping[str, Write]
+    sums: Sums
 
     def writes(self) -> Mapping[str, Write]:
         """What to write; tensors without changes are left out."""
@@ -46,10 +56,58 @@ class Staged:
 
 @dataclass(slots=True)
 class _Cell:
-    """Staged values of one block. indices: positions in the block, None for all."""
+    """Staged values of one tensor. indices: flat positions, ascending, or None for all."""
 
     indices: Indices | None
     values: Bits
+
+
+class _Growing:
+    """What a version says of one tensor, block after block: in room for all positions it names, or the whole tensor."""
+
+    def __init__(self, room_count: int, dtype: np.dtype[Any]) -> None:
+        self._positions = np.empty(room_count, dtype=np.int64)
+        self._values = np.empty(room_count, dtype=dtype)
+        self._count = 0
+        self._stop = 0
+        self._is_ordered = True
+        self.whole: Bits | None = None
+
+    @property
+    def room(self) -> tuple[Indices, Bits]:
+        """What is left of it; a block's positions and values are put at its front, and then counted by `add`."""
+        return self._positions[self._count :], self._values[self._count :]
+
+    def add(self, region: Region, positions: Indices, values: Bits) -> None:
+        """Some elements of a region; positions and values lie in `room` already, or are copied to it."""
+        if self.whole is not None:
+            self.whole[positions] = values
+            return
+        if self._count + len(values) > len(self._values):
+            raise WireError("its blocks change more elements than its manifest says")
+        end = self._count + len(values)
+        if values.base is not self._values:
+            self._positions[self._count : end], self._values[self._count : end] = positions, values
+        self._count = end
+        self._is_ordered &= region.start >= self._stop and region.is_contiguous
+        self._stop = region.stop
+
+    def fill(self, region: Region, values: Bits, whole: Callable[[], Bits]) -> None:
+        """All elements of a region. whole: makes a copy of the tensor to put them on, when the first such comes."""
+        if self.whole is None:
+            self.whole = whole()
+            self.whole[self._positions[: self._count]] = self._values[: self._count]
+        region.write(self.whole, values)
+
+    def cell(self) -> _Cell:
+        """Everything, positions ascending."""
+        if self.whole is not None:
+            return _Cell(None, self.whole)
+        positions, values = self._positions[: self._count], self._values[: self._count]
+        if not self._is_ordered:
+            order = np.argsort(positions, kind="stable")
+            positions, values = positions[order], values[order]
+        return _Cell(positions, values)
 
 
 class Stage:
@@ -59,18 +117,28 @@ class Stage:
         layout: of the engine.
         live: its flat stored bits by name, or None when there are none: then the first version must be a keyframe.
         have: the version that `live` is.
+        sums: of `live`, as the last version's; computed here where they are not known (as long as a copy of it takes).
     """
 
-    def __init__(self, layout: Layout, live: Mapping[str, Bits] | None, have: int = -1) -> None:
+    def __init__(
+        self, layout: Layout, live: Mapping[str, Bits] | None, have: int = -1, sums: Sums | None = None
+    ) -> None:
         self._layout = layout
+        self._keys = [tensor_key(spec.name) for spec in layout.tensors]
         self._live = live
         self._version = have if live is not None else -1
-        self._cells: dict[tuple[int, int], _Cell] = {}
+        if live is None:
+            sums = np.zeros(len(layout.tensors), dtype=np.uint64)
+        elif sums is None:
+            sums = state_sums(layout, live)
+        self._sums: list[int] = sums.tolist()
+        self._cells: dict[int, _Cell] = {}
+        self._growing: dict[int, _Growing] = {}
+        self._room_counts: dict[int, int] = {}
         self._decoder = Decoder()
         self._manifest: WeightManifest | None = None
         self._rows: list[list[BlockRow]] = []
         self._fed_count = 0
-        self._digest = StagedDigest()
 
     def begin(self, manifest: WeightManifest) -> None:
         """The next version; every chunk of it follows, in order, then `end`.
@@ -84,20 +152,22 @@ class Stage:
         self._layout.check(manifest.tensors)
         manifest.check()
         if manifest.kind == KEYFRAME:
-            self._cells.clear()
+            self._cells = {}
+            self._sums = [0] * len(self._layout.tensors)
         elif manifest.base_version != self._version or self._version < 0:
             raise ChainBroken(
-                f"delta of version {manifest.version} has base {manifest.base_version}, staged is {self._version}:"
-                " fetch a keyframe",
+                f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
+                f" {self._version}: fetch a keyframe",
                 version=manifest.version,
                 base_version=manifest.base_version,
             )
         self._manifest = manifest
         self._rows = [[] for _ in manifest.chunk_bytes]
-        for row in manifest.rows():
+        self._growing, self._room_counts = {}, {}
+        for row in manifest.rows:
             self._rows[row.chunk].append(row)
+            self._room_counts[row.tensor] = self._room_counts.get(row.tensor, 0) + row.changed_count
         self._fed_count = 0
-        self._digest = StagedDigest()
 
     def feed(self, data: bytes | memoryview) -> None:
         """The next chunk.
@@ -110,7 +180,7 @@ class Stage:
         check_chunk(self._manifest, self._fed_count, data)
         view = memoryview(data)
         for row in self._rows[self._fed_count]:
-            self._take(row, view[row.start : row.start + row.length])
+            self._take(row, view[row.offset : row.offset + row.length], is_keyframe=self._manifest.kind == KEYFRAME)
         self._fed_count += 1
 
     def end(self) -> None:
@@ -122,13 +192,10 @@ class Stage:
         manifest = self._manifest
         assert manifest is not None
         assert self._fed_count == len(manifest.chunk_bytes)
-        if self._digest.hex() != manifest.staged_digest:
-            raise DigestMismatch(
-                f"version {manifest.version} ({manifest.kind}) staged to other values than were published: the weights"
-                f" held are not version {manifest.base_version}; nothing was written. Fetch a keyframe",
-                version=manifest.version,
-                kind=manifest.kind,
-            )
+        manifest.check_sums(self._sums_array())
+        for tensor, growing in self._growing.items():
+            self._cells[tensor] = _over(self._cells.get(tensor), growing.cell())
+        self._growing = {}
         self._version = manifest.version
         self._manifest = None
 
@@ -136,58 +203,80 @@ class Stage:
         """All versions together, ready to commit. The stage is empty afterwards."""
         assert self._manifest is None, "a version has not ended"
         tensors: dict[str, Write] = {}
-        for tensor, spec in enumerate(self._layout.tensors):
-            cells = [(block, self._cells.pop((tensor, block), None)) for block in range(block_count(spec))]
-            held = [(block, cell) for block, cell in cells if cell is not None]
-            if held:
-                tensors[spec.name] = self._write(spec, held)
-        return Staged(self._version, tensors)
+        for tensor in sorted(self._cells):
+            spec = self._layout.tensors[tensor]
+            tensors[spec.name] = self._write(spec, self._cells.pop(tensor))
+        return Staged(self._version, tensors, self._sums_array())
 
-    def _take(self, row: BlockRow, data: memoryview) -> None:
-        spec = self._layout.tensors[row.tensor]
-        place = block_slice(spec, row.block)
-        decoded = self._decoder.decode(data, element_count=place.stop - place.start, dtype=spec.bits_dtype)
-        values = decoded.numbers
-        if not decoded.is_absolute:
-            if self._manifest is not None and self._manifest.kind == KEYFRAME:
-                raise WireError(f"tensor {spec.name!r}: a keyframe holds a block that needs a base")
-            values += self._current(spec, row, decoded.indices)
-        self._digest.add(row.tensor, row.block, decoded.indices, values)
-        key = (row.tensor, row.block)
-        self._cells[key] = _merge(self._cells.get(key), decoded, values)
+    def _sums_array(self) -> Sums:
+        return np.array([total % 2**64 for total in self._sums], dtype=np.uint64)
 
-    def _current(self, spec: TensorSpec, row: BlockRow, indices: Indices | None) -> Bits:
-        """Values that steps add to: staged where there are some, live elsewhere."""
-        cell = self._cells.get((row.tensor, row.block))
+    def _take(self, row: BlockRow, data: memoryview, *, is_keyframe: bool) -> None:
+        spec, region, key = self._layout.tensors[row.tensor], row.region, self._keys[row.tensor]
+        growing = self._growing.get(row.tensor) or self._begin_tensor(row.tensor, spec, is_keyframe=is_keyframe)
+        current = None if is_keyframe else self._current(spec, region)
+        positions: Indices | None
+        try:
+            if region.is_contiguous:
+                taken = self._decoder.take(
+                    data, current, region.element_count, spec.bits_dtype, key=key, start=region.start, out=growing.room
+                )
+                positions, values, moved = taken.positions, taken.values, taken.change
+            else:
+                indices, olds, values = self._decoder.resolve(data, current, region.element_count, spec.bits_dtype)
+                moved = region.change(key, indices, current if olds is None else olds, values)
+                positions = None if indices is None else region.positions(indices)
+            self._sums[row.tensor] += moved
+            if positions is None:
+                growing.fill(region, values, lambda: self._whole(row.tensor, spec))
+            else:
+                growing.add(region, positions, values)
+        except WireError as error:
+            raise WireError(f"tensor {spec.name!r}: {error}") from error
+
+    def _begin_tensor(self, tensor: int, spec: TensorSpec, *, is_keyframe: bool) -> _Growing:
+        room_count = 0 if is_keyframe else min(self._room_counts[tensor], spec.element_count)
+        made = self._growing[tensor] = _Growing(room_count, spec.bits_dtype)
+        return made
+
+    def _whole(self, tensor: int, spec: TensorSpec) -> Bits:
+        """A copy of the tensor as staged so far; of a keyframe what comes is not there yet, and will be."""
+        cell = self._cells.get(tensor)
         if cell is not None and cell.indices is None:
-            return cell.values if indices is None else cell.values[indices]
-        assert self._live is not None, "without live weights every block is staged whole"
-        block = self._live[spec.name][block_slice(spec, row.block)]
-        if cell is None or cell.indices is None:
-            return block if indices is None else block[indices]
-        if indices is None:
-            whole = np.array(block)
+            return cell.values.copy()
+        if self._live is None or self._manifest is None or self._manifest.kind == KEYFRAME:
+            return np.empty(spec.element_count, dtype=spec.bits_dtype)
+        whole = np.array(self._live[spec.name])
+        if cell is not None:
             whole[cell.indices] = cell.values
-            return whole
-        current = block[indices]
-        found, where = _find(cell.indices, indices)
-        current[found] = cell.values[where]
-        return current
+        return whole
 
-    def _write(self, spec: TensorSpec, held: list[tuple[int, _Cell]]) -> Write:
-        """One write for a tensor's cells: by position, or whole where that is fewer bytes."""
+    def _current(self, spec: TensorSpec, region: Region) -> Bits:
+        """Values that steps add to, contiguous: staged where there are some, live elsewhere. Not to be written."""
+        tensor = region.tensor
+        cell = self._cells.get(tensor)
+        if cell is not None and cell.indices is None:
+            return region.read(cell.values)
+        assert self._live is not None, "without live weights every tensor is staged whole"
+        block = region.read(self._live[spec.name])
+        if cell is None or cell.indices is None:
+            return block
+        first, last = np.searchsorted(cell.indices, (region.start, region.stop))
+        if first == last:
+            return block
+        is_inside, indices = region.locate(cell.indices[first:last])
+        block = block.copy()
+        block[indices] = cell.values[first:last][is_inside]
+        return block
+
+    def _write(self, spec: TensorSpec, cell: _Cell) -> Write:
+        """One write for a tensor: by position, or whole where that is fewer bytes."""
         width = spec.bits_dtype.itemsize
-        changed_count = sum(len(cell.values) for _, cell in held)
-        if changed_count * (INDEX_BYTES + width) < spec.element_count * width:
-            starts = [block_slice(spec, block).start for block, _ in held]
-            parts = [_positions(cell) + start for start, (_, cell) in zip(starts, held, strict=True)]
-            return np.concatenate(parts), np.concatenate([cell.values for _, cell in held])
-        whole = np.empty(spec.element_count, dtype=spec.bits_dtype)
-        if changed_count < spec.element_count:
-            assert self._live is not None, "without live weights every block is staged whole"
-            np.copyto(whole, self._live[spec.name])
-        for block, cell in held:
-            whole[block_slice(spec, block)][... if cell.indices is None else cell.indices] = cell.values
+        if cell.indices is None or len(cell.values) * (INDEX_BYTES + width) < spec.element_count * width:
+            return cell.indices, cell.values
+        assert self._live is not None, "without live weights every tensor is staged whole"
+        whole = np.array(self._live[spec.name])
+        whole[cell.indices] = cell.values
         return None, whole
 
 
@@ -207,51 +296,56 @@ def check_chunk(manifest: WeightManifest, index: int, data: bytes | memoryview) 
         )
 
 
-def check_state(manifest: WeightManifest, bits: Mapping[str, Bits]) -> None:
-    """Require that `bits` (flat, all tensors) is the whole state the manifest names; nothing to do where it names none.
+def commit(staged: Staged, bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:
+    """Write staged values in place. bits: flat, writable stored bits by name. Repeating it changes nothing."""
+    write(staged.writes(), bits, thread_count=thread_count)
+
+
+def write(writes: Mapping[str, Write], bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:
+    """Write values in place, in several threads where there is much to write: the engine stands still meanwhile.
 
     Raises:
-        DigestMismatch: it is not.
+        IndexError: a tensor's last position, or its first, lies outside; others may be written.
     """
-    if manifest.state_digest and state_digest(manifest.tensors, bits) != manifest.state_digest:
-        raise DigestMismatch(
-            f"the weights held are not version {manifest.version} of run {manifest.run_id!r}: fetch a keyframe",
-            version=manifest.version,
-        )
+    pieces = [piece for name, each in writes.items() for piece in _pieces(name, bits[name], each)]
+    if thread_count == 1 or len(pieces) == 1:
+        for flat, indices, values in pieces:
+            _write(flat, indices, values)
+        return
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="commit") as pool:
+        list(pool.map(lambda piece: _write(*piece), pieces))
 
 
-def commit(staged: Staged, bits: Mapping[str, Bits]) -> None:
-    """Write staged values in place. bits: flat, writable stored bits by name. Repeating it changes nothing."""
-    for name, (indices, values) in staged.writes().items():
-        if indices is None:
-            np.copyto(bits[name], values)
-        else:
-            bits[name][indices] = values
+def _pieces(name: str, flat: Bits, each: Write) -> Iterator[tuple[Bits, Indices | None, Bits]]:
+    """A tensor's write in parts of at most PIECE_COUNT elements."""
+    indices, values = each
+    if indices is not None and len(indices) and not (indices[0] >= 0 and indices[-1] < len(flat)):
+        raise IndexError(f"tensor {name!r}: position {indices[-1]} lies outside its {len(flat)} elements")
+    for first in range(0, len(values), PIECE_COUNT):
+        part = slice(first, first + PIECE_COUNT)
+        yield (flat[part], None, values[part]) if indices is None else (flat, indices[part], values[part])
 
 
-def _positions(cell: _Cell) -> Indices:
-    return np.arange(len(cell.values), dtype=np.int64) if cell.indices is None else cell.indices
+def _write(flat: Bits, indices: Indices | None, values: Bits) -> None:
+    if indices is None:
+        np.copyto(flat, values)
+    else:
+        scatter(flat, indices, values)
 
 
-def _find(sorted_indices: Indices, wanted: Indices) -> tuple[NDArray[np.bool_], Indices]:
-    """Which of `wanted` are in `sorted_indices`, and where those are."""
-    where = np.searchsorted(sorted_indices, wanted)
-    where[where == len(sorted_indices)] = 0
-    found = sorted_indices[where] == wanted if len(sorted_indices) else np.zeros(len(wanted), dtype=np.bool_)
-    return found, where[found]
-
-
-def _merge(cell: _Cell | None, decoded: Decoded, values: Bits) -> _Cell:
-    """`cell` with the newer values over it; may reuse its arrays."""
-    if cell is None or decoded.indices is None:
-        return _Cell(decoded.indices, values)
+def _over(cell: _Cell | None, newer: _Cell) -> _Cell:
+    """`cell` with newer values over it; may reuse its arrays."""
+    if cell is None or newer.indices is None:
+        return newer
     if cell.indices is None:
-        cell.values[decoded.indices] = values
+        cell.values[newer.indices] = newer.values
         return cell
-    found, where = _find(cell.indices, decoded.indices)
-    cell.values[where] = values[found]
+    where = np.searchsorted(cell.indices, newer.indices)
+    where[where == len(cell.indices)] = 0
+    found = cell.indices[where] == newer.indices if len(cell.indices) else np.zeros(len(newer.indices), dtype=np.bool_)
+    cell.values[where[found]] = newer.values[found]
     if found.all():
         return cell
-    indices = np.concatenate([cell.indices, decoded.indices[~found]])
+    indices = np.concatenate([cell.indices, newer.indices[~found]])
     order = np.argsort(indices, kind="stable")
-    return _Cell(indices[order], np.concatenate([cell.values, values[~found]])[order])
+    return _Cell(indices[order], np.concatenate([cell.values, newer.values[~found]])[order])

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 UMBRELLA = ROOT / "src" / "rollfab"
-ROOMS = ("api", "bench", "commands", "fabric", "trainer", "workers")
+ROOMS = ("api", "bench", "collective", "commands", "fabric", "trainer", "workers")
 MODULE_LINE_COUNT_MAX = 400
 FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
+from rollfab.fabric.bus.rows import holder_row
 from rollfab.fabric.bus.weights import BLOCK_MS_MAX, RedisWeightStore
-from rollfab.fabric.errors import BrokerError, VersionConflict, VersionUnknown
+from rollfab.fabric.errors import (
+    BrokerError,
+    BrokerFull,
+    ConfigError,
+    PayloadTooLarge,
+    VersionConflict,
+    VersionUnknown,
+    WireError,
+)
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
-from rollfab.fabric.ports_weights import WeightStore
-from rollfab.fabric.rules.chain import DELTA, KEYFRAME
+from rollfab.fabric.ports_weights import ANSWER_BYTES_MAX, OFFER_BYTES_MAX, WeightStore
+from rollfab.fabric.rules.chain import DELTA, JUMPS, KEYFRAME
 from rollfab.fabric.weights.chain import fetch_weights
 from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import Head
+from rollfab.fabric.weights.manifest import COLLECTIVE, Head, Holder
 from rollfab.fabric.weights.snapshot import Identity, Prepared, Snapshot
 
 from .conftest import empty_broker
@@ -92,6 +101,27 @@ async def test_a_run_begins_without_a_head(store: WeightStore) -> None:
     assert await store.manifests(RUN, [(0, KEYFRAME)]) == [None]
 
 
+async def test_a_new_publisher_forgets_what_has_lost_chunks_and_keeps_the_rest_for_good(stored: Stored) -> None:
+    # Given a delta whose chunk is lost, and a keyframe whose chunks still have a time to live
+    store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
+    key, _ = await publish(store, trainer, 0), await publish(store, trainer, 1)
+    if stored.client is None:
+        store._run(RUN).chunks.pop((1, DELTA, 1, 0))  # type: ignore[attr-defined]
+    else:
+        names = WeightKeys(RUN)
+        await stored.client.delete(names.chunk(1, "delta.1", 0))
+        await stored.client.pexpire(names.chunk(0, "keyframe.1", 0), 60_000)
+
+    # When another publisher takes over
+    await store.open_publisher(RUN)
+
+    # Then
+    assert await store.held(RUN) == [(0, KEYFRAME)]
+    assert await store.chunks(key.manifest, [0]) == [key.chunks[0]]
+    if stored.client is not None:
+        assert await stored.client.pttl(WeightKeys(RUN).chunk(0, "keyframe.1", 0)) == -1
+
+
 async def test_what_is_published_is_read_back(store: WeightStore) -> None:
     trainer = Trainer(await store.open_publisher(RUN))
 
@@ -101,6 +131,7 @@ async def test_what_is_published_is_read_back(store: WeightStore) -> None:
     assert (head.version, head.epoch, head.kind) == (3, 1, DELTA)
     assert await store.held(RUN) == [(0, KEYFRAME), (3, DELTA)]
     found = await store.manifests(RUN, [(3, DELTA), (9, DELTA), (0, KEYFRAME)])
+    assert all(item.rows and item.tensors for item in found if item is not None)  # what was read is not sent along
     assert [None if item is None else item.encode() for item in found] == [
         delta.manifest.encode(),
         None,
@@ -236,6 +267,7 @@ async def test_a_manifest_without_its_chunks_is_refused(store: WeightStore) -> N
 
     with pytest.raises(BrokerError, match="1 of 1 chunks of version 0"):
         await store.put_manifest(prepared.manifest)
+    assert await store.held(RUN) == []
     await store.put_chunks(prepared.manifest, 0, prepared.chunks)
     await store.put_manifest(prepared.manifest)
 
@@ -341,3 +373,302 @@ async def test_chunks_live_for_good_only_with_their_manifest(stored: Stored) -> 
     assert await stored.client.pttl(key) > 0
     await stored.store.put_manifest(prepared.manifest)
     assert await stored.client.pttl(key) == -1
+
+
+# ---- jumps
+
+
+def jump(trainer: Trainer, base: int, version: int, *, kind: str = JUMPS[0]) -> Prepared:
+    """A manifest that says it leads from `base` to `version`; the store does not look into chunks."""
+    prepared = trainer.keyframe()
+    return replace(prepared, manifest=replace(prepared.manifest, version=version, base_version=base, kind=kind))
+
+
+async def test_jumps_stand_beside_versions_up_to_the_head(store: WeightStore) -> None:
+    trainer = Trainer(await store.open_publisher(RUN))
+    for version in range(5):
+        await publish(store, trainer, version)
+    short, long = jump(trainer, 0, 4), jump(trainer, 1, 3, kind=JUMPS[1])
+
+    for _ in range(2):  # an answer was lost
+        await write(store, short)
+        await write(store, long)
+
+    names = [(3, DELTA), (3, JUMPS[1]), (4, DELTA), (4, JUMPS[0])]
+    assert (await store.held(RUN))[3:] == names
+    kinds = [item and (item.version, item.kind, item.base_version) for item in await store.manifests(RUN, names)]
+    assert kinds == [(3, DELTA, 2), (3, JUMPS[1], 1), (4, DELTA, 3), (4, JUMPS[0], 0)]
+    assert await store.chunks(short.manifest, [0]) == short.chunks
+    assert await store.head(RUN) == Head(4, trainer.epoch, DELTA, trainer.epoch)
+    await store.drop(RUN, [short.manifest.link])
+    assert (await store.held(RUN))[3:] == names[:3]
+    assert await store.chunks(short.manifest, [0]) == [None]
+
+
+@pytest.mark.parametrize(("base", "version"), [(0, 3), (1, 1), (-1, 1)])
+async def test_a_jump_leads_up_to_a_version_that_is_published(store: WeightStore, base: int, version: int) -> None:
+    trainer = Trainer(await store.open_publisher(RUN))
+    for each in range(3):
+        await publish(store, trainer, each)
+
+    with pytest.raises(VersionConflict, match="a jump leads up to a version that is published already"):
+        await write(store, jump(trainer, base, version))
+    assert len(await store.held(RUN)) == 3
+
+
+async def test_a_jump_never_changes_and_never_becomes_the_head(store: WeightStore) -> None:
+    trainer = Trainer(await store.open_publisher(RUN))
+    for version in range(3):
+        await publish(store, trainer, version)
+    await write(store, jump(trainer, 0, 2))
+
+    with pytest.raises(VersionConflict, match="already means something else"):
+        await write(store, jump(trainer, 1, 2))
+    for version in (2, 3):
+        with pytest.raises(VersionConflict, match="is never the head"):
+            await store.advance_head(jump(trainer, 0, version).manifest, 1)
+    assert (await store.head(RUN)).kind == DELTA
+
+
+async def test_a_jump_of_a_publisher_that_was_replaced_is_refused(store: WeightStore) -> None:
+    old = Trainer(await store.open_publisher(RUN))
+    for version in range(3):
+        await publish(store, old, version)
+    await store.open_publisher(RUN)
+
+    with pytest.raises(VersionConflict, match="another publisher took over"):
+        await write(store, jump(old, 0, 2))
+    assert len(await store.held(RUN)) == 3
+
+
+async def test_a_jump_without_its_chunks_is_never_seen(store: WeightStore) -> None:
+    trainer = Trainer(await store.open_publisher(RUN))
+    for version in range(2):
+        await publish(store, trainer, version)
+
+    with pytest.raises(BrokerError, match="1 of 1 chunks of version 1"):
+        await store.put_manifest(jump(trainer, 0, 1).manifest)
+    assert await store.held(RUN) == [(0, KEYFRAME), (1, DELTA)]
+
+
+# ---- what else than whole chunks, and how much of it
+
+
+async def test_a_version_that_something_else_carries_needs_no_chunks(store: WeightStore) -> None:
+    trainer = Trainer(await store.open_publisher(RUN))
+    prepared = trainer.prepare(0)
+    manifest = replace(prepared.manifest, carrier=COLLECTIVE)
+
+    await store.put_manifest(manifest)
+    await store.advance_head(manifest, 1)
+
+    assert (await store.head(RUN)).version == 0
+    (found,) = await store.manifests(RUN, [(0, KEYFRAME)])
+    assert found is not None and found.carrier == COLLECTIVE
+    assert await store.chunks(manifest, [0]) == [None]
+    with pytest.raises(VersionConflict, match="another publisher took over"):
+        await store.put_manifest(replace(manifest, epoch=manifest.epoch - 1))
+
+
+async def test_parts_of_chunks_are_read(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollfab.fabric.bus.weights.BATCH_BYTES", 100)
+    trainer = Trainer(await store.open_publisher(RUN))
+    manifest, (chunk,) = (prepared := await publish(store, trainer, 0)).manifest, prepared.chunks
+
+    ranges = [(0, start, length) for start, length in ((0, 1), (7, 60), (20, 60), (1, 300), (len(chunk) - 5, 9))]
+    found = await store.chunk_ranges(manifest, ranges)
+
+    assert found == [chunk[start : start + length] for _, start, length in ranges]
+    assert await store.chunk_ranges(manifest, []) == []
+    assert await store.chunk_ranges(manifest, [(0, len(chunk), 9)]) == [None]
+    await store.drop(RUN, [manifest.link])
+    assert await store.chunk_ranges(manifest, ranges) == [None] * 5
+
+
+async def test_without_a_limit_the_room_is_not_known(store: WeightStore) -> None:
+    assert await store.room_bytes() is None
+
+
+async def test_the_twin_in_memory_may_have_a_limit() -> None:
+    store = MemoryWeightStore(MemoryBroker(), bytes_max=7000)
+    trainer = Trainer(await store.open_publisher(RUN))
+
+    prepared = await publish(store, trainer, 0)
+
+    assert await store.room_bytes() == 7000 - prepared.manifest.payload_bytes
+    with pytest.raises(BrokerFull):
+        await write(store, trainer.keyframe())
+
+
+@only_redis
+async def test_the_room_is_what_the_fullest_node_has_left(stored: Stored) -> None:
+    nodes = stored.client.primaries() if hasattr(stored.client, "primaries") else [stored.client]
+    used = [int((await node.info("memory"))["used_memory"]) for node in nodes]
+    for index, node in enumerate(nodes[:2]):
+        await node.config_set("maxmemory", used[index] + (64 - 32 * index << 20))
+    try:
+        room = await stored.store.room_bytes()
+    finally:
+        for node in nodes:
+            await node.config_set("maxmemory", 0)
+
+    limit = (32 if len(nodes) > 1 else 64) << 20
+    assert room is not None and limit - (8 << 20) < room < limit + (8 << 20)
+
+
+@only_redis
+async def test_a_broker_that_does_not_tell_its_room_has_none_to_tell(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = stored.client.primaries() if hasattr(stored.client, "primaries") else [stored.client]
+    for node in nodes:  # a user that is not ours
+        await node.execute_command("ACL", "SETUSER", "default", "-info")
+    try:
+        assert await stored.store.room_bytes() is None
+    finally:
+        for node in nodes:
+            await node.execute_command("ACL", "SETUSER", "default", "+info")
+
+
+# ---- the board
+
+
+async def test_holders_are_known_until_they_go(store: WeightStore) -> None:
+    one, two = Holder("one", 3, "tcp://a:1", "a", "west"), Holder("two", -1)
+    assert await store.holders(RUN) == []
+
+    await store.hold(RUN, two, 60.0)
+    await store.hold(RUN, one, 60.0)
+    assert await store.holders(RUN) == [one, two]
+    assert await store.holders(RUN, addressed=False) == [replace(one, address=""), two]
+    assert one.address not in repr(one)
+
+    await store.hold(RUN, replace(two, version=7), 60.0)
+    await store.release_hold(RUN, "one")
+    await store.release_hold(RUN, "unknown")
+    assert await store.holders(RUN) == [replace(two, version=7)]
+    await store.hold(RUN, one, 60.0)
+    await store.hold(RUN, replace(one, address=""), 60.0)  # it serves no more
+    assert await store.holders(RUN) == [replace(one, address=""), replace(two, version=7)]
+    assert await store.holders("other") == []
+
+
+async def test_a_hold_ends_with_its_time_unless_it_is_renewed(store: WeightStore) -> None:
+    await store.hold(RUN, Holder("renewed", 1), 0.05)
+    await store.hold(RUN, Holder("over", 1), 0.05)
+    await store.hold(RUN, Holder("renewed", 2), 60.0)
+
+    await asyncio.sleep(0.1)
+
+    assert await store.holders(RUN) == [Holder("renewed", 2)]
+
+
+async def test_the_board_is_bounded(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("bus.weight_board", "memory.weights"):
+        for name in ("HOLDER_COUNT_MAX", "ANSWER_COUNT_MAX"):
+            monkeypatch.setattr(f"rollfab.fabric.{module}.{name}", 2)
+
+    for index, ttl_s in enumerate((50.0, 40.0, 60.0)):
+        await store.hold(RUN, Holder(f"h{index}", index), ttl_s)
+        if index < 2:
+            await store.answer(RUN, "round-1", f"m{index}", b"yes", 60.0)
+    await store.answer(RUN, "round-1", "m0", b"no", 60.0)
+
+    assert [holder.holder_id for holder in await store.holders(RUN)] == ["h0", "h2"]  # the one that ends first went
+    with pytest.raises(BrokerFull, match="round 'round-1'"):
+        await store.answer(RUN, "round-1", "m2", b"yes", 60.0)
+    assert await store.answers(RUN, "round-1") == {"m0": b"no", "m1": b"yes"}
+    with pytest.raises(PayloadTooLarge):
+        await store.offer(RUN, bytes(OFFER_BYTES_MAX + 1), 1.0)
+    with pytest.raises(PayloadTooLarge):
+        await store.answer(RUN, "round-1", "m0", bytes(ANSWER_BYTES_MAX + 1), 1.0)
+    with pytest.raises(ConfigError):
+        await store.answer(RUN, "a:b", "m0", b"", 1.0)
+
+
+async def test_the_newest_offer_stands_until_its_time_is_over(store: WeightStore) -> None:
+    assert await store.offers(RUN) is None
+    await store.offer(RUN, b"first", 60.0)
+    await store.offer(RUN, b"second", 60.0)
+    assert await store.offers(RUN) == b"second"
+    await store.offer(RUN, b"third", 0.05)
+
+    await asyncio.sleep(0.1)
+
+    assert await store.offers(RUN) is None
+
+
+async def test_answers_are_forgotten_with_their_round(store: WeightStore) -> None:
+    await store.answer(RUN, "r1", "one", b"\0\1", 0.05)
+    await store.answer(RUN, "r2", "one", b"", 60.0)
+    await store.answer(RUN, "r2", "two", b"2", 60.0)
+
+    await asyncio.sleep(0.1)
+
+    assert await store.answers(RUN, "r1") == {}
+    assert await store.answers(RUN, "r2") == {"one": b"", "two": b"2"}
+
+
+async def test_an_offer_wakes_everyone_who_waits_for_the_head_and_once(store: WeightStore) -> None:
+    await publish(store, Trainer(await store.open_publisher(RUN)), 3)
+    waiting = [asyncio.create_task(store.wait_head(RUN, 3, 60.0)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in waiting)
+
+    await store.offer(RUN, b"now", 60.0)
+
+    async with asyncio.timeout(5.0):
+        assert [head.version for head in await asyncio.gather(*waiting)] == [3, 3, 3]
+    again = asyncio.create_task(store.wait_head(RUN, 3, 60.0))
+    await asyncio.sleep(0.05)
+    assert not again.done()
+    await store.offer(RUN, b"more", 60.0)
+    async with asyncio.timeout(5.0):
+        assert (await again).version == 3
+
+
+async def test_an_offer_made_while_nobody_waits_is_seen_by_the_next_wait(store: WeightStore) -> None:
+    await publish(store, Trainer(await store.open_publisher(RUN)), 3)
+    assert (await store.wait_head(RUN, 2, 60.0)).version == 3
+
+    await store.offer(RUN, b"now", 60.0)
+
+    async with asyncio.timeout(5.0):
+        assert (await store.wait_head(RUN, 3, 60.0)).version == 3
+    waiting = asyncio.create_task(store.wait_head(RUN, 3, 60.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    waiting.cancel()
+
+    # And a wait that ends with a version takes no offer away
+    await store.offer(RUN, b"more", 60.0)
+    assert (await store.wait_head(RUN, 2, 60.0)).version == 3
+    async with asyncio.timeout(5.0):
+        assert (await store.wait_head(RUN, 3, 60.0)).version == 3
+
+
+@only_redis
+async def test_what_is_over_is_deleted_with_the_next_hold(stored: Stored) -> None:
+    keys = WeightKeys(RUN)
+    for index in range(20):
+        await stored.store.hold(RUN, Holder(f"h{index}", index, "a"), 0.01)
+    await asyncio.sleep(0.05)
+
+    await stored.store.hold(RUN, Holder("one", 1, "a"), 60.0)
+
+    assert await stored.client.hkeys(keys.holders) == await stored.client.hkeys(keys.addresses) == [b"one"]
+    assert await stored.client.zcard(keys.holding) == 1
+
+
+@only_redis
+async def test_a_holder_that_cannot_be_read_hides_no_other(stored: Stored) -> None:
+    keys = WeightKeys(RUN)
+    await stored.store.hold(RUN, Holder("good", 1), 60.0)
+    for index, row in enumerate((b"", b"{}", b"[1]", b'["1","",""]', b'[1,2,""]', b"\xff", None)):
+        if row is not None:
+            await stored.client.hset(keys.holders, f"bad{index}", row)
+        await stored.client.zadd(keys.holding, {f"bad{index}": 9e15})
+        with pytest.raises(WireError):
+            holder_row(b"bad%d" % index, row)
+
+    assert await stored.store.holders(RUN) == [Holder("good", 1)]

@@ -12,6 +12,7 @@ from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.records import Group, Rollout, Span
 from rollfab.trainer.agreement import FLOAT32
 from rollfab.trainer.aio import AsyncRun
+from rollfab.trainer.publish import Publisher
 from tests.api_server import RUN, ApiWorld, running_api
 
 from .chromium import Browser, open_browser
@@ -118,6 +119,32 @@ async def test_a_worker_that_disagrees_with_the_trainer_is_marked_by_name(api: A
     await run.compare(groups, [np.array([-1.0, -2.0])] * 2, version=4, rule=FLOAT32)
     await page.wait_text(f"{CARD} [data-f=agree_state]", "agree")
     assert await page.evaluate(shown) == 0
+    assert page.complaints() == []
+
+
+async def test_what_weights_are_held_and_who_is_behind_is_on_the_page(api: ApiWorld, browser: Browser) -> None:
+    # Given two versions, and a worker that holds the older one
+    publisher, tensor = Publisher(api.fabric.weights, "r1"), np.arange(20000, dtype=np.uint16)
+    await publisher.publish({"w": tensor}, 0)
+    tensor[:100] += 1
+    await publisher.publish({"w": tensor}, 1)
+    await api.beat(
+        "serving-1",
+        "serving",
+        run_id="r1",
+        active_version=0,
+        stage_ms=250,
+        pause_ms=1.5,
+        weights_note="no cache to keep",
+    )
+    page = await browser.open(api.url)
+    # Then the run says head, size and lag, and the worker its own
+    row = "[data-weights=r1]"
+    for column, shown in ((2, "1"), (3, "delta"), (6, "0.5 %"), (9, "v0 × 1"), (10, "1")):
+        await page.wait_text(f"{row} td:nth-child({column})", shown)
+    await page.wait_text(f"{WORKER} [data-f=behind]", "1 behind")
+    await page.wait_text(f"{WORKER} [data-f=pause]", "250 ms + 1.5 ms pause")
+    await page.wait_text(f"{WORKER} [data-f=weights_note]", "no cache to keep")
     assert page.complaints() == []
 
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from rollfab.api.keys import parse_keys
 from rollfab.api.views import agreement_view
+from rollfab.collective.offers import Answer, Offer
 from rollfab.commands.data import read_tasks
 from rollfab.fabric.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
-from rollfab.fabric.bus.rows import event_row, head_row, lease_row, version_rows, worker_row
+from rollfab.fabric.bus.rows import event_row, head_row, holder_row, lease_row, version_rows, worker_row
 from rollfab.fabric.bus.url import mask_url, resolve_url
 from rollfab.fabric.errors import (
     ChainBroken,
@@ -46,7 +47,7 @@ from rollfab.fabric.records import (
 from rollfab.fabric.rules.chain import plan
 from rollfab.fabric.weights.codec import Decoder, Encoder
 from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import BlockRow, WeightManifest, chunk_digest
+from rollfab.fabric.weights.manifest import CODEC, BlockRow, WeightManifest, chunk_digest
 from rollfab.fabric.weights.stage import Stage
 from rollfab.fabric.wire import ALIGNMENT, HEADER, MAGIC, SCHEMA, Record, load_json
 from rollfab.trainer.checks import make_groups
@@ -77,6 +78,24 @@ RECORDS: tuple[Record, ...] = (
     RunConfig(run_id="r", model="tiny", environment="e", environment_options={"size": 4}, reward="success"),
     JOB,
     TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(stop_ids=(1, 2), seed=7), prompt_ids=IDS),
+    Offer(
+        run_id="r",
+        round_id="g1",
+        state="open",
+        epoch=1,
+        version=2,
+        kind="delta",
+        payload_bytes=9,
+        manifest_digest="0" * 32,
+        backend="gloo",
+        host="127.0.0.1",
+        node="box",
+        members=["w1", "w2"],
+        is_local=True,
+        answer_s=2.0,
+        stall_s=10.0,
+    ),
+    Answer(member="w1", host="127.0.0.1", node="box", keys={"0/1": "ff00"}),
     TokenLog(spans=SPANS, completion_ids=IDS, logprobs=FLOATS),
     TurnResult(turn_id="g.0.0", finish_reason="stop", spans=SPANS, completion_ids=IDS, logprobs=FLOATS),
     Rollout(
@@ -194,16 +213,16 @@ def manifest(kind: str, chunks: list[bytes], rows: list[BlockRow], **changes: An
         "version": 2,
         "base_version": base,
         "kind": kind,
-        "codec": "step-zstd-1",
-        "block_bytes": 4 << 20,
+        "codec": CODEC,
         "layout": LAYOUT.rows(),
         "layout_digest": LAYOUT.digest,
-        "blocks": np.array(rows, np.int32).reshape(-1),
+        "cut_digest": "",
+        "blocks": np.array(rows, np.int64).reshape(-1),
+        "block_digests": np.zeros(len(rows), np.uint64),
         "chunk_bytes": np.array([len(chunk) for chunk in chunks], np.int32),
         "chunk_digests": [chunk_digest(chunk) for chunk in chunks],
         "payload_bytes": sum(map(len, chunks)),
-        "staged_digest": "",
-        "state_digest": "",
+        "sums": np.zeros(len(LAYOUT.tensors), np.uint64),
         "changed_count": 1,
         "element_count": LAYOUT.element_count,
         "dense_bytes": LAYOUT.byte_count,
@@ -211,14 +230,20 @@ def manifest(kind: str, chunks: list[bytes], rows: list[BlockRow], **changes: An
     return WeightManifest(**{**facts, **changes})
 
 
+def row(tensor: int, chunk: int, offset: int, length: int, changed_count: int = 1) -> BlockRow:
+    """A block that holds all of a tensor."""
+    count = LAYOUT.tensors[tensor].element_count
+    return BlockRow(tensor, 0, count, count, 1, chunk, offset, length, changed_count)
+
+
 def _manifests() -> tuple[bytes, ...]:
     encoder = Encoder()
     parts = [encoder.dense(NEW[spec.name]).data for spec in LAYOUT.tensors]
-    rows = [BlockRow(0, 0, 0, 0, len(parts[0]), 40), BlockRow(1, 0, 0, len(parts[0]), len(parts[1]), 300)]
+    rows = [row(0, 0, 0, len(parts[0]), 40), row(1, 0, len(parts[0]), len(parts[1]), 300)]
     whole = manifest("keyframe", [b"".join(parts)], rows)
     delta = encoder.delta(OLD["weight"], NEW["weight"])
     assert delta is not None
-    step = manifest("delta", [delta.data], [BlockRow(1, 0, 0, 0, len(delta.data), delta.changed_count)])
+    step = manifest("delta", [delta.data], [row(1, 0, 0, len(delta.data), delta.changed_count)])
     return whole.encode(), step.encode()
 
 
@@ -228,9 +253,14 @@ def read_manifest(data: bytes) -> None:
     with suppress(ChainBroken):
         plan(1, found.version, [found.link])
     found.check()
-    for row in found.rows():
-        assert 0 <= row.start <= row.start + row.length <= found.chunk_bytes[row.chunk]
-        assert found.tensors.tensors[row.tensor].name is not None
+    for block in found.rows:
+        assert 0 <= block.offset <= block.offset + block.length <= found.chunk_bytes[block.chunk]
+        assert 0 <= block.region.start < block.region.stop <= found.tensors.tensors[block.tensor].element_count
+
+
+def read_packed(data: bytes) -> None:
+    """A manifest as the broker holds it."""
+    assert WeightManifest.unpack(data).version is not None
 
 
 def read_chunk(data: bytes) -> None:
@@ -238,7 +268,7 @@ def read_chunk(data: bytes) -> None:
     choice, body = (data[0], data[1:]) if data else (0, b"")
     kind = "keyframe" if choice & 1 else "delta"
     cut = min(len(body), choice)
-    rows = [BlockRow(0, 0, 0, 0, cut, 1), BlockRow(1, 0, 0, cut, len(body) - cut, 1)]
+    rows = [row(0, 0, 0, cut), row(1, 0, cut, len(body) - cut)]
     stage = Stage(LAYOUT, None if choice & 2 else OLD, 1)
     stage.begin(manifest(kind, [body], rows if choice & 5 else rows[1:]))
     stage.feed(body)
@@ -304,12 +334,19 @@ def read_versions(data: bytes) -> None:
     assert sorted(version_rows("r", data.split(b" "))) is not None
 
 
+def read_holder(data: bytes) -> None:
+    """What a receiver says that it holds."""
+    holder = holder_row(data[:5], data, data[5:])
+    assert isinstance(holder.version, int) and holder.holder_id + holder.address + holder.node + holder.region
+
+
 KEYS_FILE = f"# keys\nread {'a' * 64} grafana\ncontrol {'0' * 64} alice\n".encode()
 WEIGHT_ERRORS = (WireError, ChainBroken, DigestMismatch, LayoutMismatch)
 TARGETS: dict[str, Target] = {
     **{type(each).__name__: Target(_record(type(each)), (each.encode(),)) for each in RECORDS},
     **{f"{type(each).__name__} unframed": Target(_framed(type(each)), (_unframed(each.encode()),)) for each in RECORDS},
     "manifest": Target(read_manifest, _manifests()),
+    "packed manifest": Target(read_packed, tuple(WeightManifest.decode(data).pack() for data in _manifests())),
     "block": Target(read_block, tuple(bytes([n]) + data for data in blocks().values() for n in range(4))),
     "chunk": Target(
         read_chunk, tuple(bytes([n]) + data for data in blocks().values() for n in range(6)), WEIGHT_ERRORS
@@ -318,6 +355,7 @@ TARGETS: dict[str, Target] = {
     "rows": Target(read_rows, (b"7 64 0", b"1 2 3", b'{"step": 1}')),
     "head": Target(read_head, (b"3 1 delta", b"-1 0 ")),
     "versions": Target(read_versions, (b"3:delta 0:keyframe",)),
+    "holder": Target(read_holder, (b'[3,"a","west"]', b'[-1,"",""]')),
     "url": Target(
         read_url,
         (b"redis://user:pa%3Ass@host:6379/0?socket_timeout=3", b"unix:///run/b.sock?db=1", b"rediss://[::1]:1"),

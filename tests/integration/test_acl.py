@@ -63,6 +63,8 @@ def _all_keys() -> set[str]:
     found = {value for name, value in vars(keys).items() if isinstance(value, str) and value.startswith("rf:")}
     found |= {keys.lease_bell("w"), shard.group("g"), shard.rollouts("g"), shard.inbox("a")}
     found |= {weights.head, weights.manifests, weights.announcements, weights.chunk(1, "delta.1", 0)}
+    found |= {weights.holders, weights.holding, weights.addresses, weights.clock, weights.offer}
+    found.add(weights.answers("r"))
     for value in vars(shard).values():
         for each in vars_of(value) if isinstance(value, JobKeys) else (value,):
             found |= set(each) if isinstance(each, tuple) else {each}
@@ -158,6 +160,9 @@ FORBIDDEN = {
     "a reading api reads no tasks": ("api-read", "HGET", SHARD.trajectory.job, "g.0"),
     "a reading api reads no rollouts": ("api-read", "HGETALL", SHARD.rollouts("g")),
     "a reading api reads no weights": ("api-read", "GET", WEIGHTS.chunk(1, "keyframe.1", 0)),
+    "a reading api learns no relay's secret": ("api-read", "HGETALL", WEIGHTS.addresses),
+    "a controlling api learns no relay's secret": ("api-control", "HGETALL", WEIGHTS.addresses),
+    "an agent learns no relay's secret": ("agent", "HGETALL", WEIGHTS.addresses),
     "a controlling api writes no leases": ("api-control", "HSET", SHARD.leases, "w", "9 64 0"),
     "a controlling api deletes no run": ("api-control", "HDEL", keys.RUNS, "r1"),
 }

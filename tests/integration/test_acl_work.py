@@ -34,6 +34,7 @@ from rollfab.fabric.records import (
     WorkerInfo,
 )
 from rollfab.fabric.weights.chain import fetch_weights
+from rollfab.fabric.weights.manifest import Holder
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish import Publisher
 from tests.fuzz.targets import RECORDS
@@ -171,6 +172,22 @@ async def lend(who: dict[str, Part]) -> None:
     await controller.board.add_event("lease.granted", {})
     assert (await fetch_weights(worker.weights, "r1"))["w"].tolist() == [1.0] * 9
     assert (await worker.weights.wait_head("r1", 0, 1.0)).version == 1
+    await carry_otherwise(who["trainer"], worker)
+
+
+async def carry_otherwise(trainer: Part, worker: Part) -> None:
+    """The board beside the weights, and what else than whole chunks is asked of the broker."""
+    await worker.weights.hold("r1", Holder(worker.name, 1, "relay://s@h:1"), 60.0)
+    await trainer.weights.offer("r1", b"now", 60.0)
+    assert await worker.weights.offers("r1") == b"now"
+    await worker.weights.answer("r1", "round", worker.name, b"yes", 60.0)
+    for part in (trainer, worker):
+        assert await part.weights.answers("r1", "round") == {worker.name: b"yes"}
+        assert await part.weights.holders("r1") == [Holder(worker.name, 1, "relay://s@h:1")]
+        (manifest,) = await part.weights.manifests("r1", (await part.weights.held("r1"))[:1])
+        assert manifest is not None
+        assert await part.weights.chunk_ranges(manifest, [(0, 0, 4)]) != [None]
+        assert await part.weights.room_bytes() is None
 
 
 async def exchange(worker: Part, **options: Any) -> Exchange:
@@ -298,6 +315,7 @@ async def look(who: dict[str, Part]) -> None:
         await part.rollouts.dead_letters(10)
         held = await part.weights.held("r1")
         assert held and all(await part.weights.manifests("r1", held))
+        assert len(await part.weights.holders("r1", addressed=False)) == 1
         assert (await part.weights.head("r1")).version == 2
     for role in ("api-control", "operator"):
         await who[role].board.set_lend("*", "on")

@@ -15,9 +15,12 @@ import pytest
 from rollfab.api.app import make_app
 from rollfab.api.config import ApiConfig
 from rollfab.api.server import open_socket
+from rollfab.api.weights import WeightReader
+from rollfab.commands.weights import list_versions
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.errors import ConfigError
 from rollfab.fabric.records import Lease
+from rollfab.fabric.weights.manifest import Holder
 from rollfab.trainer.publish import Publisher
 from tests.api_server import ApiWorld, running_api
 
@@ -180,6 +183,55 @@ async def test_published_weights_are_shown_with_their_sizes(api: ApiWorld) -> No
     assert (await api.json("v1/status"))["runs"][0]["head_version"] == 1
 
 
+async def publish_twelve(api: ApiWorld) -> None:
+    """Versions 0 to 11 of 40 kB, a hundred elements changed by each."""
+    publisher, rng = Publisher(api.fabric.weights, "r1"), np.random.default_rng(0)
+    tensor = rng.integers(0, 1 << 15, 20000, dtype=np.uint16)
+    for version in range(12):
+        await publisher.publish({"w": tensor}, version)
+        tensor[version * 100 : version * 100 + 100] += 1
+
+
+async def test_versions_come_with_the_figures_of_the_command_line_and_who_holds_them(api: ApiWorld) -> None:
+    await publish_twelve(api)
+    await api.fabric.weights.hold("r1", Holder("worker-1", 11), 30)
+    await api.fabric.weights.hold("r1", Holder("worker-2", 9), 30)
+
+    (weights,) = (await api.json("v1/weights"))["weights"]
+
+    rows = await list_versions(api.fabric.weights, "r1")
+    assert rows == weights["versions"]
+    by_version = {each["version"]: each for each in weights["versions"]}
+    assert (by_version[11]["holder_count"], by_version[10]["holder_count"], weights["holder_count"]) == (1, 0, 2)
+    assert [each["version"] for each in weights["versions"] if each["is_head"]] == [11]
+    assert weights["held_bytes"] == sum(each["payload_bytes"] for each in weights["versions"])
+    assert by_version[11]["changed_count"] == 100 and by_version[11]["density"] == 100 / 20000
+    assert (by_version[0]["density"], by_version[0]["bytes_per_changed"]) == (None, None)
+
+
+async def test_bytes_of_older_versions_are_learnt_little_by_little_and_published_ones_counted(
+    api: ApiWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given twelve versions and a reader that has not looked yet
+    monkeypatch.setattr("rollfab.api.weights.LEARN_COUNT", 5)
+    await publish_twelve(api)
+    reader, manifests = WeightReader(api.fabric.weights), await api.fabric.weights.held("r1")
+    # When it looks; then it knows the newest, and after some looks the size of all
+    first = await reader.read("r1", 2)
+    assert ([each.version for each in first.versions], first.held_bytes) == ([10, 11], None)
+    for _ in range(3):
+        view = await reader.read("r1", 2)
+    (whole,) = (await api.json("v1/weights"))["weights"]
+    assert (view.held_bytes, view.held_count) == (whole["held_bytes"], len(manifests))
+    # And what was there before counts as nothing published, what comes as its bytes, once
+    assert view.published_bytes == 0
+    publisher = Publisher(api.fabric.weights, "r1")
+    report = await publisher.publish({"w": np.zeros(20000, np.uint16)}, 12)
+    for _ in range(2):
+        view = await reader.read("r1", 2)
+    assert view.published_bytes == report.payload_bytes + report.keyframe_bytes + report.jump_bytes > 0
+
+
 async def test_what_a_trainer_reports_becomes_its_reward_curve(api: ApiWorld) -> None:
     for step in range(600):
         facts = {"run_id": "r1", "step": step, "reward_mean": step / 1000, "policy_version": step}
@@ -233,12 +285,51 @@ async def test_metrics_are_prometheus_text_with_few_labels(api: ApiWorld) -> Non
     assert answer.headers["content-type"].startswith("text/plain")
     assert all(name.startswith("rollfab_") for name in families)
     labels = {label for family in families.values() for sample in family.samples for label in sample.labels}
-    assert labels == {"run", "role", "state"}
+    assert labels == {"run", "role", "state", "worker"}
     values = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
     assert values["rollfab_trajectories", "r1", "queued"] == 4
     assert values["rollfab_trajectories_submitted_total", "r1"] == 4
     assert values["rollfab_slots_running", "dedicated"] == 5
     assert values["rollfab_active_version_min", "r1"] == 2
+
+
+async def test_metrics_of_weights_are_by_run_and_by_live_worker(api: ApiWorld) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    # Given a worker two versions behind, one that failed, one without weights, and an agent
+    await publish_twelve(api)
+    of_weights = {"stage_ms": 250, "pause_ms": 1.5, "payload_bytes": 1234}
+    await api.beat("dedicated-1", "dedicated", run_id="r1", active_version=9, **of_weights)
+    await api.beat("dedicated-2", "dedicated", run_id="r1", active_version=11, state="failed", error="no way to 12")
+    await api.beat("serving-1", "serving", run_id="r1")
+    await api.beat("agent-1", "agent", run_id="r1")
+    await api.json("v1/status")
+    # When they are scraped
+    answer = await api.http.get("metrics")
+    families = list(text_string_to_metric_families(answer.text))
+    values = {(s.name.removeprefix("rollfab_"), *s.labels.values()): s.value for f in families for s in f.samples}
+    # Then each says what it reported, and nothing that it did not
+    worker = "worker_weights_"
+    assert values[f"{worker}version", "r1", "dedicated-1"] == 9
+    assert values[f"{worker}versions_behind", "r1", "dedicated-1"] == 2
+    assert values[f"{worker}stage_seconds", "r1", "dedicated-1"] == 0.25
+    assert values[f"{worker}pause_seconds", "r1", "dedicated-1"] == 0.0015
+    assert values[f"{worker}payload_bytes", "r1", "dedicated-1"] == 1234
+    assert (values["worker_failed", "r1", "dedicated-1"], values["worker_failed", "r1", "dedicated-2"]) == (0, 1)
+    assert values[f"{worker}version", "r1", "serving-1"] == -1
+    assert (f"{worker}pause_seconds", "r1", "serving-1") not in values
+    assert not any("agent-1" in name for name in values)
+    # And the run says what its newest versions are
+    (weights,) = (await api.json("v1/weights"))["weights"]
+    head = weights["versions"][-1]
+    assert values["weights_payload_bytes", "delta", "r1"] == values["head_payload_bytes", "r1"] == head["payload_bytes"]
+    assert ("weights_payload_bytes", "keyframe", "r1") in values
+    assert values["weights_density_ratio", "r1"] == 100 / 20000
+    assert values["weights_bytes_per_changed", "r1"] == head["payload_bytes"] / 100
+    assert values["weights_of_entropy_floor_ratio", "r1"] == head["of_entropy_floor"] > 0
+    assert values["weights_held_bytes", "r1"] == weights["held_bytes"]
+    assert ("weights_published_bytes_total", "r1") in values
+    assert values["weights_manifests", "r1"] == weights["held_count"]
 
 
 # ---------------------------------------------------------------- events

@@ -210,6 +210,27 @@ async def test_a_seeded_request_that_is_aborted_goes_on_from_its_last_token() ->
     await engine.close()
 
 
+async def test_a_seeded_request_that_is_read_again_with_the_same_weights_goes_on_as_if_it_had_not_been() -> None:
+    # Given more requests than slots, so that some wait, and a cache that holds them only just
+    engine = await started(context_tokens_max=112)
+    for i in range(6):
+        engine.generate(ask(f"{i}", max_tokens=80, seed=i))
+    whole = {generation.request_id: generation for generation in await gather(engine, 6)}
+    norm = engine.weight_bits()["model.norm.weight"].copy()
+    for i in range(6):
+        engine.generate(ask(f"{i}", max_tokens=80, seed=i))
+    # When the same weights are written again and again in the middle
+    for version in range(1, 6):
+        await until_it_runs(engine, f"{version - 1}")
+        await engine.apply(Staged(version, model__norm__weight=(None, norm)), turns="recompute")
+    for generation in await gather(engine, 6):
+        expected = whole[generation.request_id]
+        assert generation.completion_ids.tolist() == expected.completion_ids.tolist()
+        np.testing.assert_allclose(generation.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    assert engine.stats().kv_used_fraction == 0.0
+    await engine.close()
+
+
 async def test_a_seeded_neighbour_does_not_change_what_the_others_draw() -> None:
     answers = []
     for seed in (None, 7):

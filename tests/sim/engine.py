@@ -14,7 +14,14 @@ from rollfab.fabric.records import Sampling
 from rollfab.fabric.weights.codec import Bits
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.stage import commit
-from rollfab.workers.engines.base import EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights
+from rollfab.workers.engines.base import (
+    EngineLimits,
+    EngineStats,
+    Generation,
+    GenerationRequest,
+    StagedWeights,
+    TurnsAtCommit,
+)
 from tests.sim.policy import SHAPES, context_of, ending, extend, next_token, weights_digest
 
 LAYOUT = Layout(tuple(TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()))
@@ -172,7 +179,10 @@ class FakeEngine:
         self._on_rest("wake")
         return WAKE_S
 
-    async def apply(self, staged: StagedWeights) -> float:
+    async def apply(
+        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
+    ) -> float:
+        """Its tokens follow from their context and the weights alone: it has no KV cache to keep."""
         self._check()
         assert not self._is_asleep, "weights for an engine that sleeps"
         await asyncio.sleep(COMMIT_S)

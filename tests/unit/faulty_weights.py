@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollfab.fabric.errors import BrokerError, EngineError
+from rollfab.fabric.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.weights.chain import fetch_weights
 from rollfab.fabric.weights.manifest import WeightManifest
 from rollfab.fabric.weights.stage import commit
-from rollfab.trainer.publish import collect_bits
-from rollfab.workers.engines.base import StagedWeights
+from rollfab.trainer.tensors import collect_bits
+from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit
 
 RUN = "publish"
 
@@ -33,6 +33,7 @@ class FaultyStore(MemoryWeightStore):
         self.lose: dict[tuple[int, str], int] = {}
         self.fetched: list[tuple[int, str]] = []
         self.is_state_wrong = False
+        self.room: int | None = None
 
     async def put_chunks(self, manifest: WeightManifest, first_index: int, chunks: Sequence[bytes]) -> None:
         self._fail("put_chunks")
@@ -53,7 +54,10 @@ class FaultyStore(MemoryWeightStore):
         found = await super().manifests(run_id, names)
         if not self.is_state_wrong:
             return found
-        return [item and dataclasses.replace(item, state_digest="0" * 32) for item in found]
+        return [item and dataclasses.replace(item, sums=item.sums + 1) for item in found]
+
+    async def room_bytes(self) -> int | None:
+        return self.room
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
         name = (manifest.version, manifest.kind)
@@ -89,12 +93,19 @@ class FaultyStore(MemoryWeightStore):
 
 
 class BitsEngine:
-    """The part of an engine that holds weights. `reject` makes the next commit stop half-way."""
+    """The part of an engine that holds weights. `reject` makes the next commit stop half-way.
+
+    loses: a tensor whose writes do nothing.
+    commits: what was to become of turns and prefixes, of every commit. can_keep: whether it can keep a KV cache.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.layout, bits = collect_bits(model.named_parameters())
         self.bits = {name: array.copy() for name, array in bits.items()}
         self.reject = False
+        self.loses = ""
+        self.can_keep = True
+        self.commits: list[tuple[TurnsAtCommit, bool]] = []
 
     def weight_bits(self) -> Mapping[str, NDArray[Any]]:
         return self.bits
@@ -102,13 +113,21 @@ class BitsEngine:
     async def read_weights(self) -> Mapping[str, NDArray[Any]]:
         return {name: array.copy() for name, array in self.bits.items()}
 
-    async def apply(self, staged: StagedWeights) -> float:
+    async def apply(
+        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
+    ) -> float:
+        if turns == "keep" and not self.can_keep:
+            raise EngineUnsupported("it has one cache only")
+        self.commits.append((turns, may_reuse_prefix))
         if self.reject:
             self.reject = False
             name, (_, values) = next(iter(staged.writes().items()))
             self.bits[name][: len(values)] += 1
             raise EngineError("the engine could not write")
+        kept = self.bits[self.loses].copy() if self.loses else None
         commit(staged, self.bits)  # type: ignore[arg-type]
+        if kept is not None:
+            self.bits[self.loses][:] = kept
         return 0.0
 
 

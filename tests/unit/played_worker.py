@@ -20,6 +20,7 @@ from rollfab.fabric.records import Lease, RunConfig, Sampling, TurnJob, WorkerIn
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.engines.base import EngineStats, Generation, GenerationRequest
 from rollfab.workers.rollout import RolloutConfig, RolloutWorker
+from rollfab.workers.weights import AtCommit
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 WORKER = "w"
@@ -173,7 +174,8 @@ class LiveWeights:
     """A receiver whose engine is at the version that the test says."""
 
     def __init__(self) -> None:
-        self.version, self.error = 0, None
+        self.version, self.head_version, self.error = 0, 0, None
+        self.last, self.note, self.at_commit = None, None, AtCommit()
         self.gate: Callable[[], Any] = nullcontext
 
     def start(self) -> None:

@@ -1,140 +1,396 @@
-"""Blocks and versions: exact for every bit pattern, small, and never applied when wrong."""
+"""Blocks: exact for every bit pattern, small, and the same bytes whatever made them."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rollfab.fabric.errors import ChainBroken, DigestMismatch, LayoutMismatch, WireError
-from rollfab.fabric.weights.codec import Decoder, Encoded, Encoder
-from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import WeightManifest, state_digest
-from rollfab.fabric.weights.snapshot import Identity, Prepared, Snapshot
-from rollfab.fabric.weights.stage import Stage, Staged, commit
+from rollfab.fabric.errors import WireError
+from rollfab.fabric.weights import codec
+from rollfab.fabric.weights.codec import SPARSE, STEPS, VALUES, Decoder, Encoded, Encoder, scatter
+from rollfab.fabric.weights.digest import sum_range
+from rollfab.fabric.weights.kernels import NUMBA, NUMPY, Kernels, load
+
+# The first call on an element width compiles, where no cache of that is there yet.
+pytestmark = pytest.mark.timeout(180)
 
 Bits = NDArray[Any]
 DTYPES = [np.dtype(f"<u{width}") for width in (1, 2, 4, 8)]
+MAKES = [NUMBA, NUMPY]
 
 # Patterns that float arithmetic would lose, as bfloat16: ±0, ±Inf, quiet and signalling NaNs with payloads, denormals.
 AWKWARD = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7FFF, 0x0001, 0x8001, 0x007F], np.uint16)
 
 
-def restore(encoded: Encoded | None, old: Bits) -> Bits:
+@pytest.fixture(params=MAKES, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == NUMBA:
+        pytest.importorskip("numba")
+    return load(request.param)
+
+
+def restore(encoded: Encoded | None, old: Bits, kernels: Kernels | None = None) -> Bits:
+    """What a receiver that holds `old` ends up with."""
     new = old.copy()
     if encoded is None:
         return new
-    decoded = Decoder().decode(encoded.data, element_count=len(old), dtype=old.dtype)
-    where: Any = ... if decoded.indices is None else decoded.indices
-    new[where] = decoded.numbers if decoded.is_absolute else new[where] + decoded.numbers
+    frozen = old.copy()
+    frozen.flags.writeable = False
+    indices, olds, values = Decoder(kernels).resolve(encoded.data, frozen, len(old), old.dtype)
+    if olds is not None:
+        np.testing.assert_array_equal(olds, old if indices is None else old[indices])
+    if indices is None:
+        new[:] = values
+    else:
+        scatter(new, indices, values, kernels=kernels)
     return new
 
 
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Bits, Bits]:
-    """Old and new bits of a block: any width, any density, small and wild steps."""
-    dtype = draw(st.sampled_from(DTYPES))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    length = draw(st.sampled_from([1, 2, 7, 300, 5000]))
+def mode_of(encoded: Encoded | None) -> int:
+    assert encoded is not None
+    return encoded.data[0]
+
+
+def random_pair(rng: np.random.Generator, dtype: np.dtype[Any], length: int, density: float, step_max: int) -> Any:
     old = rng.integers(0, 2 ** (8 * dtype.itemsize), length, dtype=dtype)
     new = old.copy()
-    changed = rng.random(length) < draw(st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.6, 1.0]))
-    step_max = draw(st.sampled_from([1, 3, 200, 2 ** (8 * dtype.itemsize) - 1]))
+    changed = rng.random(length) < density
     steps = rng.integers(0, step_max, length, dtype=dtype, endpoint=True)
     new[changed] += np.where(rng.random(length) < 0.5, steps, 0 - steps).astype(dtype)[changed]
     return old, new
 
 
-@given(pairs())
-def test_a_delta_restores_every_bit(pair: tuple[Bits, Bits]) -> None:
-    old, new = pair
+@st.composite
+def histories(draw: st.DrawFn, version_count: int = 1) -> list[Bits]:
+    """A block's bits at some versions, one after another: any width, any density, small and wild steps."""
+    dtype = draw(st.sampled_from(DTYPES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    length = draw(st.sampled_from([1, 2, 63, 64, 65, 300, 5000, 20_000]))
+    states = [rng.integers(0, 2 ** (8 * dtype.itemsize), length, dtype=dtype)]
+    for _ in range(version_count):
+        new = states[-1].copy()
+        changed = rng.random(length) < draw(st.sampled_from([0.0, 0.0003, 0.001, 0.02, 0.3, 0.6, 1.0]))
+        step_max = draw(st.sampled_from([1, 3, 14, 200, 2 ** (8 * dtype.itemsize) - 1]))
+        steps = rng.integers(0, step_max, length, dtype=dtype, endpoint=True)
+        new[changed] += np.where(rng.random(length) < 0.5, steps, 0 - steps).astype(dtype)[changed]
+        states.append(new)
+    return states
 
-    encoded = Encoder().delta(old, new)
+
+# ---------------------------------------------------------------- exact
+
+
+@settings(deadline=None)
+@given(states=histories())
+def test_a_delta_restores_every_bit(kernels: Kernels, states: list[Bits]) -> None:
+    old, new = states
+
+    encoded = Encoder(kernels).delta(old, new)
 
     assert (encoded is None) == np.array_equal(old, new)
-    np.testing.assert_array_equal(restore(encoded, old), new)
+    np.testing.assert_array_equal(restore(encoded, old, kernels), new)
 
 
-@given(pairs())
-def test_an_encoding_tells_its_positions_and_values(pair: tuple[Bits, Bits]) -> None:
-    old, new = pair
+@settings(deadline=None)
+@given(states=histories())
+def test_an_encoding_tells_its_positions_and_values(kernels: Kernels, states: list[Bits]) -> None:
+    old, new = states
 
-    encoded = Encoder().delta(old, new)
+    encoded = Encoder(kernels).delta(old, new)
 
     if encoded is not None:
         assert encoded.changed_count == np.count_nonzero(old != new)
         where: Any = ... if encoded.indices is None else encoded.indices
         np.testing.assert_array_equal(encoded.values, new[where])
+        np.testing.assert_array_equal(encoded.olds, old[where])
 
 
-@given(pairs())
-def test_a_dense_block_needs_no_base(pair: tuple[Bits, Bits]) -> None:
-    _, new = pair
+@settings(deadline=None)
+@given(states=histories())
+def test_what_made_a_block_cannot_be_told_from_its_bytes(states: list[Bits]) -> None:
+    pytest.importorskip("numba")
+    old, new = states
 
-    np.testing.assert_array_equal(restore(Encoder().dense(new), np.zeros_like(new)), new)
+    compiled, plain = (Encoder(load(make)).delta(old, new) for make in MAKES)
+
+    assert (compiled is None) == (plain is None)
+    assert compiled is None or plain is None or compiled.data == plain.data
 
 
-def test_floats_that_arithmetic_would_lose_are_kept() -> None:
+@settings(deadline=None)
+@given(states=histories(), start=st.sampled_from([0, 3, 8190, 2**33]), has_room=st.booleans())
+def test_a_block_is_taken_with_its_place_in_the_tensor_and_what_it_moves_the_sum_by(
+    kernels: Kernels, states: list[Bits], start: int, has_room: bool
+) -> None:
+    # Given
+    old, new = states
+    encoded = Encoder(kernels).delta(old, new)
+    if encoded is None:
+        return
+    out = (np.full(len(old) + 3, -1), np.zeros(len(old) + 3, old.dtype)) if has_room else None
+
+    # When
+    taken = Decoder(kernels).take(encoded.data, old, len(old), old.dtype, key=77, start=start, out=out)
+
+    # Then
+    sums = [sum_range(77, start, bits, kernels=kernels) for bits in (old, new)]
+    assert (sums[0] + taken.change) % 2**64 == sums[1]
+    where = np.arange(len(old)) if taken.positions is None else taken.positions - start
+    np.testing.assert_array_equal(where, np.arange(len(old)) if encoded.indices is None else encoded.indices)
+    np.testing.assert_array_equal(taken.values, new[where])
+    if out is not None and taken.positions is not None:
+        assert np.shares_memory(taken.positions, out[0]) and np.shares_memory(taken.values, out[1])
+        assert out[0][len(where)] == -1
+
+
+def test_a_block_with_more_changes_than_promised_is_refused(kernels: Kernels) -> None:
+    old, new = np.zeros((2, 1000), np.uint16)
+    new[:300:3] = 1
+    encoded = Encoder(kernels).delta(old, new)
+    assert encoded is not None
+
+    with pytest.raises(WireError, match="100 changes, where 99 were promised"):
+        Decoder(kernels).take(encoded.data, old, 1000, old.dtype, out=(np.empty(99, np.int64), np.empty(99, np.uint16)))
+
+
+def test_a_dense_block_is_taken_without_a_base(kernels: Kernels) -> None:
+    new = np.arange(500, dtype=np.uint16)
+    data = Encoder(kernels).dense(new).data
+
+    taken = Decoder(kernels).take(data, None, 500, new.dtype, key=5, start=9)
+
+    assert taken.is_absolute and taken.positions is None
+    assert taken.change == sum_range(5, 9, new, kernels=kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("density", "step_max", "mode"), [(0.0005, 1, SPARSE), (0.05, 40, SPARSE), (0.7, 2, STEPS), (1.0, 2**62, VALUES)]
+)
+def test_every_mode_is_exact_at_every_width(
+    kernels: Kernels, dtype: np.dtype[Any], density: float, step_max: int, mode: int
+) -> None:
+    limit = 2 ** (8 * dtype.itemsize) - 1
+    old, new = random_pair(np.random.default_rng(1), dtype, 70_000, density, min(step_max, limit))
+    if mode == VALUES:
+        new &= dtype.type(0xF)  # cheaper than the steps that lead there
+
+    encoded = Encoder(kernels).delta(old, new)
+
+    assert mode_of(encoded) == mode
+    np.testing.assert_array_equal(restore(encoded, old, kernels), new)
+
+
+@settings(deadline=None)
+@given(states=histories())
+def test_a_dense_block_needs_no_base(kernels: Kernels, states: list[Bits]) -> None:
+    new = states[-1]
+    encoded = Encoder(kernels).dense(new)
+
+    indices, olds, values = Decoder(kernels).resolve(encoded.data, None, len(new), new.dtype)
+
+    assert indices is None and olds is None
+    np.testing.assert_array_equal(values, new)
+
+
+def test_steps_without_a_base_are_refused(kernels: Kernels) -> None:
+    old, new = np.zeros(100, np.uint16), np.eye(1, 100, 3, dtype=np.uint16).reshape(-1)
+    encoded = Encoder(kernels).delta(old, new)
+    assert encoded is not None
+
+    with pytest.raises(WireError, match="needs a base"):
+        Decoder(kernels).resolve(encoded.data, None, 100, old.dtype)
+
+
+def test_floats_that_arithmetic_would_lose_are_kept(kernels: Kernels) -> None:
     # Given every awkward pattern beside every other
     old, new = (grid.reshape(-1).copy() for grid in np.meshgrid(AWKWARD, AWKWARD))
 
     # When, Then
-    np.testing.assert_array_equal(restore(Encoder().delta(old, new), old), new)
+    np.testing.assert_array_equal(restore(Encoder(kernels).delta(old, new), old, kernels), new)
 
 
-def test_a_sign_flip_of_zero_is_a_change() -> None:
+def test_a_sign_flip_of_zero_is_a_change(kernels: Kernels) -> None:
     old = np.zeros(1000, np.uint16)
     new = old.copy()
     new[7] = 0x8000
 
-    encoded = Encoder().delta(old, new)
+    encoded = Encoder(kernels).delta(old, new)
 
     assert encoded is not None
     assert encoded.changed_count == 1
-    np.testing.assert_array_equal(restore(encoded, old), new)
+    np.testing.assert_array_equal(restore(encoded, old, kernels), new)
 
 
-def test_gaps_longer_than_a_byte_are_kept() -> None:
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0, 254, 255, 509, 510, 766, 70_000, 299_999],
+        [0, 299_999],
+        [299_999],
+        [*range(0, 300_000, 40_000)],
+        [*range(1000), 299_990],
+    ],
+)
+def test_gaps_of_any_length_are_kept(kernels: Kernels, positions: list[int]) -> None:
     old = np.zeros(300_000, np.uint16)
     new = old.copy()
-    new[[0, 254, 255, 509, 510, 766, 70_000, 299_999]] = 1
+    new[positions] = 1
 
-    np.testing.assert_array_equal(restore(Encoder().delta(old, new), old), new)
+    np.testing.assert_array_equal(restore(Encoder(kernels).delta(old, new), old, kernels), new)
 
 
-@given(pairs(), st.data())
-def test_a_block_that_is_cut_off_is_refused(pair: tuple[Bits, Bits], data: st.DataObject) -> None:
-    old, new = pair
-    encoded = Encoder().delta(old, new)
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_values_are_written_where_they_belong_by_any_number_of_threads(kernels: Kernels, thread_count: int) -> None:
+    rng = np.random.default_rng(0)
+    positions = np.flatnonzero(rng.random(400_000) < 0.7)
+    values = rng.integers(0, 2**16, len(positions), dtype=np.uint16)
+    bits, expected = np.zeros((2, 400_000), np.uint16)
+    expected[positions] = values
+    address = bits.ctypes.data
+
+    scatter(bits, positions, values, thread_count=thread_count, kernels=kernels)
+
+    np.testing.assert_array_equal(bits, expected)
+    assert bits.ctypes.data == address
+
+
+# ---------------------------------------------------------------- folding
+
+
+@settings(deadline=None)
+@given(states=histories(version_count=4), keyframe=st.sampled_from([None, 0, 2]))
+def test_a_fold_does_what_its_blocks_do_one_after_another(
+    kernels: Kernels, states: list[Bits], keyframe: int | None
+) -> None:
+    # Given the blocks between some versions, one of them perhaps without a base
+    encoder, decoder, old = Encoder(kernels), Decoder(kernels), states[0]
+    length, dtype = len(old), old.dtype
+    blocks = [encoder.delta(*states[k : k + 2]) for k in range(4)]
+    if keyframe is not None:
+        blocks[keyframe] = encoder.dense(states[keyframe + 1])
+    decoded = [decoder.decode(each.data, element_count=length, dtype=dtype) for each in blocks if each is not None]
+
+    # When
+    folded = encoder.fold(decoded, length, dtype)
+
+    # Then
+    np.testing.assert_array_equal(restore(folded, old, kernels), states[-1])
+    if not any(each.is_absolute for each in decoded):
+        assert (folded is None) == np.array_equal(old, states[-1])
+        assert folded is None or folded.changed_count == np.count_nonzero(old != states[-1])
+    else:
+        assert mode_of(folded) == VALUES
+
+
+def test_steps_that_cancel_out_leave_no_trace(kernels: Kernels) -> None:
+    encoder, decoder = Encoder(kernels), Decoder(kernels)
+    old, new = random_pair(np.random.default_rng(3), np.dtype("<u2"), 9000, 0.02, 5)
+    there, back = encoder.delta(old, new), encoder.delta(new, old)
+    assert there is not None and back is not None
+
+    decoded = [decoder.decode(each.data, element_count=9000, dtype=old.dtype) for each in (there, back)]
+
+    assert encoder.fold(decoded, 9000, old.dtype) is None
+
+
+@settings(deadline=None)
+@given(states=histories(version_count=3))
+def test_a_fold_is_the_delta_from_end_to_end(states: list[Bits]) -> None:
+    # Steps of a fold and of a delta are the same numbers, so unless values are cheaper the bytes are the same, too
+    encoder, decoder = Encoder(load(NUMPY)), Decoder(load(NUMPY))
+    blocks = [block for k in range(3) if (block := encoder.delta(*states[k : k + 2])) is not None]
+    if any(mode_of(block) == VALUES for block in blocks):
+        return
+    length, dtype = len(states[0]), states[0].dtype
+    folded = encoder.fold([decoder.decode(b.data, element_count=length, dtype=dtype) for b in blocks], length, dtype)
+    direct = encoder.delta(states[0], states[-1])
+
+    assert (folded is None) == (direct is None)
+    if folded is not None and direct is not None and mode_of(direct) != VALUES:
+        assert folded.data == direct.data
+
+
+# ---------------------------------------------------------------- hostile bytes
+
+
+@settings(deadline=None)
+@given(states=histories(), data=st.data())
+def test_a_block_that_is_cut_off_is_refused(kernels: Kernels, states: list[Bits], data: st.DataObject) -> None:
+    old, new = states
+    encoded = Encoder(kernels).delta(old, new)
     if encoded is not None:
         end = data.draw(st.integers(0, len(encoded.data) - 1))
 
         with pytest.raises(WireError):
-            Decoder().decode(encoded.data[:end], element_count=len(old), dtype=old.dtype)
+            Decoder(kernels).decode(encoded.data[:end], element_count=len(old), dtype=old.dtype)
 
 
-@given(pairs(), st.binary(max_size=200))
-def test_foreign_bytes_are_refused_or_fit_the_block(pair: tuple[Bits, Bits], data: bytes) -> None:
-    old, _ = pair
+def outcome(make: str, data: bytes, old: Bits) -> Any:
+    """What a decoder of that make does with the bytes: an error, or positions, values and the change."""
     try:
-        decoded = Decoder().decode(data, element_count=len(old), dtype=old.dtype)
+        taken = Decoder(load(make)).take(data, old, len(old), old.dtype, key=3, start=70)
+        return (
+            taken.positions if taken.positions is None else taken.positions.tolist(),
+            taken.values.tolist(),
+            taken.change,
+        )
+    except WireError:
+        return "refused"
+
+
+@settings(deadline=None, max_examples=300)
+@given(states=histories(), data=st.data())
+def test_both_makes_take_and_refuse_the_same_bytes(states: list[Bits], data: st.DataObject) -> None:
+    pytest.importorskip("numba")
+    # Given a valid block whose streams, uncompressed, are damaged here and there
+    old, new = states[0][:300], states[1][:300]
+    encoded = Encoder(load(NUMPY)).delta(old, new)
+    if encoded is None:
+        return
+    body = bytearray(stored_raw(encoded.data))
+    for _ in range(data.draw(st.integers(0, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+
+    # When, Then
+    assert outcome(NUMBA, bytes(body), old) == outcome(NUMPY, bytes(body), old)
+
+
+def stored_raw(data: bytes) -> bytes:
+    """The same block with every stream as it is before compression, so that damage reaches the kernels."""
+    mode, width, shift, count, changed = codec.HEADER.unpack_from(data)
+    streams = [bytes(stream) for stream in Decoder(load(NUMPY))._streams(memoryview(data), count, 1 << 20)]
+    table = b"".join(codec.STREAM.pack(len(stream), len(stream)) for stream in streams)
+    return b"".join((codec.HEADER.pack(mode, width, shift, count, changed), table, *streams))
+
+
+@given(states=histories(), data=st.binary(max_size=200))
+@settings(deadline=None)
+def test_foreign_bytes_are_refused_or_fit_the_block(kernels: Kernels, states: list[Bits], data: bytes) -> None:
+    old = states[0]
+    try:
+        decoded = Decoder(kernels).decode(data, element_count=len(old), dtype=old.dtype)
     except WireError:
         return
-    assert decoded.indices is None or decoded.indices[-1] < len(old)
+    assert decoded.indices is None or not len(decoded.indices) or decoded.indices[-1] < len(old)
 
 
-def test_a_training_step_costs_less_than_a_byte_and_a_half_per_change() -> None:
-    # Given bfloat16 weights of which 1 % move, nine of ten by one unit in the last place
+# ---------------------------------------------------------------- small
+
+
+@pytest.mark.parametrize(("density", "bytes_max"), [(0.0034, 1.5), (0.0096, 1.3), (0.0245, 1.13)])
+def test_a_training_step_costs_little_more_than_its_entropy(density: float, bytes_max: float) -> None:
+    # Given bfloat16 weights of which a few move, nine of ten by one unit in the last place
     rng = np.random.default_rng(0)
-    old = (rng.standard_normal(1 << 20, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    old = (rng.standard_normal(1 << 21, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
     new = old.copy()
-    changed = np.flatnonzero(rng.random(len(old)) < 0.0096)
-    steps = rng.choice(np.array([1, 2, 3, 9], np.uint16), p=[0.9, 0.04, 0.02, 0.04], size=len(changed))
+    changed = np.flatnonzero(rng.random(len(old)) < density)
+    steps = rng.choice(np.array([1, 2, 3, 9, 40], np.uint16), p=[0.9, 0.04, 0.02, 0.03, 0.01], size=len(changed))
     new[changed] += np.where(rng.random(len(changed)) < 0.5, steps, 0 - steps).astype(np.uint16)
 
     # When
@@ -142,204 +398,17 @@ def test_a_training_step_costs_less_than_a_byte_and_a_half_per_change() -> None:
 
     # Then: positions and values as int32 and bfloat16 would take 6 bytes
     assert encoded is not None
-    assert len(encoded.data) / len(changed) < 1.5
+    assert len(encoded.data) / len(changed) < bytes_max
 
 
-# ---------------------------------------------------------------- versions
+def test_changes_that_stand_together_cost_less_than_scattered_ones() -> None:
+    # Given twenty rows of an embedding changed whole: a middle gap of 0, whatever the mean is
+    rng = np.random.default_rng(0)
+    old = rng.integers(0, 2**16, (2000, 1000), dtype=np.uint16)
+    new = old.copy()
+    new[rng.choice(2000, 20, replace=False)] += np.uint16(1)
 
-LAYOUT = Layout(
-    (
-        TensorSpec("embed", "bfloat16", (3000, 1000)),  # more than one block
-        TensorSpec("head", "float32", (4, 5)),
-        TensorSpec("scale", "float8_e4m3fn", (33,)),
-        TensorSpec("nothing", "float32", (0, 4)),
-        TensorSpec("one", "float16", ()),
-    )
-)
+    encoded = Encoder().delta(old.reshape(-1), new.reshape(-1))
 
-
-def random_bits(seed: int) -> dict[str, Bits]:
-    rng = np.random.default_rng(seed)
-    return {
-        spec.name: rng.integers(0, 2 ** (8 * spec.bits_dtype.itemsize), spec.element_count, dtype=spec.bits_dtype)
-        for spec in LAYOUT.tensors
-    }
-
-
-def moved(bits: dict[str, Bits], seed: int, density: float) -> dict[str, Bits]:
-    rng = np.random.default_rng(seed)
-    new = {name: array.copy() for name, array in bits.items()}
-    for array in new.values():
-        array[rng.random(len(array)) < density] += array.dtype.type(1)
-    return new
-
-
-def history(densities: list[float]) -> tuple[list[Prepared], list[dict[str, Bits]]]:
-    """A keyframe at version 0 and deltas of the given densities, with the weights of each version."""
-    states = [random_bits(0)]
-    snapshot = Snapshot(LAYOUT, states[0])
-    versions = [snapshot.prepare_keyframe(Identity(run_id="r", epoch=1, version=0))]
-    snapshot.advance(versions[0])
-    for version, density in enumerate(densities, start=1):
-        states.append(moved(states[-1], version, density))
-        prepared = snapshot.prepare_delta(Identity(run_id="r", epoch=1, version=version), states[-1])
-        snapshot.advance(prepared)
-        versions.append(prepared)
-    return versions, states
-
-
-def staged(versions: list[Prepared], live: dict[str, Bits] | None, have: int = -1) -> Staged:
-    stage = Stage(LAYOUT, live, have)
-    for prepared in versions:
-        stage.begin(WeightManifest.decode(prepared.manifest.encode()))
-        for chunk in prepared.chunks:
-            stage.feed(chunk)
-        stage.end()
-    return stage.finish()
-
-
-def assert_same(bits: dict[str, Bits], expected: dict[str, Bits]) -> None:
-    assert state_digest(LAYOUT, bits) == state_digest(LAYOUT, expected)
-
-
-@pytest.mark.parametrize("density", [0.0, 0.00001, 0.01, 0.4, 1.0])
-def test_a_commit_makes_the_next_version(density: float) -> None:
-    versions, states = history([density])
-    live = {name: array.copy() for name, array in states[0].items()}
-
-    commit(staged(versions[1:], live, 0), live)
-
-    assert_same(live, states[1])
-    assert versions[1].manifest.state_digest == state_digest(LAYOUT, live)
-
-
-def test_a_version_without_changes_has_no_bytes() -> None:
-    versions, _ = history([0.0])
-
-    assert versions[1].chunks == []
-    assert versions[1].manifest.payload_bytes == versions[1].manifest.changed_count == 0
-
-
-def test_staging_leaves_the_live_weights_alone() -> None:
-    versions, states = history([0.01, 1.0])
-    live = {name: array.copy() for name, array in states[0].items()}
-    for array in live.values():
-        array.flags.writeable = False
-
-    staged(versions[1:], live, 0)
-
-    assert_same(live, states[0])
-
-
-@pytest.mark.parametrize("densities", [[0.01, 0.02, 0.0, 0.005], [0.01, 1.0, 0.01], [1.0, 0.6, 0.01], [0.3, 0.3]])
-def test_several_versions_become_one_commit(densities: list[float]) -> None:
-    versions, states = history(densities)
-    live = {name: array.copy() for name, array in states[0].items()}
-
-    together = staged(versions[1:], live, 0)
-    commit(together, live)
-
-    assert together.version == len(densities)
-    assert_same(live, states[-1])
-
-
-def test_a_newcomer_takes_the_keyframe_and_the_chain() -> None:
-    versions, states = history([0.01, 0.02])
-    live = random_bits(99)
-
-    commit(staged(versions, None), live)
-
-    assert_same(live, states[-1])
-
-
-def test_a_commit_may_be_repeated_and_resumed() -> None:
-    versions, states = history([0.01, 0.3])
-    live = {name: array.copy() for name, array in states[0].items()}
-    together = staged(versions[1:], live, 0)
-
-    # Given a commit that stopped after its first tensor
-    name, (indices, values) = next(iter(together.writes().items()))
-    commit(Staged(together.version, {name: (indices, values)}), live)
-
-    # When it is done again, twice
-    commit(together, live)
-    commit(together, live)
-
-    # Then
-    assert_same(live, states[-1])
-
-
-def test_the_same_memory_is_written() -> None:
-    versions, states = history([0.01])
-    live = {name: array.copy() for name, array in states[0].items()}
-    before = {name: array.ctypes.data for name, array in live.items()}
-
-    commit(staged(versions[1:], live, 0), live)
-
-    assert {name: array.ctypes.data for name, array in live.items()} == before
-
-
-def test_a_wrong_base_is_found_before_anything_is_written() -> None:
-    versions, states = history([0.01])
-    live = moved(states[0], 7, 0.5)
-
-    with pytest.raises(DigestMismatch, match="nothing was written"):
-        staged(versions[1:], live, 0)
-
-
-def test_a_delta_needs_its_base_version() -> None:
-    versions, states = history([0.01, 0.01])
-
-    with pytest.raises(ChainBroken, match="base 1, staged is 0"):
-        staged(versions[2:], states[0], 0)
-
-
-@given(st.integers(0, 2**32))
-def test_a_flipped_bit_in_a_chunk_is_found(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    versions, states = SMALL
-    chunk = bytearray(versions[1].chunks[0])
-    chunk[rng.integers(len(chunk))] ^= 1 << rng.integers(8)
-    stage = Stage(LAYOUT, states[0], 0)
-    stage.begin(versions[1].manifest)
-
-    with pytest.raises(DigestMismatch, match="chunk 0 of version 1"):
-        stage.feed(bytes(chunk))
-
-
-SMALL = history([0.0001])
-
-
-def test_chunks_are_of_whole_blocks_and_bounded() -> None:
-    versions, _ = history([0.5])
-
-    for prepared in versions:
-        rows = prepared.manifest.rows()
-        assert sum(row.length for row in rows) == prepared.manifest.payload_bytes
-        assert max(len(chunk) for chunk in prepared.chunks) < 5 << 20
-
-
-def test_another_model_is_refused_by_name() -> None:
-    versions, _ = history([])
-    other = Layout((TensorSpec("embed", "float32", (3000, 1000)), TensorSpec("extra", "float32", (1,))))
-
-    with pytest.raises(LayoutMismatch) as caught:
-        Stage(other, None).begin(versions[0].manifest)
-
-    assert "1 missing (extra)" in str(caught.value)
-    assert "head" in str(caught.value)
-    assert "embed: bfloat16[3000, 1000] instead of float32[3000, 1000]" in str(caught.value)
-
-
-def test_a_keyframe_with_a_block_missing_is_refused() -> None:
-    versions, _ = history([])
-    manifest = versions[0].manifest
-    torn = dataclasses.replace(manifest, blocks=manifest.blocks[6:])
-
-    with pytest.raises(WireError, match="a keyframe of this layout has"):
-        Stage(LAYOUT, None).begin(torn)
-
-
-def test_a_layout_does_not_depend_on_the_order_of_tensors() -> None:
-    assert Layout(LAYOUT.tensors[::-1]).digest == LAYOUT.digest
-    assert Layout.from_rows(LAYOUT.rows()) == LAYOUT
+    assert encoded is not None
+    assert len(encoded.data) / 20_000 < 0.05

@@ -17,12 +17,12 @@ from rollfab.fabric.records import TokenLog, TrajectoryJob, TurnJob, WorkerInfo
 from rollfab.fabric.rules.chain import KEYFRAME, Link, plan
 from rollfab.fabric.weights import codec
 from rollfab.fabric.weights.codec import HEADER, SPARSE, STREAM, VALUES, Decoder
-from rollfab.fabric.weights.manifest import BlockRow, WeightManifest
+from rollfab.fabric.weights.manifest import WeightManifest
 from rollfab.fabric.weights.stage import Stage
 from rollfab.fabric.wire import HEADER as RECORD_HEADER
 from rollfab.fabric.wire import Record
 from tests.fuzz.damage import damaged
-from tests.fuzz.targets import LAYOUT, OLD, TARGETS, attack, blocks, manifest
+from tests.fuzz.targets import LAYOUT, OLD, TARGETS, attack, blocks, manifest, row
 
 MIB = 1 << 20
 # Each example is a few damages of a valid input: thousands of them find what a few do not, and take seconds.
@@ -107,14 +107,14 @@ def test_a_stream_whose_frame_claims_a_terabyte_is_refused_before_it_is_made() -
     frame = bytearray(zstandard.ZstdCompressor(write_content_size=True).compress(bytes(70_000)))
     assert zstandard.frame_content_size(bytes(frame)) == 70_000
     frame[5:9] = (0xFFFF_FFF0).to_bytes(4, "little")
-    data = HEADER.pack(VALUES, 1, 1, 300) + STREAM.pack(300, len(frame)) + frame
+    data = HEADER.pack(VALUES, 1, 0, 1, 300) + STREAM.pack(300, len(frame)) + frame
 
     assert _peak_bytes(lambda: Decoder().decode(data, element_count=300, dtype=np.dtype("u1"))) < MIB
 
 
 def test_a_stream_that_holds_more_than_it_promises_is_refused() -> None:
     bomb = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 * MIB))
-    data = HEADER.pack(VALUES, 1, 1, 300) + STREAM.pack(300, len(bomb)) + bomb
+    data = HEADER.pack(VALUES, 1, 0, 1, 300) + STREAM.pack(300, len(bomb)) + bomb
 
     assert _peak_bytes(lambda: Decoder().decode(data, element_count=300, dtype=np.dtype("u1"))) < 2 * MIB
 
@@ -123,11 +123,11 @@ def test_one_escaped_number_with_megabytes_of_rest_is_refused_at_once() -> None:
     # Given a sparse block of one change whose step has ten million planes: each would be a round of a loop
     element_count = codec.BLOCK_BYTES
     rest = bytes(10 * MIB)
-    streams = [b"\0", b"", b"\xff", rest]
+    streams = [b"\0", b"", b"", b"\x0f", b"\x01" + rest]
     table = b"".join(STREAM.pack(len(stream), len(stream)) for stream in streams)
-    data = HEADER.pack(SPARSE, 1, 4, 1) + table + b"".join(streams)
+    data = HEADER.pack(SPARSE, 1, 0, 5, 1) + table + b"".join(streams)
 
-    with pytest.raises(WireError, match="10485760 bytes for 1 escaped numbers"):
+    with pytest.raises(WireError, match="10485760 escaped numbers for 1 changes"):
         Decoder().decode(data, element_count=element_count, dtype=np.dtype("u1"))
 
 
@@ -199,10 +199,10 @@ def test_a_chunk_of_the_wrong_kind_is_refused_whatever_its_manifest_says(mode: s
 
 def test_a_keyframe_of_steps_is_refused() -> None:
     sparse = blocks()["sparse"]
-    rows = [BlockRow(0, 0, 0, 0, 0, 1), BlockRow(1, 0, 0, 0, len(sparse), 1)]
+    rows = [row(1, 0, 0, len(sparse)), row(0, 0, 0, len(sparse))]
     stage = Stage(LAYOUT, None)
-    stage.begin(manifest("keyframe", [sparse], rows[::-1]))
-    with pytest.raises(WireError, match="a keyframe holds a block that needs a base"):
+    stage.begin(manifest("keyframe", [sparse], rows))
+    with pytest.raises(WireError, match="needs a base"):
         stage.feed(sparse)
 
 
@@ -211,13 +211,19 @@ def test_a_delta_without_a_base_is_refused_where_nothing_is_held() -> None:
         Stage(LAYOUT, None).begin(manifest("delta", [b""], [], base_version=-1))
 
 
+GOOD = row(1, 0, 0, 4)
 BAD_ROWS = {
-    "a chunk before the first": BlockRow(1, 0, -1, 0, 4, 1),
-    "a tensor before the first": BlockRow(-1, 0, 0, 0, 4, 1),
-    "a block that is not there": BlockRow(1, 1, 0, 0, 4, 1),
-    "a block before the first": BlockRow(1, -1, 0, 0, 4, 1),
-    "behind its chunk": BlockRow(1, 0, 0, 2, 8, 1),
-    "before its chunk": BlockRow(1, 0, 0, -2, 2, 1),
+    "a chunk before the first": GOOD._replace(chunk=-1),
+    "a tensor before the first": GOOD._replace(tensor=-1),
+    "a tensor behind the last": GOOD._replace(tensor=2),
+    "a block that is not there": GOOD._replace(start=300),
+    "a block before the first": GOOD._replace(start=-1),
+    "a tile that ends behind the tensor": GOOD._replace(run=10, stride=100, run_count=4),
+    "a tile of overlapping runs": GOOD._replace(run=10, stride=5, run_count=4),
+    "a block without elements": GOOD._replace(run=0, stride=0),
+    "more changes than elements": GOOD._replace(changed_count=301),
+    "behind its chunk": GOOD._replace(offset=2, length=8),
+    "before its chunk": GOOD._replace(offset=-2, length=2),
 }
 
 
@@ -228,7 +234,7 @@ def test_a_row_that_points_nowhere_is_refused(case: str) -> None:
 
 
 def test_a_block_that_comes_twice_is_refused() -> None:
-    rows = [BlockRow(1, 0, 0, 0, 2, 1), BlockRow(1, 0, 0, 2, 2, 1)]
+    rows = [row(1, 0, 0, 2), row(1, 0, 2, 2)]
     with pytest.raises(WireError, match="twice"):
         Stage(LAYOUT, OLD, 1).begin(manifest("delta", [b"1234"], rows))
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollfab.fabric.errors import BrokerError, InputError, LayoutMismatch, VersionConflict
-from rollfab.fabric.rules.chain import DELTA, KEYFRAME
-from rollfab.fabric.weights.chain import fetch_weights
-from rollfab.trainer.publish import Publisher, collect_bits
+from rollfab.fabric.errors import BrokerError, BrokerFull, InputError, LayoutMismatch, VersionConflict
+from rollfab.fabric.rules.chain import DELTA, JUMPS, KEYFRAME
+from rollfab.fabric.weights.chain import ChainReader, fetch_weights
+from rollfab.fabric.weights.stage import Stage, commit
+from rollfab.trainer.publish import Publisher
+from rollfab.trainer.tensors import collect_bits
 from tests.unit.faulty_weights import RUN, FaultyStore, assert_published, small_model, train
 
 
@@ -193,14 +195,102 @@ async def test_a_failed_publish_may_be_repeated_as_it_was(
     await assert_published(store, model, 1)
 
 
-async def test_a_restarted_trainer_begins_with_a_keyframe(store: FaultyStore, model: torch.nn.Module) -> None:
+async def test_a_restarted_trainer_goes_on_with_a_delta(store: FaultyStore, model: torch.nn.Module) -> None:
     await Publisher(store, RUN).publish(model.named_parameters(), 0)
     train(model)
 
     report = await Publisher(store, RUN).publish(model.named_parameters(), 1)
 
-    assert report.kind == KEYFRAME
+    assert report.kind == DELTA
     await assert_published(store, model)
+
+
+async def test_a_restarted_trainer_begins_with_a_keyframe_where_the_head_cannot_be_read(
+    store: FaultyStore, model: torch.nn.Module
+) -> None:
+    await Publisher(store, RUN).publish(model.named_parameters(), 0)
+    store.spoil[(0, KEYFRAME)] = 100
+    train(model)
+
+    report = await Publisher(store, RUN).publish(model.named_parameters(), 1)
+
+    assert report.kind == KEYFRAME
+    await assert_published(store, model, 1)
+
+
+async def test_a_version_that_the_broker_has_no_room_for_leaves_nothing_behind(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    await publisher.publish(model.named_parameters(), 0)
+    before = store.remember()
+    train(model)
+    store.room = 10
+
+    with pytest.raises(BrokerFull, match=r"version 1 \(delta\).* has room for 10"):
+        await publisher.publish(model.named_parameters(), 1)
+
+    assert store.remember() == before
+    store.room = None
+    report = await publisher.publish(model.named_parameters(), 1)
+    assert (report.kind, report.version) == (DELTA, 1)
+    await assert_published(store, model)
+
+
+async def test_every_eight_deltas_are_folded_into_a_jump_that_leads_to_the_same_weights(
+    store: FaultyStore, publisher: Publisher
+) -> None:
+    # Given a model whose keyframe is dear, and deltas of a few elements each
+    rng = np.random.default_rng(1)
+    weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16), "b": rng.integers(0, 2**16, 50, dtype=np.uint16)}
+    await publisher.publish(weights, 0)
+    start = {name: array.copy() for name, array in weights.items()}
+
+    # When 64 versions are published
+    jumps = []
+    for version in range(1, 65):
+        weights["w"][rng.integers(0, 60_000, 30)] += rng.integers(0, 3, 30, dtype=np.uint16)
+        report = await publisher.publish(weights, version)
+        jumps.append(report.jump_bytes > 0)
+
+    # Then every eighth brought a jump, the last one two, and the long one alone leads from the first to the last
+    assert jumps == [version % 8 == 0 for version in range(1, 65)]
+    names = await store.held(RUN)
+    assert [name for name in names if name[1] == JUMPS[1]] == [(64, JUMPS[1])]
+    (manifest,) = await store.manifests(RUN, [(64, JUMPS[1])])
+    assert manifest is not None and manifest.base_version == 0
+    layout = manifest.tensors
+    reader = ChainReader(store, RUN)
+    staged = await reader.stage([manifest], Stage(layout, start, 0))
+    commit(staged, start)
+    for name in weights:
+        np.testing.assert_array_equal(start[name], weights[name])
+
+
+async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_cleaning(
+    store: FaultyStore, publisher: Publisher
+) -> None:
+    # Given a chain in which one delta is corrupt at the broker
+    rng = np.random.default_rng(1)
+    weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16)}
+    for version in range(4):
+        await publisher.publish(weights, version)
+        weights["w"][:30] += 1
+    name = (3, DELTA, 1, 0)
+    chunks = store._run(RUN).chunks
+    chunks[name] = bytes([chunks[name][0] ^ 1]) + chunks[name][1:]
+
+    # When the run goes on
+    reports = []
+    for version in range(4, 40):
+        reports.append(await publisher.publish(weights, version))
+        weights["w"][:30] += 1
+
+    # Then a keyframe leads around it, jumps go on from there, and what nobody needs is gone
+    assert sum(report.keyframe_bytes > 0 for report in reports) == 1
+    assert sum(report.jump_bytes > 0 for report in reports) >= 3
+    assert (3, DELTA) not in await store.held(RUN)
+    weights["w"][:30] -= 1
+    np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
 
 
 async def test_long_chains_get_a_keyframe_and_old_ones_go(

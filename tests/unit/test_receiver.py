@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,14 +11,21 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rollfab.fabric.errors import ChainBroken, DigestMismatch, EngineError, FabricError, LayoutMismatch
+from rollfab.fabric.errors import ChainBroken, DigestMismatch, EngineError, FabricError, LayoutMismatch, PeerLost
+from rollfab.fabric.relay.frames import make_address
+from rollfab.fabric.relay.server import RelayServer
+from rollfab.fabric.relay.store import RelayedStore
 from rollfab.fabric.rules.chain import DELTA, KEYFRAME
+from rollfab.fabric.weights.digest import state_sums
 from rollfab.fabric.weights.layout import Layout
+from rollfab.fabric.weights.manifest import Holder, WeightManifest
 from rollfab.trainer.publish import Publisher
-from rollfab.workers.weights import ReceiverOptions, WeightReceiver
-from tests.unit.faulty_weights import RUN, BitsEngine, FaultyStore, assert_holds, small_model, train
+from rollfab.workers.snapshots import PeerSource
+from rollfab.workers.weights import AtCommit, ReceiverOptions, WeightReceiver
+from tests.unit.faulty_weights import RUN, BitsEngine, FaultyStore, assert_holds, bits_of, small_model, train
 
 FAST = ReceiverOptions(poll_s=0.05, retry_s=0.01, retry_s_max=0.02, audit_every=1)
+NO_AUDIT = ReceiverOptions(audit_every=0)
 
 
 @pytest.fixture
@@ -188,7 +196,7 @@ async def test_live_weights_that_drifted_are_found_and_healed(
     await publisher.publish(model.named_parameters(), 1)
 
     # When
-    with pytest.raises(DigestMismatch, match="not version 1"):
+    with pytest.raises(DigestMismatch, match="not the weights of version 1"):
         await receiver.update()
     assert await receiver.update()
 
@@ -209,7 +217,7 @@ async def test_an_audit_looks_at_what_the_engine_computes_with_not_at_a_copy_of_
     receiver = receiver_of(store, TwoPlaces(model))
     await publisher.publish(model.named_parameters(), 0)
 
-    with pytest.raises(DigestMismatch, match="not version 0"):
+    with pytest.raises(DigestMismatch, match="not the weights of version 0"):
         await receiver.update()
 
 
@@ -220,7 +228,7 @@ async def test_a_newcomer_checks_the_whole_state_before_writing(
     store.is_state_wrong = True
     engine = BitsEngine(small_model(1))
 
-    with pytest.raises(DigestMismatch, match="not version 0"):
+    with pytest.raises(DigestMismatch, match="not the weights of version 0"):
         await receiver_of(store, engine).update()
 
     assert_holds(engine, small_model(1))
@@ -295,3 +303,205 @@ async def test_a_version_that_was_lost_and_published_again_by_another_trainer_is
     assert receiver.version == 1
     assert_holds(engine, other)
     assert not await receiver.update()
+
+
+async def test_what_is_first_written_is_read_back_before_it_counts(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given an engine that loses a write of its first commit
+    engine = BitsEngine(small_model(1))
+    engine.loses = "2.bias"
+    receiver = receiver_of(store, engine, NO_AUDIT)
+    await publisher.publish(model.named_parameters(), 1)
+
+    # When the receiver joins
+    with pytest.raises(DigestMismatch, match=r"not the weights of version 1 .*2\.bias differs"):
+        await receiver.update()
+
+    # Then no turn begins with that, and the next commit mends it
+    assert receiver.version == -1
+    engine.loses = ""
+    assert await receiver.update()
+    assert receiver.version == 1
+    assert_holds(engine, model)
+
+
+async def test_a_commit_does_as_the_run_wishes_and_keeps_nothing_of_weights_that_were_in_doubt(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    engine = BitsEngine(small_model(1))
+    receiver = receiver_of(store, engine)
+    wish = AtCommit(turns="keep", may_reuse_prefix=True)
+    found = []
+    for version, at_commit in enumerate((wish, wish, AtCommit(), AtCommit(turns="recompute"))):
+        receiver.at_commit = at_commit
+        train(model)
+        await publisher.publish(model.named_parameters(), version)
+        assert await receiver.update()
+        found.append(engine.commits[-1])
+    assert found == [("recompute", False), ("keep", True), ("keep", False), ("recompute", False)]
+
+    # And when the live weights are not what they should be
+    receiver.at_commit = wish
+    engine.bits["2.bias"][0] ^= 1
+    train(model)
+    await publisher.publish(model.named_parameters(), 4)
+    with pytest.raises(DigestMismatch):
+        await receiver.update()
+    assert await receiver.update()
+    assert engine.commits[-1] == ("recompute", False)
+    assert_holds(engine, model)
+
+
+async def test_an_engine_that_cannot_keep_recomputes_and_it_is_said(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    engine = BitsEngine(small_model(1))
+    engine.can_keep = False
+    receiver = receiver_of(store, engine)
+    for version in range(3):
+        train(model)
+        await publisher.publish(model.named_parameters(), version)
+        assert await receiver.update()
+    assert receiver.note == "it has one cache only"
+    assert engine.commits == [("recompute", False)] * 3
+    assert_holds(engine, model)
+
+
+async def test_a_receiver_is_known_as_a_holder_while_it_serves_the_run(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    holder = Holder(holder_id="w", version=-1, address="tcp://here", node="n")
+    receiver = WeightReceiver(store, RUN, BitsEngine(model), options=FAST, holder=holder)  # type: ignore[arg-type]
+
+    async def held_version(version: int) -> None:
+        for _ in range(500):
+            if await store.holders(RUN) == [dataclasses.replace(holder, version=version)]:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"holders are {await store.holders(RUN)}")
+
+    receiver.start()
+    await held_version(-1)
+    for version in (0, 1):
+        train(model)
+        await publisher.publish(model.named_parameters(), version)
+        await held_version(version)
+    await receiver.close()
+    assert await store.holders(RUN) == []
+
+
+class Peer:
+    """A source that has what the test gives it."""
+
+    def __init__(self, manifest: WeightManifest | None = None, bits: Mapping[str, NDArray[Any]] | None = None) -> None:
+        self.manifest, self.bits = manifest, bits
+        self.asked_count = 0
+
+    async def version_above(self, run_id: str, layout: Layout, above: int) -> Any:
+        self.asked_count += 1
+        if self.manifest is None:
+            raise PeerLost("it has left")
+        return self.manifest, self.bits
+
+
+async def lost_keyframe(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, *, first: int = 0
+) -> tuple[WeightManifest, dict[str, NDArray[Any]]]:
+    """Versions `first` (0 or 1) to 2, and the keyframe lost, so that only deltas are left; returns version 1."""
+    if first == 0:
+        await publisher.publish(model.named_parameters(), 0)
+    train(model, 1e-5)
+    await publisher.publish(model.named_parameters(), 1)
+    (manifest,) = await store.manifests(RUN, [(1, DELTA)])
+    assert manifest is not None
+    bits = bits_of(model)
+    train(model, 1e-5)
+    await publisher.publish(model.named_parameters(), 2)
+    (keyframe,) = await store.manifests(RUN, [(0, KEYFRAME)])
+    assert keyframe is not None
+    await store.drop(RUN, [keyframe.link])
+    return manifest, bits
+
+
+async def test_where_no_chain_leads_to_the_head_a_peers_version_does(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given a store that has lost its keyframe, one peer that is gone and one that holds version 1
+    gone, peer = Peer(), Peer(*await lost_keyframe(store, publisher, model))
+    engine = BitsEngine(small_model(1))
+    receiver = WeightReceiver(store, RUN, engine, options=FAST, sources=[gone, peer])  # type: ignore[arg-type]
+
+    # When a newcomer joins
+    assert await receiver.update()
+    assert (receiver.version, gone.asked_count) == (1, 1)
+    for name, bits in (peer.bits or {}).items():
+        assert (engine.bits[name] == bits).all()
+
+    # Then the chain goes on from there
+    assert await receiver.update()
+    assert receiver.version == 2 and receiver.last is not None and receiver.last.kinds == (DELTA,)
+    assert_holds(engine, model)
+    assert peer.asked_count == 1
+
+
+@pytest.mark.parametrize("fault", ["bits", "sums", "run", "above", "layout", "line"])
+async def test_a_peers_version_that_is_not_the_runs_is_not_taken(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, fault: str
+) -> None:
+    manifest, bits = await lost_keyframe(store, publisher, model)
+    if fault == "bits":
+        bits["2.bias"][0] ^= 1
+    elif fault == "sums":  # another line's version 1: whole, but not what the store means by it
+        bits["2.bias"][0] ^= 1
+        manifest = dataclasses.replace(manifest, sums=state_sums(manifest.tensors, bits))
+    elif fault == "run":
+        manifest = dataclasses.replace(manifest, run_id="another")
+    elif fault == "above":
+        manifest = dataclasses.replace(manifest, version=3)
+    elif fault == "layout":
+        manifest = dataclasses.replace(manifest, layout=manifest.layout[1:], layout_digest="")
+    else:  # the head's number, published by somebody else
+        manifest = dataclasses.replace(manifest, version=2, epoch=manifest.epoch + 1)
+    engine = BitsEngine(small_model(1))
+    receiver = WeightReceiver(store, RUN, engine, options=FAST, sources=[Peer(manifest, bits)])  # type: ignore[arg-type]
+
+    with pytest.raises(ChainBroken, match="no chain of held weights"):
+        await receiver.update()
+
+    assert receiver.version == -1
+    assert_holds(engine, small_model(1))
+
+
+async def test_a_newcomer_copies_the_live_weights_of_a_receiver_that_serves_them(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given a receiver at version 2 that serves what it holds, another holder that is gone, and no keyframe any more
+    old = WeightReceiver(store, RUN, BitsEngine(small_model(1)), options=FAST)  # type: ignore[arg-type]
+    assert old.stamp() is None
+    await publisher.publish(model.named_parameters(), 0)
+    assert await old.update()
+    await lost_keyframe(store, publisher, model, first=1)
+    assert await old.update()
+    server = RelayServer(RelayedStore(store, None))
+    await server.start()
+    server.offer(RUN, old)
+    try:
+        await store.hold(RUN, Holder("gone", 2, make_address("127.0.0.1", 9, "s")), 60.0)
+        await store.hold(RUN, Holder("old", old.version, server.address), 60.0)
+        engine = BitsEngine(small_model(1))
+        peers = PeerSource(store, "new")
+        new = WeightReceiver(store, RUN, engine, options=FAST, sources=[peers])  # type: ignore[arg-type]
+
+        # When a newcomer joins
+        assert await new.update()
+
+        # Then it holds the same, and follows by itself
+        assert new.stamp() == (2, 1)
+        assert_holds(engine, model)
+        train(model)
+        await publisher.publish(model.named_parameters(), 3)
+        assert await new.update()
+        assert_holds(engine, model)
+    finally:
+        await server.close()

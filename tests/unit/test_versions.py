@@ -1,4 +1,4 @@
-"""Turns that may not mix policy versions: tokens of another one are dropped, and weights change between turns."""
+"""What turns in flight do when weights change, as their run wishes: go on, or finish first and never mix versions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import logging
 import numpy as np
 import pytest
 
+from rollfab.fabric.errors import DigestMismatch, InputError
 from rollfab.fabric.ports import TurnProgress
-from rollfab.fabric.records import Lease, Span, TokenLog
+from rollfab.fabric.records import Lease, RunConfig, Span, TokenLog
+from rollfab.trainer.checks import check_run
+from rollfab.workers.weights import ApplyReport, AtCommit
 from tests.unit.played_worker import RUN, Stage, until
 
 PURE = dataclasses.replace(RUN, may_mix_versions=False)
+FINISHING = dataclasses.replace(RUN, turns_at_commit="finish")
 
 
 def log_of(*versions: int) -> TokenLog:
@@ -56,9 +60,10 @@ async def test_tokens_of_another_version_are_dropped_only_where_they_may_not_be_
     assert dropped == ([] if kept else [2])
 
 
-async def test_new_weights_wait_until_no_turn_runs_and_no_turn_begins_before_them() -> None:
-    # Given a turn that runs and others that wait
-    stage = Stage(PURE)
+@pytest.mark.parametrize("run", [PURE, FINISHING])
+async def test_new_weights_wait_until_no_turn_runs_and_no_turn_begins_before_them(run: RunConfig) -> None:
+    # Given turns that run and others that wait
+    stage = Stage(run)
     await stage.ask(4)
     await stage.lease(1, 2)
     async with stage.worker():
@@ -86,14 +91,123 @@ async def test_new_weights_wait_until_no_turn_runs_and_no_turn_begins_before_the
     assert [{span.policy_version for span in result.spans} for result in results] == [{0}, {0}, {1}, {1}]
 
 
-async def test_where_versions_may_be_mixed_new_weights_wait_for_nothing() -> None:
-    stage = Stage(RUN)
+@pytest.mark.parametrize(("run", "kept"), [(PURE, 0), (FINISHING, 3)])
+async def test_turns_that_do_not_finish_in_time_go_on_elsewhere_with_their_tokens(run: RunConfig, kept: int) -> None:
+    # Given a turn that makes no end
+    stage = Stage(run)
+    (name,) = await stage.ask(1)
+    await stage.lease(1, 1)
+    async with stage.worker(finish_s=0.2):
+        await until(lambda: stage.engine.turns)
+
+        # When new weights have waited for it long enough
+        async with stage.receivers[0].gate():
+            # Then it is given back with its tokens, and they are written without it
+            assert stage.turns.returned == [(name, False)] and stage.engine.turns == []
+            assert len(stage.table.logs[name].completion_ids) == 3
+            assert stage.table.records[name].loss == 0
+            stage.engine.version = stage.receivers[0].version = 1
+
+        # And whoever goes on with it uses its tokens, where versions may be mixed
+        await until(lambda: stage.engine.turns == [name])
+        assert stage.engine.prior_counts[name] == kept
+        stage.engine.end()
+        (result,) = await stage.turns.results("a", 1.0)
+    assert {span.policy_version for span in result.spans} == ({0, 1} if kept else {1})
+
+
+async def test_a_commit_after_one_that_was_overdue_waits_again() -> None:
+    stage = Stage(FINISHING)
+    await stage.ask(1)
+    await stage.lease(1, 1)
+    async with stage.worker(finish_s=0.2):
+        await until(lambda: stage.engine.turns)
+        async with stage.receivers[0].gate():
+            pass
+        await until(lambda: stage.engine.turns)
+        stage.engine.end()
+        async with stage.receivers[0].gate():
+            assert stage.engine.turns == []
+    assert len(stage.turns.returned) == 1
+
+
+@pytest.mark.parametrize("wish", ["keep", "recompute"])
+async def test_where_turns_go_on_new_weights_wait_for_nothing(wish: str) -> None:
+    stage = Stage(dataclasses.replace(RUN, turns_at_commit=wish))
     await stage.ask(1)
     await stage.lease(1, 1)
     async with stage.worker():
         await until(lambda: stage.engine.turns)
         async with stage.receivers[0].gate():
             assert len(stage.engine.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [
+        ({}, AtCommit(turns="keep")),
+        ({"may_reuse_prefix": True}, AtCommit(turns="keep", may_reuse_prefix=True)),
+        ({"turns_at_commit": "recompute"}, AtCommit(turns="recompute")),
+        ({"turns_at_commit": "finish"}, AtCommit(turns="recompute")),
+        (
+            {"turns_at_commit": "finish", "may_reuse_prefix": True},
+            AtCommit(turns="keep", may_reuse_prefix=True),
+        ),
+    ],
+)
+async def test_the_receiver_commits_as_the_run_wishes(wishes: dict[str, object], expected: AtCommit) -> None:
+    stage = Stage(dataclasses.replace(RUN, **wishes))  # type: ignore[arg-type]
+    await stage.ask(1)
+    await stage.lease(1, 1)
+    async with stage.worker():
+        await until(lambda: stage.engine.turns)
+        assert stage.receivers[0].at_commit == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("turns_at_commit", "wait"), ("turns_at_commit", None), ("may_reuse_prefix", "yes")]
+)
+def test_a_run_with_another_wish_is_refused_with_what_there_is(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"{name} is .*expected"):
+        check_run(dataclasses.replace(RUN, **{name: value}))  # type: ignore[arg-type]
+
+
+def test_a_run_that_recomputes_and_yet_reuses_is_refused() -> None:
+    with pytest.raises(InputError, match="nothing that older weights computed is left"):
+        check_run(dataclasses.replace(RUN, turns_at_commit="recompute", may_reuse_prefix=True))
+
+
+async def test_a_worker_that_cannot_apply_a_version_says_why_and_takes_no_turns_until_it_can() -> None:
+    # Given a worker with a turn of its own, and others that wait
+    stage = Stage(RUN)
+    await stage.ask(3)
+    await stage.lease(1, 2)
+    async with stage.worker():
+        await until(lambda: len(stage.engine.turns) == 2)
+        (receiver,) = stage.receivers
+
+        # When the next version cannot be applied
+        receiver.head_version, receiver.error = 4, DigestMismatch("these are not the weights of version 4")
+        receiver.note = "it computes KV caches again"
+        await until(lambda: stage.info.state == "failed")
+        stage.engine.end()
+        await asyncio.sleep(0.2)
+
+        # Then it takes no other turn, and says so
+        assert stage.engine.turns == [] and len(stage.ready) == 1
+        assert stage.info.error is not None and "not the weights of version 4" in stage.info.error
+        assert (stage.info.head_version, stage.info.active_version) == (4, 0)
+        assert stage.info.weights_note == "it computes KV caches again"
+
+        # And when it can, it goes on, and says what that took
+        receiver.version, receiver.error = 4, None
+        receiver.last = ApplyReport(
+            version=4, kinds=("delta",), payload_bytes=900, changed_count=9, stage_s=0.5, pause_s=0.01234
+        )
+        await until(lambda: len(stage.engine.turns) == 1)
+        await until(lambda: stage.info.state == "ready")
+        assert (stage.info.stage_ms, stage.info.pause_ms, stage.info.payload_bytes) == (500, 12.34, 900)
+        stage.engine.end()
 
 
 async def _results(stage: Stage, count: int) -> list[object]:

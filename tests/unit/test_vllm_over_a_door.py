@@ -13,7 +13,7 @@ import pytest
 from rollfab.fabric.errors import EngineError, EngineUnsupported, LayoutMismatch, WeightError
 from rollfab.fabric.records import Sampling
 from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.workers.engines.base import EngineLimits, GenerationRequest, Writes
+from rollfab.workers.engines.base import EngineLimits, GenerationRequest, TurnsAtCommit, Writes
 from rollfab.workers.engines.vllm.arena import Mirror
 from rollfab.workers.engines.vllm.config import VllmConfig
 from rollfab.workers.engines.vllm.door import Abilities, Ask, Chunk, ModelFacts, Pulse
@@ -33,6 +33,7 @@ class PlayedDoor:
         self.is_held = False
         self.registers_after = 0  # turns of the loop until a request is known
         self.known: set[str] = set()
+        self.begun: list[str] = []
         self.aborted: set[str] = set()
 
     def note(self, call: str) -> None:
@@ -53,10 +54,12 @@ class PlayedDoor:
         for _ in range(self.registers_after):
             await asyncio.sleep(0)
         self.known.add(ask.request_id)
+        self.begun.append(ask.request_id)
         for index in range(ask.token_count_max):
             while self.is_held and ask.request_id not in self.aborted:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             if ask.request_id in self.aborted:
+                self.aborted.discard(ask.request_id)
                 yield Chunk(finish_reason="abort")
                 return
             is_last = index + 1 == ask.token_count_max
@@ -80,8 +83,16 @@ class PlayedDoor:
     def pulse(self) -> Pulse:
         return Pulse(step_count=0, running_count=1, kv_used_fraction=0.0)
 
+    def check_turns(self, turns: TurnsAtCommit) -> None:
+        if turns in self.errors:
+            raise self.errors.pop(turns)
+
     async def write(self, writes: Writes, version: int) -> None:
         self.note("write")
+        assert self.is_held
+
+    async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
+        self.note(f"forget {turns}")
         assert self.is_held
 
     async def read(self, into: Mirror) -> None:
@@ -132,9 +143,45 @@ async def test_one_pause_serves_all_reasons_and_a_commit_is_one_of_them(engine: 
     await engine.pause("operator")
     await engine.apply(Staged(1, B_ONES))
     await engine.resume("slo")
-    assert door.calls == ["hold", "write"] and engine.stats().paused_by == ("operator",)
+    assert door.calls == ["hold", "write", "forget keep"] and engine.stats().paused_by == ("operator",)
     await engine.resume("operator")
-    assert door.calls == ["hold", "write", "release"] and not door.is_held
+    assert door.calls == ["hold", "write", "forget keep", "release"] and not door.is_held
+
+
+async def test_prefixes_are_kept_only_where_that_was_asked_for_and_never_when_turns_are_recomputed(
+    engine: VllmEngine, door: PlayedDoor
+) -> None:
+    await engine.apply(Staged(1, B_ONES), may_reuse_prefix=True)
+    await engine.apply(Staged(2, B_ONES), turns="recompute", may_reuse_prefix=True)
+    assert door.calls == ["hold", "write", "release", "hold", "write", "forget recompute", "release"]
+
+
+async def test_a_door_that_cannot_keep_says_so_before_anything_is_held_or_written(
+    engine: VllmEngine, door: PlayedDoor
+) -> None:
+    door.errors["keep"] = EngineUnsupported("it is far away")
+    with pytest.raises(EngineUnsupported, match="far away"):
+        await engine.apply(Staged(1, B_ONES))
+    assert door.calls == [] and engine.stats().active_version == -1
+
+
+async def test_a_request_aborted_while_it_starts_over_ends_and_one_that_the_door_did_not_know_begins(
+    engine: VllmEngine, door: PlayedDoor
+) -> None:
+    # Given two requests that the door does not know yet, in a commit that has them start over
+    door.registers_after = 20
+    await engine.pause("test")
+    ask(engine, "unwanted")
+    ask(engine, "wanted", max_tokens=5)
+    commit = asyncio.create_task(engine.apply(Staged(1, B_ONES)))
+    await asyncio.sleep(0)
+    (ended,) = await asyncio.wait_for(engine.abort(["unwanted"]), 5.0)
+    await commit
+    assert ended.finish_reason == "abort"
+    await engine.resume("test")
+    (wanted,) = await engine.finished(5.0)
+    assert wanted.finish_reason == "length" and wanted.versions == ((0, 5, 1),)
+    assert door.begun == ["unwanted", "wanted", "wanted"]
 
 
 async def test_a_request_that_is_aborted_as_it_begins_ends_all_the_same(engine: VllmEngine, door: PlayedDoor) -> None:

@@ -141,7 +141,7 @@ async def test_a_commit_in_the_middle_of_a_turn_is_marked_where_it_happened(
     try:
         versions: tuple[tuple[int, int, int], ...] = ()
         while len(versions) < 2:  # on a busy machine the turn may have ended before we come to commit
-            await engine.apply(Staged(1, models[1]))
+            await engine.apply(Staged(1, models[1]), turns="recompute")
             made = await committed_in_the_middle(engine, Staged(2, models[2]))
             ids, versions = made.completion_ids.tolist(), made.versions
     finally:
@@ -160,7 +160,7 @@ async def committed_in_the_middle(engine: VllmEngine, staged: Staged) -> Generat
     while not any(len(each.completion_ids) for each in engine.progress(["a"])):
         if ended := await engine.finished(0.001):
             return ended[0]
-    await engine.apply(staged)
+    await engine.apply(staged, turns="recompute")
     (made,) = await engine.finished(100.0)
     assert made.error is None
     return made

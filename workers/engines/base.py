@@ -4,13 +4,14 @@
 - Aborting keeps the tokens made so far; nothing generated is thrown away.
 - A pause has a reason, and each reason holds once: the engine runs only while no reason holds it.
 - Weights change only between two engine steps, in place, and spans record which version made which token.
+- What older weights computed is never shared with a request that begins later, unless that is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from ...fabric.weights.layout import Layout
 
 Bits = NDArray[Any]  # stored bits of a tensor, flat, as uint8 / uint16 / uint32
 Writes = Mapping[str, tuple[NDArray[np.int64] | None, Bits]]  # name → flat positions, or None for all; values
+TurnsAtCommit = Literal["keep", "recompute"]  # what happens to the KV cache of requests in flight when weights change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +148,24 @@ class Engine(Protocol):
         """Stored bits of every parameter in host memory, flat, read only: live views on a CPU, a copy on a GPU."""
         ...
 
-    async def apply(self, staged: StagedWeights) -> float:
-        """Write staged weights in place between two steps; returns the pause in seconds. Raises WeightError."""
+    async def apply(
+        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
+    ) -> float:
+        """Write staged weights in place between two steps; returns the pause in seconds.
+
+        A request that has no token yet starts over with the new weights. The others go on with their tokens, and their
+        spans say where the version changed.
+
+        Args:
+            turns: "keep": requests in flight keep their KV cache, which older weights computed; only their next tokens
+                are of the new ones. "recompute": it is computed again, as if all their tokens were a new prompt.
+            may_reuse_prefix: requests that begin later may share what older weights left in the prefix cache. With
+                "recompute" nothing of older weights is left to share.
+
+        Raises:
+            EngineUnsupported: this engine cannot keep the KV cache; nothing was written. It can recompute.
+            WeightError: not applied.
+        """
         ...
 
     async def read_weights(self) -> Mapping[str, Bits]:

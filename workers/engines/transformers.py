@@ -27,7 +27,7 @@ from ...fabric.errors import ConfigError, EngineError, EngineUnsupported, Weight
 from ...fabric.models import is_preset
 from ...fabric.weights.layout import Layout
 from .admission import context_of
-from .base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights
+from .base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit
 from .transformers_request import Admission
 from .transformers_thread import Deliver, LoopThread
 from .writes import check_writes
@@ -250,18 +250,17 @@ class TransformersEngine:
         """It never sleeps: raises as `sleep` does."""
         return await self.sleep()
 
-    async def apply(self, staged: StagedWeights) -> float:
-        """Requests that run keep their KV cache; new ones never share what older weights computed.
-
-        A write that fails half-way leaves a torn model: the engine then fails as in a crash.
-        """
+    async def apply(
+        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
+    ) -> float:
+        """A write that fails half-way leaves a torn model: the engine then fails as in a crash."""
         store, writes, version = self._live_store(), staged.writes(), staged.version
         check_writes(store.layout, writes)
 
         def commit(engine_loop: EngineLoop) -> float:
             begin_s = self._clock.now_s()
             store.commit(writes)
-            engine_loop.begin_version(version)
+            engine_loop.begin_version(version, turns=turns, may_reuse_prefix=may_reuse_prefix)
             return self._clock.now_s() - begin_s
 
         try:

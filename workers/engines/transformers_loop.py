@@ -3,9 +3,12 @@
 - Everything that reads or changes the library's private state is in this file, and runs on the loop's thread.
 - Between two steps, in this order: commands (abort, apply, limits, a pause taking hold), admission, the step, delivery.
 - While the engine is held, commands are still served; no step is taken and every request keeps its KV cache.
-- A block of KV cache is shared between prompts only if all of it was computed with the weights of now. Requests that
-  lived through a commit keep their blocks but never offer them: `_stale_ids` says who they are. Forgetting the
-  hashes alone would not do, because the library hashes a request's old blocks again when it fills its next one.
+- A block of KV cache is shared between prompts only if all of it was computed with the weights of now (unless a commit
+  says otherwise). Requests that kept theirs through a commit never offer them: `_stale_ids` says who they are.
+  Forgetting the hashes alone would not do, because the library hashes a request's old blocks again when it fills its
+  next one.
+- A request whose KV is computed again goes the library's own way of those that were evicted: all its tokens become the
+  prompt of an equal one, which keeps their log-probabilities.
 - Batches are never prepared ahead (`use_async_batching` off): between two steps no token is in flight, so the count of
   tokens made before a commit is exact.
 
@@ -26,7 +29,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .base import EngineLimits, Generation
+from .base import EngineLimits, Generation, TurnsAtCommit
 from .transformers_request import Admission
 from .transformers_sampler import RowReader, Sampler
 
@@ -151,8 +154,8 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         scheduler.clear_cancelled_requests()
         return ended
 
-    def begin_version(self, version: int) -> None:
-        """From here on tokens are of `version`, and no KV block made before is shared with a new request.
+    def begin_version(self, version: int, *, turns: TurnsAtCommit, may_reuse_prefix: bool) -> None:
+        """From here on tokens are of `version`; see Engine.apply for the rest.
 
         A request that has no token yet starts over, so that its first ones do not stand on a prompt half of old KV.
         """
@@ -161,12 +164,29 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         for request_id, admission in self._admitted.items():
             state = self._state_of(request_id)
             admission.begin_version(len(state.logprobs), version)
+        if turns == "recompute":
+            self._read_again()
+        elif may_reuse_prefix:
+            return
         cache = self._processor.cache
         cache.evict_cached_blocks()
         for allocator in cache.cache_allocators.values():
             allocator.ledger.hash_to_block.clear()
             allocator.ledger.block_to_hash.clear()
+        self._stale_ids.clear()
         self._stale_ids.update(self._processor.scheduler.active_requests)
+
+    def _read_again(self) -> None:
+        """Give back the blocks of all that run, and have their tokens read as prompts, before those that wait."""
+        scheduler = self._processor.scheduler
+        states = list(scheduler.active_requests.values())
+        waiting_before = list(scheduler.waiting_requests_order)
+        for state in states:
+            self._processor.cache.free_blocks(state.request_id, no_cache=True)
+            scheduler.add_waiting_request(state.create_equivalent_initial_request())
+            state._status = RequestStatus.FINISHED
+            scheduler.finish_request(state.request_id)
+        scheduler.waiting_requests_order = deque([*(state.request_id for state in states), *waiting_before])
 
     def _restart_those_without_tokens(self) -> None:
         scheduler = self._processor.scheduler
@@ -290,7 +310,8 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
 
         def count_matches(request_id: str, prompt_ids: list[int]) -> int:
             found: int = match(processor.cache, request_id, prompt_ids)
-            self.cached_token_count += found
+            if len(prompt_ids) == len(self._admitted[request_id].input_ids):  # else it is read again, with its tokens
+                self.cached_token_count += found
             return found
 
         processor.cache.mark_complete_blocks = register_fresh_blocks

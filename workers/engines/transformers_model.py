@@ -17,9 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...fabric.errors import EngineError
 from ...fabric.models import is_preset, model_config
 from ...fabric.weights.layout import Layout, TensorSpec
+from ...fabric.weights.stage import write
 from .base import Bits, Writes
 
 PRESET_SEED = 0  # a preset starts from the same random weights in every process
+COMMIT_THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -77,6 +79,7 @@ class ParameterStore:
                 for name, parameter in model.named_parameters()
             )
         )
+        self._thread_count = min(COMMIT_THREAD_COUNT_MAX, torch.get_num_threads())
         self._on_host = all(flat.device.type == "cpu" for flat in self._parameters.values())
         self._bits: dict[str, Bits] = {name: _host_bits(flat) for name, flat in self._parameters.items()}
         self.bits: dict[str, Bits] = {name: _read_only(bits) for name, bits in self._bits.items()}
@@ -87,10 +90,10 @@ class ParameterStore:
         Raises:
             IndexError: an index is out of range; earlier tensors are written, so the model is torn.
         """
-        for name, (indices, values) in writes.items():
-            if not self._on_host:
+        if not self._on_host:
+            for name, (indices, values) in writes.items():
                 self._write_device(self._parameters[name], indices, values)
-            self._bits[name][slice(None) if indices is None else indices] = values
+        write(writes, self._bits, thread_count=self._thread_count)
         if not self._on_host:
             torch.cuda.synchronize()
 

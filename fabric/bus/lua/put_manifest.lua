@@ -1,17 +1,22 @@
--- put_manifest(epoch, version, kind, manifest)
+-- put_manifest(epoch, version, kind, base_version, manifest, is_whole)
 -- Write a version's manifest, if its publisher is still in charge. Twin: rules/publish.py, may_put.
 --   KEYS[1] head hash   version, epoch, kind, moved_by   KEYS[2] manifests hash   "version:kind" → manifest
--- Returns {code, head version, head epoch}; codes: 1 written · 2 the same is there · -1 another publisher took over ·
--- -5 the version already means something else. Below 1 nothing is written.
-local epoch, version, kind, manifest = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+-- is_whole: 1 all its chunks were found a moment ago · 0 not (then nothing is written, and only the code is told).
+-- Returns {code, head version, head epoch}; codes: 1 granted · 2 the same is there · -1 another publisher took over ·
+-- -5 the version already means something else · -6 a jump that does not lead up to the head or below it.
+local epoch, version, kind, base, manifest = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), ARGV[5]
 local head = redis.call('HMGET', KEYS[1], 'version', 'epoch')
 local head_version, head_epoch = tonumber(head[1] or -1), tonumber(head[2] or 0)
-if head_epoch ~= tonumber(epoch) then return {-1, head_version, head_epoch} end
+local function answer(code) return {code, head_version, head_epoch} end
+if head_epoch ~= epoch then return answer(-1) end
 local name = ARGV[2] .. ':' .. kind
 local known = redis.call('HGET', KEYS[2], name)
-if known == manifest then return {2, head_version, head_epoch} end
-if version > head_version or (version == head_version and kind == 'keyframe' and not known) then
-  redis.call('HSET', KEYS[2], name, manifest)
-  return {1, head_version, head_epoch}
+if known == manifest then return answer(2) end
+if kind == 'jump-8' or kind == 'jump-64' then
+  if base < 0 or base >= version or version > head_version then return answer(-6) end
+  if known then return answer(-5) end
+elseif version < head_version or (version == head_version and (kind ~= 'keyframe' or known)) then
+  return answer(-5)
 end
-return {-5, head_version, head_epoch}
+if ARGV[6] == '1' then redis.call('HSET', KEYS[2], name, manifest) end
+return answer(1)

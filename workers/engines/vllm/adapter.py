@@ -92,7 +92,6 @@ class AdapterDoor(LocalDoor):
                 raise EngineError("vLLM did not load the adapter")
             self._lora = LoRARequest(NAME, NUMBER, self._files.name)
             await self._llm.update_weight_version(str(version))
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     def _save(self) -> None:
         """The adapter as PEFT saves it."""

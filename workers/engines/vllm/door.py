@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ....fabric.records import Sampling
 from ....fabric.weights.layout import Layout
-from ..base import EngineLimits, Writes
+from ..base import EngineLimits, TurnsAtCommit, Writes
 
 if TYPE_CHECKING:
     from .arena import Mirror
@@ -126,11 +126,22 @@ class Door(Protocol):
         """Now; costs microseconds."""
         ...
 
+    def check_turns(self, turns: TurnsAtCommit) -> None:
+        """Raise EngineUnsupported if that cannot become of requests in flight at a commit."""
+        ...
+
     async def write(self, writes: Writes, version: int) -> None:
-        """Write stored bits in place and name them `version`; called while held. Nothing of older weights is reused.
+        """Write stored bits in place and name them `version`; called while held.
 
         Raises:
             WeightError: not written; says whether the engine still holds what it held.
+        """
+        ...
+
+    async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
+        """Requests that begin from now on share nothing that was computed until now; called while held, after `write`.
+
+        turns: "keep": those in flight keep their KV cache; "recompute": it is computed again.
         """
         ...
 

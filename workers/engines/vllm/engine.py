@@ -3,7 +3,7 @@
 - Every request ends exactly once: in `finished` or in `abort`. One that fails ends with finish_reason "error".
 - The door is held while any reason holds the engine; reasons are counted here, because a vLLM has one pause for all.
 - The host keeps a mirror of the weights, which deltas are staged on; a commit writes the engine, then the mirror.
-- A commit drops what older weights left in the prefix cache, and recomputes the KV cache of requests that go on.
+- At a commit requests in flight keep their KV cache or have it computed again; those without a token start over.
 - At start every kind of parameter is written once to see that it changes an answer (probe.py): a backend that computes
   with copies of its weights is found before the first turn.
 """
@@ -23,13 +23,13 @@ from ....fabric.errors import EngineError, EngineUnsupported, WeightError
 from ....fabric.models import is_preset
 from ....fabric.weights.layout import Layout
 from ..admission import context_of
-from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, Writes
+from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit, Writes
 from ..writes import check_writes
 from .arena import Mirror
 from .config import VllmConfig
 from .door import Ask, Door
 from .probe import probe_writes
-from .requests import OpenRequest
+from .requests import OpenRequest, start_over
 from .shared import aside
 
 log = logging.getLogger(__name__)
@@ -143,20 +143,26 @@ class VllmEngine:
         )
 
     async def _follow(self, opened: OpenRequest) -> None:
-        """Collect a stream's tokens until it ends."""
+        """Collect a stream's tokens until it ends for good."""
         try:
-            async for chunk in self._door.stream(opened.ask):
-                opened.take(chunk, self._version)
-                self._token_count += len(chunk.token_ids)
-                if chunk.finish_reason:
-                    self._end(opened, chunk.finish_reason)
-                    return
-            self._end(opened, "error", "the stream ended before the request did")
+            while (reason := await self._collect(opened)) == "abort" and opened.starts_over and not opened.is_unwanted:
+                opened.starts_over = False
+            error = None if reason else "the stream ended before the request did"
+            self._end(opened, reason or "error", error)
         except EngineError as error:
             self._end(opened, "error", str(error))
         except Exception as error:
             log.exception("engine.stream_failed", extra={"request_id": opened.ask.request_id})
             self._end(opened, "error", f"reading its tokens failed: {error!r}")
+
+    async def _collect(self, opened: OpenRequest) -> str:
+        """One stream to its end; returns why it ended."""
+        async for chunk in self._door.stream(opened.ask):
+            opened.take(chunk, self._version)
+            self._token_count += len(chunk.token_ids)
+            if chunk.finish_reason:
+                return chunk.finish_reason
+        return ""
 
     def _end(self, opened: OpenRequest, finish_reason: str, error: str | None = None) -> None:
         self._cached_token_count += opened.cached_token_count
@@ -187,6 +193,8 @@ class VllmEngine:
         """On an engine that has failed, its requests end through `finished` instead."""
         wanted = [name for name in request_ids if name in self._open]
         running = [name for name in wanted if name not in self._ended]
+        for name in running:
+            self._open[name].is_unwanted = True
         if running and self._failure is None:
             pending = {task for task in (self._open[name].task for name in running) if task is not None}
             while pending:  # one that has only just begun may not be known to the door yet
@@ -267,29 +275,36 @@ class VllmEngine:
                 scratch.close()
         return {name: _read_only(bits) for name, bits in scratch.bits.items()}
 
-    async def apply(self, staged: StagedWeights) -> float:
-        """Requests that run have their KV cache computed again; new ones never share what older weights computed.
-
-        A write that fails half-way leaves a torn model: the engine then fails as in a crash.
-        """
+    async def apply(
+        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
+    ) -> float:
+        """A write that fails half-way leaves a torn model: the engine then fails as in a crash."""
         mirror, writes = self._live_mirror(), staged.writes()
+        self._door.check_turns(turns)
         check_writes(self._door.facts.layout, writes)
-        return await asyncio.shield(asyncio.ensure_future(self._commit(mirror, staged.version, writes)))
+        is_shared = may_reuse_prefix and turns == "keep"
+        commit = self._commit(mirror, staged.version, writes, None if is_shared else turns)
+        return await asyncio.shield(asyncio.ensure_future(commit))
 
-    async def _commit(self, mirror: Mirror, version: int, writes: Writes) -> float:
+    async def _commit(self, mirror: Mirror, version: int, writes: Writes, forget: TurnsAtCommit | None) -> float:
+        """forget: how the prefix cache is; None: not at all."""
         begin_s = self._clock.now_s()
         try:
             async with self._commit_lock, self._held():
-                await self._write(mirror, version, writes)
+                await self._write(mirror, version, writes, forget)
+                if forget != "recompute":
+                    await start_over([each for name, each in self._open.items() if name not in self._ended], self._door)
         except WeightError:
             raise
         except EngineError as error:
             raise WeightError(f"version {version} was not applied: {error}", version=version) from error
         return self._clock.now_s() - begin_s
 
-    async def _write(self, mirror: Mirror, version: int, writes: Writes) -> None:
+    async def _write(self, mirror: Mirror, version: int, writes: Writes, forget: TurnsAtCommit | None) -> None:
         try:
             await self._door.write(writes, version)
+            if forget is not None:
+                await self._door.forget_prefixes(forget)
         except WeightError:
             raise
         except EngineError as error:

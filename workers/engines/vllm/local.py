@@ -4,6 +4,8 @@
 - On a CPU the EngineCore is forked from this process, which has imported vLLM already: 2 s instead of 20. That holds
   only while this process computes nothing with torch; it never does.
 - Output of vLLM and its children goes to the log file, if there is one.
+- Prefixes are told apart by a salt, which vLLM hashes into a prompt's first block and so into all that follow: requests
+  that keep their KV cache through a commit go on filling blocks under the old one, which no new request has.
 - Not yet run on a GPU.
 """
 
@@ -23,7 +25,7 @@ import orjson
 
 from ....fabric.errors import EngineError, EngineUnsupported, FabricError, WeightError
 from ....fabric.models import is_preset, model_config
-from ..base import EngineLimits, Writes
+from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
 from .arena import Mirror, pack
 from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
@@ -58,6 +60,7 @@ class LocalDoor:
         self._facts: ModelFacts | None = None
         self._page: Page | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._salt = 0  # of requests that begin now; 0: none
 
     @property
     def facts(self) -> ModelFacts:
@@ -159,7 +162,7 @@ class LocalDoor:
     async def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
         from vllm.inputs import tokens_input
 
-        prompt = tokens_input(prompt_token_ids=ask.input_ids)
+        prompt = tokens_input(prompt_token_ids=ask.input_ids, cache_salt=str(self._salt) if self._salt else None)
         marks: list[tuple[int, int]] = []
         starts: Sequence[tuple[str, int]] | None = None
         with translated(self._config.log_path, "vLLM ended a request"):
@@ -250,6 +253,9 @@ class LocalDoor:
 
     # ---- weights
 
+    def check_turns(self, turns: TurnsAtCommit) -> None:
+        """Either."""
+
     async def write(self, writes: Writes, version: int) -> None:
         llm = self._llm
         size = sum(values.nbytes for _, values in writes.values())
@@ -266,9 +272,16 @@ class LocalDoor:
                 await llm.start_weight_update()
                 await llm.update_weights(_request("update", {"parcel": str(file.path)}))
                 await llm.finish_weight_update(str(version))
-                await llm.reset_prefix_cache(reset_running_requests=True)
         finally:
             file.close()
+
+    async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
+        """Blocks of an older salt are never found again; vLLM takes them when it needs room."""
+        if turns == "keep":
+            self._salt += 1
+            return
+        with translated(self._config.log_path, "vLLM did not drop its KV cache"):
+            await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     async def read(self, into: Mirror) -> None:
         with translated(self._config.log_path, "vLLM did not show its weights"):

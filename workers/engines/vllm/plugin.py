@@ -31,9 +31,22 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.transfer", "Transfer")
     keep_weights_live()
     place_dice()
+    let_llvmlite_be_scanned()
     owner = os.environ.get(OWNER)
     if owner is not None and int(owner) == os.getppid():
         _die_with(int(owner))
+
+
+def let_llvmlite_be_scanned() -> None:
+    """Where numba is loaded: give llvmlite's library the attributes of an ordinary object.
+
+    At start vLLM's CPU build reads vars() of every name in every module (triton_utils/dispatcher.py), and llvmlite's
+    library answers any attribute, so also that one, with a function of this name.
+    """
+    library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
+    known = getattr(library, "_fntab", None)
+    if isinstance(known, dict):
+        known.setdefault("__dict__", {})
 
 
 @contextmanager

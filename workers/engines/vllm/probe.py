@@ -58,10 +58,10 @@ async def probe_writes(engine: VllmEngine, facts: ModelFacts, *, is_dummy: bool,
     before = await _answer(engine, facts)
     if is_dummy:
         found = {name: bits.copy() for name, bits in engine.weight_bits().items()}
-        await engine.apply(_Staged(-1, {name: (None, bits) for name, bits in lively(facts.layout).items()}))
+        await _write(engine, {name: (None, bits) for name, bits in lively(facts.layout).items()})
     dead = await _dead_tensors(engine, facts, is_whole=is_whole)
     if is_dummy:
-        await engine.apply(_Staged(-1, {name: (None, bits) for name, bits in found.items()}))
+        await _write(engine, {name: (None, bits) for name, bits in found.items()})
     if dead:
         raise EngineError(
             f"written weights change nothing: this vLLM computes with copies of {', '.join(dead)}, and would serve old"
@@ -82,10 +82,10 @@ async def _dead_tensors(engine: VllmEngine, facts: ModelFacts, *, is_whole: bool
             continue
         for indices in _places(spec, facts):
             old = engine.weight_bits()[spec.name][indices].copy()
-            await engine.apply(_Staged(-1, {spec.name: (indices, shifted(old, spec.dtype))}))
+            await _write(engine, {spec.name: (indices, shifted(old, spec.dtype))})
             if await _answer(engine, facts) == usual:
                 dead.append(spec.name)
-            await engine.apply(_Staged(-1, {spec.name: (indices, old)}))
+            await _write(engine, {spec.name: (indices, old)})
     return dead
 
 
@@ -145,6 +145,10 @@ def _stored(values: NDArray[np.float32], dtype: str) -> Bits:
     if dtype == "bfloat16":
         bits = (bits >> 16).astype(np.dtype("<u2"))
     return bits
+
+
+async def _write(engine: VllmEngine, writes: Writes) -> None:
+    await engine.apply(_Staged(-1, writes), turns="recompute")  # what every door can
 
 
 async def _answer(engine: VllmEngine, facts: ModelFacts) -> tuple[Any, ...]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..base import Generation
 from ..transformers_request import Marks, stretches
-from .door import Ask, Chunk
+from .door import Ask, Chunk, Door
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenRequest:
-    """A request that was begun and not yet handed out. task: what follows its stream."""
+    """A request that was begun and not yet handed out.
+
+    task: what follows its stream. starts_over: set while its stream is ended only to be begun anew. is_unwanted: it is
+    being aborted for good.
+    """
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)
@@ -22,6 +27,13 @@ class OpenRequest:
     marks: Marks = field(default_factory=list)
     cached_token_count: int = 0
     task: asyncio.Task[None] | None = None
+    starts_over: bool = False
+    is_unwanted: bool = False
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its stream goes on, and shall."""
+        return self.task is not None and not self.task.done() and not self.is_unwanted
 
     def take(self, chunk: Chunk, version: int) -> None:
         """The next tokens, made by `version` unless the chunk knows better."""
@@ -43,3 +55,17 @@ class OpenRequest:
             versions=stretches(self.marks, len(self.tokens)),
             error=error,
         )
+
+
+async def start_over(requests: Iterable[OpenRequest], door: Door) -> None:
+    """Have those without a token begin anew: older weights may have read half of their prompt. The door is held.
+
+    Raises:
+        EngineError: the door is gone.
+    """
+    begun = [each for each in requests if not each.tokens]
+    for each in begun:
+        each.starts_over = True
+    while names := [each.ask.request_id for each in begun if each.starts_over and each.is_followed]:
+        await door.abort(names)  # again for one that the door did not know yet
+        await asyncio.sleep(0)

@@ -13,7 +13,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from ....fabric.errors import EngineError, EngineUnsupported
-from ..base import EngineLimits, Writes
+from ..base import EngineLimits, TurnsAtCommit, Writes
 from .arena import Mirror
 from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .server_client import Client
@@ -155,10 +155,22 @@ class ServerDoor:
 
     # ---- weights
 
+    def check_turns(self, turns: TurnsAtCommit) -> None:
+        """A held request is ended at the server and asked again, so its KV cache is gone."""
+        if turns == "keep":
+            raise EngineUnsupported(
+                f"vLLM server {self._client.url} cannot keep the KV cache of requests in flight at a commit: it is"
+                " computed again. A vLLM in the worker's own process keeps it",
+                url=self._client.url,
+            )
+
     async def write(self, writes: Writes, version: int) -> None:
         self.check()
         assert self._weights is not None
         await self._weights.write(writes, version)
+
+    async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
+        """Every write has done so."""
 
     async def read(self, into: Mirror) -> None:
         self.check()

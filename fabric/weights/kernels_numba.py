@@ -1,0 +1,94 @@
+"""The inner loops of codec and digest, compiled: see kernels.py for what each does.
+
+- Public functions take what numpy's make takes, and hand it to a compiled loop as read-only views: one compilation for
+  each element width, whoever owns the memory.
+- The loops are in numba_encode.py, numba_decode.py and numba_digest.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import numba_decode, numba_digest, numba_encode
+from .kernels import Bits, Bytes, Changes, Gaps, Indices, Scratch, Sparse
+from .kernels_numpy import factor_table
+from .numba_intrinsics import WORD
+
+
+def changes(old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
+    room = min(len(old), count_max + int(numba_encode.SLICE)) + 2
+    indices = scratch.array("indices", room, np.dtype(np.uint32))
+    olds, values = (scratch.array(name, room, old.dtype) for name in ("olds", "values"))
+    count = int(numba_encode.changes(_view(old), _view(new), indices, olds, values, np.uint64(count_max)))
+    if count > count_max:
+        return count, None
+    return count, Changes(indices[:count].copy(), olds[:count].copy(), values[:count].copy())
+
+
+def split_gaps(indices: NDArray[np.uint32], shift: int) -> Gaps:
+    symbols, rest = np.empty(len(indices), dtype=np.uint8), np.empty(len(indices), dtype=np.uint32)
+    low_bytes = (len(indices) * shift + 7) // 8
+    lows = np.zeros(low_bytes + WORD, dtype=np.uint8)
+    escaped = numba_encode.split_gaps(_view(indices), shift, symbols, lows, rest)
+    return Gaps(symbols, lows[:low_bytes], rest[:escaped])
+
+
+def join_gaps(gaps: Gaps, shift: int, element_count: int) -> Indices | None:
+    indices = np.empty(len(gaps.symbols), dtype=np.int64)
+    last = numba_decode.join_gaps(_view(gaps.symbols), _view(gaps.lows), _view(gaps.rest), shift, indices)
+    return indices if last < element_count and (last >= 0 or not len(indices)) else None
+
+
+def split_steps(olds: Bits, values: Bits, bias: int) -> tuple[Bytes, Bits]:
+    packed, rest = np.zeros((len(olds) + 1) // 2, dtype=np.uint8), np.empty_like(olds)
+    escaped = numba_encode.split_steps(_view(olds), _view(values), bias, packed, rest)
+    return packed, rest[:escaped]
+
+
+def join_steps(packed: Bytes, rest: Bits, count: int, bias: int) -> Bits | None:
+    steps = np.empty(count, dtype=rest.dtype)
+    return steps if numba_decode.join_steps(_view(packed), _view(rest), bias, steps) else None
+
+
+def take(current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices, Bits]) -> int | None:
+    gaps, shift, packed, rest = sparse
+    joined = tuple(_view(each) for each in gaps), shift, (_view(packed), _view(rest))
+    fits, moved = numba_decode.take(_view(current), *joined, (np.uint64(key), factor_table(), start), *out)
+    return int(moved) if fits else None
+
+
+def scatter(bits: Bits, indices: Indices, values: Bits) -> None:
+    assert bits.flags.writeable
+    numba_decode.scatter(bits, _view(indices), _view(values))
+
+
+def add_at(bits: Bits, indices: Indices, steps: Bits) -> None:
+    assert bits.flags.writeable
+    numba_decode.add_at(bits, _view(indices), _view(steps))
+
+
+def sum_at(key: int, positions: Indices, values: Bits) -> int:
+    return int(numba_digest.sum_at(np.uint64(key), factor_table(), _view(positions), _view(values)))
+
+
+def change_at(key: int, start: int, indices: Indices, olds: Bits, values: Bits) -> int:
+    parts = (_view(indices), _view(olds), _view(values))
+    return int(numba_digest.change_at(np.uint64(key), factor_table(), start, *parts))
+
+
+def sum_range(key: int, start: int, values: Bits) -> int:
+    return int(numba_digest.sum_range(np.uint64(key), factor_table(), start, _view(values)))
+
+
+def change_range(key: int, start: int, olds: Bits, values: Bits) -> int:
+    return int(numba_digest.change_range(np.uint64(key), factor_table(), start, _view(olds), _view(values)))
+
+
+def _view(array: NDArray[Any]) -> NDArray[Any]:
+    """Read only and contiguous, so that every caller's arrays are of one type to the compiler."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,133 @@
+"""The loops that make blocks, compiled: see kernels.py for what each does.
+
+- Counts and places are uint64: with signed ones numba asks of each index whether it counts from the end.
+- Differences are found LANES elements at a time as a word of bits, and its ones are taken two by two without asking
+  first whether there are any: a branch that is right nine times of ten costs more than writing twice (measured).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .kernels import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes
+from .numba_intrinsics import (
+    GROUP,
+    LANES,
+    compiled,
+    count_ones,
+    difference_bits,
+    lowest_one,
+    prefetch,
+    split_group,
+    split_lanes,
+)
+
+U0, U1, U2, U64 = (np.uint64(n) for n in (0, 1, 2, 64))
+ONE, ESCAPE = np.uint32(1), np.uint32(GAP_ESCAPE)
+STEP = np.uint64(LANES)
+FAR = np.uint64(4096)  # bytes asked for before they are compared: processors stop at the end of a page on their own
+SLICE = np.uint64(1 << 13)  # elements looked through before their differences are gathered: both are still in the cache
+
+
+@compiled
+def _find(old: Bits, new: Bits, start: Any, stop: Any, indices: NDArray[np.uint32], count: Any) -> Any:
+    """Write the differences in [start, stop) behind the first `count`, with room for two more; the new count."""
+    while start + STEP <= stop:
+        for line in range(old.itemsize):  # LANES elements are so many lines of 64 bytes
+            ahead = start + (FAR + np.uint64(64 * line)) // np.uint64(old.itemsize)
+            prefetch(old, ahead)
+            prefetch(new, ahead)
+        bits = difference_bits(old, new, start)
+        place = count
+        count += count_ones(bits)
+        while True:
+            indices[place] = start + lowest_one(bits)
+            bits &= bits - U1
+            indices[place + U1] = start + lowest_one(bits)
+            bits &= bits - U1
+            place += U2
+            if place >= count:
+                break
+        start += STEP
+    while start < stop:
+        indices[count] = start
+        count += np.uint64(old[start] != new[start])
+        start += U1
+    return count
+
+
+@compiled
+def changes(old: Bits, new: Bits, indices: NDArray[np.uint32], olds: Bits, values: Bits, count_max: Any) -> Any:
+    """Differences, counted; written while they are at most count_max. Room for a slice more."""
+    count, start, length = U0, U0, np.uint64(len(old))
+    while start < length and count <= count_max:
+        stop = min(start + SLICE, length)
+        last = _find(old, new, start, stop, indices, count)
+        for k in range(count, last):
+            place = np.uint64(indices[k])
+            olds[k] = old[place]
+            values[k] = new[place]
+        start, count = stop, last
+    for k in range(start, length):
+        count += np.uint64(old[k] != new[k])
+    return count
+
+
+@compiled
+def split_gaps(indices: NDArray[np.uint32], shift: int, symbols: Bytes, lows: Bytes, rest: NDArray[np.uint32]) -> Any:
+    """lows: zeros, with room for WORD bytes more. How many escaped."""
+    escaped, count, k = np.int64(0), len(indices), 0
+    while k < count:
+        if 0 < k <= count - GROUP:
+            escapes = split_group(indices, k, np.int64(shift), symbols, lows, (k * shift) >> 3)
+            while escapes:
+                at = k + np.int64(lowest_one(escapes))
+                rest[escaped] = (np.uint32(indices[at] - indices[at - 1] - ONE) >> np.uint32(shift)) - ESCAPE
+                escapes &= escapes - U1
+                escaped += 1
+        else:
+            for j in range(k, min(k + GROUP, count)):
+                gap = np.uint32(indices[j] - indices[j - 1] - ONE) if j else indices[j]
+                if shift:
+                    low = gap & np.uint32((1 << shift) - 1)
+                    lows[(j * shift) >> 3] |= np.uint8(low << np.uint32((j * shift) & 7))
+                high = np.uint32(gap >> np.uint32(shift))
+                symbols[j] = np.uint8(min(high, ESCAPE))
+                if high >= ESCAPE:
+                    rest[escaped] = high - ESCAPE
+                    escaped += 1
+        k += GROUP
+    return escaped
+
+
+@compiled
+def _number(old: Any, value: Any, bias: Any, itemsize: Any) -> Any:
+    """A step as an unsigned number, small for small ones: zigzag."""
+    width = np.uint64(8 * itemsize)
+    step = np.uint64(value) - np.uint64(old)
+    zigzag = (step << U1) ^ (U0 - ((step >> (width - U1)) & U1))
+    return (zigzag - np.uint64(bias)) & (~U0 >> (U64 - width))
+
+
+@compiled
+def split_steps(olds: Bits, values: Bits, bias: int, packed: Bytes, rest: Bits) -> Any:
+    """packed: zeros. How many escaped."""
+    escaped, count, k = np.int64(0), len(olds), 0
+    while k + LANES <= count:
+        escapes = split_lanes(olds, values, k, np.int64(bias), packed, k >> 1)
+        while escapes:
+            at = k + np.int64(lowest_one(escapes))
+            rest[escaped] = _number(olds[at], values[at], bias, olds.itemsize) - np.uint64(STEP_ESCAPE)
+            escapes &= escapes - U1
+            escaped += 1
+        k += LANES
+    for j in range(k, count):
+        number = _number(olds[j], values[j], bias, olds.itemsize)
+        packed[j >> 1] |= np.uint8(min(number, np.uint64(STEP_ESCAPE)) << np.uint64((j & 1) << 2))
+        if number >= np.uint64(STEP_ESCAPE):
+            rest[escaped] = number - np.uint64(STEP_ESCAPE)
+            escaped += 1
+    return escaped

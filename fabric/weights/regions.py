@@ -1,0 +1,125 @@
+"""Regions: which elements of a tensor one encoded block holds.
+
+- A region is a number of equal runs of elements, equally far apart. One run is the ordinary case; several are a tile:
+  some columns of a matrix, as a row-parallel shard or a second-dimension shard of a trainer holds them.
+- Who publishes decides how tensors are cut; who reads takes the regions as the manifest names them.
+- A region has at most BLOCK_BYTES of stored bits, which bounds what decoding a block takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from .codec import BLOCK_BYTES, Bits
+from .digest import change_at, sum_at, sum_range
+from .layout import Layout, TensorSpec
+
+
+class Region(NamedTuple):
+    """`run_count` runs of `run` elements, `stride` apart, from flat position `start` of tensor number `tensor`."""
+
+    tensor: int
+    start: int
+    run: int
+    stride: int
+    run_count: int
+
+    @classmethod
+    def span(cls, tensor: int, start: int, stop: int) -> Region:
+        """Elements [start, stop) of the flat tensor."""
+        return cls(tensor, start, stop - start, stop - start, 1)
+
+    @property
+    def element_count(self) -> int:
+        """Elements in the region."""
+        return self.run * self.run_count
+
+    @property
+    def stop(self) -> int:
+        """The flat position behind its last element."""
+        return self.start + (self.run_count - 1) * self.stride + self.run
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is one stretch of the flat tensor."""
+        return self.run_count == 1 or self.stride == self.run
+
+    def read(self, flat: Bits) -> Bits:
+        """Its elements of a flat tensor, in order; a view where it is contiguous, else a copy."""
+        if self.is_contiguous:
+            return flat[self.start : self.stop]
+        return np.ascontiguousarray(self._tile(flat)).reshape(-1)
+
+    def write(self, flat: Bits, values: Bits) -> None:
+        """Set its elements of a flat, writable tensor."""
+        if self.is_contiguous:
+            flat[self.start : self.stop] = values
+        else:
+            self._tile(flat)[...] = values.reshape(self.run_count, self.run)
+
+    def positions(self, indices: NDArray[Any] | None) -> NDArray[np.int64]:
+        """Flat positions in the tensor, ascending, of ascending indices in the region (None: all). int64 (C,)."""
+        if indices is None:
+            indices = np.arange(self.element_count, dtype=np.int64)
+        wide = indices.astype(np.int64, copy=False)
+        if self.is_contiguous:
+            return wide + self.start
+        run, within = np.divmod(wide, self.run)
+        positions: NDArray[np.int64] = self.start + run * self.stride + within
+        return positions
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Which of flat positions in [start, stop) are in the region, and the indices there of those that are."""
+        run, within = np.divmod(positions - self.start, self.stride)
+        is_inside = within < self.run
+        return is_inside, (run * self.run + within)[is_inside]
+
+    def sum(self, key: int, indices: NDArray[Any] | None, values: Bits) -> int:
+        """The share of the tensor's digest that `values` at `indices` (None: all) have; see digest.py."""
+        if indices is None and self.is_contiguous:
+            return sum_range(key, self.start, values)
+        return sum_at(key, self.positions(indices), values)
+
+    def change(self, key: int, indices: NDArray[Any] | None, olds: Bits | None, values: Bits) -> int:
+        """By how much the tensor's digest moves when `olds` (None: nothing yet) at `indices` become `values`."""
+        if olds is None:
+            return self.sum(key, indices, values)
+        if indices is not None and self.is_contiguous:
+            return change_at(key, self.start, indices.astype(np.int64, copy=False), olds, values)
+        return self.sum(key, indices, values) - self.sum(key, indices, olds)
+
+    def fits(self, spec: TensorSpec) -> bool:
+        """Whether it is a possible region of that tensor."""
+        is_shape = self.start >= 0 and self.run >= 1 and self.run_count >= 1
+        is_shape &= self.stride == self.run if self.run_count == 1 else self.stride >= self.run
+        is_small = self.element_count * spec.bits_dtype.itemsize <= BLOCK_BYTES
+        return is_shape and is_small and self.stop <= spec.element_count
+
+    def _tile(self, flat: Bits) -> Bits:
+        step = flat.strides[0]
+        part = flat[self.start : self.stop]
+        shape, strides = (self.run_count, self.run), (self.stride * step, step)
+        return np.lib.stride_tricks.as_strided(part, shape, strides, writeable=part.flags.writeable)
+
+
+def cut(layout: Layout) -> list[Region]:
+    """The ordinary cut: every tensor in contiguous regions of BLOCK_BYTES, in the layout's order."""
+    return [
+        region for tensor, spec in enumerate(layout.tensors) for region in cut_span(tensor, spec, 0, spec.element_count)
+    ]
+
+
+def cut_span(tensor: int, spec: TensorSpec, start: int, stop: int) -> list[Region]:
+    """Elements [start, stop) of a tensor in contiguous regions of at most BLOCK_BYTES."""
+    size = BLOCK_BYTES // spec.bits_dtype.itemsize
+    return [Region.span(tensor, first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
+def cut_digest(regions: Iterable[Region]) -> str:
+    """xxh3-64, hex, of a cut: versions of one cut can be folded block by block."""
+    return xxhash.xxh3_64_hexdigest(np.array([*regions], dtype="<i8").tobytes())

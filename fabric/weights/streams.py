@@ -1,0 +1,75 @@
+"""Parts of a block's streams: compressed or not, numbers as byte planes.
+
+- A number takes as many planes as the greatest of them needs.
+- What a stream says about itself is checked before anything of that size is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from ..errors import WireError
+from .kernels import Bits, Bytes
+
+SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
+
+
+def squeezed(compressor: zstandard.ZstdCompressor, raw: bytes) -> bytes:
+    """A stream compressed, or as it is where that is not longer."""
+    if len(raw) > 4 * SAMPLE_BYTES:
+        middle = len(raw) // 2
+        sample = raw[middle : middle + SAMPLE_BYTES]
+        if len(compressor.compress(sample)) >= 0.98 * len(sample):
+            return raw
+    packed = compressor.compress(raw) if raw else raw
+    return packed if len(packed) < len(raw) else raw
+
+
+def rest_bytes(numbers: Bits) -> bytes:
+    """How many bytes each number has, then the numbers as byte planes without empty high ones; nothing for none."""
+    if not len(numbers):
+        return b""
+    plane_count = max(1, (int(numbers.max()).bit_length() + 7) // 8)
+    return bytes((plane_count,)) + b"".join(split_planes(numbers)[:plane_count])
+
+
+def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
+    """The inverse of rest_bytes.
+
+    Raises:
+        WireError: no such stream, or more than count_max numbers.
+    """
+    if not len(stream):
+        return np.empty(0, dtype=dtype)
+    plane_count = int(stream[0])
+    if not 1 <= plane_count <= dtype.itemsize or (len(stream) - 1) % plane_count:
+        raise WireError(f"weight block: {len(stream)} bytes for escaped numbers of {plane_count}")
+    planes = stream[1:].reshape(plane_count, -1)
+    if planes.shape[1] > count_max:
+        raise WireError(f"weight block: {planes.shape[1]} escaped numbers for {count_max} changes")
+    numbers = np.zeros((planes.shape[1], dtype.itemsize), dtype=np.uint8)
+    numbers[:, :plane_count] = planes.T
+    return numbers.view(dtype).reshape(-1)
+
+
+def split_planes(numbers: Bits) -> list[bytes]:
+    """Byte k of every element, for each k, lowest first."""
+    parts = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), numbers.itemsize)
+    return [np.ascontiguousarray(parts[:, k]).tobytes() for k in range(numbers.itemsize)]
+
+
+def join_planes(planes: list[Bytes], element_count: int, dtype: np.dtype[Any]) -> Bits:
+    """Elements from their byte planes, lowest first.
+
+    Raises:
+        WireError: a plane has not a byte for each element.
+    """
+    parts = np.empty((element_count, dtype.itemsize), dtype=np.uint8)
+    for k, plane in enumerate(planes):
+        if len(plane) != element_count:
+            raise WireError(f"weight block: a plane of {len(plane)} bytes for {element_count} elements")
+        parts[:, k] = plane
+    return parts.view(dtype).reshape(element_count)

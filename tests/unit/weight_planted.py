@@ -1,0 +1,117 @@
+"""Bugs to plant in the weight engine: what the storm must be able to find."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from rollfab.fabric.memory import weights as twin
+from rollfab.fabric.rules.chain import KEYFRAME, Link
+from rollfab.fabric.rules.publish import HeadFacts, may_advance, may_put
+from rollfab.fabric.weights import chain, stage
+from rollfab.fabric.weights.manifest import WeightManifest
+from rollfab.fabric.weights.snapshot import apply_change
+from rollfab.trainer import upkeep
+from rollfab.trainer.publish import Publisher
+from rollfab.workers import weights as receiving
+
+Patch = tuple[Any, str, Any]  # object, attribute, what to put there
+PLANTS: dict[str, Callable[[], list[Patch]]] = {}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The bug of that name is in the program."""
+    with contextlib.ExitStack() as stack:
+        for target, attribute, new in PLANTS[name]():
+            stack.enter_context(mock.patch.object(target, attribute, new))
+        yield
+
+
+def plant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    """Register a bug under its function's name."""
+    PLANTS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@plant
+def sums_not_checked() -> list[Patch]:
+    """Whatever was staged is what the publisher meant."""
+
+    def check_sums(self: Any, sums: Any) -> None:
+        return
+
+    return [(WeightManifest, "check_sums", check_sums)]
+
+
+@plant
+def chunks_and_sums_not_checked() -> list[Patch]:
+    def check_chunk(manifest: Any, index: int, data: bytes) -> None:
+        return
+
+    return [(stage, "check_chunk", check_chunk), (chain, "check_chunk", check_chunk), *sums_not_checked()]
+
+
+@plant
+def snapshot_advanced_before_the_head() -> list[Patch]:
+    """The trainer believes that receivers have what it has only sent, and does not send it again."""
+    original = Publisher._send
+
+    async def send(self: Any, snapshot: Any, prepared: Any, report: Any) -> None:
+        for change in prepared.changes:
+            apply_change(snapshot.bits[snapshot.layout.tensors[change.region.tensor].name], change)
+        try:
+            await original(self, snapshot, prepared, report)
+        finally:
+            self._pending = None
+
+    return [(Publisher, "_send", send)]
+
+
+@plant
+def epochs_not_checked() -> list[Patch]:
+    """Who was replaced may publish all the same.
+
+    In advance_head alone it would show to nobody: a publisher that opens deletes what it could be used for.
+    """
+
+    def put(head: HeadFacts, link: Link, *, is_known: bool, is_same: bool) -> int:
+        return may_put(dataclasses.replace(head, epoch=link.epoch), link, is_known=is_known, is_same=is_same)
+
+    def advance(head: HeadFacts, link: Link, *, is_known: bool) -> int:
+        return may_advance(dataclasses.replace(head, epoch=link.epoch), link, is_known=is_known)
+
+    return [(twin, "may_put", put), (twin, "may_advance", advance)]
+
+
+@plant
+def links_in_use_dropped() -> list[Patch]:
+    """Only the newest version is kept."""
+
+    def garbage(head: int, links: Sequence[Link], **_: Any) -> list[Link]:
+        return [link for link in links if link.version < head or link.kind != KEYFRAME]
+
+    return [(upkeep, "garbage", garbage)]
+
+
+@plant
+def manifests_of_another_name_taken() -> list[Patch]:
+    def check_name(manifest: Any, run_id: str, name: tuple[int, str]) -> None:
+        return
+
+    return [(chain, "_check_name", check_name)]
+
+
+@plant
+def torn_commits_forgotten() -> list[Patch]:
+    """Weights that are being written over count as live, and as a base."""
+    original = receiving.WeightReceiver._apply
+
+    async def apply(self: Any, staged: Any, *, is_known: bool) -> float:
+        self._is_in_doubt = not is_known
+        return await original(self, staged, is_known=is_known)
+
+    return [(receiving.WeightReceiver, "_apply", apply)]

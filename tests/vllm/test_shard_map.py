@@ -1,0 +1,74 @@
+"""The map of a vLLM rank, against the weights that vLLM holds."""
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.memory.state import MemoryBroker
+from rollfab.fabric.memory.weights import MemoryWeightStore
+from rollfab.fabric.weights.layout import Layout
+from rollfab.fabric.weights.shard_reader import ShardReader
+from rollfab.fabric.weights.shard_stage import ShardStage, agree, part_sums, vote
+from rollfab.fabric.weights.shards import ShardMap, check_maps
+from rollfab.fabric.weights.snapshot import Identity, Snapshot
+from rollfab.fabric.weights.stage import Staged, commit
+from rollfab.workers.engines.vllm.shard_map import shard_map
+from tests.vllm import transfer_engines as engines
+from tests.vllm.transfer_engines import LLAMA, QWEN2
+
+RUN = "shards"
+Rank = tuple[ShardMap, dict[str, Any]]
+
+
+def tell(worker: Any) -> bytes:
+    """Runs in a worker process of vLLM: its map and its parameters' bits."""
+    placement = worker.weight_transfer_engine._placement
+    made = shard_map(placement)
+    live = {memory.name: memory.flat.numpy().copy() for memory in placement.memories.values()}
+    bits = {spec.name: live[spec.name].view(spec.bits_dtype) for spec in made.local.tensors}
+    return pickle.dumps((made, bits))
+
+
+async def staged_by_ranks(layout: Layout, bits: list[dict[str, Any]], ranks: list[Rank]) -> list[Staged]:
+    """The step from the first bits to the second, as both ranks stage and agree on it."""
+    store, snapshot = MemoryWeightStore(MemoryBroker()), Snapshot(layout, bits[0], 0)
+    await store.open_publisher(RUN)
+    prepared = snapshot.prepare_delta(Identity(run_id=RUN, epoch=1, version=1), bits[1])
+    await store.put_chunks(prepared.manifest, 0, prepared.chunks)
+    await store.put_manifest(prepared.manifest)
+    staged = [
+        await ShardReader(store, made).stage([prepared.manifest], ShardStage(made, live, 0)) for made, live in ranks
+    ]
+    votes = [vote(rank, made, staged[rank]) for rank, (made, _) in enumerate(ranks)]
+    agree(votes, prepared.manifest, len(ranks))
+    return staged
+
+
+@pytest.mark.parametrize("config", [QWEN2, LLAMA], ids=["tied-padded-grouped", "untied-bfloat16"])
+def test_what_two_ranks_stage_by_their_maps_is_what_vllm_itself_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    layout = engines.layout_of(config)
+    bits = [engines.random_bits(layout, seed) for seed in range(2)]
+    directory = engines.save_checkpoint(tmp_path / "model", config, layout, bits[0])
+    told: list[list[Rank]] = []
+    with engines.engine(directory, tensor_parallel_size=2, distributed_executor_backend="mp") as vllm:
+        vllm.set_up(layout)
+        for version in range(2):
+            vllm.write({name: (None, values) for name, values in bits[version].items()})
+            told.append([pickle.loads(answer) for answer in vllm.call("collective_rpc", tell)])
+
+    check_maps([made for made, _ in told[0]])
+    staged = asyncio.run(staged_by_ranks(layout, bits, told[0]))
+    for (made, live), (_, expected), writes in zip(*told, staged, strict=True):
+        commit(writes, live)
+        np.testing.assert_array_equal(part_sums(made, live), writes.sums)
+        assert live.keys() == expected.keys()
+        assert all(np.array_equal(live[name], expected[name]) for name in live)
+        assert sum(array.size for array in live.values()) < 0.8 * layout.element_count
