@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 BENCH ?= queue
 # Tests wait a lot, for claims to end and processes to start: side by side, whole files at a time, they take half as long.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP_VLLM := $(VLLM)/bin/python -m pip --disable-pip-version-check
 PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/test_engine_contract.py
 
