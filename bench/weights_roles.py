@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..fabric.weights.chain import FETCH_BYTES_MAX, ChainReader
 from ..fabric.weights.digest import state_sums
 from ..fabric.weights.layout import Layout
 from ..fabric.weights.manifest import WeightManifest
-from ..fabric.weights.stage import Stage, commit
+from ..fabric.weights.stage import COMMIT_THREAD_COUNT_MAX, Stage, commit, write
 from ..trainer.publish import Publisher
 from .weights_recording import Recording
 
@@ -133,6 +134,7 @@ class LiveReceiver(Role):
         self._sums = state_sums(self.layout, self._bits)
         self._dense_live = self._live.copy()
         self._reader = ChainReader(self.store, OURS)
+        self._thread_count = min(COMMIT_THREAD_COUNT_MAX, os.cpu_count() or 1)  # as engines commit
         return self
 
     def follow(self) -> dict[str, float]:
@@ -146,7 +148,7 @@ class LiveReceiver(Role):
         stage = Stage(self.layout, self._bits, self.version, self._sums)
         staged = await self._reader.stage(manifests, stage)
         staged_s = time.monotonic()
-        commit(staged, self._bits)
+        commit(staged, self._bits, thread_count=self._thread_count)
         live_s = time.monotonic()
         self._sums, self.version = staged.sums, head
         return {"live_s": live_s, "stage_s": staged_s - seen_s, "pause_s": live_s - staged_s}
@@ -173,9 +175,9 @@ class LiveReceiver(Role):
         return time.monotonic()
 
     def copy_dense(self) -> float:
-        """Seconds that a dense copy of the model takes here: the least that a dense commit pauses."""
+        """Seconds that a dense copy of the model takes, in as many threads: the least that a dense commit pauses."""
         started_s = time.monotonic()
-        np.copyto(self._dense_live, self._live)
+        write({"all": (None, self._live)}, {"all": self._dense_live}, thread_count=self._thread_count)
         return time.monotonic() - started_s
 
     def agrees(self) -> bool:

@@ -30,6 +30,7 @@ from .regions import Region
 Indices = NDArray[np.int64]
 Write = tuple[Indices | None, Bits]
 INDEX_BYTES = 8
+COMMIT_THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 PIECE_COUNT = 1 << 18  # elements that a thread writes at a time: some tenths of a millisecond
 
 

@@ -17,11 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...fabric.errors import EngineError
 from ...fabric.models import is_preset, model_config
 from ...fabric.weights.layout import Layout, TensorSpec
-from ...fabric.weights.stage import write
+from ...fabric.weights.stage import COMMIT_THREAD_COUNT_MAX, write
 from .base import Bits, Writes
 
 PRESET_SEED = 0  # a preset starts from the same random weights in every process
-COMMIT_THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
