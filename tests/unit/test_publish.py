@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rollfab.fabric.errors import BrokerError, BrokerFull, InputError, LayoutMismatch, VersionConflict
+from rollfab.fabric.errors import BrokerError, BrokerFull, ChainBroken, InputError, LayoutMismatch, VersionConflict
 from rollfab.fabric.rules.chain import DELTA, JUMPS, KEYFRAME
 from rollfab.fabric.weights.chain import ChainReader, fetch_weights
+from rollfab.fabric.weights.layout import Layout, TensorSpec
+from rollfab.fabric.weights.snapshot import Identity, Snapshot
 from rollfab.fabric.weights.stage import Stage, commit
 from rollfab.trainer.publish import Publisher
 from rollfab.trainer.tensors import collect_bits
@@ -291,6 +293,43 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     assert (3, DELTA) not in await store.held(RUN)
     weights["w"][:30] -= 1
     np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
+
+
+async def test_a_reader_goes_around_a_jump_whose_chunks_are_gone(store: FaultyStore, publisher: Publisher) -> None:
+    rng = np.random.default_rng(1)
+    weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16)}
+    start = weights["w"].copy()
+    for version in range(9):
+        await publisher.publish(weights, version)
+        if version < 8:
+            weights["w"][:30] += 1
+    (jump,) = [item for item in await store.manifests(RUN, [(8, JUMPS[0])]) if item is not None]
+    store._run(RUN).chunks.pop((8, JUMPS[0], jump.epoch, 0))
+    reader = ChainReader(store, RUN)
+
+    with pytest.raises(ChainBroken):
+        await reader.stage(await reader.plan(0, 8), Stage(jump.tensors, {"w": start}, 0))
+    way = await reader.plan(0, 8)
+    commit(await reader.stage(way, Stage(jump.tensors, {"w": start}, 0)), {"w": start})
+
+    assert [manifest.kind for manifest in way] == [DELTA] * 8
+    np.testing.assert_array_equal(start, weights["w"])
+
+
+async def test_a_snapshot_with_a_flipped_bit_is_healed_by_its_next_keyframe() -> None:
+    bits = {"w": np.arange(1000, dtype=np.uint16)}
+    snapshot = Snapshot(Layout((TensorSpec("w", "bfloat16", (1000,)),)), bits, version=3)
+    snapshot.bits["w"][7] ^= 1
+
+    keyframe = snapshot.prepare_keyframe(Identity(run_id=RUN, epoch=1, version=3))
+
+    stage = Stage(snapshot.layout, None)
+    stage.begin(keyframe.manifest)
+    for chunk in keyframe.chunks:
+        stage.feed(chunk)
+    stage.end()
+    np.testing.assert_array_equal(stage.finish().writes()["w"][1], snapshot.bits["w"])
+    np.testing.assert_array_equal(snapshot.sums, keyframe.manifest.sums)
 
 
 async def test_long_chains_get_a_keyframe_and_old_ones_go(
