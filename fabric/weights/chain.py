@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ from .codec import Bits
 from .layout import Layout, TensorSpec
 from .manifest import WeightManifest
 from .stage import Stage, Staged, check_chunk
+
+B = TypeVar("B")
+T = TypeVar("T")
 
 FETCH_BYTES_MAX = 16 << 20  # per round trip: long enough to hide the trip, small beside any model
 FETCH_COUNT_MAX = 3
@@ -78,17 +82,7 @@ class ChainReader:
 
     async def _feed(self, manifest: WeightManifest, stage: Stage) -> None:
         """All chunks of a version, in order; the next are on their way while the last are decoded."""
-        batches = _batches(manifest)
-        fetch = asyncio.create_task(self._fetch(manifest, batches[0] if batches else []))
-        try:
-            for following in [*batches[1:], []]:
-                chunks = await fetch
-                fetch = asyncio.create_task(self._fetch(manifest, following))
-                await asyncio.to_thread(_feed, stage, chunks)
-            await fetch
-        finally:
-            fetch.cancel()
-            await asyncio.gather(fetch, return_exceptions=True)
+        await fetch_ahead(_batches(manifest), partial(self._fetch, manifest), partial(_feed, stage))
 
     async def _fetch(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes]:
         """Chunks with the right digests.
@@ -123,6 +117,22 @@ class ChainReader:
 
     def _manifests(self, links: Sequence[Link]) -> list[WeightManifest]:
         return [self._known[(link.version, link.kind)] for link in links]
+
+
+async def fetch_ahead(
+    batches: Sequence[list[B]], fetch: Callable[[list[B]], Coroutine[Any, Any, T]], feed: Callable[[T], None]
+) -> None:
+    """Feed what is fetched, batch by batch, in order; `feed` runs in a thread, and the next batch comes meanwhile."""
+    task = asyncio.create_task(fetch(batches[0] if batches else []))
+    try:
+        for following in [*batches[1:], []]:
+            found = await task
+            task = asyncio.create_task(fetch(following))
+            await asyncio.to_thread(feed, found)
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def fetch_bits(

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from ..errors import ChainBroken, DigestMismatch, WeightError
 from ..ports_weights import WeightStore
+from .chain import FETCH_BYTES_MAX, FETCH_COUNT_MAX, fetch_ahead
 from .manifest import BlockRow, WeightManifest, block_digest
 from .shard_stage import ShardStage
 from .shards import Fetch, ShardMap, fetches, needed
 from .stage import Staged
-
-FETCH_BYTES_MAX = 16 << 20  # per round trip
-FETCH_COUNT_MAX = 3
 
 Blocks = list[tuple[BlockRow, memoryview]]
 
@@ -43,16 +42,7 @@ class ShardReader:
         for manifest in manifests:
             await asyncio.to_thread(stage.begin, manifest)
             batches = await asyncio.to_thread(self._batches, manifest)
-            fetch = asyncio.create_task(self._fetch(manifest, batches[0]))
-            try:
-                for following in [*batches[1:], []]:
-                    blocks = await fetch
-                    fetch = asyncio.create_task(self._fetch(manifest, following))
-                    await asyncio.to_thread(_feed, stage, blocks)
-                await fetch
-            finally:
-                fetch.cancel()
-                await asyncio.gather(fetch, return_exceptions=True)
+            await fetch_ahead(batches, partial(self._fetch, manifest), partial(_feed, stage))
             await asyncio.to_thread(stage.end)
         return await asyncio.to_thread(stage.finish)
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChainBroken, DigestMismatch, WeightError, WireError
+from ..errors import DigestMismatch, WeightError, WireError
 from ..rules.chain import KEYFRAME
 from .codec import Bits, Decoded, Decoder
 from .digest import sum_at, tensor_key
 from .manifest import BlockRow, Sums, WeightManifest
 from .regions import Region
 from .shards import ShardMap, ShardSlice, overlaps
-from .stage import INDEX_BYTES, Staged, Write
+from .stage import INDEX_BYTES, Staged, Write, check_base
 
 SUM_ELEMENTS = 1 << 20  # at a time, where sums are made anew: bounds what their positions take
 NAMES_SHOWN_MAX = 3
@@ -165,13 +165,8 @@ class ShardStage:
         if manifest.kind == KEYFRAME:
             self._cells = {}
             self._sums = [0] * len(self._map.slices)
-        elif manifest.base_version != self._version or self._version < 0:
-            raise ChainBroken(
-                f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
-                f" {self._version}: fetch a keyframe",
-                version=manifest.version,
-                base_version=manifest.base_version,
-            )
+        else:
+            check_base(manifest, self._version)
         self._manifest = manifest
 
     def feed(self, row: BlockRow, data: bytes | memoryview) -> None:

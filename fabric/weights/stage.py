@@ -155,13 +155,8 @@ class Stage:
         if manifest.kind == KEYFRAME:
             self._cells = {}
             self._sums = [0] * len(self._layout.tensors)
-        elif manifest.base_version != self._version or self._version < 0:
-            raise ChainBroken(
-                f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
-                f" {self._version}: fetch a keyframe",
-                version=manifest.version,
-                base_version=manifest.base_version,
-            )
+        else:
+            check_base(manifest, self._version)
         self._manifest = manifest
         self._rows = [[] for _ in manifest.chunk_bytes]
         self._growing, self._room_counts = {}, {}
@@ -279,6 +274,21 @@ class Stage:
         whole = np.array(self._live[spec.name])
         whole[cell.indices] = cell.values
         return None, whole
+
+
+def check_base(manifest: WeightManifest, staged_version: int) -> None:
+    """Require that a version that is no keyframe leads on from what is staged.
+
+    Raises:
+        ChainBroken: it does not.
+    """
+    if manifest.base_version != staged_version or staged_version < 0:
+        raise ChainBroken(
+            f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
+            f" {staged_version}: fetch a keyframe",
+            version=manifest.version,
+            base_version=manifest.base_version,
+        )
 
 
 def check_chunk(manifest: WeightManifest, index: int, data: bytes | memoryview) -> None:
