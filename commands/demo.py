@@ -123,6 +123,8 @@ async def _watch(url: str, supervisor: Supervisor, console: Console, options: De
                 await asyncio.sleep(LOOK_S)
             await _look(ports, state, after)
             live.update(draw(state))
+        if not console.is_terminal:
+            console.print()  # a file gets the last picture without the end of its last line
     if trainer.is_running:
         state.failure = f"the trainer was not done after {DEADLINE_S:.0f} s"
     elif trainer.process is not None and trainer.process.returncode != 0:
