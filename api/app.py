@@ -24,7 +24,7 @@ from .context import Context
 from .events import EventTail
 from .guard import Guard
 from .problems import install_problems
-from .routes import control, events, health, page, read
+from .routes import events, health, lending, page, read
 from .schemas import Problem
 from .status import Ports, StatusReader
 from .weights import WeightReader
@@ -67,7 +67,7 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, events, control, page):
+    for routes in (health, read, events, lending, page):
         app.include_router(routes.router(context))
     app.mount("/static", page.static_files(), name="static")
     install_problems(app)

@@ -30,6 +30,8 @@ class ApiConfig:
     """Bearer keys that may read: given plain or as sha256:<hex>, held as the latter."""
     control_keys: tuple[str, ...] = field(default=(), repr=False)
     """Bearer keys that may read and control, likewise."""
+    key_names: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Hashed keys and whose they are, for the record of who switched what."""
     tls_certificate: str | None = None
     """PEM file with the certificate and those above it; with it the api speaks https alone."""
     tls_key: str | None = None

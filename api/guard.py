@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .config import ApiConfig, is_loopback
-from .keys import is_among
+from .keys import place_among
 from .problems import problem
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -86,17 +86,30 @@ class Guard:
         )
 
     def _right(self, is_reading: bool, authorization: str) -> tuple[int, str, str] | None:
-        scheme, _, key = authorization.partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
-        if key and is_among(key, self._config.control_keys):
+        key = _bearer(authorization)
+        if key and place_among(key, self._config.control_keys) is not None:
             return None
-        is_reader = bool(key) and is_among(key, self._config.read_keys)
+        is_reader = bool(key) and place_among(key, self._config.read_keys) is not None
         if is_reader and is_reading:
             return None
         if is_reader:
             return 403, "Forbidden", "this key may read but not control: use a control key"
         said = "this key is not known here" if key else "a key is needed"
         return 401, "Unauthorized", f"{said}: send the header Authorization: Bearer <key>"
+
+
+def who(config: ApiConfig, headers: Headers) -> str:
+    """Whose key a request was let in with, for the record: its name, or its place among those without one."""
+    place = place_among(_bearer(headers.get("authorization", "")), config.control_keys)
+    if place is None:
+        return "api"  # without keys: somebody on this machine
+    return dict(config.key_names).get(config.control_keys[place], f"control key {place + 1}")
+
+
+def _bearer(authorization: str) -> str:
+    """The key in a header; empty: none."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _foreign_page(headers: Headers) -> tuple[int, str, str] | None:

@@ -60,12 +60,12 @@ def hash_key(key: str) -> str:
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
-def is_among(key: str, hashes: Iterable[str]) -> bool:
-    """Whether a key that was sent has one of these hashes; looks at all of them."""
+def place_among(key: str, hashes: Iterable[str]) -> int | None:
+    """Which of these hashes a key that was sent has; None: none. Looks at all of them."""
     sent = f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()}"
-    found = False
-    for each in hashes:
-        found |= hmac.compare_digest(sent, each)
+    found = None
+    for place, each in enumerate(hashes):
+        found = place if hmac.compare_digest(sent, each) else found
     return found
 
 

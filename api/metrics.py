@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from .metrics_sharing import sharing_metrics
 from .metrics_weights import weight_metrics
 from .schemas import RunView, Status, WorkerView
 
@@ -66,6 +67,7 @@ class StatusCollector(Collector):
         yield from weight_metrics(status)
         yield from _workers(status.workers)
         yield from _leases(status)
+        yield from sharing_metrics(status)
 
 
 def _run_gauges(runs: list[RunView]) -> Iterator[Metric]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from typing import Any, Literal
 
 from .schema_base import Model
+from .schemas_lending import LendSettingView, LendTermsView, SharingTotals
 from .schemas_weights import WeightsView
 
 
@@ -230,7 +229,20 @@ class WorkerView(Model):
     is_fresh: bool
     """Its heartbeat is at most 3 s old."""
     lend: str | None
-    """The serving team's switch as it holds now: on, off or a slot limit; null where there is none."""
+    """What the serving team allows now: on, observe, off or a slot limit; null where there is no team to ask."""
+    lend_terms: LendTermsView | None = None
+    """The same in full, and why."""
+    pool: str = ""
+    """The serving workers that its team switches together."""
+    guard_state: str | None = None
+    """Of a serving worker's guard: open, narrow or shut; null: it has none."""
+    guard_reason: str | None = None
+    open_fraction: float | None = None
+    """Of the last seconds, in which its guard let rollouts run."""
+    probe: str | None = None
+    """By what its guard sees the serving engine."""
+    plan_reason: str | None = None
+    """Why the capacity controller gives it what it does."""
     lease: LeaseView | None
 
 
@@ -270,7 +282,11 @@ class Status(Model):
     """Those that have not ended."""
     weights: list[WeightsView]
     lend_all: str
-    """The serving team's switch for all workers that have none of their own."""
+    """What was said of all serving workers: on, observe (also where nothing was said), off or a slot limit."""
+    lending: list[LendSettingView]
+    """All that serving teams said."""
+    sharing: SharingTotals
+    """What sharing devices with rollouts cost and gave."""
     totals: Totals
     rates: Rates
     rollouts_per_s_history: list[float]
@@ -322,22 +338,3 @@ class DeadLetters(Model):
     dead_count: int
     """How many there are in all."""
     dead_letters: list[DeadLetterView]
-
-
-class LendRequest(BaseModel):
-    """The serving team's switch."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    value: Literal["on", "off"] | Annotated[StrictInt, Field(ge=0, le=1_000_000)] = Field(
-        description="on: lend whatever is spare; off: take everything back now; a number: at most so many slots"
-    )
-
-
-class Lend(Model):
-    """The switch as it is now."""
-
-    worker_id: str
-    value: str
-    worker_ids: list[str]
-    """Serving workers alive now that it holds for."""

@@ -18,15 +18,19 @@ from ..fabric.errors import BrokerError, FabricError
 from ..fabric.ports import Fabric, RunStatus
 from ..fabric.ports_weights import WeightStore
 from ..fabric.records import Lease, WorkerInfo
+from ..fabric.rules.hours import minute_of_week
+from ..fabric.rules.tax import sharing_totals
+from ..fabric.sharing import ALL, LendSetting
 from .config import ApiConfig
 from .events import EventTail
+from .lending import setting_view, terms_of, value_of
 from .rates import Meters
 from .schemas import LeaseView, Rates, RunView, Status, WorkerView
+from .schemas_lending import SharingTotals
 from .schemas_weights import WeightsView
 from .views import COUNTERS, agreement_view, counters_of, lease_view, readiness, sum_up, totals, worker_view
 from .weights import WeightReader
 
-ALL = "*"
 SAMPLE_S = 1.0
 EVENT_COUNT = 40
 CURVE_COUNT = 128
@@ -51,6 +55,25 @@ class RunReading:
     status: RunStatus
     leases: dict[str, Lease]
     weights: WeightsView
+
+
+@dataclass(frozen=True, slots=True)
+class _LendingFacts:
+    """The controller's reason for every worker, and what sharing cost and gave."""
+
+    reasons: dict[str, str]
+    sharing: SharingTotals
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerFacts:
+    """What is said of workers elsewhere. minute: of the week, by the broker machine's time, as workers count hours."""
+
+    lends: dict[str, LendSetting]
+    leases: list[LeaseView]
+    heads: dict[str, int]
+    reasons: dict[str, str]
+    minute: int
 
 
 @dataclass(slots=True)
@@ -142,14 +165,17 @@ class StatusReader:
 
     async def _read(self) -> Status:
         board = self._ports.board
-        infos, lends, configs = await asyncio.gather(board.workers(), board.lends(), board.runs())
+        infos, lends, configs, said, broker_ms = await asyncio.gather(
+            board.workers(), board.lends(), board.runs(), self._read_lending(), board.wall_ms()
+        )
         self._weights.keep(configs)
         readings = [each for each in await _for_each(sorted(configs), self._read_run) if each is not None]
         wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
         found = (lease_view(lease, wall_ms) for each in readings for lease in each.leases.values())
         leases = [lease for lease in found if lease is not None]
         heads = {each.status.config.run_id: each.status.head_version for each in readings}
-        workers = self._worker_views(infos, lends, leases, heads)
+        facts = _WorkerFacts(lends, leases, heads, said.reasons, minute_of_week(broker_ms))
+        workers = self._worker_views(infos, facts)
         runs = [self._run_view(each.status, now_s) for each in readings]
         counters = sum_up(counters_of(each.status for each in readings).values())
         return Status(
@@ -160,13 +186,21 @@ class StatusReader:
             workers=workers,
             leases=leases,
             weights=[each.weights for each in readings],
-            lend_all=lends.get(ALL, "off"),
+            lend_all=value_of(lends[ALL]) if ALL in lends else "observe",
+            lending=[setting_view(subject, setting) for subject, setting in sorted(lends.items())],
+            sharing=said.sharing,
             totals=totals(runs, workers),
             rates=_rates(self._runs.rates(now_s, ALL, counters)),
             rollouts_per_s_history=self._runs.history(ALL, "trajectories_completed"),
             tokens_per_s_history=self._runs.history(ALL, "tokens"),
             events=self._tail.newest(EVENT_COUNT),
         )
+
+    async def _read_lending(self) -> _LendingFacts:
+        board = self._ports.board
+        plan, reports = await asyncio.gather(board.plan(), board.sharing())
+        reasons = {row.worker_id: row.reason for row in plan.rows} if plan is not None else {}
+        return _LendingFacts(reasons, SharingTotals(**sharing_totals(reports.values())))
 
     async def _read_run(self, run_id: str) -> RunReading | None:
         board = self._ports.board
@@ -178,20 +212,22 @@ class StatusReader:
         except FabricError:
             return None  # deleted since we read the list
 
-    def _worker_views(
-        self,
-        infos: dict[str, tuple[WorkerInfo, int]],
-        lends: dict[str, str],
-        leases: list[LeaseView],
-        heads: dict[str, int],
-    ) -> list[WorkerView]:
+    def _worker_views(self, infos: dict[str, tuple[WorkerInfo, int]], facts: _WorkerFacts) -> list[WorkerView]:
         now_s = self._clock.now_s()
-        by_worker = {lease.worker_id: lease for lease in leases}
+        by_worker = {lease.worker_id: lease for lease in facts.leases}
         views = []
         for name, (info, age_ms) in sorted(infos.items(), key=lambda item: (item[1][0].role, item[0])):
             rate = self._tokens.rates(now_s, name, {"tokens": info.token_count})["tokens"]
-            lease = by_worker.get(name)
-            views.append(worker_view(info, age_ms, lends=lends, heads=heads, lease=lease, tokens_per_s=rate))
+            view = worker_view(
+                info,
+                age_ms,
+                found=terms_of(info, facts.lends, facts.minute),
+                heads=facts.heads,
+                lease=by_worker.get(name),
+                tokens_per_s=rate,
+                plan_reason=facts.reasons.get(name),
+            )
+            views.append(view)
         return views
 
     def _run_view(self, status: RunStatus, now_s: float) -> RunView:

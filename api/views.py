@@ -8,6 +8,7 @@ from dataclasses import asdict
 from ..fabric.agreement import Agreement
 from ..fabric.ports import RunStatus
 from ..fabric.records import Lease, WorkerInfo
+from ..fabric.rules.lending import LendTerms
 from ..fabric.weights.inspection import version_row
 from ..fabric.weights.manifest import WeightManifest
 from .schemas import (
@@ -21,12 +22,12 @@ from .schemas import (
     WorkerAgreement,
     WorkerView,
 )
+from .schemas_lending import LendTermsView
 from .schemas_weights import WeightVersion
 
 FRESH_MS = 3_000  # a heartbeat comes every second
 GENERATING = ("dedicated", "serving")
 COUNTERS = ("trajectories_completed", "turns_settled", "tokens")
-LEND_DEFAULT = "off"  # as the controller decides: nothing is lent before its team said so
 
 
 def lease_view(lease: Lease, wall_ms: int) -> LeaseView | None:
@@ -50,12 +51,13 @@ def worker_view(
     info: WorkerInfo,
     age_ms: int,
     *,
-    lends: Mapping[str, str],
+    found: LendTerms | None,
     heads: Mapping[str, int],
     lease: LeaseView | None,
     tokens_per_s: float,
+    plan_reason: str | None = None,
 ) -> WorkerView:
-    """A worker with its switch and its lease. heads: newest version of every run, -1 for none."""
+    """A worker with its terms (None: not a serving one) and its lease. heads: newest version of every run, or -1."""
     return WorkerView(
         worker_id=info.worker_id,
         role=info.role,
@@ -84,9 +86,21 @@ def worker_view(
         weights_note=info.weights_note,
         heartbeat_age_ms=age_ms,
         is_fresh=age_ms <= FRESH_MS,
-        lend=lends.get(info.worker_id, lends.get("*", LEND_DEFAULT)) if info.role == "serving" else None,
+        lend=None if found is None else found.text,
+        lend_terms=terms_view(found),
+        pool=info.pool,
+        guard_state=info.guard_state,
+        guard_reason=info.guard_reason,
+        open_fraction=info.open_fraction,
+        probe=info.probe,
+        plan_reason=plan_reason,
         lease=lease,
     )
+
+
+def terms_view(found: LendTerms | None) -> LendTermsView | None:
+    """What of a worker may be lent, as it is shown."""
+    return None if found is None else LendTermsView(**asdict(found))
 
 
 def versions_behind(info: WorkerInfo, heads: Mapping[str, int]) -> int | None:

@@ -62,6 +62,7 @@ def _serve(
         port=port,
         read_keys=(*(read_key or ()), *(row.hashed for row in rows if row.right == "read")),
         control_keys=(*(control_key or ()), *(row.hashed for row in rows if row.right == "control")),
+        key_names=tuple((row.hashed, row.name) for row in rows),
         tls_certificate=tls_cert,
         tls_key=tls_key,
     )

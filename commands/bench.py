@@ -74,7 +74,66 @@ def resume(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_resume(quick=quick, json_output=json))
 
 
+@app.command("controller")
+def controller(quick: Quick = False, json: AsJson = False) -> None:
+    """Capacity plans for up to 1,000 workers: the rules alone, a whole tick on a broker, and a failover."""
+    from ..bench.controller import bench_controller
+
+    raise typer.Exit(bench_controller(quick=quick, json_output=json))
+
+
+@app.command("coserve")
+def coserve(
+    quick: Quick = False,
+    json: AsJson = False,
+    rate: Annotated[float | None, typer.Option(help="Serving requests per second.", min=0.1)] = None,
+    requests: Annotated[int | None, typer.Option(help="Of each arm in each round.", min=2)] = None,
+    rounds: Annotated[int | None, typer.Option(help="Repetitions of every arm.", min=1)] = None,
+    arms: Annotated[str, typer.Option(help="Comma-separated; default all (quick: some).")] = "",
+    load: Annotated[str, typer.Option(help="Fractions of the SLO capacity to go through, as 0.1,0.5,0.95.")] = "",
+    control: Annotated[bool, typer.Option("--control", help="Only the kill switch and the frozen broker.")] = False,
+) -> None:
+    """Rollouts beside a real serving engine: what they make, what serving pays, beside other ways of sharing."""
+    from ..bench.coserve import bench_coserve, settings_of
+
+    settings = settings_of(
+        quick=quick, control=control, rate=rate, requests=requests, rounds=rounds, arms=arms, loads=load
+    )
+    raise typer.Exit(bench_coserve(settings, json_output=json))
+
+
+@app.command("coserve-sim")
+def coserve_sim(quick: Quick = False, json: AsJson = False) -> None:
+    """One GPU that serving and rollouts share, simulated, from light load to SLO capacity: the guard and its rivals."""
+    from ..bench.coserve_sim import bench_coserve_sim
+
+    raise typer.Exit(bench_coserve_sim(quick=quick, json_output=json))
+
+
 # ---------------------------------------------------------------- processes that benches start
+
+
+@app.command("lent", hidden=True)
+def lent(
+    probe: Annotated[Path, typer.Option()],
+    switch: Annotated[Path, typer.Option()],
+    ttft: Annotated[float, typer.Option("--slo-ttft-ms")],
+    tpot: Annotated[float, typer.Option("--slo-tpot-ms")],
+    model: Annotated[str, typer.Option()],
+    slots: Annotated[int, typer.Option()],
+    context: Annotated[int, typer.Option()],
+    url: Url = None,
+    name: Name = None,
+) -> None:
+    """A serving worker whose guard decides as the bench switches."""
+    from ..bench.coserve_worker import run_lent
+    from ..workers.serving.options import ServingOptions
+    from .engines import EngineOptions
+    from .roles import RoleOptions
+
+    engine = EngineOptions(engine="vllm", model=model, slot_count=slots, context_tokens_max=context, log="-")
+    serving = ServingOptions(probe=str(probe), ttft_slo_ms=ttft, tpot_slo_ms=tpot)
+    run_lent(RoleOptions(url=need_url(url), name=name), engine=engine, serving=serving, switch=switch)
 
 
 @app.command("witness", hidden=True)

@@ -173,77 +173,6 @@ def agent(
 
 
 @app.command()
-def worker(
-    url: Url = None,
-    name: Name = None,
-    role: Annotated[str, typer.Option(help="dedicated or serving.")] = "dedicated",
-    engine: EngineName = "transformers",
-    model: Annotated[str | None, typer.Option(help="Preset, path or hub name. Default: tiny.")] = None,
-    slots: Annotated[int, typer.Option(help="Turns it runs at once.", min=1)] = 64,
-    context: Annotated[
-        int | None, typer.Option(help="Longest context in tokens. Default: 512; the server's with --server.", min=2)
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling; default: fresh.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; with vLLM set CUDA_VISIBLE_DEVICES.")] = None,
-    server: Annotated[str | None, typer.Option(help="vllm: attach to the OpenAI server at this URL.")] = None,
-    engine_log: Annotated[
-        str | None, typer.Option(help="vllm: file for its output; - for where ours goes. Default: in ~/.local/state.")
-    ] = None,
-    adapter_rank: Annotated[
-        int | None, typer.Option(help="vllm: the run's weights are a LoRA adapter of this rank.", min=1)
-    ] = None,
-    adapter_alpha: Annotated[
-        float | None, typer.Option(help="vllm: its scale times the rank. Default: the rank.")
-    ] = None,
-    sleep_after: Annotated[
-        float | None, typer.Option(help="Seconds without a lease after which the engine gives its memory back.", min=0)
-    ] = None,
-    shared_weights: Annotated[
-        bool, typer.Option(help="Fetch weights once for all workers of this machine, by shared memory.")
-    ] = True,
-    weights_listen: Annotated[
-        str, typer.Option(help="HOST:PORT to serve weights to other machines at. Weights travel in clear.")
-    ] = "",
-    weights_host: Annotated[str, typer.Option(help="How other machines reach that HOST, if by another name.")] = "",
-    region: Annotated[str, typer.Option(help="Where this machine is: regions are crossed once.")] = "",
-    home_region: Annotated[str, typer.Option(help="Where the broker is.")] = "",
-    words: EngineWords = None,
-) -> None:
-    """Run a rollout worker: generates turns while it holds a lease."""
-    from ..workers.supply import SupplyOptions
-    from .engines import EngineOptions
-    from .roles import RoleOptions, run_worker
-
-    if server is not None and model is None:
-        raise ConfigError(
-            "--server needs --model: the name that the server has for it, which is the model of the runs it works for"
-        )
-    options = EngineOptions(
-        engine=engine,
-        model=model or "tiny",
-        slot_count=slots,
-        context_tokens_max=context,
-        seed=seed,
-        device=device,
-        server=server,
-        server_key=os.environ.get("ROLLFAB_SERVER_KEY"),
-        log=engine_log,
-        words=tuple(words or ()),
-        adapter_rank=adapter_rank,
-        adapter_alpha=adapter_alpha,
-    )
-    supply = SupplyOptions(
-        is_shared=shared_weights,
-        listen=weights_listen,
-        public_host=weights_host,
-        region=region,
-        home_region=home_region,
-    )
-    role_options = RoleOptions(url=need_url(url), name=name)
-    run_worker(role_options, role=role, engine=options, sleep_after_s=sleep_after, supply=supply)
-
-
-@app.command()
 def reward(
     url: Url = None,
     name: Name = None,
@@ -262,9 +191,9 @@ def reward(
 
 def _register() -> None:
     """Commands that live in files of their own."""
-    from . import acl, api, bench, data, doctor, status, train, weights
+    from . import acl, api, bench, data, doctor, lend, replay, status, train, weights, worker
 
-    for module in (api, acl, status, doctor, data, weights, train):
+    for module in (worker, api, acl, status, lend, doctor, data, weights, train, replay):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

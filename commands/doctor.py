@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..fabric.wire import dump_json
+from ..workers.gpu import GpuReport, gpu_line, look_at_gpus
 from .options import AsJson
 
 
@@ -77,9 +78,20 @@ def examine() -> list[Finding]:
             advice="install Python 3.11 or newer",
         ),
         *(_package(*need) for need in NEEDS),
-        Finding(what="GPU", found="nvidia-smi found" if has_gpu else "none: engines run on the CPU", is_optional=True),
+        *gpu_findings(look_at_gpus(), has_driver=has_gpu),
         *examine_vllm(has_gpu=has_gpu),
     ]
+
+
+def gpu_findings(report: GpuReport, *, has_driver: bool) -> list[Finding]:
+    """One for each GPU. has_driver: nvidia-smi is there, so that NVML should answer too; without it none is missed."""
+    if report.gpus:
+        return [Finding(what=f"GPU {gpu.index}", found=gpu_line(gpu), is_optional=True) for gpu in report.gpus]
+    if not has_driver:
+        return [Finding(what="GPU", found="none: engines run on the CPU", is_optional=True)]
+    advice = "run nvidia-smi, and mend what it says"
+    found = f"nvidia-smi found, but {report.note}"
+    return [Finding(what="GPU", found=found, is_fine=False, is_optional=True, advice=advice)]
 
 
 def _package(package: str, purpose: str, advice: str, is_optional: bool) -> Finding:

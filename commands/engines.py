@@ -16,6 +16,7 @@ from ..workers.engines.base import Engine
 if TYPE_CHECKING:
     from ..workers.engines.transformers import TransformersConfig
     from ..workers.engines.vllm.config import VllmConfig
+    from ..workers.serving.guard import GuardConfig
 
 ENGINES = ("transformers", "vllm")
 CONTEXT_TOKENS_MAX = 512
@@ -50,6 +51,8 @@ class EngineOptions:
     """vllm only: weights are a LoRA adapter of this rank."""
     adapter_alpha: float | None = None
     """vllm only: that adapter's scale times its rank."""
+    guard: GuardConfig | None = None
+    """It shares its device with a serving engine."""
 
     def for_transformers(self) -> TransformersConfig:
         """Settings of the embedded engine."""
@@ -61,6 +64,7 @@ class EngineOptions:
             device=self.device or "cpu",
             context_tokens_max=self.context_tokens_max or CONTEXT_TOKENS_MAX,
             seed=self.seed,
+            guard=self.guard,
         )
 
     def for_vllm(self, log_path: Path | None) -> VllmConfig:
@@ -80,6 +84,7 @@ class EngineOptions:
             log_path=log_path,
             adapter_rank=self.adapter_rank,
             adapter_alpha=self.adapter_alpha,
+            guard=self.guard,
         )
 
 

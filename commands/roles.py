@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -18,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..api.config import ApiConfig
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
@@ -25,9 +29,11 @@ from ..fabric.errors import ConfigError, FabricError
 from ..fabric.ids import new_worker_id
 from ..fabric.records import WorkerInfo
 from ..workers.engines.base import Engine
-from .engines import EngineOptions, check_engine_options, new_engine, patience_of
+from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
 
 if TYPE_CHECKING:
+    from ..workers.serving.options import ServingOptions
+    from ..workers.serving.wiring import Sharing
     from ..workers.supply import SupplyOptions
 
 log = logging.getLogger(__name__)
@@ -88,6 +94,7 @@ def run_controller(options: RoleOptions) -> None:
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
             controller = Controller(ports.board, ControllerConfig(worker_id=worker_id), SystemClock())
             async with _beating(ports, _info(worker_id, "controller")):
+                gc.freeze()  # what is loaded now stays: walking through it would make one plan in a hundred slow
                 await controller.run(stop)
 
     run_until_stopped(serve)
@@ -120,6 +127,7 @@ def run_worker(
     engine: EngineOptions,
     sleep_after_s: float | None = None,
     supply: SupplyOptions | None = None,
+    serving: ServingOptions | None = None,
     make_engine: Callable[[EngineOptions, str], Engine] = new_engine,
 ) -> None:
     """Generate turns under a lease.
@@ -128,39 +136,77 @@ def run_worker(
         options, role, engine: see there.
         sleep_after_s: see RolloutConfig.
         supply: where its weights come from.
+        serving: the serving engine that it shares its device with.
         make_engine: another engine than the options name, for a worker's id.
     """
     from ..workers.rollout import RolloutConfig, RolloutWorker
+    from ..workers.serving.options import ServingOptions, check_serving_options
     from ..workers.supply import place_of, weights_for
 
     if role not in ("dedicated", "serving"):
         raise ConfigError(f"role {role!r} is neither dedicated nor serving")
-    worker_id = options.worker_id(role)
+    worker_id, serving = options.worker_id(role), serving or ServingOptions()
     check_engine_options(engine)
+    check_serving_options(role, serving, has_server=engine.server is not None)
     if supply is not None and supply.listen:
         place_of(supply)
+    sharing = _sharing(serving)
+    if sharing is not None:
+        os.environ.update(sharing.environment)
+        engine = dataclasses.replace(engine, guard=sharing.config)
     made = make_engine(engine, worker_id)
     config = RolloutConfig(
         worker_id=worker_id,
         role=role,
         model=engine.model,
         slot_count=engine.slot_count,
+        pool=serving.pool,
+        is_observing=serving.is_observing,
         sleep_after_s=sleep_after_s,
+        context_tokens_max=_context_tokens_max(engine),
         **patience_of(engine),
     )
 
     async def serve(stop: asyncio.Event) -> None:
-        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+        async with contextlib.AsyncExitStack() as stack:
+            ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
+            if sharing is not None:
+                stack.callback(sharing.close)
+                await sharing.wait(stop, _say)
+                if stop.is_set():
+                    return
+            stack.push_async_callback(made.close)
             await made.start()
-            try:
-                async with weights_for(ports.weights, worker_id, options.url, supply) as weights:
-                    make_receiver = partial(weights.receiver, engine=made)
-                    worker = RolloutWorker(ports, made, config, SystemClock(), make_receiver=make_receiver)
-                    await worker.run(stop)
-            finally:
-                await made.close()
+            guard = (
+                sharing.attach(made, engine.slot_count * (config.context_tokens_max or 1))
+                if sharing is not None
+                else None
+            )
+            weights = await stack.enter_async_context(weights_for(ports.weights, worker_id, options.url, supply))
+            make_receiver = partial(weights.receiver, engine=made)
+            worker = RolloutWorker(ports, made, config, SystemClock(), make_receiver=make_receiver, guard=guard)
+            if sharing is not None:
+                await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
+            await worker.run(stop)
 
     run_until_stopped(serve)
+
+
+def _sharing(serving: ServingOptions) -> Sharing | None:
+    if serving.probe is None:
+        return None
+    from ..workers.serving.wiring import Sharing
+
+    return Sharing(serving, SystemClock())
+
+
+def _context_tokens_max(engine: EngineOptions) -> int | None:
+    """Where it cuts every turn; None: its server knows."""
+    return engine.context_tokens_max or (CONTEXT_TOKENS_MAX if engine.server is None else None)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def run_reward(options: RoleOptions, *, reward_timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""`rollfab status`, `lend`: looking and switching."""
+"""`rollfab status`: looking."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import InputError
 from ..fabric.ports import RunStatus
-from ..fabric.records import WorkerInfo
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
 
@@ -45,7 +43,7 @@ async def snapshot(ports: RedisFabric) -> dict[str, Any]:
         "runs": [_run_row(run) for run in runs],
         "workers": [{**asdict(info), "heartbeat_age_ms": age} for info, age in workers.values()],
         "leases": leases,
-        "lends": await ports.board.lends(),
+        "lends": {name: asdict(said) for name, said in (await ports.board.lends()).items()},
     }
 
 
@@ -141,12 +139,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    _register_status(app)
-    _register_lend(app)
-
-
-def _register_status(app: typer.Typer) -> None:
+    """Add the command of this file."""
 
     @app.command()
     def status(
@@ -167,37 +160,3 @@ def _register_status(app: typer.Typer) -> None:
                     await asyncio.sleep(1.0)
 
         with_ports(need_url(url), follow)
-
-
-def _register_lend(app: typer.Typer) -> None:
-    @app.command()
-    def lend(
-        switch: Annotated[str, typer.Argument(help="on, off, status, or a number of slots.")],
-        worker: Annotated[str, typer.Option(help="One serving worker; default: all.")] = "*",
-        url: Url = None,
-        json: AsJson = False,
-    ) -> None:
-        """The serving team's switch: offer serving workers to rollouts, or take them back."""
-        if switch != "status" and switch not in ("on", "off") and not switch.isdigit():
-            raise InputError(f"lend {switch!r}: expected on, off, status, or a number of slots")
-
-        async def work(ports: RedisFabric) -> dict[str, Any]:
-            if switch != "status":
-                for name in {worker, *(await ports.board.lends())} if worker == "*" else {worker}:
-                    await ports.board.set_lend(name, switch)  # "all" overrides what was said of single workers
-                await ports.board.add_event("lend.switched", {"worker_id": worker, "value": switch})
-            serving = [info for info, _ in (await ports.board.workers()).values() if info.role == "serving"]
-            return {"lends": await ports.board.lends(), "serving_workers": [_serving_row(info) for info in serving]}
-
-        seen = with_ports(need_url(url), work)
-        if json:
-            print(dump_json(seen).decode())
-            return
-        for name, value in seen["lends"].items():
-            print(f"{'all serving workers' if name == '*' else name}: {value}")
-        for row in seen["serving_workers"]:
-            print(f"  {row['worker_id']}: {row['running_count']} turns for {row['run_id'] or 'nobody'}")
-
-
-def _serving_row(info: WorkerInfo) -> dict[str, Any]:
-    return {"worker_id": info.worker_id, "run_id": info.run_id, "running_count": info.running_count}

@@ -60,7 +60,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "ROLLFAB_PARENT": str(os.getpid()), **self.environment},
-                start_new_session=True,  # an interrupt from the terminal reaches us alone; we stop children in order
+                process_group=0,  # an interrupt from the terminal reaches us alone; we stop children in order
             )
 
     def tail(self, line_count: int = 12) -> str:

@@ -31,6 +31,9 @@ RECORD_BYTES_MAX = {
     "Rollout": 64 * MIB,  # 64 turns that each fill 64k tokens, 9 bytes per token
     "DeadLetter": TASK_BYTES_MAX + 256 * KIB,  # the job, the reason, the end of a traceback
     "WorkerInfo": 64 * KIB,  # sent every second
+    "LendSetting": 64 * KIB,  # read by serving workers with every heartbeat
+    "SharingReport": 64 * KIB,  # sent every five seconds
+    "LeasePlan": 4 * MIB,  # a row per worker, 200 bytes each
     "Agreement": 256 * KIB,  # of 64 workers about 70 KiB; shown every second
     "Offer": MIB,  # of a collective: a line per member
     "Answer": 64 * KIB,  # to an offer: addresses

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .agreement import Agreement
+from .lease_plan import LeaseChange, LeasePlan
 from .ports_weights import WeightStore
 from .records import (
     DeadLetter,
@@ -27,6 +28,7 @@ from .records import (
     TurnResult,
     WorkerInfo,
 )
+from .sharing import LendSetting, SharingReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,22 @@ class RunStatus:
     dead_count: int
     counters: Mapping[str, int]
     agreement: Agreement | None = None  # of workers with the trainer, as it was last compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """All that a capacity plan is made of but what serving teams said. workers: with the age of the last heartbeat, ms.
+
+    assignments: worker → the run whose leases it looks at. leases: by run, then by worker; one that is not the same on
+    all shards of its run shows with no slots. now_ms: the broker's clock, which leases end by; wall_ms: its machine's.
+    """
+
+    workers: Mapping[str, tuple[WorkerInfo, int]]
+    assignments: Mapping[str, str]
+    runs: Mapping[str, RunStatus]
+    leases: Mapping[str, Mapping[str, Lease]]
+    now_ms: int = 0
+    wall_ms: int = 0
 
 
 class TrajectoryQueue(Protocol):
@@ -283,22 +301,87 @@ class LeaseBoard(Protocol):
         ...
 
     async def forget_worker(self, worker_id: str) -> None: ...
-    async def lead(self, controller_id: str, duration_ms: int) -> int:
-        """Become or stay leader; returns the term, 0 when another leads."""
+    async def lead(self, controller_id: str, duration_ms: int, *, is_new: bool = False) -> int:
+        """Become or stay leader; returns the term, 0 when another leads. Terms only grow. is_new: a process's first."""
+        ...
+
+    async def open_term(self, term: int) -> None:
+        """From here on no lease of an older term can be written, on any run that there is."""
+        ...
+
+    async def survey(self) -> Survey:
+        """Everything that a plan is made of, in a few round trips."""
+        ...
+
+    async def change_leases(self, term: int, changes: Sequence[LeaseChange], assigned: Mapping[str, str]) -> list[bool]:
+        """Carry out a plan of this term, ends first; False where a newer term or lease is in place (nothing written).
+
+        Workers learn which run's leases to look at, and are woken where theirs is another one now.
+
+        Args:
+            assigned: worker → the run that it looks at now, as it was read; those who look there already are not told.
+
+        Raises:
+            RunUnknown: one of the runs is gone; nothing of the plan was carried out.
+        """
+        ...
+
+    async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:
+        """Take silent workers off the board; False when a newer term has begun (nothing written)."""
+        ...
+
+    async def set_plan(self, plan: LeasePlan) -> bool:
+        """Keep the newest plan, for people; False when a newer term than its own has begun (nothing written)."""
+        ...
+
+    async def plan(self) -> LeasePlan | None:
+        """The newest plan; None: there is none, or it cannot be read."""
         ...
 
     async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
-        """Publish a lease (duration None: standing); False when a newer epoch is in place."""
+        """One change; the term is the one in its epoch."""
         ...
 
     async def end_lease(self, lease: Lease) -> None: ...
     async def leases(self, run_id: str) -> dict[str, Lease]: ...
-    async def set_lend(self, worker_id: str, value: str) -> None:
-        """The serving team's switch: "on", "off", or a slot limit; worker "*" is all of them."""
+    async def set_lend(self, subject: str, value: LendSetting | str) -> None:
+        """What the serving team says of a worker, a pool ("pool:NAME") or all ("*"), until it says otherwise.
+
+        The workers that it concerns are woken at once, whoever leads or does not, and the switch is an event: all of
+        it, or nothing. A word is understood too: "on", "observe", "off", "clear" (nothing is said of it any more), or
+        a number of slots. Raises InputError.
+        """
         ...
 
-    async def lends(self) -> dict[str, str]: ...
+    async def change_lend(self, subject: str, changes: Mapping[str, Any]) -> LendSetting:
+        """The same for some fields (rules/lending.py: `changed`), whoever changes others at once; returns the whole."""
+        ...
+
+    async def lends(self) -> dict[str, LendSetting]:
+        """All that was said, by subject; what cannot be read is "off"."""
+        ...
+
+    async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
+        """What was said that concerns one worker, and the broker machine's time in ms since 1970."""
+        ...
+
+    async def wall_ms(self) -> int:
+        """The broker machine's time in ms since 1970: hours of the day are counted by it."""
+        ...
+
+    async def set_sharing(self, report: SharingReport) -> None:
+        """Keep what a serving worker on the board measured; it replaces what was kept, and goes with the worker."""
+        ...
+
+    async def sharing(self) -> dict[str, SharingReport]:
+        """The reports of serving workers, by worker; those that cannot be read are left out."""
+        ...
+
     async def add_event(self, kind: str, facts: Mapping[str, Any]) -> None: ...
+    async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Several at once, as (kind, facts)."""
+        ...
+
     async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:
         """Events after id `after` as (id, kind, facts)."""
         ...

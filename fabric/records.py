@@ -259,6 +259,12 @@ class WorkerInfo(Record):
     pause_ms: float | None = None  # writing them took, while it did not
     payload_bytes: int | None = None  # of them, as they were fetched
     weights_note: str | None = None  # what its engine cannot do as its run wishes when weights change
+    pool: str = ""  # serving workers: the group of workers that its team switches together
+    guard_state: str | None = None  # serving workers: open, narrow, shut; None: it has no guard
+    guard_reason: str | None = None
+    open_fraction: float | None = None  # of the last seconds, in which its guard let rollouts run
+    tokens_per_s: float | None = None  # rollout tokens, of late
+    probe: str | None = None  # by what its guard sees the serving engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,12 @@
 """The capacity controller: the only writer of leases.
 
-- Stateless but for how long demand has been gone and what runs that take turns are owed: everything else is read from
-  the broker at every tick, so it may die and come back, or a standby may take over, at any moment; runs then start
-  level.
+- Everything is read from the broker at every tick, so it may die and come back, or a standby may take over, at any
+  moment. What takes time to know (census.py), and what runs that take turns are owed, begins anew then.
 - Dedicated leases stand without it. Serving leases end by the broker's clock soon after it is gone.
-- Lease epochs are `term * 2^20 + count`: a controller that lost the lead can never overwrite its successor's.
+- Lease epochs are `term * 2^20 + count`, and all it writes carries its term: once a successor has opened its own, a
+  controller that lost the lead writes nothing any more. Every process opens a term of its own, also under a name that
+  led before: no epoch is given twice.
+- A tick is a handful of round trips, however many workers there are.
 """
 
 from __future__ import annotations
@@ -12,20 +14,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..fabric.clock import Clock
 from ..fabric.errors import FabricError
-from ..fabric.ports import LeaseBoard, RunStatus
+from ..fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand, term_of
+from ..fabric.ports import LeaseBoard, Survey
 from ..fabric.records import Lease, WorkerInfo
-from ..fabric.rules.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan, settle
+from ..fabric.rules.capacity import CapacityRule, Grant, RunFacts, plan, settle
+from ..fabric.rules.lease import lease_left
+from .census import Census
 
 log = logging.getLogger(__name__)
 
-EPOCHS_PER_TERM = 1 << 20  # one change of lease every 100 ms would use them up in 29 hours of one term
-ROLES = ("dedicated", "serving")
-WAKE_MS = 10_000  # of a sleeping engine that was never woken: later than any that is known to be quicker
 PASSED_S_MAX = 1.0  # of the time between two ticks: nobody knows what became of leases in a longer gap
+PLAN_S = 1.0  # between two plans written down for people
+REASON_LENGTH_MAX = 200  # in them: there is a row for every worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +57,22 @@ class Controller:
         self._board = board
         self._config = config
         self._clock = clock
-        self._busy_at_s: dict[str, float] = {}
+        self._census = Census()
         self._ticked_at_s: float | None = None
         self._grants: list[Grant] = []
         self._owed: dict[str, float] = {}
         self._trusting_until_s = 0.0
         self._count = 0
+        self._term = 0
+        self._shown: LeasePlan | None = None
+        self._shown_at_s = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Plan until `stop`; a broker that cannot be reached is waited for."""
         while not stop.is_set():
             try:
-                term = await self._board.lead(self._config.worker_id, self._config.lead_ms)
+                is_new = not self._term
+                term = await self._board.lead(self._config.worker_id, self._config.lead_ms, is_new=is_new)
                 if term:
                     await self.tick(term)
             except FabricError as error:
@@ -71,24 +81,36 @@ class Controller:
 
     async def tick(self, term: int) -> list[Grant]:
         """One plan, published; returns it."""
-        passed_s = self._mind_the_gap()
-        workers = await self._live_workers()
-        lends = await self._board.lends()
-        statuses = [await self._board.run_status(name) for name in await self._board.runs()]
-        current = {status.config.run_id: await self._board.leases(status.config.run_id) for status in statuses}
-        self._count = max([self._count, *_counts(term, current)])
-        facts = [_worker_facts(info, lends, current) for info in workers.values() if info.role in ROLES]
-        runs = [self._run_facts(status) for status in statuses]
+        if term != self._term:
+            await self._board.open_term(term)  # before the first reading: nothing older is written after it
+            self._begin(term)
+            log.info("controller.leads", extra={"term": term})
+        passed_s, now_s = self._mind_the_gap()
+        survey, lends = await self._board.survey(), await self._board.lends()
+        workers, silent = self._told_apart(survey)
+        facts = self._census.workers(workers.values(), survey, lends, now_s=now_s, wall_ms=survey.wall_ms)
+        runs = [self._census.run(status, now_s) for status in survey.runs.values()]
         self._owed = settle(self._owed, self._grants, runs, passed_s, self._config.rule)
         runs = [dataclasses.replace(run, owed=self._owed.get(run.run_id, 0.0)) for run in runs]
         grants = self._grants = plan(facts, runs, self._config.rule)
-        for grant in grants:
-            await self._publish(term, grant, current)
-        await self._drop_dead(workers, current)
+        self._census.learn(facts, grants, now_s)
+        changes, news = self._changes(term, grants, survey)
+        gone = [_ended(lease) for lease in _left_behind(workers, survey)]
+        changes += [LeaseChange(lease=lease, is_end=True) for lease in gone]
+        news |= {lease.lease_epoch for lease in gone}
+        await self._publish(term, changes, news, survey)
+        await self._forget(term, silent)
+        await self._show(term, workers, grants, runs)
         return grants
 
-    def _mind_the_gap(self) -> float:
-        """Seconds since the last tick that can be accounted for.
+    def _begin(self, term: int) -> None:
+        """Nothing of an earlier term counts: others led since, or another process did."""
+        self._term, self._count = term, 0
+        self._census, self._grants, self._owed = Census(), [], {}
+        self._shown = None
+
+    def _mind_the_gap(self) -> tuple[float, float]:
+        """Seconds since the last tick that can be accounted for, and the time.
 
         After a time without a tick (a broker outage, a pause of ours) heartbeats are old for everyone.
 
@@ -99,121 +121,146 @@ class Controller:
         if gap_s > age_s / 2:
             self._trusting_until_s = now + age_s
         self._ticked_at_s = now
-        return min(gap_s, PASSED_S_MAX)
+        return min(gap_s, PASSED_S_MAX), now
 
-    async def _live_workers(self) -> dict[str, WorkerInfo]:
+    def _told_apart(self, survey: Survey) -> tuple[dict[str, WorkerInfo], dict[str, WorkerInfo]]:
+        """Workers that live, and those that have been silent for too long."""
         live: dict[str, WorkerInfo] = {}
-        for name, (info, age_ms) in (await self._board.workers()).items():
-            if age_ms <= self._config.worker_age_ms_max or self._clock.now_s() < self._trusting_until_s:
-                live[name] = info
-            else:
-                await self._board.forget_worker(name)
-                await self._board.add_event("worker.gone", {"worker_id": name, "role": info.role})
-        return live
+        silent: dict[str, WorkerInfo] = {}
+        is_trusting = self._clock.now_s() < self._trusting_until_s
+        for name, (info, age_ms) in survey.workers.items():
+            (live if is_trusting or age_ms <= self._config.worker_age_ms_max else silent)[name] = info
+        return live, silent
 
-    def _run_facts(self, status: RunStatus) -> RunFacts:
-        now = self._clock.now_s()
-        open_count = status.trajectories["queued"] + status.trajectories["running"]
-        run_id = status.config.run_id
-        if open_count or run_id not in self._busy_at_s:
-            self._busy_at_s[run_id] = now
-        return RunFacts(
-            run_id=run_id,
-            model=status.config.model,
-            weight=status.config.weight,
-            has_weights=status.head_version >= 0,
-            open_count=open_count,
-            idle_s=now - self._busy_at_s[run_id],
-        )
+    def _changes(self, term: int, grants: Sequence[Grant], survey: Survey) -> tuple[list[LeaseChange], set[int]]:
+        """What the plan changes, and the epochs of leases that are news; those that stand as they are are left out."""
+        changes: list[LeaseChange] = []
+        news: set[int] = set()
+        by_worker = _by_worker(survey)
+        for grant in grants:
+            mine: Lease | None = None
+            for held in by_worker.get(grant.worker_id, ()):
+                if held.run_id == grant.run_id:
+                    mine = held
+                    continue
+                ending = self._numbered(term, held, slot_count=0, reason=grant.reason)
+                changes.append(LeaseChange(lease=ending, is_end=True))
+                news.add(ending.lease_epoch)
+            if grant.run_id is None:
+                continue
+            is_same = mine is not None and _stands(mine, grant, term, survey.now_ms)
+            is_told = survey.assignments.get(grant.worker_id) == grant.run_id
+            if is_same and is_told and grant.is_standing:
+                continue
+            lease = dataclasses.replace(
+                mine
+                or Lease(
+                    worker_id=grant.worker_id, run_id=grant.run_id, lease_epoch=0, slot_count=0, lease_until_ms=None
+                ),
+                lease_until_ms=None,
+                reason=grant.reason,
+            )
+            if not is_same:
+                lease = self._numbered(term, lease, slot_count=grant.slot_count, reason=grant.reason)
+                news.add(lease.lease_epoch)
+            duration_ms = None if grant.is_standing else self._config.lease_ms
+            changes.append(LeaseChange(lease=lease, duration_ms=duration_ms))
+        return changes, news
 
-    async def _publish(self, term: int, grant: Grant, current: dict[str, dict[str, Lease]]) -> None:
-        for run_id, leases in current.items():
-            held = leases.get(grant.worker_id)
-            if held is not None and run_id != grant.run_id:
-                await self._end(term, held, grant.reason)
-        if grant.run_id is None:
-            return
-        held = current[grant.run_id].get(grant.worker_id)
-        is_same = (
-            held is not None and held.slot_count == grant.slot_count and held.lease_epoch >= term * EPOCHS_PER_TERM
-        )
-        if is_same and grant.is_standing:
-            return
-        lease = Lease(
-            worker_id=grant.worker_id,
-            run_id=grant.run_id,
-            lease_epoch=held.lease_epoch if held is not None and is_same else self._next_epoch(term),
-            slot_count=grant.slot_count,
-            lease_until_ms=None,
-            reason=grant.reason,
-        )
-        await self._board.set_lease(lease, None if grant.is_standing else self._config.lease_ms)
-        if not is_same:
-            await self._say("lease.granted", lease)
-
-    async def _end(self, term: int, held: Lease, reason: str) -> None:
-        ending = Lease(
-            worker_id=held.worker_id,
-            run_id=held.run_id,
-            lease_epoch=self._next_epoch(term),
-            slot_count=0,
-            lease_until_ms=None,
-            reason=reason,
-        )
-        await self._board.end_lease(ending)
-        await self._say("lease.ended", ending)
-
-    async def _drop_dead(self, workers: dict[str, WorkerInfo], current: dict[str, dict[str, Lease]]) -> None:
-        for leases in current.values():
-            for name, lease in leases.items():
-                if name not in workers:
-                    await self._board.end_lease(lease)
-
-    def _next_epoch(self, term: int) -> int:
+    def _numbered(self, term: int, lease: Lease, *, slot_count: int, reason: str) -> Lease:
+        """A lease of the next epoch."""
         self._count += 1
-        return term * EPOCHS_PER_TERM + self._count
+        epoch = term * EPOCHS_PER_TERM + self._count
+        return dataclasses.replace(lease, lease_epoch=epoch, slot_count=slot_count, lease_until_ms=None, reason=reason)
 
-    async def _say(self, kind: str, lease: Lease) -> None:
-        facts = {
-            "worker_id": lease.worker_id,
-            "run_id": lease.run_id,
-            "slot_count": lease.slot_count,
-            "lease_epoch": lease.lease_epoch,
-            "reason": lease.reason,
-        }
-        log.info(kind, extra=facts)
-        await self._board.add_event(kind, facts)
+    async def _publish(self, term: int, changes: Sequence[LeaseChange], news: set[int], survey: Survey) -> None:
+        """Carry a plan out, and write down what is news in it."""
+        if not changes:
+            return
+        done = await self._board.change_leases(term, changes, survey.assignments)
+        events = []
+        for change, is_done in zip(changes, done, strict=True):
+            if is_done and change.lease.lease_epoch in news:
+                kind = "lease.ended" if change.is_end else "lease.granted"
+                events.append((kind, _event(change.lease)))
+                log.info(kind, extra=events[-1][1])
+        if not all(done):
+            log.warning("controller.refused", extra={"term": term, "count": len(done) - sum(done)})
+        if events:
+            await self._board.add_events(events)
+
+    async def _forget(self, term: int, silent: Mapping[str, WorkerInfo]) -> None:
+        if silent and await self._board.forget_workers(term, list(silent)):
+            facts = [{"worker_id": name, "role": info.role} for name, info in silent.items()]
+            await self._board.add_events([("worker.gone", each) for each in facts])
+
+    async def _show(
+        self, term: int, workers: Mapping[str, WorkerInfo], grants: Sequence[Grant], runs: Sequence[RunFacts]
+    ) -> None:
+        """Write the plan down for people, when it has changed, at most once a second."""
+        now_s = self._clock.now_s()
+        if self._shown is not None and now_s - self._shown_at_s < PLAN_S:
+            return
+        rows = tuple(_row(workers[grant.worker_id], grant) for grant in grants)
+        demand = tuple(_demand(run, grants) for run in runs)
+        if self._shown is not None and (self._shown.rows, self._shown.runs) == (rows, demand):
+            return
+        shown = LeasePlan(
+            controller_id=self._config.worker_id, term=term, made_at_ms=self._clock.wall_ms(), rows=rows, runs=demand
+        )
+        if await self._board.set_plan(shown):
+            self._shown, self._shown_at_s = shown, now_s
 
 
-def _counts(term: int, current: dict[str, dict[str, Lease]]) -> list[int]:
-    """Lease numbers of this term in use: a controller that is started again under its name goes on in its own term."""
-    epochs = [lease.lease_epoch for leases in current.values() for lease in leases.values()]
-    return [epoch % EPOCHS_PER_TERM for epoch in epochs if epoch // EPOCHS_PER_TERM == term]
+def _by_worker(survey: Survey) -> dict[str, list[Lease]]:
+    found: dict[str, list[Lease]] = {}
+    for leases in survey.leases.values():
+        for name, lease in leases.items():
+            found.setdefault(name, []).append(lease)
+    return found
 
 
-def _worker_facts(info: WorkerInfo, lends: dict[str, str], current: dict[str, dict[str, Lease]]) -> WorkerFacts:
-    leased = next((run_id for run_id, leases in current.items() if info.worker_id in leases), None)
-    return WorkerFacts(
-        worker_id=info.worker_id,
-        model=info.model or "",
-        slot_count=info.slot_count if info.state != "failed" else 0,
-        lend=None if info.role == "dedicated" else lend_limit(info, lends),
-        headroom_fraction=info.headroom_fraction,
-        run_id=leased or info.run_id,  # what it says of itself is a heartbeat old
-        is_lent=leased is not None,
-        activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it wakes already
+def _stands(lease: Lease, grant: Grant, term: int, now_ms: int) -> bool:
+    """Whether a lease is what was granted; one that has ended is granted anew, under an epoch of its own."""
+    is_whole = lease.slot_count == grant.slot_count
+    return is_whole and term_of(lease) >= term and lease_left(lease, now_ms) is not None
+
+
+def _left_behind(workers: Mapping[str, WorkerInfo], survey: Survey) -> list[Lease]:
+    """Leases of workers that are gone."""
+    return [lease for leases in survey.leases.values() for name, lease in leases.items() if name not in workers]
+
+
+def _ended(lease: Lease) -> Lease:
+    """As the event of its end shows it."""
+    return dataclasses.replace(lease, slot_count=0, reason="its worker left or died")
+
+
+def _event(lease: Lease) -> dict[str, Any]:
+    return {
+        "worker_id": lease.worker_id,
+        "run_id": lease.run_id,
+        "slot_count": lease.slot_count,
+        "lease_epoch": lease.lease_epoch,
+        "reason": lease.reason,
+    }
+
+
+def _row(info: WorkerInfo, grant: Grant) -> PlanRow:
+    return PlanRow(
+        worker_id=grant.worker_id,
+        role=info.role,
+        slot_count=grant.slot_count,
+        run_id=grant.run_id,
+        reason=grant.reason if len(grant.reason) <= REASON_LENGTH_MAX else grant.reason[: REASON_LENGTH_MAX - 1] + "…",
     )
 
 
-def _activation_ms(info: WorkerInfo) -> int:
-    if info.state != "asleep":
-        return 0
-    return max(1, WAKE_MS if info.wake_ms is None else info.wake_ms)
-
-
-def lend_limit(info: WorkerInfo, lends: dict[str, str]) -> int:
-    """Slots that a serving worker's team offers now: its own switch, else the one for all, else none."""
-    value = lends.get(info.worker_id, lends.get("*", "off"))
-    if value == "on":
-        return info.slot_count
-    return int(value) if value.isdigit() else 0
+def _demand(run: RunFacts, grants: Sequence[Grant]) -> RunDemand:
+    own = [grant for grant in grants if grant.run_id == run.run_id]
+    return RunDemand(
+        run_id=run.run_id,
+        open_count=run.open_count,
+        dedicated_count=sum(grant.slot_count for grant in own if grant.is_standing),
+        borrowed_count=sum(grant.slot_count for grant in own if not grant.is_standing),
+    )

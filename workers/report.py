@@ -2,10 +2,13 @@
 
 - The engine, the lease and the weights tell; this puts it into one record.
 - How much of recent prompts was found in the prefix cache: of the last WINDOW_S to twice that.
+- Tokens a second: of the last seconds, older ones ever less, and only of those since turns began to run: a pause before
+  them says nothing of how fast they are.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..fabric.clock import Clock
 from ..fabric.records import WorkerInfo
+from ..fabric.sharing import GuardView
 from .activation import Activation
 from .engines.base import Engine, EngineStats
 
@@ -21,6 +25,10 @@ if TYPE_CHECKING:
     from .weights import WeightReceiver
 
 WINDOW_S = 30.0
+SHUT_S = 0.5  # before a guard counts as shut
+PACE_S = 5.0  # time constant of tokens a second
+
+Guarded = Callable[[], GuardView | None]  # what a guard sees and does now; None: it is not up yet
 
 
 class WorkerReport:
@@ -33,13 +41,14 @@ class WorkerReport:
         clock: Clock,
         *,
         activation: Activation,
-        headroom: Callable[[], float | None],
+        guard: Guarded | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._activation = activation
-        self._headroom = headroom
+        self._guard = guard
         self._hits = PrefixHits(clock)
+        self._pace = TokenPace(clock)
 
     def info(
         self,
@@ -56,6 +65,7 @@ class WorkerReport:
             EngineError: the engine is gone.
         """
         stats, activation = self._engine.stats(), self._activation
+        view = (self._guard() or GuardView()) if self._guard is not None else None
         commit = receiver.last if receiver is not None else None
         if trouble:
             state = "failed"
@@ -69,12 +79,12 @@ class WorkerReport:
             pid=os.getpid(),
             host=socket.gethostname(),
             model=self._config.model,
-            slot_count=self._config.slot_count,
+            slot_count=0 if self._config.is_observing else self._config.slot_count,
             running_count=running_count,
             run_id=run_id,
             active_version=active_version,
             token_count=stats.token_count,
-            headroom_fraction=self._headroom(),
+            headroom_fraction=view.headroom_fraction if view else None,
             state=state,
             error=trouble,
             engine=self._engine.name,
@@ -87,7 +97,19 @@ class WorkerReport:
             pause_ms=round(1000 * commit.pause_s, 2) if commit is not None else None,
             payload_bytes=commit.payload_bytes if commit is not None else None,
             weights_note=receiver.note if receiver is not None else None,
+            pool=self._config.pool,
+            guard_state=_guard_state(view) if view else None,
+            guard_reason=view.reason if view else None,
+            open_fraction=view.open_fraction if view else None,
+            probe=view.probe if view else None,
+            tokens_per_s=self._pace.look(stats.token_count, running_count),
         )
+
+
+def _guard_state(view: GuardView) -> str:
+    """One that shuts for a step or two opens many times a second: a heartbeat must not say that it is shut."""
+    is_brief = view.state == "shut" and bool(view.probe) and view.shut_s < SHUT_S
+    return "narrow" if is_brief else view.state
 
 
 class PrefixHits:
@@ -105,3 +127,30 @@ class PrefixHits:
             self._since, self._next, self._turned_at_s = self._next, counts, now
         prompt_count, cached_count = counts[0] - self._since[0], counts[1] - self._since[1]
         return round(min(1.0, cached_count / prompt_count), 4) if prompt_count > 0 else None
+
+
+class TokenPace:
+    """Tokens a second, of late, while turns run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._at_s = clock.now_s()
+        self._count = 0
+        self._is_idle = True
+        self._tokens = self._weight_s = 0.0  # made since turns began to run, and in how long: older ones count less
+
+    def look(self, token_count: int, running_count: int) -> float | None:
+        """token_count: since the engine's start. None: turns have only begun to run. 0: none run."""
+        now, was_idle, before = self._clock.now_s(), self._is_idle, self._count
+        gap_s, self._at_s = now - self._at_s, now
+        self._count, self._is_idle = token_count, running_count == 0
+        if was_idle:
+            self._tokens = self._weight_s = 0.0
+        elif gap_s > 0:
+            kept = math.exp(-gap_s / PACE_S)
+            spent_s = PACE_S * (1 - kept)
+            self._tokens = self._tokens * kept + max(0, token_count - before) / gap_s * spent_s
+            self._weight_s = self._weight_s * kept + spent_s
+        if not self._weight_s:
+            return 0.0 if self._is_idle else None
+        return round(self._tokens / self._weight_s, 2)

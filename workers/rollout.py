@@ -9,6 +9,7 @@ health (running.py, stall.py), a listener at the doorbell, and a receiver that s
   or claimed. Weights are followed under a lease alone, so none arrive while it sleeps.
 - A claim that was lost is aborted; its tokens belong to whoever holds it now.
 - Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
+- Turns yield to a serving engine on the same device (yielding.py).
 - A turn that makes no tokens here goes on elsewhere. An engine that does not answer holds up neither claims nor
   heartbeats; what it made is read beside it, or what was saved last counts.
 - Weights change between two engine steps, and what running turns do is the run's wish: they keep their KV cache, have
@@ -24,7 +25,6 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, FabricError
@@ -35,41 +35,17 @@ from ..fabric.rules.stall import StallRule
 from .activation import Activation
 from .engines.base import Engine
 from .lease import LeaseKeeper, LeaseOptions
-from .report import WorkerReport
+from .report import Guarded, WorkerReport
+from .rollout_config import RolloutConfig as RolloutConfig
 from .running import RunningOptions, RunningTurns
 from .weights import AtCommit, WeightReceiver
+from .yielding import Yielding
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """Settings of a rollout worker."""
-
-    worker_id: str
-    role: str
-    """dedicated or serving."""
-    model: str
-    slot_count: int
-    """Turns it can run at once, [1, 4096]."""
-    heartbeat_s: float = 0.5
-    """Also the longest time for which a change of lease goes unnoticed whose ring was lost."""
-    log_s: float = 0.5
-    """How often running turns are renewed and their tokens saved; must be well below the claim time of 2 s."""
-    poll_s: float = 0.25
-    """Safety net below the doorbell."""
-    stall_s: float = 2.0
-    """A turn that makes no token for this long goes on elsewhere; the same for an engine without a step."""
-    first_token_s: float = 20.0
-    """As `stall_s`, before the first token (its prompt is being read) and before an engine's first step."""
-    finish_s: float = 120.0
-    """How long new weights wait for turns that are to finish with those that they run with."""
-    sleep_after_s: float | None = None
-    """Without a lease for this long, the engine is put to sleep, where it can; None: never."""
-
-
 class RolloutWorker:
-    """Runs turns of whatever run its lease names."""
+    """Runs turns of whatever run its lease names. keeper: its lease, and what its serving team allows."""
 
     def __init__(
         self,
@@ -79,8 +55,9 @@ class RolloutWorker:
         clock: Clock,
         *,
         make_receiver: Callable[[str], WeightReceiver],
-        headroom: Callable[[], float | None] = lambda: None,
+        guard: Guarded | None = None,
     ) -> None:
+        """`guard` says what the engine may do now, where it shares its device with a serving engine."""
         self._fabric = fabric
         self._engine = engine
         self._config = config
@@ -90,14 +67,19 @@ class RolloutWorker:
         self._has_room = asyncio.Event()
         self._has_ended_all = asyncio.Event()
         rule = StallRule(stall_s=config.stall_s, first_token_s=config.first_token_s)
-        running = RunningOptions(worker_id=config.worker_id, log_s=config.log_s, stall=rule)
+        running = RunningOptions(
+            worker_id=config.worker_id, log_s=config.log_s, stall=rule, context_tokens_max=config.context_tokens_max
+        )
         self._running = RunningTurns(engine, running, clock, wake=self._wake.set)
+        self._yielding = Yielding(self._running, guard, clock)
         lease = LeaseOptions(worker_id=config.worker_id, heartbeat_s=config.heartbeat_s, retry_s=config.poll_s)
-        self._keeper = LeaseKeeper(fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set)
+        self.keeper = self._keeper = LeaseKeeper(
+            fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set
+        )
         self._activation = Activation(
             engine, ActivationRule(sleep_after_s=config.sleep_after_s), clock, changed=self._note_activation
         )
-        self._report = WorkerReport(engine, config, clock, activation=self._activation, headroom=headroom)
+        self._report = WorkerReport(engine, config, clock, activation=self._activation, guard=guard)
         self._run: RunConfig | None = None
         self._turns: TurnQueue | None = None
         self._receiver: WeightReceiver | None = None
@@ -116,6 +98,8 @@ class RolloutWorker:
         keeper, running = self._keeper, self._running
         loops = (running.collect, running.look, self._listen, keeper.beat, keeper.listen, keeper.watch)
         helpers = [asyncio.create_task(work()) for work in loops]
+        if self._yielding.has_guard:
+            helpers.append(asyncio.create_task(self._yielding.follow(self._wake.set)))
         try:
             while not stop.is_set():
                 _raise_finished(helpers)
@@ -138,6 +122,7 @@ class RolloutWorker:
             return
         await self._part_with_standing()
         await self._part_with_overdue()
+        await self._part_with_yielding()
         await self._hand_back(self._turns)
         try:
             self._is_asking = True
@@ -177,7 +162,7 @@ class RolloutWorker:
             self._keeper.doubt()
         taken = {claim.job.turn_id for claim in outcome.claims}
         await self._running.drop({*outcome.lost, *taken})
-        self._running.start([self._fitting(claim) for claim in outcome.claims])
+        self._yielding.note_begun(self._running.start([self._fitting(claim) for claim in outcome.claims]))
 
     # ---- leases
 
@@ -232,6 +217,7 @@ class RolloutWorker:
         names, is_stalled = self._running.standing()
         if not names:
             return
+        is_stalled = is_stalled and (self._running.watch.is_hung or not self._yielding.is_narrowed)
         self._mute()
         await self._running.take_out(names, is_stalled=is_stalled)
         self._asks_from_s = self._clock.now_s() + self._config.poll_s  # others first, or it would stall here again
@@ -241,6 +227,16 @@ class RolloutWorker:
         if self._is_overdue and self._running:
             self._mute()
             await self._running.take_out()
+
+    async def _part_with_yielding(self) -> None:
+        """What a serving engine needs the device for, or its team's cap lets run no longer, must not wait here."""
+        names, terms = self._yielding.due(), self._keeper.terms
+        if terms is not None and terms.slot_count_max is not None:
+            running = [size.request_id for size in self._running.sizes()]
+            names += [name for name in running[terms.slot_count_max :] if name not in names]
+        if names:
+            self._mute()
+            await self._running.take_out(names)
 
     async def _hand_back(self, turns: TurnQueue) -> None:
         """Give back what was taken out; again in the next round, if the broker cannot be reached now."""
@@ -298,12 +294,19 @@ class RolloutWorker:
             while not self._may_begin and (self._running or self._is_asking):
                 self._has_ended_all.clear()
                 await self._has_ended_all.wait()
+            await self._until_open()
             self._running.watch.is_excused = True
             yield
         finally:
             timer.cancel()
             self._may_begin, self._is_overdue, self._running.watch.is_excused = True, False, False
             self._wake.set()
+
+    async def _until_open(self) -> None:
+        """Writing weights delays serving as a long step does: wait for the guard, but not for ever."""
+        until_s = self._clock.now_s() + self._config.commit_wait_s
+        while self._yielding.is_shut and self._clock.now_s() < until_s:
+            await self._clock.sleep(0.05)
 
     def _note_overdue(self) -> None:
         if not self._may_begin:
@@ -328,9 +331,9 @@ class RolloutWorker:
         if is_barred or self._clock.now_s() < self._asks_from_s:
             return 0
         running_count = len(self._running) - ended_count
-        bound = self._running.watch.may_take(running_count)
+        bounds = (self._running.watch.may_take(running_count), self._yielding.may_take())
         free = max(0, self._keeper.slot_count - running_count)
-        return free if bound is None else min(free, bound)
+        return min([free, *(bound for bound in bounds if bound is not None)])
 
     # ---- what happens by itself
 

@@ -20,7 +20,7 @@ from ..fabric.ports import TurnClaim, TurnProgress, TurnSettle
 from ..fabric.rules.stall import StallRule, is_stalled
 from .engines.base import Engine, Generation
 from .stall import LOOK_S, EngineWatch
-from .turn import RunningTurn
+from .turn import RunningTurn, TurnSize
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,15 @@ ENDED = (*WHOLE, "error")  # ends of a turn that is handed in
 
 @dataclass(frozen=True, kw_only=True)
 class RunningOptions:
-    """Who runs them, how often the broker hears of each, and how long one may make no token."""
+    """Who runs them, how often the broker hears of each, and how long one may make no token.
+
+    context_tokens_max: where the engine cuts every turn; None: not known.
+    """
 
     worker_id: str
     log_s: float
     stall: StallRule
+    context_tokens_max: int | None = None
 
 
 class RunningTurns:
@@ -55,17 +59,25 @@ class RunningTurns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def start(self, claims: Iterable[TurnClaim]) -> None:
-        """Begin turns that were claimed just now."""
-        now = self._clock.now_s()
+    def sizes(self) -> list[TurnSize]:
+        """Of those that the engine still runs, in the order in which they were begun."""
+        ended = {each.request_id for each in self._done}
+        inside = [self._turns[name] for name in self._inside() if name not in ended]
+        return [turn.size(self._options.context_tokens_max) for turn in inside]
+
+    def start(self, claims: Iterable[TurnClaim]) -> list[TurnSize]:
+        """Begin turns that were claimed just now; returns what each may need."""
+        now, sizes = self._clock.now_s(), []
         for claim in claims:
             turn = RunningTurn.begin(claim, self._options.worker_id, now)
             self._turns[turn.request_id] = turn
+            sizes.append(turn.size(self._options.context_tokens_max))
             try:
                 self._engine.generate(turn.request())
             except EngineError as error:
                 self._done.append(Generation(request_id=turn.request_id, finish_reason="error", error=str(error)))
                 self._wake()
+        return sizes
 
     def check_engine(self) -> None:
         """Tell a request that failed from an engine that did: no turn may pay for the latter with an attempt.

@@ -42,12 +42,14 @@ class EngineWatch:
     Attributes:
         is_excused: it is busy with something else than steps (writing weights) and need make none.
         is_asleep: it sleeps, falls asleep or wakes: it need make no step, and is not held from any either.
+        is_shut: its guard lets it make none, whether or not the engine says so itself.
     """
 
     def __init__(self, engine: Engine, rule: StallRule, clock: Clock) -> None:
         now = clock.now_s()
         self.is_excused = False
         self.is_asleep = False
+        self.is_shut = False
         self._engine = engine
         self._rule = rule
         self._clock = clock
@@ -90,7 +92,7 @@ class EngineWatch:
     @property
     def is_held(self) -> bool:
         """Whether it makes no steps on purpose; pauses as of the last look."""
-        return self._is_paused or self.is_excused
+        return self._is_paused or self.is_excused or self.is_shut
 
     @property
     def is_held_long(self) -> bool:

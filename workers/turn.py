@@ -17,6 +17,26 @@ from .engines.base import Generation, GenerationRequest
 from .spans import merge
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSize:
+    """How much KV cache a turn needs, in tokens.
+
+    context_tokens: all it stands on and has made. reserve_tokens: the most that it may come to hold. token_count: made
+    in all its claims; is_begun: some of them in this one.
+    """
+
+    request_id: str
+    context_tokens: int
+    reserve_tokens: int
+    token_count: int
+    is_begun: bool
+
+    @property
+    def held_tokens(self) -> int:
+        """What it counts with; the engine may not have let it in before its first token."""
+        return self.context_tokens if self.is_begun else self.reserve_tokens
+
+
 @dataclass(slots=True, kw_only=True)
 class RunningTurn:
     """One claim of a turn. renewed_at_s: when the broker last heard of it. saved_count: tokens that it keeps for us."""
@@ -49,6 +69,19 @@ class RunningTurn:
             prompt_ids=job.prompt_ids,
             sampling=job.sampling,
             prior_ids=prior.completion_ids if prior else NO_IDS,
+        )
+
+    def size(self, context_tokens_max: int | None) -> TurnSize:
+        """As of the last look. context_tokens_max: where the engine cuts every turn; None: not known."""
+        job, prior = self.claim.job, self.claim.log
+        count = self.pulse.count + (len(prior.completion_ids) if prior else 0)
+        reserve = len(job.prompt_ids) + job.sampling.max_tokens
+        return TurnSize(
+            request_id=self.request_id,
+            context_tokens=len(job.prompt_ids) + count,
+            reserve_tokens=reserve if context_tokens_max is None else min(reserve, context_tokens_max),
+            token_count=count,
+            is_begun=self.pulse.count > 0,
         )
 
     def look(self, made: Generation | None, now_s: float, *, gap_s_max: float, is_excused: bool) -> None:

@@ -3,6 +3,7 @@
 import { blamedWorkers, fillAgreement } from "./agreement.js";
 import { hasKey, lend, readDeadLetters, readStatus, setKey } from "./client.js";
 import { $, Keyed, age, count, fields, line, percent, rate, show, text, width } from "./draw.js";
+import { fillGuard, fillSwitch, renderSharing } from "./lending.js";
 import { fillVersion, renderWeights } from "./weights.js";
 
 const POLL_MS = 1000;
@@ -86,6 +87,7 @@ function render(status) {
   cards.update(status.runs, (run) => run.run_id, (row, run) => fillRun(row, run, status));
   renderWorkers(status);
   renderWeights(status);
+  renderSharing(status);
   renderEvents(status.events);
 }
 
@@ -177,12 +179,13 @@ function renderWorkers(status) {
   show($("lend-all"), roles.has("serving"));
   const blamed = blamedWorkers(status.runs);
   const shown = showAll ? workers : workers.slice(0, ROWS_MAX);
-  rows.update(shown, (worker) => worker.worker_id, (row, worker) => fillWorker(row, worker, blamed));
+  const words = new Map(status.lending.map((setting) => [setting.subject, setting.mode]));
+  rows.update(shown, (worker) => worker.worker_id, (row, worker) => fillWorker(row, worker, blamed, words));
   show($("more-workers"), workers.length > shown.length);
   text($("show-all"), `Show all ${workers.length} workers`);
 }
 
-function fillWorker({ root, f }, worker, blamed) {
+function fillWorker({ root, f }, worker, blamed, words) {
   root.dataset.worker = worker.worker_id;
   root.classList.toggle("silent", !worker.is_fresh);
   const generates = GENERATING.includes(worker.role);
@@ -202,10 +205,10 @@ function fillWorker({ root, f }, worker, blamed) {
   width(f.meter, worker.running_count / worker.slot_count);
   text(f.tokens, generates ? rate(worker.tokens_per_s) : "–");
   fillVersion(f, worker);
-  text(f.headroom, worker.headroom_fraction === null ? "–" : percent(worker.headroom_fraction));
+  fillGuard(f, worker);
   text(f.lease, leaseText(worker.lease));
   text(f.age, age(worker.heartbeat_age_ms));
-  fillSwitch(f, worker);
+  fillSwitch(f, worker, words.get(worker.worker_id), (button, mode) => control(button, () => lend(worker.worker_id, mode)));
 }
 
 function fillEngine(f, worker) {
@@ -219,19 +222,6 @@ function leaseText(lease) {
   if (!lease) return "–";
   const until = lease.is_standing ? "standing" : age(lease.remaining_ms);
   return `${lease.slot_count} slots · ${until}`;
-}
-
-function fillSwitch(f, worker) {
-  const has = worker.lend !== null;
-  show(f.lend, has);
-  show(f.limit, has);
-  if (!has) return;
-  const isOn = worker.lend !== "off" && worker.lend !== "0";
-  f.lend.setAttribute("aria-checked", String(isOn));
-  f.lend.setAttribute("aria-label", `Lend ${worker.worker_id}`);
-  f.lend.title = isOn ? "Lent. Click to take it back at once." : "Not lent. Click to lend what it can spare.";
-  text(f.limit, !isOn ? "off" : worker.lend === "on" ? "on" : `max ${worker.lend}`);
-  f.lend.onclick = () => control(f.lend, () => lend(worker.worker_id, isOn ? "off" : "on"));
 }
 
 async function control(button, call) {
@@ -269,7 +259,7 @@ function eventRow(event) {
   return row;
 }
 
-const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "reason", "error", "text"]; // say themselves what they are
+const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "said_by", "reason", "error", "text"]; // say themselves what they are
 const UNSAID = ["lease_epoch", "source"];
 
 function factsText(facts) {
@@ -315,8 +305,9 @@ $("key-dialog").addEventListener("close", () => {
   }
 });
 $("key-button").addEventListener("click", askForKey);
-$("lend-all-on").addEventListener("click", () => control($("lend-all-on"), () => lend("*", "on")));
-$("lend-all-off").addEventListener("click", () => control($("lend-all-off"), () => lend("*", "off")));
+for (const mode of ["on", "observe", "off"]) {
+  $(`lend-all-${mode}`).addEventListener("click", () => control($(`lend-all-${mode}`), () => lend("*", mode)));
+}
 $("show-all").addEventListener("click", () => {
   showAll = true;
   poll();

@@ -37,9 +37,12 @@ export const readStatus = () => ask("v1/status");
 
 export const readDeadLetters = (runId) => ask(`v1/runs/${encodeURIComponent(runId)}/dead-letters?count=50`);
 
-export const lend = (workerId, value) =>
+export const readSharing = () => ask("v1/sharing");
+
+/** mode: on, observe or off; bounds and hours stay as they are. */
+export const lend = (workerId, mode) =>
   ask(`v1/workers/${encodeURIComponent(workerId)}/lend`, {
     method: "POST",
     headers: { "content-type": "application/json" },
-    body: JSON.stringify({ value }),
+    body: JSON.stringify({ mode }),
   });

@@ -45,12 +45,14 @@ class Rights:
 
 
 BEAT = "heartbeat read_lease"
-BEAT_KEYS = "{rf}:workers {rf}:heartbeats {rf}:assignments {rf}:clock {run}:clock"  # assignments: to leave, its own
+# assignments, sharing: to leave, its own
+BEAT_KEYS = "{rf}:workers {rf}:heartbeats {rf}:assignments {rf}:sharing {rf}:clock {run}:clock"
 LEAVE = "hexists hdel zrem hgetall"
-STATUS = "hgetall hmget hget hvals hlen xlen zcard zrange"
+STATUS = "get hgetall hmget hget hvals hlen xlen zcard zrange"
 STATUS_KEYS = (
-    "{rf}:runs {rf}:workers {rf}:heartbeats {rf}:lends {rf}:clock {run}:run {run}:counters "
-    "{run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline "
+    "{rf}:runs {rf}:workers {rf}:heartbeats {rf}:lends {rf}:sharing {rf}:plan {rf}:clock {run}:run "
+    "{run}:counters {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* {run}:trajectory:held "
+    "{run}:trajectory:deadline "
     "{run}:turn:ready:* {run}:turn:held"
 )
 ENDING_KEYS = (
@@ -89,9 +91,9 @@ RIGHTS: dict[str, Rights] = {
     ),
     "worker": Rights(
         purpose="dedicated or serving: generates turns under a lease, receives weights",
-        scripts=f"{BEAT} claim renew release settle_turns hold holders answer",
+        scripts=f"{BEAT} read_lends set_sharing claim renew release settle_turns hold holders answer",
         commands=f"{LEAVE} blpop hget hmget hkeys mget get getrange xread xrevrange",
-        reads="{rf}:runs {run}:leases {run}:run {run}:open {weights}:*",
+        reads="{rf}:runs {rf}:lends {run}:leases {run}:run {run}:open {weights}:*",
         writes=f"{BEAT_KEYS} {{rf}}:lease_bell:* {{run}}:turn:* {{run}}:inbox:* {{run}}:counters {HOLD_KEYS}",
     ),
     "reward": Rights(
@@ -104,10 +106,11 @@ RIGHTS: dict[str, Rights] = {
     ),
     "controller": Rights(
         purpose="publishes leases",
-        scripts=f"{BEAT} lead set_lease assign clock add_event",
+        scripts=f"{BEAT} lead set_leases assign forget_workers set_plan clock add_event",
         commands=f"{STATUS} {LEAVE}",
         reads=STATUS_KEYS,
-        writes=f"{BEAT_KEYS} {{rf}}:leader {{rf}}:lease_epoch {{rf}}:lease_bell:* {{rf}}:events {{run}}:leases",
+        writes=f"{BEAT_KEYS} {{rf}}:leader {{rf}}:lease_epoch {{rf}}:plan {{rf}}:lease_bell:* {{rf}}:events "
+        "{run}:leases {run}:lease_term",
     ),
     "api-read": Rights(
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",
@@ -117,14 +120,14 @@ RIGHTS: dict[str, Rights] = {
     ),
     "api-control": Rights(
         purpose="an api that also switches lending",
-        scripts="clock holders add_event",
-        commands=f"{STATUS} hkeys hscan xread hset",
+        scripts="clock holders add_event set_lend",
+        commands=f"{STATUS} hkeys hscan xread",
         reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
-        writes="{rf}:lends {rf}:events",
+        writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, deleting runs",
-        scripts="push_group clock holders add_event",
+        scripts="push_group clock holders add_event set_lend",
         commands=f"{STATUS} hset hkeys hscan hdel xread scan unlink mget getrange get",
         reads="",
         writes="{rf}:* {run}:*",

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -18,26 +19,26 @@ from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import lease_left
+from ..rules.lending import CLEAR, changed, check_subject, concerns, setting_of, subjects_of, switch_facts
 from ..rules.runs import check_same_run
+from ..sharing import LendSetting, SharingReport
 from ..wire import check_size, dump_json
 from . import keys as names
 from .connection import translate
 from .keys import ShardKeys, WeightKeys
+from .leases import RedisLeases
 from .rollouts import stream_rows
-from .rows import agreement_row, event_row, lease_row, worker_row
-from .scripts import Scripts
+from .rows import event_row, lease_row, lend_row, sharing_row, worker_row
+from .scripts import Argument
 from .shards import RunShards
-
-STANDING = 0
-SAME_LEASE = 1  # what set_lease answers when it only extended
+from .status import queue_status, read_status, sum_up
 
 
-class RedisLeaseBoard:
+class RedisLeaseBoard(RedisLeases):
     """LeaseBoard (see ports)."""
 
     def __init__(self, client: Redis, *, has_reward_queue: bool = True) -> None:
-        self._client: Any = client  # its stubs do not know that replies are bytes
-        self._scripts = Scripts(client)
+        super().__init__(client)
         self._has_reward_queue = has_reward_queue
 
     async def create_run(self, config: RunConfig) -> RunConfig:
@@ -103,34 +104,13 @@ class RedisLeaseBoard:
             if raw is None:
                 raise RunUnknown(f"run {run_id!r} does not exist on this broker: create it with fabric.run(…)")
             config = RunConfig.decode(raw)
-            parts = [await self._shard_status(keys) for keys in RunShards(run_id, config.shard_count).all]
-        return _sum_up(config, parts)
-
-    async def _shard_status(self, keys: ShardKeys) -> dict[str, Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.hmget(keys.run, "head_version", "depth", "bytes", "agreement")
-        pipeline.hgetall(keys.counters)
-        for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
-            pipeline.xlen(stream)
-        pipeline.hvals(keys.trajectory.held)
-        pipeline.hvals(keys.turn.held)
-        pipeline.zcard(keys.trajectory.deadline)
-        pipeline.hlen(keys.dead)
-        facts, counters, waiting, *rest = await pipeline.execute()
-        queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -4])
-        running, claimed, timed, dead = rest[-4:]
-        running_count = sum(map(int, running))
-        return {
-            "head_version": int(facts[0] or -1),
-            "depth": int(facts[1] or 0),
-            "memory_bytes": int(facts[2] or 0),
-            "agreement": facts[3],
-            "counters": {name.decode(): int(value) for name, value in counters.items()},
-            "trajectories": {"queued": queued, "running": running_count, "scoring": max(0, timed - running_count)},
-            "turns": {"ready": ready, "claimed": sum(map(int, claimed))},
-            "groups_waiting": waiting,
-            "dead_count": dead,
-        }
+            shards = RunShards(run_id, config.shard_count).all
+            pipeline = self._client.pipeline(transaction=False)
+            for keys in shards:
+                queue_status(pipeline, keys)
+            answers = await pipeline.execute()
+        size = len(answers) // len(shards)
+        return sum_up(config, [read_status(answers[n * size : (n + 1) * size]) for n in range(len(shards))])
 
     async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
         run = await self._run(run_id)
@@ -155,7 +135,7 @@ class RedisLeaseBoard:
         with translate():
             infos = await self._client.hgetall(names.WORKERS)
             beats = dict(await self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True))
-            now_ms = int(await self._scripts.call("clock", [names.CLOCK], []))
+            now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
         return {
             name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, now_ms - int(beats.get(name, 0))))
             for name, raw in infos.items()
@@ -166,45 +146,7 @@ class RedisLeaseBoard:
             await self._client.hdel(names.WORKERS, worker_id)
             await self._client.zrem(names.HEARTBEATS, worker_id)
             await self._client.hdel(names.ASSIGNMENTS, worker_id)
-
-    async def lead(self, controller_id: str, duration_ms: int) -> int:
-        with translate():
-            return int(
-                await self._scripts.call(
-                    "lead", [names.LEADER, names.LEASE_EPOCH, names.CLOCK], [controller_id, duration_ms]
-                )
-            )
-
-    async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
-        run = await self._run(lease.run_id)
-        args: list[Any] = [lease.worker_id, lease.lease_epoch, lease.slot_count, duration_ms or STANDING, 0]
-        # The assignment first: a controller that dies in between leaves a worker without a lease, which is seen.
-        with translate():
-            assigned = await self._client.hget(names.ASSIGNMENTS, lease.worker_id)
-        if assigned != lease.run_id.encode():
-            await self._wake(lease.worker_id, lease.run_id)
-        codes = await self._set_lease(run, args)
-        if max(codes) > SAME_LEASE:
-            await self._wake(lease.worker_id, "")
-        return min(codes) >= SAME_LEASE
-
-    async def end_lease(self, lease: Lease) -> None:
-        run = await self._run(lease.run_id)
-        await self._set_lease(run, [lease.worker_id, lease.lease_epoch, 0, STANDING, 1])
-        await self._wake(lease.worker_id, "")
-
-    async def _set_lease(self, run: RunConfig, args: list[Any]) -> list[int]:
-        """What set_lease answers on every shard."""
-        with translate():
-            return [
-                await self._scripts.call("set_lease", [keys.leases, keys.clock], args)
-                for keys in RunShards(run.run_id, run.shard_count).all
-            ]
-
-    async def _wake(self, worker_id: str, run_id: str) -> None:
-        keys = [names.ASSIGNMENTS, names.lease_bell(worker_id)]
-        with translate():
-            await self._scripts.call("assign", keys, [worker_id, run_id, names.BELL_TTL_MS])
+            await self._client.hdel(names.SHARING, worker_id)
 
     async def _run(self, run_id: str) -> RunConfig:
         with translate():
@@ -213,50 +155,64 @@ class RedisLeaseBoard:
             raise RunUnknown(f"run {run_id!r} does not exist on this broker")
         return RunConfig.decode(raw)
 
-    async def leases(self, run_id: str) -> dict[str, Lease]:
-        with translate():
-            rows = await self._client.hgetall(ShardKeys(run_id, 0).leases)
-        return {name.decode(): lease_row(name.decode(), run_id, raw) for name, raw in rows.items()}
+    async def set_lend(self, subject: str, value: LendSetting | str) -> None:
+        await self._say(subject, setting_of(subject, value))
 
-    async def set_lend(self, worker_id: str, value: str) -> None:
-        with translate():
-            await self._client.hset(names.LENDS, worker_id, value)
+    async def change_lend(self, subject: str, changes: Mapping[str, Any]) -> LendSetting:
+        check_subject(subject)
+        while True:
+            with translate():
+                row = await self._client.hget(names.LENDS, subject)
+            said = changed(None if row is None else lend_row(row), changes)
+            if await self._say(subject, said, row or b""):
+                return said
 
-    async def lends(self) -> dict[str, str]:
+    async def _say(self, subject: str, said: LendSetting, *before: bytes) -> bool:
+        """before: the row that this changes; False: somebody else has changed it meanwhile (nothing written)."""
+        with translate():
+            infos = await self._client.hgetall(names.WORKERS)
+            now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
+            said = replace(said, said_at_ms=now_ms)
+            rows = {name.decode("utf-8", "replace"): worker_row(name, raw) for name, raw in infos.items()}
+            concerned = [name for name, info in rows.items() if concerns(subject, info)]
+            facts = check_size("event lend.switched", dump_json(switch_facts(subject, said)), EVENT_BYTES_MAX)
+            keys = [names.LENDS, names.EVENTS, *map(names.lease_bell, concerned)]
+            row = b"" if said.mode == CLEAR else said.encode()
+            args: list[Argument] = [subject, row, facts, names.BELL_TTL_MS, names.EVENT_COUNT_MAX, *before]
+            return bool(await self._scripts.call("set_lend", keys, args))
+
+    async def lends(self) -> dict[str, LendSetting]:
         with translate():
             rows = await self._client.hgetall(names.LENDS)
-        return {name.decode(): value.decode() for name, value in rows.items()}
+        return {name.decode("utf-8", "replace"): lend_row(raw) for name, raw in rows.items()}
+
+    async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
+        subjects = subjects_of(worker_id, pool)
+        with translate():
+            wall_ms, rows = await self._scripts.call("read_lends", [names.LENDS], subjects)
+        said = zip(subjects, rows, strict=True)
+        return {name: lend_row(raw) for name, raw in said if raw is not None}, int(wall_ms)
+
+    async def wall_ms(self) -> int:
+        with translate():
+            _, wall_ms = await self._scripts.call("clock", [names.CLOCK], [])
+        return int(wall_ms)
+
+    async def set_sharing(self, report: SharingReport) -> None:
+        with translate():
+            await self._scripts.call("set_sharing", [names.WORKERS, names.SHARING], [report.worker_id, report.encode()])
+
+    async def sharing(self) -> dict[str, SharingReport]:
+        with translate():
+            rows = await self._client.hgetall(names.SHARING)
+        found = {name.decode("utf-8", "replace"): sharing_row(raw) for name, raw in rows.items()}
+        return {name: report for name, report in found.items() if report is not None}
 
     async def add_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        said = check_size(f"event {kind}", dump_json(dict(facts)), EVENT_BYTES_MAX)
-        args: list[Any] = [kind, said, names.EVENT_COUNT_MAX]
-        with translate():
-            await self._scripts.call("add_event", [names.EVENTS], args)
+        await self.add_events([(kind, facts)])
 
     async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:
         block = max(1, int(timeout_s * 1000))
         with translate():
             answer = await self._client.xread({names.EVENTS: after}, count=count, block=block)
         return [event_row(*entry) for _, entries in stream_rows(answer) for entry in entries]
-
-
-def _sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
-    def total(name: str) -> dict[str, int]:
-        summed: dict[str, int] = {}
-        for part in parts:
-            for key, value in part[name].items():
-                summed[key] = summed.get(key, 0) + value
-        return summed
-
-    return RunStatus(
-        config=config,
-        head_version=max(part["head_version"] for part in parts),
-        depth=sum(part["depth"] for part in parts),
-        memory_bytes=sum(part["memory_bytes"] for part in parts),
-        trajectories=total("trajectories"),
-        turns=total("turns"),
-        groups_waiting=sum(part["groups_waiting"] for part in parts),
-        dead_count=sum(part["dead_count"] for part in parts),
-        counters=total("counters"),
-        agreement=agreement_row(parts[0]["agreement"]),
-    )

@@ -13,10 +13,12 @@ Fabric: tag {rf}
   rf:{rf}:workers           HASH   worker_id → WorkerInfo. Deleted by the worker as it leaves, or by the controller
                                    when its heartbeat is too old.
   rf:{rf}:heartbeats        ZSET   worker_id → time of the last heartbeat. As above.
-  rf:{rf}:lends             HASH   worker_id (or "*") → "on" | "off" | a slot limit: the serving team's switch, theirs.
+  rf:{rf}:lends             HASH   worker_id | "pool:NAME" | "*" → LendSetting, what its serving team said. Theirs.
+  rf:{rf}:sharing           HASH   worker_id → SharingReport. With the worker.
   rf:{rf}:assignments       HASH   worker_id → run_id: which run's leases to look at. Controller; with the worker.
   rf:{rf}:leader            STRING "controller term until_ms". Rewritten by whoever leads.
-  rf:{rf}:lease_epoch       STRING counter of terms, only grows. Never deleted.
+  rf:{rf}:lease_epoch       STRING the highest term, only grows: older ones write nothing. Never deleted.
+  rf:{rf}:plan              STRING LeasePlan, the newest: for people. Rewritten by whoever leads. Never deleted.
   rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: for people to read.
   rf:{rf}:clock             STRING "wall now": the clock of this tag, the broker's without its steps (use/look.lua).
   rf:{rf}:lease_bell:<worker>  LIST one ring at most: this worker's lease may have changed. TTL BELL_TTL_MS.
@@ -28,6 +30,7 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
+  rf:{run.s}:lease_term     STRING the highest term that has written leases here. Controller.
   rf:{run.s}:group:<id>     HASH   size, quorum, priority, completed, failed, cancelled (trajectories that ended so),
                                    state (open | complete), ended_by, bytes, task (JSON). Deleted by acknowledge or
                                    cancel.
@@ -87,9 +90,11 @@ RUNS = f"{PREFIX}:{{rf}}:runs"
 WORKERS = f"{PREFIX}:{{rf}}:workers"
 HEARTBEATS = f"{PREFIX}:{{rf}}:heartbeats"
 LENDS = f"{PREFIX}:{{rf}}:lends"
+SHARING = f"{PREFIX}:{{rf}}:sharing"
 ASSIGNMENTS = f"{PREFIX}:{{rf}}:assignments"
 LEADER = f"{PREFIX}:{{rf}}:leader"
 LEASE_EPOCH = f"{PREFIX}:{{rf}}:lease_epoch"
+PLAN = f"{PREFIX}:{{rf}}:plan"
 EVENTS = f"{PREFIX}:{{rf}}:events"
 CLOCK = f"{PREFIX}:{{rf}}:clock"
 
@@ -123,6 +128,7 @@ class ShardKeys:
         self.open = f"{self.base}:open"
         self.late = f"{self.base}:late"
         self.leases = f"{self.base}:leases"
+        self.lease_term = f"{self.base}:lease_term"
         self.completed = f"{self.base}:completed"
         self.dead = f"{self.base}:dead"
         self.consumed = f"{self.base}:consumed"

@@ -3,6 +3,7 @@
 - What many look at, and many may write (workers, events, agreement), is shown as unreadable rather than refused: one
   bad row must not stop the controller, or every page.
 - What only its owner writes (leases, the head) is refused as WireError.
+- A serving team's word that cannot be read is "off": nothing is lent by mistake.
 """
 
 from __future__ import annotations
@@ -12,12 +13,26 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..agreement import Agreement, Alarm, AlarmRule
-from ..errors import WireError
+from ..errors import InputError, WireError
+from ..lease_plan import LeasePlan
 from ..records import Lease, WorkerInfo
+from ..rules.lending import check_setting, setting_of
+from ..sharing import ALL, LendSetting, SharingReport
 from ..weights.manifest import Head, Holder
-from ..wire import load_json
+from ..wire import MAGIC, load_json
 
-__all__ = ["agreement_row", "event_row", "head_row", "holder_row", "lease_row", "version_rows", "worker_row"]
+__all__ = [
+    "agreement_row",
+    "event_row",
+    "head_row",
+    "holder_row",
+    "lease_row",
+    "lend_row",
+    "plan_row",
+    "sharing_row",
+    "version_rows",
+    "worker_row",
+]
 
 UNREADABLE = "unreadable"
 
@@ -26,7 +41,10 @@ def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
     """What a worker says of itself; one that cannot be read shows as failed, in a role that nobody has."""
     worker_id = name.decode("utf-8", "replace")
     try:
-        return WorkerInfo.decode(raw)
+        info = WorkerInfo.decode(raw)
+        if info.worker_id != worker_id:
+            raise WireError(f"it is of a worker {info.worker_id!r}, under another one's name")
+        return info
     except WireError as error:
         text = f"what it says of itself cannot be read: {error}"
         return WorkerInfo(worker_id=worker_id, role=UNREADABLE, pid=0, host="", state="failed", error=text)
@@ -42,6 +60,14 @@ def agreement_row(raw: bytes | None) -> Agreement | None:
         text = f"what the trainer said of its workers' log-probabilities cannot be read: {error}"
         alarm = Alarm(worker_id="", figure=UNREADABLE, value=0.0, limit=0.0, policy_version=-1, text=text)
         return Agreement(policy_version=-1, rule=AlarmRule(name=UNREADABLE), alarms=(alarm,))
+
+
+def plan_row(raw: bytes | None) -> LeasePlan | None:
+    """The capacity plan; None where it cannot be read: it is for people, and the next one comes soon."""
+    try:
+        return LeasePlan.decode(raw) if raw is not None else None
+    except WireError:
+        return None
 
 
 def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str, dict[str, Any]]:
@@ -67,6 +93,25 @@ def lease_row(worker_id: str, run_id: str, raw: bytes) -> Lease:
     return Lease(
         worker_id=worker_id, run_id=run_id, lease_epoch=epoch, slot_count=slots, lease_until_ms=until_ms or None
     )
+
+
+def lend_row(raw: bytes) -> LendSetting:
+    """What a serving team said, as a record or as one word."""
+    try:
+        with _reading("what a serving team said"):
+            return check_setting(LendSetting.decode(raw)) if raw.startswith(MAGIC) else setting_of(ALL, raw.decode())
+    except (InputError, WireError) as error:
+        return LendSetting(mode="off", reason=str(error))
+
+
+def sharing_row(raw: bytes) -> SharingReport | None:
+    """What a serving worker measured, or None where it cannot be read."""
+    try:
+        report = SharingReport.decode(raw)
+    except WireError:
+        return None
+    figures = (*report.alone.values(), *report.shared.values())
+    return report if all(type(figure) in (int, float) for figure in figures) else None
 
 
 def head_row(run_id: str, values: Sequence[bytes | None]) -> Head:

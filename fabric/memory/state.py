@@ -12,8 +12,10 @@ from typing import Any
 from ..agreement import Agreement
 from ..clock import Clock, SystemClock
 from ..ids import group_of, trajectory_id, turn_id
+from ..lease_plan import LeasePlan
 from ..records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
 from ..rules.urgency import urgency
+from ..sharing import LendSetting, SharingReport
 
 STEP_MS_MAX = 1000.0
 FENCES_PER_CLAIM = 65536
@@ -107,6 +109,7 @@ class RunState:
     consumed: set[str] = field(default_factory=set)
     dead: dict[str, DeadLetter] = field(default_factory=dict)
     leases: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    lease_term: int = -1
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a total."""
@@ -215,9 +218,11 @@ class MemoryBroker:
         self.runs: dict[str, RunState] = {}
         self.workers: dict[str, tuple[WorkerInfo, float]] = {}
         self.assignments: dict[str, str] = {}
-        self.lends: dict[str, str] = {}
+        self.lends: dict[str, LendSetting] = {}
+        self.sharing: dict[str, SharingReport] = {}
         self.leader: tuple[str, int, float] | None = None
         self.term = 0
+        self.plan: LeasePlan | None = None
         self.events: list[tuple[str, str, dict[str, Any]]] = []
 
     def now_ms(self) -> float:

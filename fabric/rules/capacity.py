@@ -1,116 +1,52 @@
 """Which worker serves which run, and with how many slots: a pure function of demand and supply.
 
 - Dedicated workers serve whenever a run of their model exists; their lease stands until it is replaced.
-- Serving workers are lent only while their team's switch is on, demand is more than the dedicated slots can run, and
-  their SLO headroom is not used up; they are taken back when demand has been gone for a while (hysteresis).
-- An engine that sleeps is capacity like any other, but those that cost nothing to activate go first.
-- Runs with work share the slots of their model by weight. Where workers cannot be divided so, they take turns: `settle`
-  keeps, for every run, the slot-seconds that it is owed, and a worker moves when that makes another run the needier one
-  by nearly a worker's slice. It stays that long at least: moving costs a weight switch and every cached prefix.
-- A run without work gives its share up at once, and is owed nothing once it has had none for a while.
+- Serving workers are lent only while their team offers them, their guard and their headroom allow it, demand is more
+  than the slots that are given already, and they would end what they take sooner than those (benefit.py).
+- Those that are lent come first, then the least risky: most headroom and most open, awake, with the weights at hand.
+- What is lent is kept through short lulls and short doubts, and what was taken back for the sake of serving rests a
+  while: under facts that do not change no worker is lent and taken back in turn. Only what says that serving is not
+  safe (switched off, guard gone, headroom gone without a guard) ends a lease at once.
+- Runs with work share the slots of their model by weight (division.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from .benefit import Backlog, is_worth, slot_time_s, speed_of
+from .division import divide, settle
+from .supply import CapacityRule, Grant, RunFacts, WorkerFacts
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFacts:
-    """A rollout worker as the controller sees it. `lend`: slots its team offers; None: dedicated, all of them.
+__all__ = ["CapacityRule", "Grant", "RunFacts", "WorkerFacts", "plan", "settle"]
 
-    activation_ms: what waking it is expected to take; 0: it is awake.
-    """
-
-    worker_id: str
-    model: str
-    slot_count: int
-    lend: int | None = None
-    headroom_fraction: float | None = None
-    run_id: str | None = None
-    is_lent: bool = False
-    activation_ms: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """A run's demand. `open_count`: trajectories queued or running. `idle_s`: how long it has been without any.
-
-    owed: slot-seconds that it is behind its share of the time so far; below 0: ahead of it.
-    """
-
-    run_id: str
-    model: str
-    weight: float
-    has_weights: bool
-    open_count: int
-    idle_s: float
-    owed: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityRule:
-    """Bounds of the plan."""
-
-    headroom_min_fraction: float = 0.1  # below this a serving worker keeps everything for serving
-    take_back_after_s: float = 3.0  # longer than a synchronous trainer's step, or it would be taken back every step
-    slice_s: float = 10.0  # shortest time for which a worker serves one of several runs that take turns
-
-
-STAY_FRACTION = 0.9  # of a worker's slots: how much needier another run must be; at 1 a new run might wait for ever
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """One worker's part of the plan; slot_count 0 means: serve nothing. The reason is for people."""
-
-    worker_id: str
-    run_id: str | None
-    slot_count: int
-    is_standing: bool
-    reason: str
+RISK_LEVELS = 5  # of headroom times openness: finer ones would only reorder workers that are equally safe
 
 
 def plan(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule) -> list[Grant]:
     """What every worker should serve now, in the order given."""
-    places: dict[str, RunFacts] = {}
-    for model in dict.fromkeys(worker.model for worker in workers):
-        places |= _places([worker for worker in workers if worker.model == model], _fitting(model, runs), rule)
-    given = dict.fromkeys((run.run_id for run in runs), 0.0)
+    ordered = sorted(workers, key=_order)
+    by_model: dict[str, list[WorkerFacts]] = {}
+    for worker in ordered:
+        by_model.setdefault(worker.model, []).append(worker)
     grants: dict[str, Grant] = {}
-    for worker in sorted(workers, key=_order):
-        grant = _grant(worker, places.get(worker.worker_id), given, rule)
-        if grant.run_id is not None:
-            given[grant.run_id] += grant.slot_count
-        grants[worker.worker_id] = grant
+    for model, group in by_model.items():
+        grants |= _Lending(group, _fitting(model, runs), rule).grants()
     return [grants[worker.worker_id] for worker in workers]
 
 
-def settle(
-    owed: Mapping[str, float], grants: Sequence[Grant], runs: Sequence[RunFacts], passed_s: float, rule: CapacityRule
-) -> dict[str, float]:
-    """What every run is owed after `grants` were in force for `passed_s`, in slot-seconds.
+def _order(worker: WorkerFacts) -> tuple[bool, bool, int, int, str]:
+    setup_ms = worker.activation_ms + worker.fetch_ms
+    return worker.lend is not None, not worker.is_lent, _risk_level(worker), setup_ms, worker.worker_id
 
-    Of the slots that served runs of a model with work, each of these was due a share by weight. What all runs of a
-    model are owed adds up to nothing, so one that comes new, or comes back, starts level; and no debt exceeds two
-    slices of all slots, whatever happened.
-    """
-    found: dict[str, float] = {}
-    for model in dict.fromkeys(run.model for run in runs):
-        fitting = [run for run in runs if run.model == model and run.has_weights]
-        sharing = [run for run in fitting if run.open_count > 0]
-        counted = [run for run in fitting if run.open_count > 0 or run.idle_s < rule.take_back_after_s]
-        served = {run.run_id: sum(each.slot_count for each in grants if each.run_id == run.run_id) for run in sharing}
-        slots, weights = sum(served.values()), sum(run.weight for run in sharing)
-        debts = {run.run_id: owed.get(run.run_id, 0.0) for run in counted}
-        for run in sharing:
-            debts[run.run_id] += (slots * run.weight / weights - served[run.run_id]) * passed_s
-        mean = sum(debts.values()) / max(1, len(debts))
-        bound = 2 * rule.slice_s * max(slots, 1)
-        found |= {name: max(-bound, min(bound, debt - mean)) for name, debt in debts.items()}
-    return found
+
+def _risk_level(worker: WorkerFacts) -> int:
+    """0: nothing is at risk there. Dedicated workers serve nobody else."""
+    if worker.lend is None:
+        return 0
+    headroom = 1.0 if worker.headroom_fraction is None else worker.headroom_fraction
+    openness = 1.0 if worker.open_fraction is None else worker.open_fraction
+    return int((1.0 - headroom * openness) * RISK_LEVELS)
 
 
 def _fitting(model: str, runs: Sequence[RunFacts]) -> list[RunFacts]:
@@ -119,108 +55,128 @@ def _fitting(model: str, runs: Sequence[RunFacts]) -> list[RunFacts]:
     return [run for run in fitting if run.open_count > 0] or fitting
 
 
-def _order(worker: WorkerFacts) -> tuple[bool, int, str]:
-    return worker.lend is not None, worker.activation_ms, worker.worker_id
+class _Lending:
+    """The plan for the workers of one model, in their order: what each run was given so far decides about the next."""
 
-
-def _places(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule) -> dict[str, RunFacts]:
-    """Which of these runs each of these workers, all of one model, should serve if it serves any.
-
-    Workers stay where they are, the rest go where most is lacking, and then, one by one, whoever is missed least
-    moves to where most is lacking, as long as that is worth it.
-    """
-    if not runs:
-        return {}
-    division = _Division(
-        {worker.worker_id: _offered(worker, rule) for worker in sorted(workers, key=_order)}, runs, rule
-    )
-    by_id = {run.run_id: run for run in runs}
-    own = {worker.worker_id: by_id[worker.run_id] for worker in workers if worker.run_id in by_id}
-    for name, run in own.items():
-        division.put(name, run)
-    for name in division.offers:
-        if name not in own:
-            division.put(name, division.neediest())
-    for _ in division.offers:
-        goal = division.neediest()
-        mover = max(division.offers, key=lambda name: division.worth(name, goal))
-        if division.worth(mover, goal) <= 1e-9:
-            break
-        division.put(mover, goal)
-    return division.places
-
-
-class _Division:
-    """Workers of one model and the runs they serve, while that is being decided. `offers`: slots of each worker."""
-
-    def __init__(self, offers: Mapping[str, int], runs: Sequence[RunFacts], rule: CapacityRule) -> None:
-        self.offers = offers
-        self.places: dict[str, RunFacts] = {}
-        self._runs = runs
+    def __init__(self, workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule) -> None:
+        self._workers = workers
+        self._rule = rule
+        self._refusals = {each.worker_id: _refusal(each, rule) for each in workers if each.lend is not None}
+        offers = {each.worker_id: 0 if self._refusals.get(each.worker_id) else _offered(each) for each in workers}
+        self._places = divide(offers, {each.worker_id: each.run_id for each in workers}, runs, rule)
         self._given = dict.fromkeys((run.run_id for run in runs), 0)
-        self._scale = sum(offers.values()) / sum(run.weight for run in runs)
-        self._payback = STAY_FRACTION / rule.slice_s  # no worker can then change hands twice within a slice
+        self._speeds = dict.fromkeys(self._given, 0.0)
+        known = [each.slot_tokens_per_s for each in workers if each.lend is None and each.slot_tokens_per_s]
+        self._slot_tokens_per_s = sum(known) / len(known) if known else None
 
-    def put(self, worker_id: str, run: RunFacts) -> None:
-        """Let a worker serve this run."""
-        before = self.places.get(worker_id)
-        if before is not None:
-            self._given[before.run_id] -= self.offers[worker_id]
-        self._given[run.run_id] += self.offers[worker_id]
-        self.places[worker_id] = run
+    def grants(self) -> dict[str, Grant]:
+        """By worker."""
+        found = {}
+        for worker in self._workers:
+            grant = found[worker.worker_id] = self._grant(worker, self._places.get(worker.worker_id))
+            if grant.run_id is not None:
+                self._given[grant.run_id] += grant.slot_count
+                self._speeds[grant.run_id] += grant.slot_count * speed_of(worker, self._slot_tokens_per_s)
+        return found
 
-    def neediest(self) -> RunFacts:
-        """Where most is lacking, among runs that have work for more."""
-        wanting = [run for run in self._runs if run.open_count > self._given[run.run_id]]
-        return max(wanting or self._runs, key=lambda run: (self._lack(run), run.run_id))
+    def _grant(self, worker: WorkerFacts, run: RunFacts | None) -> Grant:
+        if run is None:
+            return _made(worker, None, 0, "no run of this model has weights")
+        if worker.lend is None:
+            return _made(worker, run, worker.slot_count, "dedicated")
+        refusal = self._refusals[worker.worker_id]
+        if refusal is not None:
+            return _made(worker, run, 0, refusal, is_for_serving=_offered(worker) > 0)
+        if worker.is_lent:
+            return self._kept(worker, run)
+        if run.open_count <= self._given[run.run_id]:
+            return _made(worker, run, 0, "the slots given are enough")
+        if not self._is_worth(worker, run):
+            return _made(worker, run, 0, self._too_slow(worker))
+        return _made(worker, run, _offered(worker), self._demand(run))
 
-    def worth(self, worker_id: str, goal: RunFacts) -> float:
-        """Slots by which a move makes things more even; endless, where the worker's own run has no use for it."""
-        own, slots = self.places[worker_id], self.offers[worker_id]
-        if own is goal or not slots or goal.open_count <= self._given[goal.run_id]:
-            return 0.0
-        if own.open_count <= self._given[own.run_id] - slots:
-            return math.inf
-        return self._lack(goal) - self._lack(own) - slots * (1 + STAY_FRACTION)
+    def _kept(self, worker: WorkerFacts, run: RunFacts) -> Grant:
+        """A worker that is lent: as long as it is of use, and a while longer."""
+        rule, slots = self._rule, _offered(worker)
+        if run.open_count == 0:
+            if run.idle_s < rule.take_back_after_s:
+                return _made(worker, run, slots, f"kept: demand is gone for {run.idle_s:.1f} s only")
+            return _made(worker, run, 0, "the slots given are enough")
+        is_spare = not worker.running_count and run.open_count <= self._given[run.run_id]
+        if is_spare:
+            why = "the slots given are enough"
+        elif not self._is_worth(worker, run):
+            why = self._too_slow(worker)
+        else:
+            return _made(worker, run, slots, self._demand(run))
+        if worker.doubt_s < rule.take_back_after_s:
+            return _made(worker, run, slots, f"kept for now: {why}", is_doubted=True)
+        return _made(worker, run, 0, why)
 
-    def _lack(self, run: RunFacts) -> float:
-        """Slots that it lacks of its share, and of what it is owed."""
-        return self._scale * run.weight - self._given[run.run_id] + run.owed * self._payback
+    def _is_worth(self, worker: WorkerFacts, run: RunFacts) -> bool:
+        slot_s = slot_time_s(run.left_tokens, self._slot_tokens_per_s)
+        backlog = Backlog(open_count=run.open_count, speed=self._speeds[run.run_id], slot_s=slot_s)
+        return is_worth(worker, speed_of(worker, self._slot_tokens_per_s), backlog, self._rule)
+
+    def _demand(self, run: RunFacts) -> str:
+        return f"{run.open_count} trajectories open, {self._given[run.run_id]} slots given"
+
+    def _too_slow(self, worker: WorkerFacts) -> str:
+        setup_s = 0.0 if worker.is_lent else (worker.activation_ms + worker.fetch_ms) / 1000
+        after = f" after {setup_s:.1f} s to get ready" if setup_s else ""
+        speed = speed_of(worker, self._slot_tokens_per_s)
+        return f"the slots given end sooner what it would take: it has {speed:.0%} of a dedicated one's speed{after}"
 
 
-def _offered(worker: WorkerFacts, rule: CapacityRule) -> int:
+def _made(
+    worker: WorkerFacts,
+    run: RunFacts | None,
+    slot_count: int,
+    reason: str,
+    *,
+    is_doubted: bool = False,
+    is_for_serving: bool = False,
+) -> Grant:
+    return Grant(
+        worker_id=worker.worker_id,
+        run_id=run.run_id if run is not None and slot_count else None,
+        slot_count=slot_count,
+        is_standing=worker.lend is None,
+        reason=reason,
+        is_doubted=is_doubted,
+        is_for_serving=is_for_serving,
+    )
+
+
+def _offered(worker: WorkerFacts) -> int:
     """Slots that a worker could serve runs with."""
-    if worker.lend is None:
-        return worker.slot_count
-    return min(worker.lend, worker.slot_count) if _has_headroom(worker, rule) else 0
+    return worker.slot_count if worker.lend is None else max(0, min(worker.lend, worker.slot_count))
 
 
-def _has_headroom(worker: WorkerFacts, rule: CapacityRule) -> bool:
-    return worker.headroom_fraction is None or worker.headroom_fraction >= rule.headroom_min_fraction
+def _refusal(worker: WorkerFacts, rule: CapacityRule) -> str | None:
+    """Why nothing of a serving worker may be lent now, whatever the demand; None: it may."""
+    if worker.slot_count <= 0:
+        return "it has no slots"  # it failed, or only observes, whatever its team says
+    if _offered(worker) <= 0:
+        return worker.lend_reason
+    if worker.probe is None:
+        if rule.requires_probe:
+            return "nobody sees its serving engine: it has no probe"
+    elif worker.guard_state is None:
+        return f"its guard does not see the serving engine by its probe {worker.probe}"
+    if worker.guard_state == "shut" and not (worker.is_lent and worker.shut_s < rule.drain_after_s):
+        return f"its guard has been shut for {worker.shut_s:.1f} s"
+    if not worker.is_lent and worker.withdrawn_s < rule.rest_s:
+        return f"rests: it was taken back for serving {worker.withdrawn_s:.1f} s ago"
+    if worker.guard_state is not None:
+        return None  # it keeps the promise by itself, and uses the headroom up on purpose: how open it is counts
+    least = rule.headroom_min_fraction if worker.is_lent else rule.headroom_lend_fraction
+    return _low_headroom(worker, least) if _is_below(worker, least) else None
 
 
-def _grant(worker: WorkerFacts, run: RunFacts | None, given: dict[str, float], rule: CapacityRule) -> Grant:
-    def make(slot_count: int, reason: str) -> Grant:
-        run_id = run.run_id if run is not None and slot_count else None
-        return Grant(
-            worker_id=worker.worker_id,
-            run_id=run_id,
-            slot_count=slot_count,
-            is_standing=worker.lend is None,
-            reason=reason,
-        )
+def _is_below(worker: WorkerFacts, fraction: float) -> bool:
+    return worker.headroom_fraction is not None and worker.headroom_fraction < fraction
 
-    if run is None:
-        return make(0, "no run of this model has weights")
-    if worker.lend is None:
-        return make(worker.slot_count, "dedicated")
-    slots = min(worker.lend, worker.slot_count)
-    if slots <= 0:
-        return make(0, "lending is switched off")
-    if not _has_headroom(worker, rule):
-        return make(0, f"headroom {worker.headroom_fraction:.0%} is below {rule.headroom_min_fraction:.0%}")
-    if run.open_count > given[run.run_id]:
-        return make(slots, f"{run.open_count} trajectories open, {given[run.run_id]:.0f} slots given")
-    if worker.is_lent and run.idle_s < rule.take_back_after_s:
-        return make(slots, f"kept: demand is gone for {run.idle_s:.1f} s only")
-    return make(0, "dedicated slots are enough")
+
+def _low_headroom(worker: WorkerFacts, fraction: float) -> str:
+    return f"headroom {worker.headroom_fraction:.0%} is below {fraction:.0%}"

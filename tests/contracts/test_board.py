@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 import pytest
 
 from rollfab.fabric.agreement import Agreement, AlarmRule, WorkerFigures
-from rollfab.fabric.errors import RunMismatch, RunUnknown
+from rollfab.fabric.errors import InputError, RunMismatch, RunUnknown
+from rollfab.fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand
 from rollfab.fabric.records import Lease, WorkerInfo
+from rollfab.fabric.sharing import LendSetting, SharingReport
 
 from .conftest import World
 
@@ -105,16 +108,210 @@ async def test_one_controller_leads_and_its_successor_has_a_higher_term(world: W
     assert await world.board.lead("c1", 100) == 0
 
 
+async def test_a_controller_that_is_started_again_under_its_name_has_a_higher_term(world: World) -> None:
+    first = await world.board.lead("c1", 10_000, is_new=True)
+    second = await world.board.lead("c1", 10_000, is_new=True)
+    assert second > first
+    assert await world.board.lead("c1", 10_000) == second
+    assert await world.board.lead("c2", 10_000, is_new=True) == 0
+
+
+def change(term: int, number: int, worker_id: str = "w1", *, slots: int = 4, **facts: object) -> LeaseChange:
+    epoch = term * EPOCHS_PER_TERM + number
+    made = Lease(worker_id=worker_id, run_id="r1", lease_epoch=epoch, slot_count=slots, lease_until_ms=None)
+    return LeaseChange(lease=made, **facts)  # type: ignore[arg-type]
+
+
+async def test_a_plan_is_carried_out_at_once_and_read_at_once(world: World) -> None:
+    # Given two workers
+    board = world.board
+    for name in ("w1", "w2"):
+        await board.heartbeat(info(name))
+    # When both are leased, one of them for a while
+    standing, timed = change(3, 1), change(3, 2, "w2", slots=2, duration_ms=5_000)
+    assert await board.change_leases(3, [standing, timed], {}) == [True, True]
+    # Then they find their leases, and the whole board shows them
+    assert (await board.heartbeat(info("w1"))).remaining_ms is None
+    assert 0 < (await board.heartbeat(info("w2"))).remaining_ms <= 5_000
+    survey = await board.survey()
+    assert {name: each.slot_count for name, each in survey.leases["r1"].items()} == {"w1": 4, "w2": 2}
+    assert survey.assignments == {"w1": "r1", "w2": "r1"}
+    assert {name: age_ms < 5_000 for name, (_, age_ms) in survey.workers.items()} == {"w1": True, "w2": True}
+    assert survey.runs["r1"] == await board.run_status("r1")
+    assert survey.leases["r1"] == await board.leases("r1")
+    # And one is extended while the other ends, in one call
+    ending = change(3, 4, is_end=True)
+    assert await board.change_leases(3, [timed, ending], survey.assignments) == [True, True]
+    assert set(await board.leases("r1")) == {"w2"}
+    assert await board.heartbeat(info("w1")) is None
+
+
+async def test_what_workers_say_is_read_anew_at_every_survey(world: World) -> None:
+    for count in (1, 1, 2):
+        await world.board.heartbeat(info("w1", running_count=count))
+        assert (await world.board.survey()).workers["w1"][0].running_count == count
+    await world.board.forget_worker("w1")
+    assert (await world.board.survey()).workers == {}
+
+
+async def test_once_a_term_is_open_nothing_of_an_older_one_is_written(world: World) -> None:
+    # Given a leader that granted a lease, and a successor that has ended it
+    board = world.board
+    await board.heartbeat(info("w1"))
+    old = await board.lead("c1", 50)
+    assert await board.change_leases(old, [change(old, 1)], {}) == [True]
+    await board.set_plan(LeasePlan(controller_id="c1", term=old, made_at_ms=1))
+    await asyncio.sleep(0.1)
+    new = await board.lead("c2", 10_000)
+    await board.open_term(new)
+    assert await board.change_leases(new, [change(new, 1, is_end=True)], {"w1": "r1"}) == [True]
+    assert await board.set_plan(LeasePlan(controller_id="c2", term=new, made_at_ms=2))
+    # When the old one goes on as if nothing had happened
+    done = await board.change_leases(old, [change(old, 9), change(old, 10, "w2")], {"w1": "elsewhere"})
+    # Then it grants nothing, points nobody anywhere, ends nothing, forgets nobody and shows nothing
+    assert done == [False, False]
+    assert await board.leases("r1") == {}
+    assert (await board.survey()).assignments == {"w1": "r1"}
+    await board.change_leases(new, [change(new, 2)], {"w1": "r1"})
+    assert await board.change_leases(old, [change(old, 11, is_end=True)], {}) == [False]
+    assert set(await board.leases("r1")) == {"w1"}
+    assert not await board.forget_workers(old, ["w1"])
+    assert not await board.set_plan(LeasePlan(controller_id="c1", term=old, made_at_ms=3))
+    assert (await board.plan()).made_at_ms == 2
+    assert await board.forget_workers(new, ["w1"])
+    assert await board.workers() == {}
+
+
+async def test_an_open_term_shuts_the_old_leader_out_before_the_new_one_has_written_anything(world: World) -> None:
+    await world.board.open_term(8)
+    assert await world.board.change_leases(7, [change(7, 1)], {}) == [False]
+    assert await world.board.leases("r1") == {}
+
+
+async def test_a_plan_for_a_run_that_is_gone_changes_nothing(world: World) -> None:
+    gone = dataclasses.replace(change(3, 2).lease, run_id="gone")
+    with pytest.raises(RunUnknown, match="'gone'"):
+        await world.board.change_leases(3, [change(3, 1), LeaseChange(lease=gone)], {})
+    assert await world.board.leases("r1") == {}
+
+
+async def test_the_newest_plan_is_kept_whole(world: World) -> None:
+    assert await world.board.plan() is None
+    rows = tuple(
+        PlanRow(worker_id=f"w{n}", role="serving", slot_count=n, run_id="r1" if n else None, reason="why")
+        for n in range(2)
+    )
+    demand = (RunDemand(run_id="r1", open_count=5, dedicated_count=0, borrowed_count=1),)
+    shown = LeasePlan(controller_id="c1", term=1, made_at_ms=7, rows=rows, runs=demand)
+    assert await world.board.set_plan(shown)
+    assert await world.board.plan() == shown
+
+
 async def test_a_forgotten_worker_is_not_listed(world: World) -> None:
     await world.board.heartbeat(info())
     await world.board.forget_worker("w1")
     assert await world.board.workers() == {}
 
 
-async def test_the_serving_team_s_switch_is_kept(world: World) -> None:
+async def test_the_serving_team_s_word_is_kept_with_when_it_was_said(world: World) -> None:
+    night = LendSetting(mode="on", compute_fraction_max=0.5, hours=["22:00-06:00"], said_by="ann", reason="trial")
     await world.board.set_lend("*", "on")
     await world.board.set_lend("w1", "3")
-    assert await world.board.lends() == {"*": "on", "w1": "3"}
+    await world.board.set_lend("pool:chat", night)
+    found = await world.board.lends()
+    assert {name: (said.mode, said.slot_count_max) for name, said in found.items()} == {
+        "*": ("on", None),
+        "w1": ("on", 3),
+        "pool:chat": ("on", None),
+    }
+    assert dataclasses.replace(found["pool:chat"], said_at_ms=0) == night
+    assert all(said.said_at_ms > 0 for said in found.values())
+    # And one subject's can be taken away again
+    await world.board.set_lend("*", "clear")
+    assert set(await world.board.lends()) == {"w1", "pool:chat"}
+
+
+async def test_a_worker_learns_what_concerns_it_and_what_time_it_is(world: World) -> None:
+    for subject in ("*", "w1", "w2", "pool:chat", "pool:batch"):
+        await world.board.set_lend(subject, "on")
+    before_ms = time.time_ns() // 1_000_000
+    said, wall_ms = await world.board.lends_of("w1", "chat")
+    assert list(said) == ["w1", "pool:chat", "*"]
+    assert abs(wall_ms - before_ms) < 5_000
+    assert list((await world.board.lends_of("w9", ""))[0]) == ["*"]
+    times = (await world.board.wall_ms(), (await world.board.survey()).wall_ms)
+    assert all(abs(each - before_ms) < 5_000 for each in times)
+
+
+@pytest.mark.parametrize(
+    ("subject", "rung"), [("*", ["w1", "w2"]), ("pool:chat", ["w1"]), ("w2", ["w2"]), ("d1", []), ("w9", [])]
+)
+async def test_a_switch_rings_those_whom_it_concerns_and_nobody_else(
+    world: World, subject: str, rung: list[str]
+) -> None:
+    for name, pool, role in (("w1", "chat", "serving"), ("w2", "batch", "serving"), ("d1", "chat", "dedicated")):
+        await world.board.heartbeat(info(name, role=role, pool=pool))
+
+    async def is_rung(name: str) -> bool:
+        await asyncio.wait_for(world.board.wait_lease(name, 3.0), 0.3)
+        return True
+
+    await world.board.set_lend(subject, "off")
+    found = await asyncio.gather(*map(is_rung, ("w1", "w2", "d1")), return_exceptions=True)
+    assert [name for name, each in zip(("w1", "w2", "d1"), found, strict=True) if each is True] == rung
+
+
+async def test_changes_of_one_subject_at_the_same_time_all_hold(world: World) -> None:
+    # Given a team that lends all, and others who bound it at the moment when everything is taken back
+    await world.board.set_lend("*", "on")
+    changes = [
+        {"slot_count_max": 3},
+        {"mode": "off", "reason": "incident 7"},
+        {"compute_fraction_max": 0.3},
+        {"memory_fraction_max": 0.2},
+    ]
+    said = await asyncio.gather(*(world.board.change_lend("*", each) for each in changes))
+    assert (said[1].mode, said[2].compute_fraction_max) == ("off", 0.3)
+    found = (await world.board.lends())["*"]
+    assert (found.mode, found.slot_count_max) == ("off", 3)
+    assert (found.compute_fraction_max, found.memory_fraction_max) == (0.3, 0.2)
+    # And what was said of one for the first time is changed too, while a subject that is none is refused
+    assert (await world.board.change_lend("w1", {"slot_count_max": 2})).mode == "observe"
+    with pytest.raises(InputError):
+        await world.board.change_lend("a b", {"mode": "on"})
+
+
+async def test_every_switch_is_an_event_with_who_and_why(world: World) -> None:
+    said = LendSetting(mode="off", slot_count_max=4, said_by="ann", reason="incident 7")
+    await world.board.set_lend("pool:chat", said)
+    await world.board.set_lend("pool:chat", "clear")
+    found = await world.board.events("0-0", 10, 0.05)
+    facts = {"worker_id": "pool:chat", "value": "off", "slot_count_max": 4, "said_by": "ann", "reason": "incident 7"}
+    assert [each[1:] for each in found] == [
+        ("lend.switched", facts),
+        ("lend.switched", {"worker_id": "pool:chat", "value": "clear", "said_by": "", "reason": ""}),
+    ]
+
+
+@pytest.mark.parametrize(("subject", "value"), [("*", "maybe"), ("a b", "on"), ("*", "-1")])
+async def test_a_switch_that_is_refused_changes_and_says_nothing(world: World, subject: str, value: str) -> None:
+    with pytest.raises(InputError):
+        await world.board.set_lend(subject, value)
+    assert await world.board.lends() == {}
+    assert await world.board.events("0-0", 10, 0.02) == []
+
+
+async def test_a_sharing_report_is_kept_and_goes_with_its_worker(world: World) -> None:
+    await world.board.heartbeat(info(role="serving"))
+    for count in (1, 2):
+        report = SharingReport(worker_id="w1", token_count=count, shared={"ttft_ms_p99": 31.5})
+        await world.board.set_sharing(report)
+        assert await world.board.sharing() == {"w1": report}
+    await world.board.forget_worker("w1")
+    assert await world.board.sharing() == {}
+    # And a last report of one that has left is not kept
+    await world.board.set_sharing(report)
+    assert await world.board.sharing() == {}
 
 
 async def test_events_come_in_order_after_the_last_one_seen(world: World) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.lease_plan import LeasePlan, PlanRow
 from rollfab.fabric.records import Group, Rollout, Span
+from rollfab.fabric.sharing import LendSetting, SharingReport
 from rollfab.trainer.agreement import FLOAT32
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.publish import Publisher
@@ -67,16 +69,60 @@ async def test_the_page_shows_what_happens_while_it_is_open(api: ApiWorld, brows
 async def test_the_switch_on_the_page_lends_and_takes_back(api: ApiWorld, browser: Browser) -> None:
     await api.beat("serving-1", "serving", slot_count=8)
     page = await browser.open(api.url)
-    await page.wait_text(f"{WORKER} [data-f=limit]", "off")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "observe")
+
+    async def said() -> dict[str, str]:
+        return {name: setting.mode for name, setting in (await api.fabric.board.lends()).items()}
 
     await page.click(f"{WORKER} [data-f=lend]")
     await page.wait_text(f"{WORKER} [data-f=limit]", "on")
-    assert await api.fabric.board.lends() == {"serving-1": "on"}
+    assert await said() == {"serving-1": "on"}
     await page.wait_text("#events", "lend.switched")
 
     await page.click("#lend-all-off")
     await page.wait_text(f"{WORKER} [data-f=limit]", "off")
-    assert await api.fabric.board.lends() == {"serving-1": "off", "*": "off"}
+    await page.wait_text(f"{WORKER} [data-f=why]", "all serving workers: off")
+    assert await said() == {"serving-1": "on", "*": "off"}
+
+    await page.click("#lend-all-on")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "on")
+    await page.click(f"{WORKER} [data-f=lend_observe]")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "observe")
+    await page.click(f"{WORKER} [data-f=lend_off]")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "off")
+    assert await said() == {"serving-1": "off", "*": "on"}
+    assert page.complaints() == []
+
+
+async def test_what_a_guard_does_and_what_sharing_costs_and_gives_is_on_the_page(
+    api: ApiWorld, browser: Browser
+) -> None:
+    # Given a page of a worker without a guard
+    await api.beat("serving-1", "serving", slot_count=8)
+    page = await browser.open(api.url)
+    await page.wait_text(f"{WORKER} [data-f=limit]", "observe")
+    assert await page.evaluate("document.getElementById('sharing').hidden")
+    # When it has one, that has something to say
+    guard = {"guard_state": "narrow", "guard_reason": "a burst <b>", "open_fraction": 0.5, "headroom_fraction": 0.25}
+    await api.beat("serving-1", "serving", slot_count=8, probe="vllm", **guard)
+    await api.fabric.board.set_lend("serving-1", LendSetting(mode="on", slot_count_max=3, compute_fraction_max=0.3))
+    alone = {"request_count": 10, "ttft_ms_p99": 40.0, "attained_fraction": 1.0}
+    shared = {"request_count": 30, "ttft_ms_p99": 42.0, "attained_fraction": 0.9}
+    report = SharingReport(worker_id="serving-1", alone=alone, shared=shared, violation_count=3, token_count=777)
+    await api.fabric.board.set_sharing(report)
+    term = await api.fabric.board.lead("c1", 1000)
+    row = PlanRow(worker_id="serving-1", role="serving", slot_count=0, run_id=None, reason="dedicated are enough")
+    assert await api.fabric.board.set_plan(LeasePlan(controller_id="c1", term=term, made_at_ms=5, rows=(row,)))
+    # Then the page says it, and why the controller does what it does
+    await page.wait_text(f"{WORKER} [data-f=headroom]", "25 %")
+    await page.wait_text(f"{WORKER} [data-f=guard]", "narrow: a burst <b>")
+    await page.wait_text(f"{WORKER} [data-f=open]", "open 50 % · by vllm")
+    await page.wait_text(f"{WORKER} [data-f=plan]", "dedicated are enough")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "max 3")
+    await page.wait_text(f"{WORKER} [data-f=why]", "30 % of compute")
+    await page.wait_text("#sharing-totals", "90 % within objectives · 3 beyond · TTFT P99 +5.0 %")
+    await page.wait_text("[data-sharing=serving-1] td:nth-child(6)", "42.0 ms (+5.0 %)")
+    await page.wait_text("[data-sharing=serving-1] td:nth-child(9)", "777")
     assert page.complaints() == []
 
 

@@ -32,6 +32,7 @@ from rollfab.fabric.errors import (
     WireError,
 )
 from rollfab.fabric.ids import check_name
+from rollfab.fabric.lease_plan import LeasePlan, PlanRow, RunDemand
 from rollfab.fabric.records import (
     DeadLetter,
     Rollout,
@@ -45,6 +46,7 @@ from rollfab.fabric.records import (
     WorkerInfo,
 )
 from rollfab.fabric.rules.chain import plan
+from rollfab.fabric.sharing import LendSetting, SharingReport
 from rollfab.fabric.weights.codec import Decoder, Encoder
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.manifest import CODEC, BlockRow, WeightManifest, chunk_digest
@@ -75,6 +77,15 @@ FLOATS = np.zeros(5, np.float32)
 SPANS = (Span(0, 3, "worker-1", 7), Span(3, 5, "worker-2", 8))
 JOB = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={"seed": 1, "deep": [{}]}, seed=3)
 RECORDS: tuple[Record, ...] = (
+    LeasePlan(
+        controller_id="c1",
+        term=3,
+        made_at_ms=7,
+        rows=(PlanRow(worker_id="w1", role="serving", slot_count=2, run_id=None, reason="why"),),
+        runs=(RunDemand(run_id="r1", open_count=5, dedicated_count=4, borrowed_count=1),),
+    ),
+    LendSetting(mode="on", slot_count_max=4, compute_fraction_max=0.3, hours=["mon-fri 22:00-06:00"], said_by="a"),
+    SharingReport(worker_id="w1", since_s=5.0, alone={"request_count": 3, "ttft_ms_p99": 9.5}, token_count=7),
     RunConfig(run_id="r", model="tiny", environment="e", environment_options={"size": 4}, reward="success"),
     JOB,
     TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(stop_ids=(1, 2), seed=7), prompt_ids=IDS),

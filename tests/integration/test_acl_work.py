@@ -21,6 +21,7 @@ from rollfab.fabric.bus.scripts import Scripts
 from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.bus.turns import RedisTurnQueue
 from rollfab.fabric.bus.weights import RedisWeightStore
+from rollfab.fabric.lease_plan import EPOCHS_PER_TERM, LeasePlan
 from rollfab.fabric.ports import Exchange, GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.records import (
     DeadLetter,
@@ -33,6 +34,7 @@ from rollfab.fabric.records import (
     TurnResult,
     WorkerInfo,
 )
+from rollfab.fabric.sharing import SharingReport
 from rollfab.fabric.weights.chain import fetch_weights
 from rollfab.fabric.weights.manifest import Holder
 from rollfab.trainer.checks import make_groups
@@ -160,7 +162,8 @@ async def lend(who: dict[str, Part]) -> None:
     await controller.beat("controller")
     await worker.beat("dedicated")
     term = await controller.board.lead(controller.name, 60_000)
-    lease = Lease(worker_id=worker.name, run_id="r1", lease_epoch=term, slot_count=9, lease_until_ms=None)
+    epoch = term * EPOCHS_PER_TERM
+    lease = Lease(worker_id=worker.name, run_id="r1", lease_epoch=epoch, slot_count=9, lease_until_ms=None)
     assert await controller.board.set_lease(lease, None)
     await worker.board.wait_lease(worker.name, 1.0)
     await worker.beat("dedicated")
@@ -169,7 +172,15 @@ async def lend(who: dict[str, Part]) -> None:
         await controller.board.set_lease(other, 60_000)
         await who[role].beat(role)
         await controller.board.end_lease(other)
+    await controller.board.open_term(term)
+    assert (await controller.board.survey()).leases["r1"][worker.name].lease_epoch == epoch
+    assert await controller.board.set_plan(LeasePlan(controller_id=controller.name, term=term, made_at_ms=0))
+    for role in ("controller", "api-read", "api-control", "operator"):
+        assert await who[role].board.plan() is not None
+    assert await controller.board.forget_workers(term, ["nobody"])
     await controller.board.add_event("lease.granted", {})
+    assert await worker.board.lends_of(worker.name, "chat")
+    await worker.board.set_sharing(SharingReport(worker_id=worker.name))
     assert (await fetch_weights(worker.weights, "r1"))["w"].tolist() == [1.0] * 9
     assert (await worker.weights.wait_head("r1", 0, 1.0)).version == 1
     await carry_otherwise(who["trainer"], worker)
@@ -309,6 +320,7 @@ async def look(who: dict[str, Part]) -> None:
         assert "worker-1" in await part.board.workers()
         assert "worker-1" in await part.board.leases("r1")
         await part.board.lends()
+        assert set(await part.board.sharing()) == {"worker-1"}
     for role in ("api-read", "api-control", "operator"):
         part = who[role]
         assert await part.board.events("0", 10, 0.01)

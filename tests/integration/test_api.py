@@ -14,12 +14,15 @@ import pytest
 
 from rollfab.api.app import make_app
 from rollfab.api.config import ApiConfig
+from rollfab.api.keys import hash_key
 from rollfab.api.server import open_socket
 from rollfab.api.weights import WeightReader
 from rollfab.commands.weights import list_versions
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.errors import ConfigError
+from rollfab.fabric.lease_plan import LeasePlan, PlanRow
 from rollfab.fabric.records import Lease
+from rollfab.fabric.sharing import SharingReport
 from rollfab.fabric.weights.manifest import Holder
 from rollfab.trainer.publish import Publisher
 from tests.api_server import ApiWorld, running_api
@@ -109,7 +112,8 @@ async def test_workers_show_their_lease_their_switch_and_their_age(api: ApiWorld
 
     dedicated, serving = (await api.json("v1/workers"))["workers"]
 
-    assert serving["lend"] == "off"
+    assert serving["lend"] == "observe"  # nothing was said: it lends nothing
+    assert "rollfab lend on" in serving["lend_terms"]["reason"]
     assert serving["is_fresh"]
     assert serving["lease"]["slot_count"] == 6
     assert 0 < serving["lease"]["remaining_ms"] <= 30_000
@@ -393,11 +397,15 @@ async def test_a_stream_too_many_and_an_id_that_is_none_are_refused(broker_url: 
 
 async def test_the_switch_reaches_the_board_at_once(api: ApiWorld) -> None:
     await api.beat("serving-1", "serving", slot_count=8)
-    for value, kept in (("on", "on"), (3, "3"), ("off", "off"), (0, "0")):
+    for value, kept, shown in (("on", "on", "on"), (3, "3", "3"), ("off", "off", "off"), (0, "0", "off")):
         answer = await api.http.post("v1/workers/serving-1/lend", json={"value": value})
-        assert answer.json() == {"worker_id": "serving-1", "value": kept, "worker_ids": ["serving-1"]}
-        assert await api.fabric.board.lends() == {"serving-1": kept}
-        assert (await api.json("v1/workers"))["workers"][0]["lend"] == kept
+        expected = {"worker_id": "serving-1", "value": kept, "worker_ids": ["serving-1"]}
+        assert answer.json().items() >= expected.items()
+        (said,) = (await api.fabric.board.lends()).values()
+        assert (said.mode, said.slot_count_max) == {"on": ("on", None), 3: ("on", 3), "off": ("off", 3), 0: ("on", 0)}[
+            value
+        ]
+        assert (await api.json("v1/workers"))["workers"][0]["lend"] == shown
 
 
 async def test_taking_all_back_overrules_a_worker_with_a_switch_of_its_own(api: ApiWorld) -> None:
@@ -409,7 +417,99 @@ async def test_taking_all_back_overrules_a_worker_with_a_switch_of_its_own(api: 
 
     assert answer.json()["worker_ids"] == ["serving-1", "serving-2"]
     assert [worker["lend"] for worker in (await api.json("v1/workers"))["workers"]] == ["off", "off"]
-    assert set((await api.fabric.board.lends()).values()) == {"off"}
+    # And who had a word of its own still has it when all are lent again
+    await api.http.post("v1/workers/serving-2/lend", json={"mode": "observe"})
+    await api.http.post("v1/workers/*/lend", json={"mode": "on"})
+    assert [worker["lend"] for worker in (await api.json("v1/workers"))["workers"]] == ["on", "observe"]
+
+
+async def test_a_pool_has_bounds_hours_and_a_reason_and_keeps_them_when_it_is_switched(api: ApiWorld) -> None:
+    await api.beat("serving-1", "serving", slot_count=8, pool="chat")
+    await api.beat("serving-2", "serving", slot_count=8, pool="batch")
+    bounds = {"slot_count_max": 4, "compute_fraction_max": 0.25, "hours": ["00:00-24:00"]}
+    answer = await api.http.post("v1/pools/chat/lend", json={"mode": "on", **bounds, "reason": "trial"})
+    assert (answer.status_code, answer.json()["worker_ids"]) == (200, ["serving-1"])
+    await api.http.post("v1/pools/chat/lend", json={"mode": "off", "reason": "incident"})
+    await api.http.post("v1/pools/chat/lend", json={"mode": "on"})
+    await api.http.post("v1/pools/chat/lend", json={"slot_count_max": None})
+
+    lending = await api.json("v1/lending")
+    (said,) = lending["settings"]
+    assert said.items() >= {"subject": "pool:chat", "mode": "on", **bounds, "slot_count_max": None}.items()
+    assert said["said_by"] == "api" and said["said_at_ms"] > 0
+    modes = {worker["worker_id"]: worker["terms"]["mode"] for worker in lending["workers"]}
+    assert modes == {"serving-1": "on", "serving-2": "observe"}
+
+    answer = await api.http.post("v1/pools/chat/lend", json={"mode": "clear"})
+    assert (answer.json()["setting"], (await api.json("v1/lending"))["settings"]) == (None, [])
+    assert (await api.http.post("v1/pools/chit/lend", json={"mode": "off"})).json()["error"] == "PoolUnknown"
+    kinds = [(event["facts"]["value"], event["facts"]["reason"]) for event in (await events_of(api, 5))]
+    assert kinds == [("on", "trial"), ("off", "incident"), ("on", ""), ("on", ""), ("clear", "")]
+
+
+async def events_of(api: ApiWorld, count: int) -> list[dict[str, Any]]:
+    """The switches so far, the oldest first."""
+    for _ in range(100):
+        found = [event for event in (await api.json("v1/status"))["events"] if event["kind"] == "lend.switched"]
+        if len(found) >= count:
+            return found[::-1]
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{count} switches were never told")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"reason": "x"},
+        {"mode": None},
+        {"mode": "maybe"},
+        {"value": "on", "mode": "off"},
+        {"value": 3, "slot_count_max": 4},
+        {"mode": "on", "hours": ["nightly"]},
+        {"mode": "on", "compute_fraction_max": 1.5},
+        {"mode": "on", "memory_fraction_max": -0.1},
+        {"mode": "on", "reason": "x" * 501},
+        {"mode": "on", "said_by": "somebody else"},
+    ],
+)
+async def test_what_cannot_be_obeyed_is_refused_and_changes_nothing(api: ApiWorld, body: dict[str, Any]) -> None:
+    await api.beat("serving-1", "serving")
+    answer = await api.http.post("v1/workers/serving-1/lend", json=body)
+    assert (answer.status_code, answer.json()["error"]) == (422, "InputError")
+    assert await api.fabric.board.lends() == {}
+
+
+async def test_the_report_the_plan_and_the_metrics_say_what_lending_costs_and_gives(api: ApiWorld) -> None:
+    assert (await api.json("v1/plan"))["plan"] is None
+    assert (await api.json("v1/sharing"))["totals"]["shared_attained_fraction"] is None
+    guard = {"guard_state": "shut", "guard_reason": "a burst", "open_fraction": 0.25, "probe": "vllm"}
+    await api.beat("serving-1", "serving", slot_count=8, **guard)
+    alone = {"request_count": 10, "ttft_ms_p99": 40.0, "tpot_ms_p99": 10.0, "attained_fraction": 1.0}
+    shared = {"request_count": 30, "ttft_ms_p99": 42.0, "tpot_ms_p99": 11.0, "attained_fraction": 0.9}
+    report = SharingReport(worker_id="serving-1", alone=alone, shared=shared, violation_count=3, token_count=77)
+    await api.fabric.board.set_sharing(report)
+    term = await api.fabric.board.lead("c1", 1000)
+    row = PlanRow(worker_id="serving-1", role="serving", slot_count=0, run_id=None, reason="dedicated are enough")
+    assert await api.fabric.board.set_plan(LeasePlan(controller_id="c1", term=term, made_at_ms=5, rows=(row,)))
+
+    sharing = await api.json("v1/sharing")
+    assert sharing["workers"][0]["ttft_tax_p99"] == pytest.approx(0.05)
+    assert sharing["totals"].items() >= {"violation_count": 3, "token_count": 77, "worker_count": 1}.items()
+    assert (await api.json("v1/plan"))["plan"]["rows"][0]["reason"] == "dedicated are enough"
+    (worker,) = (await api.json("v1/lending"))["workers"]
+    assert worker.items() >= {**guard, "plan_reason": "dedicated are enough"}.items()
+    text = (await api.http.get("metrics")).text
+    for line in (
+        'rollfab_lend_workers{state="observe"} 1.0',
+        'rollfab_guard_workers{state="shut"} 1.0',
+        'rollfab_guard_open_ratio{kind="min"} 0.25',
+        'rollfab_serving_ttft_seconds_p99_max{kind="rollouts"} 0.042',
+        'rollfab_serving_tpot_seconds_p99_max{kind="alone"} 0.01',
+        "rollfab_shared_requests_violated 3.0",
+        "rollfab_harvested_tokens 77.0",
+    ):
+        assert line in text, line
 
 
 @pytest.mark.parametrize("value", ["maybe", True, -1, 1.5, None, "3"])
@@ -452,7 +552,18 @@ async def test_reading_and_controlling_are_separate_rights(locked: ApiWorld) -> 
     refused = await locked.http.post(path, json=body, headers=bearer(READ_KEY))
     assert (refused.status_code, refused.json()["error"]) == (403, "Forbidden")
     assert await locked.fabric.board.lends() == {}
-    assert (await locked.http.post(path, json=body, headers=bearer(CONTROL_KEY))).status_code == 200
+    said = await locked.http.post(path, json=body, headers=bearer(CONTROL_KEY))
+    assert (said.status_code, said.json()["setting"]["said_by"]) == (200, "control key 1")
+    for path in ("v1/lending", "v1/sharing", "v1/plan"):
+        assert (await locked.http.get(path)).status_code == 401
+        assert (await locked.http.get(path, headers=bearer(READ_KEY))).status_code == 200
+
+
+async def test_a_switch_is_kept_with_the_name_of_the_key_that_it_was_made_with(broker_url: str) -> None:
+    names = ((hash_key(CONTROL_KEY), "ann"),)
+    async with running_api(broker_url, control_keys=(CONTROL_KEY,), key_names=names) as world:
+        await world.http.post("v1/workers/*/lend", json={"mode": "off"}, headers=bearer(CONTROL_KEY))
+        assert (await world.fabric.board.lends())["*"].said_by == "ann"
 
 
 async def test_a_foreign_name_that_leads_here_is_refused(api: ApiWorld) -> None:
@@ -513,6 +624,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 async def test_the_documentation_describes_every_route_and_loads_nothing_from_elsewhere(api: ApiWorld) -> None:
     document = await api.json("openapi.json")
     assert {"/v1/status", "/v1/workers/{worker_id}/lend", "/v1/events", "/readyz"} <= set(document["paths"])
+    assert {"/v1/pools/{pool}/lend", "/v1/lending", "/v1/sharing", "/v1/plan"} <= set(document["paths"])
     for path in (
         "",
         "docs",

@@ -128,7 +128,7 @@ async def test_a_full_broker_still_hears_heartbeats_and_changes_leases(ports: Re
     await fill(ports)
     assert await ports.board.heartbeat(WORKER) is not None
     assert await ports.board.set_lease(dataclasses.replace(LEASE, lease_epoch=2, slot_count=1), 1000)
-    assert await ports.board.lead("c1", 1000) == 1
+    assert await ports.board.lead("c1", 1000) > 0
     await ports.board.add_event("lease.granted", {"worker_id": "w1"})
 
 

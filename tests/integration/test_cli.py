@@ -46,7 +46,7 @@ def test_an_unreachable_broker_is_named_without_a_traceback() -> None:
 def test_wrong_usage_is_exit_code_two(url: str) -> None:
     assert rollfab("status", "--nonsense", url=url).returncode == 2
     done = rollfab("lend", "maybe", url=url)
-    assert (done.returncode, "expected on, off, status" in done.stderr) == (1, True)
+    assert (done.returncode, "expected on, observe, off" in done.stderr) == (2, True)
 
 
 def test_status_is_one_object(url: str) -> None:
@@ -58,9 +58,10 @@ def test_status_is_one_object(url: str) -> None:
 def test_the_switch_is_kept_and_shown(url: str) -> None:
     assert rollfab("lend", "on", url=url).returncode == 0
     assert "all serving workers: on" in rollfab("lend", "status", url=url).stdout
-    assert json.loads(rollfab("lend", "3", "--worker", "w9", "--json", url=url).stdout)["lends"] == {
-        "*": "on",
-        "w9": "3",
+    lends = json.loads(rollfab("lend", "3", "--worker", "w9", "--json", url=url).stdout)["lends"]
+    assert {name: (said["mode"], said["slot_count_max"]) for name, said in lends.items()} == {
+        "*": ("on", None),
+        "w9": ("on", 3),
     }
 
 

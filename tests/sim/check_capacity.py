@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollfab.fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange
 from rollfab.fabric.ports import Exchange, RunStatus
-from rollfab.fabric.records import Lease
 from rollfab.fabric.weights.manifest import WeightManifest
 from tests.sim.check_turns import TurnChecker
 from tests.sim.checkers import Facts, require
@@ -45,23 +46,37 @@ class CapacityChecker:
 
     # ---- leases
 
-    def board_set_lease(self, process: Process, is_set: bool, lease: Lease, duration_ms: int | None) -> None:
-        if not is_set:
-            return
+    def board_change_leases(
+        self,
+        process: Process,
+        outcome: list[bool],
+        term: int,
+        changes: Sequence[LeaseChange],
+        assigned: Mapping[str, str],
+    ) -> None:
+        ends = [(change, is_done) for change, is_done in zip(changes, outcome, strict=True) if change.is_end]
+        sets = [(change, is_done) for change, is_done in zip(changes, outcome, strict=True) if not change.is_end]
+        for change, is_done in (*ends, *sets):
+            if is_done:
+                self._changed(process, change)
+
+    def _changed(self, process: Process, change: LeaseChange) -> None:
+        lease, now_s = change.lease, self._facts.now_s()
         held = self._leases.get(lease.worker_id)
-        if held is not None and held.ended_s == math.inf:
-            newer = lease.lease_epoch >= held.epoch
+        if change.is_end:
+            if held is not None and held.epoch <= lease.lease_epoch and held.ended_s == math.inf:
+                held.ended_s = now_s
+                self._facts.note(process.name, "lease.end", lease.worker_id)
+            return
+        if held is not None:
+            # Of one that has ended, only the term is remembered: an older leader grants nothing, whatever there was.
+            has_ended = held.ended_s < math.inf
+            newer = lease.lease_epoch >= (held.epoch - held.epoch % EPOCHS_PER_TERM if has_ended else held.epoch)
             require(newer, f"lease of {lease.worker_id}: epoch {lease.lease_epoch} set over {held.epoch}")
-        until_s = self._facts.now_s() + duration_ms / 1000 if duration_ms else math.inf
+        until_s = now_s + change.duration_ms / 1000 if change.duration_ms else math.inf
         if held is None or held.epoch != lease.lease_epoch:
             self._facts.note(process.name, "lease.set", lease.worker_id, f"{lease.slot_count} slots")
-        self._leases[lease.worker_id] = Lent(lease.lease_epoch, lease.slot_count, self._facts.now_s(), until_s)
-
-    def board_end_lease(self, process: Process, result: None, lease: Lease) -> None:
-        held = self._leases.get(lease.worker_id)
-        if held is not None and held.epoch <= lease.lease_epoch and held.ended_s == math.inf:
-            held.ended_s = self._facts.now_s()
-            self._facts.note(process.name, "lease.end", lease.worker_id)
+        self._leases[lease.worker_id] = Lent(lease.lease_epoch, lease.slot_count, now_s, until_s)
 
     def turns_exchange(
         self,

@@ -14,7 +14,7 @@ from unittest import mock
 
 from rollfab.fabric.memory import queue as twin_queue
 from rollfab.fabric.memory import rollouts as twin_rollouts
-from rollfab.fabric.memory.board import MemoryLeaseBoard
+from rollfab.fabric.memory.leases import MemoryLeases
 from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue, RunPort
 from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.memory.state import FENCES_PER_CLAIM, JobTable, RunState
@@ -260,13 +260,15 @@ def stale_rollouts_delivered() -> list[Patch]:
 @plant
 def old_leader_obeyed() -> list[Patch]:
     """A controller that was replaced may still write leases."""
-    original = MemoryLeaseBoard.set_lease
+    original = MemoryLeases._change
 
-    async def set_lease(self: Any, lease: Any, duration_ms: int | None) -> bool:
-        self._broker.runs[lease.run_id].leases.pop(lease.worker_id, None)
-        return await original(self, lease, duration_ms)
+    def change(self: Any, term: int, change: Any) -> bool:
+        run = self._broker.runs[change.lease.run_id]
+        run.lease_term = -1
+        run.leases.pop(change.lease.worker_id, None)
+        return original(self, term, change)
 
-    return [(MemoryLeaseBoard, "set_lease", set_lease)]
+    return [(MemoryLeases, "_change", change)]
 
 
 # ---- groups

@@ -17,6 +17,7 @@ from rollfab.fabric.memory.queue import MemoryTurnQueue
 from rollfab.fabric.memory.state import JobTable
 from rollfab.fabric.ports import Exchange, TurnPush
 from rollfab.fabric.records import Lease, RunConfig, Sampling, TurnJob, WorkerInfo
+from rollfab.fabric.sharing import GuardView
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.engines.base import EngineStats, Generation, GenerationRequest
 from rollfab.workers.rollout import RolloutConfig, RolloutWorker
@@ -218,6 +219,7 @@ class Stage:
         self.turns = WatchedTurns(self.fabric.broker, run)
         self.fabric.turns = lambda run: self.turns  # type: ignore[method-assign]
         self.receivers: list[LiveWeights] = []
+        self.guard: Callable[[], GuardView | None] | None = None  # of the workers that begin from now on
 
     @property
     def table(self) -> JobTable:
@@ -256,15 +258,16 @@ class Stage:
         return self.receivers[-1]
 
     @asynccontextmanager
-    async def worker(self, **settings: float) -> AsyncIterator[asyncio.Task[None]]:
+    async def worker(self, role: str = "dedicated", **settings: float) -> AsyncIterator[asyncio.Task[None]]:
         config = RolloutConfig(
             worker_id=WORKER,
-            role="dedicated",
+            role=role,
             model="tiny",
             slot_count=8,
             **{"heartbeat_s": 0.02, "poll_s": 0.05, "stall_s": 60.0, **settings},  # type: ignore[arg-type]
         )
-        worker = RolloutWorker(self.fabric, self.engine, config, self.clock, make_receiver=self._receiver)  # type: ignore[arg-type]
+        tools = {"make_receiver": self._receiver, "guard": self.guard}
+        worker = RolloutWorker(self.fabric, self.engine, config, self.clock, **tools)  # type: ignore[arg-type]
         stop = asyncio.Event()
         task = asyncio.create_task(worker.run(stop))
         try:

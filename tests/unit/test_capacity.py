@@ -47,6 +47,12 @@ def test_a_switch_that_is_off_wins_over_any_demand() -> None:
     assert one([worker("s", lend=0)], [run(open_count=10_000)]).slot_count == 0
 
 
+def test_a_worker_without_slots_says_so_whatever_its_team_says() -> None:
+    for lend in (0, 8):  # it only observes, or it has failed
+        assert one([worker("s", slot_count=0, lend=lend)], [run()]).reason == "it has no slots"
+    assert one([worker("s", lend=0, lend_reason="off, said by ann")], [run()]).reason == "off, said by ann"
+
+
 def test_a_limit_of_slots_is_kept() -> None:
     assert one([worker("s", lend=3)], [run()]).slot_count == 3
 

@@ -8,7 +8,8 @@ from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.memory.board import MemoryLeaseBoard
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.records import RunConfig, WorkerInfo
-from rollfab.workers.controller import Controller, ControllerConfig, lend_limit
+from rollfab.fabric.sharing import LendSetting
+from rollfab.workers.controller import Controller, ControllerConfig
 
 
 class HandClock:
@@ -25,6 +26,13 @@ class HandClock:
 
     async def sleep(self, duration_s: float) -> None:
         self.now += duration_s
+
+
+class FridayClock(SystemClock):
+    """It is always noon."""
+
+    def wall_ms(self) -> int:
+        return 1_700_222_400_000  # 17 November 2023, 12:00 UTC
 
 
 class Setting:
@@ -124,6 +132,38 @@ async def test_a_silent_worker_is_forgotten_with_its_lease() -> None:
     assert await setting.held() == {}
     assert "dedicated" not in await setting.board.workers()
     assert "worker.gone" in [kind for _, kind, _ in setting.broker.events]
+
+
+async def test_the_end_of_a_lease_is_an_event_though_its_worker_has_left() -> None:
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    epoch = (await setting.board.leases("r1"))["dedicated"].lease_epoch
+    await setting.board.forget_worker("dedicated")
+    await controller.tick(1)
+    (facts,) = [facts for _, kind, facts in setting.broker.events if kind == "lease.ended"]
+    assert (facts["worker_id"], facts["lease_epoch"], facts["slot_count"]) == ("dedicated", epoch, 0)
+    assert facts["reason"] == "its worker left or died"
+
+
+async def test_hours_pass_by_the_broker_machine_s_time_and_not_by_the_controller_s() -> None:
+    # Given a broker on a Friday noon, and a controller whose clock shows 1970
+    setting = await Setting().begin()
+    setting.demand(20)
+    setting.broker.clock = FridayClock()
+    await setting.beat()
+    await setting.board.set_lend("*", LendSetting(mode="on", hours=["fri 11:00-13:00"]))
+    await Controller(setting.board, ControllerConfig(worker_id="c1"), HandClock()).tick(1)
+    assert "serving" in await setting.held()
+
+
+async def test_a_row_of_the_plan_is_short_whatever_a_team_has_said() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", LendSetting(mode="off", reason="because " * 60))
+    await setting.controller().tick(1)
+    reason = next(row.reason for row in (await setting.board.plan()).rows if row.worker_id == "serving")
+    assert len(reason) == 200 and reason.endswith("…")
 
 
 async def test_after_a_gap_nobody_is_taken_for_dead_at_once() -> None:
@@ -231,9 +271,119 @@ async def test_demand_goes_to_an_engine_that_is_awake_and_stays_where_one_is_bei
     assert (await setting.board.leases("r1"))["a"].lease_epoch == epoch
 
 
-def test_a_worker_s_own_switch_wins_over_the_one_for_all() -> None:
-    info = WorkerInfo(worker_id="w", role="serving", pid=1, host="h", slot_count=8)
-    assert lend_limit(info, {}) == 0
-    assert lend_limit(info, {"*": "on"}) == 8
-    assert lend_limit(info, {"*": "on", "w": "off"}) == 0
-    assert lend_limit(info, {"w": "3"}) == 3
+async def test_a_worker_is_lent_as_far_as_its_team_s_strictest_word_allows() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    controller = setting.controller()
+    for said, slots in (
+        ({"*": "on"}, 4),
+        ({"*": "on", "serving": "3"}, 3),
+        ({"serving": "off"}, None),
+        ({"serving": "on"}, 4),
+        ({"*": "observe"}, None),
+    ):
+        for subject, word in said.items():
+            await setting.board.set_lend(subject, word)
+        await controller.tick(1)
+        assert (await setting.held()).get("serving") == slots, said
+
+
+async def test_the_plan_is_kept_with_its_reasons_and_changes_at_most_once_a_second() -> None:
+    # Given a serving worker that its team does not lend
+    clock, setting = HandClock(), await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", LendSetting(mode="off", said_by="ann", reason="incident 7"))
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    await controller.tick(1)
+    first = await setting.board.plan()
+    assert (first.controller_id, first.term) == ("c1", 1)
+    assert {row.worker_id: (row.slot_count, row.run_id) for row in first.rows} == {
+        "dedicated": (4, "r1"),
+        "serving": (0, None),
+    }
+    assert "incident 7" in next(row.reason for row in first.rows if row.worker_id == "serving")
+    assert [(run.open_count, run.dedicated_count, run.borrowed_count) for run in first.runs] == [(20, 4, 0)]
+    # When that changes
+    await setting.board.set_lend("*", "on")
+    clock.now += 0.25
+    await controller.tick(1)
+    assert await setting.board.plan() == first
+    # Then the plan says so within a second, and a plan that does not change is not written again
+    clock.now += 1.0
+    await controller.tick(1)
+    second = await setting.board.plan()
+    assert second.runs[0].borrowed_count == 4
+    clock.now += 5.0
+    await controller.tick(1)
+    assert await setting.board.plan() == second
+
+
+async def test_a_leader_that_was_replaced_writes_nothing_at_all() -> None:
+    # Given a leader, and a successor that has ended the lease which it had granted
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    old, new = setting.controller("old"), setting.controller("new")
+    first = await setting.board.lead("old", 10)
+    await old.tick(first)
+    setting.broker.leader = None
+    second = await setting.board.lead("new", 10_000)
+    await setting.board.set_lend("*", "off")
+    await new.tick(second)
+    assert await setting.held() == {"dedicated": 4}
+    before = (await setting.board.leases("r1"), dict(setting.broker.assignments), await setting.board.plan())
+    said = len(setting.broker.events)
+    # When the old one goes on, of another opinion, and takes everyone for dead
+    await setting.board.set_lend("*", "on")
+    said += 1
+    setting.broker.workers = {
+        name: (info, setting.broker.now_ms() - 60_000) for name, (info, _) in setting.broker.workers.items()
+    }
+    await old.tick(first)
+    # Then nothing has changed, and nothing was written down
+    assert before == (await setting.board.leases("r1"), dict(setting.broker.assignments), await setting.board.plan())
+    assert len(setting.broker.workers) == 2
+    assert len(setting.broker.events) == said
+
+
+async def test_a_worker_that_looks_at_another_run_is_told_again() -> None:
+    # Given a standing lease whose worker was pointed elsewhere
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    setting.broker.assignments["dedicated"] = "other"
+    # When the next plan is carried out
+    await controller.tick(1)
+    # Then it finds its lease again
+    assert setting.broker.assignments["dedicated"] == "r1"
+
+
+async def test_a_guard_that_stays_shut_gives_the_worker_back_and_it_rests_afterwards() -> None:
+    # Given a lent worker
+    clock, setting = HandClock(), await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    info = WorkerInfo(
+        worker_id="serving", role="serving", pid=1, host="h", model="m", slot_count=4, probe="vllm", guard_state="open"
+    )
+    await setting.board.heartbeat(info)
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+
+    async def lent(guard_state: str, seconds: float) -> list[bool]:
+        await setting.board.heartbeat(dataclasses.replace(info, guard_state=guard_state))
+        found = []
+        for _ in range(int(seconds / 0.25)):
+            clock.now += 0.25
+            await controller.tick(1)
+            found.append("serving" in await setting.held())
+        return found
+
+    assert all(await lent("open", 1.0))
+    # When its guard shuts, then a short while changes nothing, and a long one ends the lease
+    assert all(await lent("shut", 2.0))
+    assert all(await lent("open", 1.0))
+    assert not (await lent("shut", 5.0))[-1]
+    # And when it opens again, the worker is lent once it has rested
+    after = await lent("open", 12.0)
+    assert not any(after[: 4 * 6])
+    assert after[-1]

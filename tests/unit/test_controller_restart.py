@@ -1,37 +1,68 @@
-"""A controller that is started again under its name leads on in its own term, where leases of its first life stand."""
+"""A controller that is started again under its name opens a term of its own: no epoch is given twice."""
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
 
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.memory.board import MemoryLeaseBoard
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.records import RunConfig, WorkerInfo
-from rollfab.workers.controller import EPOCHS_PER_TERM, Controller, ControllerConfig
+from rollfab.workers.controller import Controller, ControllerConfig
+from tests.unit.played_worker import until
 
 SERVING = WorkerInfo(worker_id="serving", role="serving", pid=1, host="here", model="m", slot_count=8)
+CONFIG = ControllerConfig(worker_id="controller", tick_s=0.05)
 
 
-async def test_its_first_word_ends_what_it_granted_before() -> None:
-    # Given a controller that has changed a lease many times
-    broker = MemoryBroker()
-    board = MemoryLeaseBoard(broker)
-    await board.create_run(RunConfig(run_id="run", model="m", environment="e"))
-    broker.runs["run"].head_version = 0
-    broker.runs["run"].trajectories.ready = ([f"group.{index}" for index in range(20)], [], [])
-    await board.heartbeat(SERVING)
-    config = ControllerConfig(worker_id="controller")
-    term = await board.lead("controller", config.lead_ms)
-    first = Controller(board, config, SystemClock())
-    for index in range(9):
-        await board.set_lend("*", str(index % 2 + 1))
-        await first.tick(term)
-    assert (await board.leases("run"))["serving"].lease_epoch == term * EPOCHS_PER_TERM + 9
+class Stage:
+    """A run with work, and a serving worker that its team lends."""
 
-    # When it dies, and another start of it is told to end the lease
-    again = Controller(board, config, SystemClock())
-    assert await board.lead("controller", config.lead_ms) == term
-    await board.set_lend("*", "off")
-    await again.tick(term)
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.board = MemoryLeaseBoard(self.broker)
 
-    # Then one word is enough
-    assert await board.leases("run") == {}
+    async def begin(self) -> Stage:
+        await self.board.create_run(RunConfig(run_id="run", model="m", environment="e"))
+        self.broker.runs["run"].head_version = 0
+        self.broker.runs["run"].trajectories.ready = ([f"group.{index}" for index in range(20)], [], [])
+        await self.board.heartbeat(SERVING)
+        await self.board.set_lend("*", "on")
+        return self
+
+    async def life(self) -> list[int]:
+        """Epochs of the leases that one life of the controller granted, of two."""
+        first = len(self.broker.events)
+        stop = asyncio.Event()
+        running = asyncio.create_task(Controller(self.board, CONFIG, SystemClock()).run(stop))
+        for word, kind in (("2", "lease.granted"), ("off", "lease.ended"), ("on", "lease.granted")):
+            seen = len(self.broker.events)
+            await self.board.set_lend("*", word)
+            await until(lambda seen=seen, kind=kind: kind in [name for _, name, _ in self.broker.events[seen:]])
+        stop.set()
+        await running
+        granted = [facts for _, kind, facts in self.broker.events[first:] if kind == "lease.granted"]
+        return [facts["lease_epoch"] for facts in granted]
+
+
+async def test_no_epoch_is_given_twice_though_the_lease_that_had_it_is_gone() -> None:
+    stage = await Stage().begin()
+    before = await stage.life()
+    await stage.board.end_lease((await stage.board.leases("run"))["serving"])
+    after = await stage.life()
+    assert min(after) > max(before)
+
+
+async def test_a_new_term_of_one_controller_begins_with_nothing_that_it_knew() -> None:
+    # Given a controller that has just taken a worker back for the sake of serving, so that it rests
+    stage = await Stage().begin()
+    controller = Controller(stage.board, CONFIG, SystemClock())
+    for headroom in (0.9, 0.0, 0.9):
+        await stage.board.heartbeat(replace(SERVING, headroom_fraction=headroom))
+        await controller.tick(1)
+    assert await stage.board.leases("run") == {}
+    # When it loses the lead, and leads again
+    await controller.tick(2)
+    # Then it counts from then on
+    assert set(await stage.board.leases("run")) == {"serving"}

@@ -44,6 +44,11 @@ ALLOWED = {
         "workers/environments/process_main.py",
         "import_module",
     ): "a target of the registry of the process that started it",
+    (
+        "workers/engines/vllm/serving_guard.py",
+        "import_module",
+    ): "rules that the engine's own process was started with, by code: no option or message names one",
+    ("workers/serving/kvcached.py", "import_module"): "a constant: an optional package",
     ("workers/environments/guess_the_number.py", "import_module"): "constants: parts of the package gem",
 }
 

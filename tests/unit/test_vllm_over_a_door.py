@@ -18,6 +18,7 @@ from rollfab.workers.engines.vllm.arena import Mirror
 from rollfab.workers.engines.vllm.config import VllmConfig
 from rollfab.workers.engines.vllm.door import Abilities, Ask, Chunk, ModelFacts, Pulse
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from rollfab.workers.serving.guard import GuardOrders
 
 LAYOUT = Layout((TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,))))
 
@@ -82,6 +83,21 @@ class PlayedDoor:
 
     def pulse(self) -> Pulse:
         return Pulse(step_count=0, running_count=1, kv_used_fraction=0.0)
+
+    def guard_from_now(self) -> None:
+        pass
+
+    def order(self, orders: GuardOrders) -> None:
+        pass
+
+    def guard_said(self) -> bytes | None:
+        return None
+
+    async def release_kv(self) -> None:
+        self.note("release kv")
+
+    async def take_kv(self) -> None:
+        self.note("take kv")
 
     def check_turns(self, turns: TurnsAtCommit) -> None:
         if turns in self.errors:
@@ -212,6 +228,18 @@ async def test_a_sleep_that_fails_is_undone_by_waking(engine: VllmEngine, door: 
     await engine.wake()
     await engine.wake()  # awake: nothing to do
     assert door.calls == ["sleep", "wake"]
+
+
+async def test_without_its_kv_cache_it_sleeps_and_pauses_hold_once_that_is_back(
+    engine: VllmEngine, door: PlayedDoor
+) -> None:
+    await engine.release_kv()
+    await engine.pause("lease")
+    assert door.calls[-1] == "release kv"
+
+    await engine.take_kv()
+
+    assert door.calls[-2:] == ["take kv", "hold"]
 
 
 async def test_what_cannot_sleep_is_awake(engine: VllmEngine, door: PlayedDoor) -> None:

@@ -81,6 +81,7 @@ class EngineStats:
     paused_by: tuple[str, ...] = ()
     prompt_token_count: int = 0  # of requests that were begun, tokens of earlier claims included
     cached_token_count: int = 0  # of those, found in the prefix cache
+    kv_capacity_tokens: int = 0  # 0: not known
 
 
 class StagedWeights(Protocol):

@@ -26,8 +26,11 @@ from ...fabric.clock import SystemClock
 from ...fabric.errors import ConfigError, EngineError, EngineUnsupported, WeightError
 from ...fabric.models import is_preset
 from ...fabric.weights.layout import Layout
+from ..serving.guard import GuardConfig
+from ..serving.thread import GuardThread
 from .admission import context_of
 from .base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit
+from .steps import StepHook
 from .transformers_request import Admission
 from .transformers_thread import Deliver, LoopThread
 from .writes import check_writes
@@ -64,6 +67,9 @@ class TransformersConfig:
     thread_count: int | None = None
     """CPU threads of one operation; None: 1 for presets on a CPU, where more only wait; else torch's own."""
 
+    guard: GuardConfig | None = None
+    """It shares its device with a serving engine, and makes steps only as this allows."""
+
     def __post_init__(self) -> None:
         for name, least in (("slot_count", 1), ("context_tokens_max", 2), ("page_size", 4), ("thread_count", 1)):
             value = getattr(self, name)
@@ -74,8 +80,11 @@ class TransformersConfig:
 class TransformersEngine:
     """One model, one thread, one continuous batch. See base.Engine for what each method promises."""
 
-    def __init__(self, config: TransformersConfig | None = None) -> None:
+    def __init__(self, config: TransformersConfig | None = None, *, hook: StepHook | None = None) -> None:
+        """hook: asked before each step and told after it, on the engine's thread; a guard is one by itself."""
         self.config = config or TransformersConfig()
+        self._hook = hook
+        self._guard: GuardThread | None = None
         self._clock = SystemClock()
         self._thread = LoopThread(self._build, self._receive)
         self._store: ParameterStore | None = None
@@ -90,18 +99,31 @@ class TransformersEngine:
         return f"transformers {importlib.metadata.version('transformers')}"
 
     async def start(self) -> None:
+        if self.config.guard is not None:
+            assert self._hook is None, "a guard is the hook"
+            self._hook = self._guard = GuardThread(
+                self.config.guard, slot_count=self.config.slot_count, is_on_cpu=self.config.device == "cpu"
+            )
         await self._thread.start()
 
     async def close(self) -> None:
         """Takes at most 2 s; what runs or waits is dropped, and the model with it."""
         await self._thread.close()
         self._store = None
+        if self._guard is not None:
+            self._guard.close()
+
+    @property
+    def guard(self) -> GuardThread | None:
+        """What its steps are under, once it has started; None: it has the device to itself."""
+        return self._guard
 
     def _build(self, deliver: Deliver) -> EngineLoop:
         import torch  # only the engine's thread pays for it, and only once the engine starts
 
-        from .transformers_loop import EngineLoop, LoopOptions
+        from .transformers_loop import EngineLoop
         from .transformers_model import ParameterStore, load_model
+        from .transformers_options import LoopOptions
 
         config, on_cpu = self.config, self.config.device == "cpu"
         thread_count = config.thread_count or (1 if on_cpu and is_preset(config.model) else None)
@@ -121,6 +143,7 @@ class TransformersEngine:
             step_tokens_max=max(config.step_tokens_max or (512 if on_cpu else 2048), config.slot_count),
             seed=secrets.randbits(31) if config.seed is None else config.seed,
             may_use_flash=not on_cpu,
+            hook=self._hook,
         )
         try:
             return EngineLoop(model, options, deliver)
@@ -153,6 +176,7 @@ class TransformersEngine:
             token_count_max=min(sampling.max_tokens - prior_count, self._context_tokens_max - ids.size),
             stop_ids=sampling.stop_ids,
             temperature=float(sampling.temperature),
+            arrived_at_s=self._clock.now_s(),
             dice={} if sampling.seed is None else {"seed": sampling.seed, "prior_count": prior_count},
         )
 
@@ -213,7 +237,7 @@ class TransformersEngine:
             step_count=engine_loop.current_batch,
             token_count=engine_loop.token_count,
             active_version=engine_loop.active_version,
-            paused_by=engine_loop.holds,
+            paused_by=engine_loop.paused_by,
             prompt_token_count=engine_loop.prompt_token_count,
             cached_token_count=engine_loop.cached_token_count,
         )

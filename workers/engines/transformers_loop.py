@@ -3,6 +3,8 @@
 - Everything that reads or changes the library's private state is in this file, and runs on the loop's thread.
 - Between two steps, in this order: commands (abort, apply, limits, a pause taking hold), admission, the step, delivery.
 - While the engine is held, commands are still served; no step is taken and every request keeps its KV cache.
+- A hook, if there is one, is asked before each step and told after it (steps.py); where it allows nothing, no step is
+  taken and it is asked again two milliseconds later.
 - A block of KV cache is shared between prompts only if all of it was computed with the weights of now (unless a commit
   says otherwise). Requests that kept theirs through a commit never offer them: `_stale_ids` says who they are.
   Forgetting the hashes alone would not do, because the library hashes a request's old blocks again when it fills its
@@ -19,31 +21,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .base import EngineLimits, Generation, TurnsAtCommit
+from .steps import Moment, RequestProgress
+from .transformers_options import LoopOptions, batching_config, generation_config
 from .transformers_request import Admission
 from .transformers_sampler import RowReader, Sampler
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopOptions:
-    """What the loop is sized for; none of it can change while it runs."""
-
-    slot_count: int
-    page_size: int
-    page_count: int
-    step_tokens_max: int
-    seed: int
-    may_use_flash: bool
+ASK_S = 0.002  # between two questions to a hook that allows nothing
 
 
 class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
@@ -53,7 +44,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, options: LoopOptions, deliver: Callable[[list[Generation]], None]) -> None:
-        super().__init__(model, _generation_config(), _batching_config(options))
+        super().__init__(model, generation_config(), batching_config(options))
         self._options = options
         self._deliver = deliver
         self._reader = RowReader()
@@ -66,6 +57,8 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._admitted: dict[str, Admission] = {}
         self._stale_ids: set[str] = set()
         self._limits = EngineLimits()
+        self._is_shut = False  # by the hook
+        self._taken_count = 0
         self._ended_token_count = 0
         self.hold_reasons: set[str] = set()
         self.prompt_token_count = self.cached_token_count = 0
@@ -78,6 +71,8 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
 
     def submit(self, admission: Admission) -> None:
         """Queue a request; it joins at the next step for which there is room."""
+        if self._options.hook is not None:
+            self._options.hook.arrived(admission.arrived_at_s, len(admission.input_ids))
         self._incoming.append(admission)
         self._wake_up_loop.set()
 
@@ -117,6 +112,11 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         """Why no step is taken: the reasons given, and "limits" where a limit lets nothing run."""
         is_limited = 0 in (self._limits.running_count, self._limits.step_tokens)
         return (*sorted(self.hold_reasons), *(("limits",) if is_limited else ()))
+
+    @property
+    def paused_by(self) -> tuple[str, ...]:
+        """As `holds`, and "guard" where the hook lets nothing run now."""
+        return (*self.holds, *(("guard",) if self._is_shut else ()))
 
     @property
     def running_count(self) -> int:
@@ -203,8 +203,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._limits = limits
         processor = self._processor
         processor.scheduler.max_requests_per_batch = max(1, self._running_count_max)
-        step_tokens = self._options.step_tokens_max if limits.step_tokens is None else limits.step_tokens
-        processor.max_batch_tokens = max(1, min(step_tokens, self._options.step_tokens_max))
+        processor.max_batch_tokens = max(1, self._step_tokens_max)
 
     # On the loop's thread: the loop -----------------------------------------------------------------------------------
 
@@ -228,21 +227,52 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         while self._commands:
             self._commands.popleft()()
         if self.holds:
-            status = self.background_thread_status
-            if status.local_status == status.HARD_STOP:
-                return False
-            self._wake_up_loop.wait(timeout=0.1)  # as the library idles; a wake-up ends it at once
-            self._wake_up_loop.clear()
-            return True
-        self._admit()
+            return self._rest(0.1)  # as the library idles
+        if not self._may_step():
+            return self._rest(ASK_S)
+        self._admit()  # only a step takes what the library was given here: until then it could not be aborted
+        step_count = self.current_batch
         more: bool = super()._generation_loop_body(batch_processor, bootstrapping)
-        if self.output_router.outputs:
-            self._deliver([self._end(output) for output in self.output_router.take()])
+        ended = [self._end(output) for output in self.output_router.take()]
+        if self._options.hook is not None and self.current_batch > step_count:
+            self._options.hook.after_step(self._moment(), ended)
+        if ended:
+            self._deliver(ended)
         return more
 
+    def _rest(self, duration_s: float) -> bool:
+        """Wait for a wake-up; whether to go on."""
+        status = self.background_thread_status
+        if status.local_status == status.HARD_STOP:
+            return False
+        self._wake_up_loop.wait(timeout=duration_s)
+        self._wake_up_loop.clear()
+        return True
+
+    def _may_step(self) -> bool:
+        """Ask the hook, and see to it that no more is computed than it allows."""
+        hook = self._options.hook
+        if hook is None:
+            return True
+        self._take_incoming()
+        moment = self._moment()
+        allowed = hook.before_step(moment)
+        self._is_shut = allowed == 0 and bool(moment.requests)  # without any, the library waits
+        self._processor.max_batch_tokens = max(1, _least(self._step_tokens_max, allowed))
+        return not self._is_shut
+
+    def _moment(self) -> Moment:
+        rows = [_progress(admission, self._state_of(name)) for name, admission in self._admitted.items()]
+        rows += [_progress(admission, None) for admission in self._waiting.values()]
+        return Moment(
+            requests=rows,
+            step_tokens_max=self._step_tokens_max,
+            taken_count=self._taken_count,
+            kv_capacity_tokens=self._options.page_count * self._options.page_size,
+        )
+
     def _admit(self) -> None:
-        if self._incoming:
-            self._take_incoming()
+        self._take_incoming()
         room = self._running_count_max - len(self._admitted)
         budget = self._limits.kv_tokens
         while self._waiting and room > 0:
@@ -268,6 +298,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
     def _take_incoming(self) -> None:
         while self._incoming:
             admission = self._incoming.popleft()
+            self._taken_count += 1
             self._waiting[admission.request_id] = admission
 
     def _end(self, output: Any) -> Generation:
@@ -285,8 +316,11 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def _running_count_max(self) -> int:
-        bound = self._limits.running_count
-        return self._options.slot_count if bound is None else min(bound, self._options.slot_count)
+        return _least(self._options.slot_count, self._limits.running_count)
+
+    @property
+    def _step_tokens_max(self) -> int:
+        return _least(self._options.step_tokens_max, self._limits.step_tokens)
 
     @property
     def _processor(self) -> Any:
@@ -337,6 +371,22 @@ class _Collector(OutputRouter):  # type: ignore[misc]
         return taken
 
 
+def _least(own: int, limit: int | None) -> int:
+    return own if limit is None else min(own, limit)
+
+
+def _progress(admission: Admission, state: Any) -> RequestProgress:
+    """state: the library's; None: it waits for a place."""
+    return RequestProgress(
+        request_id=admission.request_id,
+        arrived_at_s=admission.arrived_at_s,
+        prefill_tokens=len(admission.input_ids) if state is None else len(state.remaining_prefill_tokens),
+        token_count=0 if state is None else len(state.logprobs),
+        context_tokens=0 if state is None else state.position_offset,
+        is_waiting=state is None,
+    )
+
+
 def _made(state: Any) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities of a live request. Also right while the loop appends: tokens come first."""
     tokens = state.generated_tokens[:]
@@ -344,23 +394,3 @@ def _made(state: Any) -> tuple[list[int], list[float]]:
         tokens = state.initial_tokens[state._true_initial_tokens :] + tokens
     logprobs = state.logprobs[: len(tokens)]
     return tokens[: len(logprobs)], logprobs
-
-
-def _generation_config() -> GenerationConfig:
-    # Any temperature but None and 1.0 makes the library carry one per request; the sampler never uses this one.
-    return GenerationConfig(do_sample=True, temperature=0.5, top_k=None, top_p=None, eos_token_id=-1, pad_token_id=0)
-
-
-def _batching_config(options: LoopOptions) -> ContinuousBatchingConfig:
-    return ContinuousBatchingConfig(
-        page_size=options.page_size,
-        num_blocks=options.page_count,
-        max_batch_tokens=options.step_tokens_max,
-        max_requests_per_batch=options.slot_count,
-        return_logprobs=True,
-        per_request_processors=True,
-        use_async_batching=False,
-        use_cuda_graph=False,  # not yet tried with in-place weights and our sampler
-        auto_switch_to_flash=options.may_use_flash,
-        seed=options.seed,
-    )

@@ -16,6 +16,7 @@ class Admission:
     """A request as the loop needs it.
 
     input_ids: prompt and prior tokens, at least one. token_count_max: new tokens it may make, at least one.
+    arrived_at_s: when it was handed over.
     dice: "seed" and "prior_count" for the sampler, or nothing: then the engine's own dice are thrown.
     marks: which version began at which of its tokens; replaced as a whole, never changed in place, so that another
     thread may read it.
@@ -26,6 +27,7 @@ class Admission:
     token_count_max: int
     stop_ids: tuple[int, ...]
     temperature: float
+    arrived_at_s: float = 0.0
     dice: dict[str, int] = field(default_factory=dict)
     marks: Marks = field(default_factory=list)
 

@@ -1,17 +1,25 @@
--- lead(controller, duration_ms)
+-- lead(controller, duration_ms, is_new)
 -- Become or stay the one controller that publishes leases. A new leader gets a higher term; leases are numbered from it.
---   KEYS[1] leader string "controller term until_ms"   KEYS[2] lease_epoch counter (terms)   KEYS[3] clock
+-- One that was started again under its name is a new one: what it numbered before is forgotten.
+-- Terms are at least the machine's seconds since TERM_FROM_S: a broker that lost its last writes in a fail-over would
+-- otherwise give a term out twice, to the leader of before and to its successor.
+--   KEYS[1] leader string "controller term until_ms"   KEYS[2] lease_epoch: the highest term   KEYS[3] clock
 -- Returns the term while this controller leads · 0 another one leads
 -- flags allow-oom
 -- use look time
+local TERM_FROM_S = 1700000000
 local now, leader, term = now_ms(KEYS[3]), redis.call('GET', KEYS[1]), nil
 if leader then
   local name, led, until_ms = string.match(leader, '^(%S+) (%d+) (%d+)$')
   if tonumber(until_ms) > now then
     if name ~= ARGV[1] then return 0 end
-    term = led
+    if ARGV[3] ~= '1' then term = tonumber(led) end
   end
 end
-term = term or redis.call('INCR', KEYS[2])
+if not term then
+  local last = tonumber(redis.call('GET', KEYS[2]) or 0)
+  term = math.max(last + 1, redis.call('TIME')[1] - TERM_FROM_S)
+  redis.call('SET', KEYS[2], string.format('%d', term))
+end
 redis.call('SET', KEYS[1], string.format('%s %d %d', ARGV[1], term, now + tonumber(ARGV[2])))
-return tonumber(term)
+return term

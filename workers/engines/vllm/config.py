@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....fabric.errors import ConfigError
+from ...serving.guard import GuardConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class VllmConfig:
     """Where vLLM's output goes; None: where ours goes."""
     probes_writes: bool = True
     """Whether to see at start that written weights change an answer."""
+    guard: GuardConfig | None = None
+    """Beside which serving engine it runs; None: it has the device to itself."""
     adapter_rank: int | None = None
     """Weights are a LoRA adapter of this rank beside the frozen model; None: the model itself."""
     adapter_alpha: float | None = None

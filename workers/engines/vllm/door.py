@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ....fabric.records import Sampling
 from ....fabric.weights.layout import Layout
+from ...serving.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Pulse:
     step_count: int
     running_count: int
     kv_used_fraction: float
+    kv_capacity_tokens: int = 0  # 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,18 @@ class Door(Protocol):
         """Now; costs microseconds."""
         ...
 
+    def guard_from_now(self) -> None:
+        """From here on its steps are under the guard that it was opened with, if any."""
+        ...
+
+    def order(self, orders: GuardOrders) -> None:
+        """From the next step on; nothing without a guard."""
+        ...
+
+    def guard_said(self) -> bytes | None:
+        """What the guard said last, see serving_guard.py; None: nothing, or ask again."""
+        ...
+
     def check_turns(self, turns: TurnsAtCommit) -> None:
         """Raise EngineUnsupported if that cannot become of requests in flight at a commit."""
         ...
@@ -154,3 +168,11 @@ class Door(Protocol):
         ...
 
     async def wake(self) -> None: ...
+
+    async def release_kv(self) -> None:
+        """Unmap the KV cache, keeping the weights; no request may be inside. Raises EngineUnsupported."""
+        ...
+
+    async def take_kv(self) -> None:
+        """Map it again; vLLM then goes on by itself."""
+        ...

@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
 from ....fabric.clock import SystemClock
-from ....fabric.errors import EngineError, EngineUnsupported, WeightError
+from ....fabric.errors import EngineError, WeightError
 from ....fabric.models import is_preset
 from ....fabric.weights.layout import Layout
 from ..admission import context_of
@@ -28,6 +27,8 @@ from ..writes import check_writes
 from .arena import Mirror
 from .config import VllmConfig
 from .door import Ask, Door
+from .door_guard import DoorGuard
+from .holding import Holding
 from .probe import probe_writes
 from .requests import OpenRequest, start_over
 from .shared import aside
@@ -53,11 +54,8 @@ class VllmEngine:
         self._open: dict[str, OpenRequest] = {}
         self._ended: dict[str, Generation] = {}
         self._has_ended = asyncio.Event()
-        self._reasons: set[str] = set()
-        self._is_held = False
-        self._is_asleep = False
-        self._hold_lock = asyncio.Lock()
-        self._commit_lock = asyncio.Lock()  # taken before the other
+        self._holding = Holding(self._door)
+        self._commit_lock = asyncio.Lock()  # taken before that of holding
         self._limits = EngineLimits()
         self._token_count = 0
         self._prompt_token_count = 0
@@ -67,6 +65,11 @@ class VllmEngine:
     def name(self) -> str:
         """What runs, as it is shown."""
         return self._door.abilities.name
+
+    @property
+    def guard(self) -> DoorGuard | None:
+        """The guard that its steps are under; None: it has the device to itself."""
+        return DoorGuard(self._door) if self.config.guard is not None else None
 
     async def start(self) -> None:
         try:
@@ -89,6 +92,7 @@ class VllmEngine:
                 )
                 await probe_writes(self, facts, is_dummy=is_dummy, is_whole=way == "reload")
             self._token_count = self._prompt_token_count = self._cached_token_count = 0
+            self._door.guard_from_now()
         except BaseException:
             await self.close()
             raise
@@ -208,28 +212,11 @@ class VllmEngine:
     async def pause(self, reason: str) -> None:
         """Pausing twice for one reason holds once."""
         self._check()
-        self._reasons.add(reason)
-        await self._follow_reasons()
+        await self._holding.add(reason)
 
     async def resume(self, reason: str) -> None:
         self._check()
-        self._reasons.discard(reason)
-        await self._follow_reasons()
-
-    async def _follow_reasons(self) -> None:
-        """Who gives up waiting does not leave the door half held."""
-        await asyncio.shield(asyncio.ensure_future(self._hold_as_wanted()))
-
-    async def _hold_as_wanted(self) -> None:
-        async with self._hold_lock:
-            if self._is_asleep:
-                return
-            is_wanted = bool(self._reasons)
-            if is_wanted and not self._is_held:
-                await self._door.hold()
-            elif self._is_held and not is_wanted:
-                await self._door.release()
-            self._is_held = is_wanted
+        await self._holding.take(reason)
 
     def set_limits(self, limits: EngineLimits) -> None:
         """Above a lowered `running_count` the oldest requests go on, the others wait with their KV; 0 holds all."""
@@ -249,9 +236,10 @@ class VllmEngine:
             step_count=pulse.step_count,
             token_count=self._token_count,
             active_version=self._version,
-            paused_by=tuple(sorted(self._reasons)) + (NO_TOKENS if is_limited_to_none else ()),
+            paused_by=self._holding.reasons + (NO_TOKENS if is_limited_to_none else ()),
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,
+            kv_capacity_tokens=pulse.kv_capacity_tokens,
         )
 
     # ---- weights
@@ -290,7 +278,7 @@ class VllmEngine:
         """forget: how the prefix cache is; None: not at all."""
         begin_s = self._clock.now_s()
         try:
-            async with self._commit_lock, self._held():
+            async with self._commit_lock, self._holding.held(COMMIT, is_gone=lambda: self._failure is not None):
                 await self._write(mirror, version, writes, forget)
                 if forget != "recompute":
                     await start_over([each for name, each in self._open.items() if name not in self._ended], self._door)
@@ -313,42 +301,36 @@ class VllmEngine:
         await aside(sum(values.nbytes for _, values in writes.values()), mirror.take, writes)
         self._version = version
 
-    @asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
-        self._reasons.add(COMMIT)
-        try:
-            await self._hold_as_wanted()
-            yield
-        finally:
-            self._reasons.discard(COMMIT)
-            if self._failure is None:
-                await self._hold_as_wanted()
-
     # ---- sleeping
 
     async def sleep(self) -> float:
         """While it sleeps, pauses and limits are only noted; they hold when it wakes."""
-        self._check()
-        begin_s = self._clock.now_s()
-        async with self._commit_lock, self._hold_lock:
-            self._is_asleep = True  # from here on only waking makes sure that it is not
-            try:
-                await self._door.sleep()
-            except EngineUnsupported:
-                self._is_asleep = False
-                raise
-        return self._clock.now_s() - begin_s
+        return await self._rest(self._door.sleep)
 
     async def wake(self) -> float:
         """May be repeated, also on an engine that is awake."""
+        return await self._rise(self._door.wake)
+
+    async def release_kv(self) -> float:
+        """Give the KV cache's memory back, keeping the weights; returns seconds. See Engine.sleep; `take_kv` wakes."""
+        return await self._rest(self._door.release_kv)
+
+    async def take_kv(self) -> float:
+        """Have a KV cache again; returns seconds."""
+        return await self._rise(self._door.take_kv)
+
+    async def _rest(self, fall_asleep: Callable[[], Awaitable[None]]) -> float:
         self._check()
         begin_s = self._clock.now_s()
         async with self._commit_lock:
-            if self._is_asleep:
-                async with self._hold_lock:
-                    await self._door.wake()
-                    self._is_asleep = self._is_held = False  # vLLM goes on by itself
-            await self._hold_as_wanted()
+            await self._holding.sleep(fall_asleep)
+        return self._clock.now_s() - begin_s
+
+    async def _rise(self, wake: Callable[[], Awaitable[None]]) -> float:
+        self._check()
+        begin_s = self._clock.now_s()
+        async with self._commit_lock:
+            await self._holding.wake(wake)
         return self._clock.now_s() - begin_s
 
     # ---- what it stands on

@@ -25,6 +25,7 @@ import orjson
 
 from ....fabric.errors import EngineError, EngineUnsupported, FabricError, WeightError
 from ....fabric.models import is_preset, model_config
+from ...serving.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
 from .arena import Mirror, pack
@@ -33,6 +34,7 @@ from .environment import prepare_environment
 from .logs import cause_of, output_into
 from .page import Page
 from .plugin import children_die_with_us, register
+from .serving_probe import VARIABLE as PROBE_VARIABLE
 from .shared import SharedFile, aside
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ class LocalDoor:
 
     async def open(self) -> None:
         prepare_environment(model=self._config.model)
+        os.environ.pop(PROBE_VARIABLE, None)  # set for the serving team's engine: ours must not write over its page
         self._page = Page.create()
         with translated(self._config.log_path, "vLLM could not start"):
             with output_into(self._config.log_path), children_die_with_us():
@@ -106,6 +109,8 @@ class LocalDoor:
         is_on_cpu = bool(current_platform.is_cpu())
         path = self._model_path()
         arguments = engine_arguments(self._config, path, on_cpu=is_on_cpu)
+        if self._config.guard is not None:
+            arguments["async_scheduling"] = False  # a step would be let begin while the one before it still computes
         settings = AsyncEngineArgs(**arguments).create_engine_config()
         self._limit(settings)
         if is_on_cpu:
@@ -124,7 +129,8 @@ class LocalDoor:
         """Put our scheduler, and the page that it reads, into vLLM's settings."""
         kind = "LimitedAsyncScheduler" if settings.scheduler_config.async_scheduling else "LimitedScheduler"
         settings.scheduler_config.scheduler_cls = f"{__package__}.scheduler.{kind}"
-        own = {"rollfab": {"page": str(self.page.path)}}
+        guard = self._config.guard
+        own = {"rollfab": {"page": str(self.page.path), "guard": guard.row() if guard is not None else None}}
         settings.additional_config = {**(settings.additional_config or {}), **own}
 
     def _model_path(self) -> str:
@@ -251,6 +257,15 @@ class LocalDoor:
     def pulse(self) -> Pulse:
         return self.page.pulse()
 
+    def guard_from_now(self) -> None:
+        self.page.guard_from_now()
+
+    def order(self, orders: GuardOrders) -> None:
+        self.page.order(orders)
+
+    def guard_said(self) -> bytes | None:
+        return self.page.said()
+
     # ---- weights
 
     def check_turns(self, turns: TurnsAtCommit) -> None:
@@ -293,18 +308,34 @@ class LocalDoor:
 
     async def sleep(self) -> None:
         """Weights go to host memory, the KV cache is dropped (vLLM's level 1). Unverified on a GPU."""
+        self._require_sleep_mode()
+        with translated(self._config.log_path, "vLLM did not fall asleep"):
+            await self._llm.sleep(level=1, mode="keep")
+
+    def _require_sleep_mode(self) -> None:
         if self._vllm is not None and self._vllm.is_on_cpu:
             raise EngineUnsupported("vLLM on a CPU has no memory of a device to give back: it cannot sleep")
         if not self._llm.vllm_config.model_config.enable_sleep_mode:
             raise EngineUnsupported("this vLLM was started without sleep mode: add -- --enable-sleep-mode")
-        with translated(self._config.log_path, "vLLM did not fall asleep"):
-            await self._llm.sleep(level=1, mode="keep")
 
     async def wake(self) -> None:
         self.page.hold(False)
         with translated(self._config.log_path, "vLLM did not wake"):
             if not await self._llm.wake_up():
                 raise EngineError("vLLM is still partly asleep after waking")
+
+    async def release_kv(self) -> None:
+        """Unverified on a GPU."""
+        self._require_sleep_mode()
+        with translated(self._config.log_path, "vLLM did not release its KV cache"):
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            await self._llm.release_kv_cache_memory()
+
+    async def take_kv(self) -> None:
+        self.page.hold(False)
+        with translated(self._config.log_path, "vLLM did not take its KV cache again"):
+            if not await self._llm.wake_up(["kv_cache"]):
+                raise EngineError("vLLM is still partly asleep")
 
 
 def _end(vllm: _Vllm) -> None:

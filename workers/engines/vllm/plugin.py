@@ -1,6 +1,7 @@
 """What rollfab adds to every vLLM process of its environment (entry point group `vllm.general_plugins`).
 
 - It names our weight-transfer backend, "rollfab". Servers that do not ask for that backend are as they were.
+- With ROLLFAB_PROBE set, the engine shows what it does in that page (serving_probe.py).
 - A process of vLLM must not outlive the worker that it computes for, however that ended: from its first moment on.
 """
 
@@ -26,12 +27,14 @@ def register() -> None:
 
     from .dice import place_dice
     from .packing import keep_weights_live
+    from .serving_probe import install
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.transfer", "Transfer")
     keep_weights_live()
     place_dice()
     let_llvmlite_be_scanned()
+    install()
     owner = os.environ.get(OWNER)
     if owner is not None and int(owner) == os.getppid():
         _die_with(int(owner))

@@ -5,6 +5,8 @@
 - With limits of 0 it schedules nothing, and rests a millisecond between two looks, so that the rest of the machine
   has the processor.
 - A KV limit admits requests by what they may come to hold, oldest first; those that run keep what they have.
+- Beside a serving engine the guard is asked before each step (serving_guard.py); where it says none, the scheduler
+  looks again every millisecond, as it does at limits of 0.
 
 Runs in vLLM's EngineCore process. vLLM calls this interface non-public: the pinned version is what it was read for.
 """
@@ -20,10 +22,13 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from ....fabric.rules.serving import StepWork
 from ..base import EngineLimits
-from .page import IS_HELD, KV_USED_PPM, RUNNING, SCHEDULED_TOKENS, STEP_AT_NS, STEPS, Page
+from .page import IS_HELD, KV_CAPACITY, KV_USED_PPM, RUNNING, SCHEDULED_TOKENS, STEP_AT_NS, STEPS, Page
+from .serving_guard import StepGuard
 
 REST_S = 0.001
+GUARD_LOOKS = 5  # before vLLM has its turn again, which may hold an abort
 SWITCH_S = 0.0005  # with Python's own 5 ms, an abort could wait a step for the thread that reads it to get its turn
 
 
@@ -32,9 +37,12 @@ class _Limited(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         options = self.vllm_config.additional_config["rollfab"]
         self._page = Page(Path(options["page"]))
+        self._page.words[KV_CAPACITY] = int(self.cache_config.num_gpu_blocks or 0) * int(self.block_size)
         self._own_running_max: int = self.max_num_active_reqs  # type: ignore[has-type]
         self._own_step_tokens_max: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
         self._never = threading.Event()
+        guard = options.get("guard")
+        self._guard = StepGuard(self._page, guard) if guard else None
         sys.setswitchinterval(SWITCH_S)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +50,10 @@ class _Limited(Scheduler):  # type: ignore[misc]
         limits = self._page.limits()
         running_max = _least(self._own_running_max, limits.running_count)
         step_tokens_max = _least(self._own_step_tokens_max, limits.step_tokens)
-        if running_max == 0 or step_tokens_max == 0 or self._page.words[IS_HELD]:
+        is_held = running_max == 0 or step_tokens_max == 0 or bool(self._page.words[IS_HELD])
+        if not is_held and self._guard is not None:
+            step_tokens_max = _least(step_tokens_max, self._guarded(running_max))
+        if is_held or step_tokens_max == 0:
             self._never.wait(REST_S)
             running_max = step_tokens_max = 0
         self.max_num_scheduled_tokens = step_tokens_max
@@ -54,6 +65,8 @@ class _Limited(Scheduler):  # type: ignore[misc]
         finally:
             self.running.extend(waiting_with_kv)
         self._page.words[SCHEDULED_TOKENS] = output.total_num_scheduled_tokens
+        if self._guard is not None and output.total_num_scheduled_tokens:
+            self._guard.begins(self._work_of(output))
         self._tell()
         return output
 
@@ -63,6 +76,8 @@ class _Limited(Scheduler):  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._page.words[STEP_AT_NS] = time.monotonic_ns()
             self._page.words[STEPS] += 1
+            if self._guard is not None:
+                self._guard.ended()
         self._tell()
         return outputs
 
@@ -84,6 +99,40 @@ class _Limited(Scheduler):  # type: ignore[misc]
                 break
             count += 1
         return count
+
+    def _guarded(self, running_max: int) -> int | None:
+        """What the guard lets run now, or within some milliseconds: an empty step of vLLM costs more than a look."""
+        assert self._guard is not None
+        work = self._next_work(running_max)
+        for _ in range(GUARD_LOOKS - 1):
+            allowed = self._guard.step_tokens(work)
+            if allowed != 0 or self._page.words[IS_HELD]:
+                return allowed
+            self._never.wait(REST_S)
+        return self._guard.step_tokens(work)
+
+    def _next_work(self, running_max: int) -> StepWork:
+        """What the next step would compute, if it could."""
+        prefill = decode = context = 0
+        for request in self.running[:running_max]:
+            left = request.num_tokens - request.num_computed_tokens
+            prefill, decode = (prefill + left, decode) if left > 1 else (prefill, decode + 1)
+            context += request.num_computed_tokens
+        free = running_max - len(self.running)
+        for request in self.waiting:
+            if free <= 0 or prefill >= self._own_step_tokens_max:
+                break
+            prefill, free = prefill + request.num_tokens - request.num_computed_tokens, free - 1
+        prefill = min(prefill, self._own_step_tokens_max)
+        return StepWork(prefill_tokens=prefill, decode_count=decode, context_tokens=context)
+
+    def _work_of(self, output: Any) -> StepWork:
+        """What a step that was scheduled computes."""
+        prefill = decode = context = 0
+        for name, count in output.num_scheduled_tokens.items():
+            prefill, decode = (prefill + count, decode) if count > 1 else (prefill, decode + 1)
+            context += self.requests[name].num_computed_tokens
+        return StepWork(prefill_tokens=prefill, decode_count=decode, context_tokens=context)
 
     def _tell(self) -> None:
         self._page.words[RUNNING] = len(self.running)

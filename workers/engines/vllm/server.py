@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from ....fabric.errors import EngineError, EngineUnsupported
+from ...serving.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from .arena import Mirror
 from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
@@ -155,6 +156,15 @@ class ServerDoor:
 
     # ---- weights
 
+    def guard_from_now(self) -> None:
+        """Its guard, if any, is its owner's."""
+
+    def order(self, orders: GuardOrders) -> None:
+        """As above."""
+
+    def guard_said(self) -> bytes | None:
+        return None
+
     def check_turns(self, turns: TurnsAtCommit) -> None:
         """A held request is ended at the server and asked again, so its KV cache is gone."""
         if turns == "keep":
@@ -190,6 +200,12 @@ class ServerDoor:
         reply = await self._client.ask("POST", "/wake_up", timeout_s=SLEEP_S)
         if reply["status"] != "awake":
             raise EngineError(f"vLLM server {self._client.url} is still partly asleep after waking: see its log")
+
+    async def release_kv(self) -> None:
+        raise EngineUnsupported(f"vLLM server {self._client.url} has no route for giving its KV cache's memory back")
+
+    async def take_kv(self) -> None:
+        """There is nothing to take."""
 
     def _check_sleeps(self) -> None:
         if not self.abilities.sleeps:

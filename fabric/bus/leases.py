@@ -1,0 +1,237 @@
+"""Leases, leadership and the plan on Redis: what a capacity controller reads and writes.
+
+- Only a leading controller writes. Everything it writes carries its term: leases are refused by a shard that a newer
+  term has written to, the rest by the counter of terms. A leader that was replaced changes nothing, whatever it does.
+- A reading of the whole board is three round trips, and carrying out a plan two to six, however many workers there are.
+- A worker's assignment is written before its lease, and shard 0 of a run last: it is the one that is read, so whatever
+  a controller that dies in between has left undone is seen by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from ..errors import RunUnknown
+from ..lease_plan import LeaseChange, LeasePlan, term_of
+from ..limits import EVENT_BYTES_MAX
+from ..ports import RunStatus, Survey
+from ..records import Lease, RunConfig, WorkerInfo
+from ..wire import check_size, dump_json
+from . import keys as names
+from .channel import checked
+from .connection import translate
+from .keys import ShardKeys
+from .rows import lease_row, plan_row, worker_row
+from .scripts import Call, Scripts
+from .shards import RunShards
+from .status import queue_status, read_status, sum_up
+
+__all__ = ["RedisLeases"]
+
+STANDING = 0
+REFUSED = -1  # what set_leases answers where a newer term or lease is in place …
+SAME_LEASE = 1  # … and where it only extended
+
+
+class RedisLeases:
+    """The controller's part of LeaseBoard (see ports)."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client: Any = client  # its stubs do not know that replies are bytes
+        self._scripts = Scripts(client)
+        self._seen: dict[bytes, tuple[bytes, WorkerInfo]] = {}  # what workers said at the last survey
+
+    async def lead(self, controller_id: str, duration_ms: int, *, is_new: bool = False) -> int:
+        keys = [names.LEADER, names.LEASE_EPOCH, names.CLOCK]
+        with translate():
+            return int(await self._scripts.call("lead", keys, [controller_id, duration_ms, int(is_new)]))
+
+    async def open_term(self, term: int) -> None:
+        with translate():
+            rows = await self._client.hgetall(names.RUNS)
+            calls = [
+                _leases_call(keys, term, []) for raw in rows.values() for keys in _shards(RunConfig.decode(raw)).all
+            ]
+            checked(await self._scripts.call_many(calls))
+
+    async def survey(self) -> Survey:
+        with translate():
+            configs = [RunConfig.decode(raw) for raw in (await self._client.hgetall(names.RUNS)).values()]
+            parts = [(config, keys) for config in configs for keys in _shards(config).all]
+            pipeline = self._client.pipeline(transaction=False)
+            pipeline.hgetall(names.WORKERS)
+            pipeline.zrange(names.HEARTBEATS, 0, -1, withscores=True)
+            pipeline.hgetall(names.ASSIGNMENTS)
+            for _, keys in parts:
+                pipeline.hgetall(keys.leases)
+                queue_status(pipeline, keys)
+            # The clock comes after the heartbeats, or a worker's age might be less than nothing.
+            answers = list(await pipeline.execute())
+            now_ms, wall_ms = await self._scripts.call("clock", [names.CLOCK], [])
+        infos, beats, assigned = answers[0], dict(answers[1]), answers[2]
+        self._seen = {name: self._seen_row(name, raw) for name, raw in infos.items()}
+        return Survey(
+            workers={
+                _text(name): (info, max(0, now_ms - int(beats.get(name, 0)))) for name, (_, info) in self._seen.items()
+            },
+            assignments={_text(name): _text(run_id) for name, run_id in assigned.items()},
+            now_ms=now_ms,
+            wall_ms=wall_ms,
+            **_by_run(configs, parts, answers[3:]),
+        )
+
+    def _seen_row(self, name: bytes, raw: bytes) -> tuple[bytes, WorkerInfo]:
+        """Most workers say between two readings what they said before: reading that again would be the dearest part."""
+        seen = self._seen.get(name)
+        return seen if seen is not None and seen[0] == raw else (raw, worker_row(name, raw))
+
+    async def change_leases(self, term: int, changes: Sequence[LeaseChange], assigned: Mapping[str, str]) -> list[bool]:
+        configs = await self._configs({change.lease.run_id for change in changes}) if changes else {}
+        ends = [change for change in changes if change.is_end]
+        sets = [change for change in changes if not change.is_end]
+        moved = [each.lease for each in sets if assigned.get(each.lease.worker_id) != each.lease.run_id]
+        codes: dict[int, int] = {}
+        with translate():
+            codes |= await self._write(term, ends, configs)
+            await self._assign(term, {lease.worker_id: lease.run_id for lease in moved})
+            codes |= await self._write(term, sets, configs)
+            await self._assign(term, {each.lease.worker_id: "" for each in changes if codes[id(each)] > SAME_LEASE})
+        return [codes[id(change)] >= SAME_LEASE for change in changes]
+
+    async def _write(
+        self, term: int, changes: Sequence[LeaseChange], configs: Mapping[str, RunConfig]
+    ) -> dict[int, int]:
+        """What the shards say to each change, by its id(): the worst answer of any shard."""
+        by_run: dict[str, list[LeaseChange]] = {}
+        for change in changes:
+            by_run.setdefault(change.lease.run_id, []).append(change)
+        others, firsts = [], []
+        for run_id, group in by_run.items():
+            first, *rest = _shards(configs[run_id]).all
+            firsts.append((first, group))
+            others += [(keys, group) for keys in rest]
+        found: dict[int, int] = {}
+        for parts in (others, firsts):
+            calls = [_leases_call(keys, term, group) for keys, group in parts]
+            answers = checked(await self._scripts.call_many(calls)) if calls else []
+            for (_, group), answer in zip(parts, answers, strict=True):
+                for change, code in zip(group, answer, strict=True):
+                    before = found.get(id(change), code)
+                    found[id(change)] = REFUSED if REFUSED in (before, code) else max(before, code)
+        return found
+
+    async def _assign(self, term: int, runs: Mapping[str, str]) -> None:
+        """Say which run workers should look at ("": as before), and wake them."""
+        calls: list[Call] = [
+            (
+                "assign",
+                [names.ASSIGNMENTS, names.lease_bell(worker_id), names.LEASE_EPOCH],
+                [term, worker_id, run_id, names.BELL_TTL_MS],
+            )
+            for worker_id, run_id in runs.items()
+        ]
+        if calls:
+            checked(await self._scripts.call_many(calls))
+
+    async def _configs(self, run_ids: set[str]) -> dict[str, RunConfig]:
+        wanted = sorted(run_ids)
+        with translate():
+            rows = await self._client.hmget(names.RUNS, wanted)
+        for run_id, raw in zip(wanted, rows, strict=True):
+            if raw is None:
+                raise RunUnknown(f"run {run_id!r} does not exist on this broker")
+        return {run_id: RunConfig.decode(raw) for run_id, raw in zip(wanted, rows, strict=True)}
+
+    async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
+        with translate():
+            assigned = await self._client.hget(names.ASSIGNMENTS, lease.worker_id)
+        change = LeaseChange(lease=lease, duration_ms=duration_ms)
+        known = {lease.worker_id: _text(assigned)} if assigned else {}
+        return (await self.change_leases(term_of(lease), [change], known))[0]
+
+    async def end_lease(self, lease: Lease) -> None:
+        await self.change_leases(term_of(lease), [LeaseChange(lease=lease, is_end=True)], {})
+
+    async def leases(self, run_id: str) -> dict[str, Lease]:
+        with translate():
+            rows = await self._client.hgetall(ShardKeys(run_id, 0).leases)
+        return _leases(run_id, rows)
+
+    async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:
+        keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.SHARING, names.LEASE_EPOCH]
+        with translate():
+            return bool(await self._scripts.call("forget_workers", keys, [term, *worker_ids]))
+
+    async def set_plan(self, plan: LeasePlan) -> bool:
+        with translate():
+            return bool(
+                await self._scripts.call("set_plan", [names.PLAN, names.LEASE_EPOCH], [plan.term, plan.encode()])
+            )
+
+    async def plan(self) -> LeasePlan | None:
+        with translate():
+            raw = await self._client.get(names.PLAN)
+        return plan_row(raw)
+
+    async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        calls: list[Call] = [
+            (
+                "add_event",
+                [names.EVENTS],
+                [kind, check_size(f"event {kind}", dump_json(dict(facts)), EVENT_BYTES_MAX), names.EVENT_COUNT_MAX],
+            )
+            for kind, facts in events
+        ]
+        with translate():
+            checked(await self._scripts.call_many(calls))
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def _shards(config: RunConfig) -> RunShards:
+    return RunShards(config.run_id, config.shard_count)
+
+
+def _leases_call(keys: ShardKeys, term: int, changes: Sequence[LeaseChange]) -> Call:
+    args: list[Any] = [term]
+    for change in changes:
+        lease = change.lease
+        args += [lease.worker_id, lease.lease_epoch, lease.slot_count, change.duration_ms or STANDING]
+        args.append(int(change.is_end))
+    return ("set_leases", [keys.leases, keys.clock, keys.lease_term], args)
+
+
+def _leases(run_id: str, rows: Mapping[bytes, bytes]) -> dict[str, Lease]:
+    return {name.decode(): lease_row(name.decode(), run_id, raw) for name, raw in rows.items()}
+
+
+def _by_run(
+    configs: Sequence[RunConfig], parts: Sequence[tuple[RunConfig, ShardKeys]], answers: list[Any]
+) -> dict[str, Any]:
+    """Status and leases of each run, of what its shards answered: leases, and then what queue_status asks."""
+    size = len(answers) // len(parts) if parts else 0
+    leases: dict[str, list[dict[str, Lease]]] = {config.run_id: [] for config in configs}
+    shards: dict[str, list[dict[str, Any]]] = {config.run_id: [] for config in configs}
+    for index, (config, _) in enumerate(parts):
+        rows, *rest = answers[index * size : (index + 1) * size]
+        leases[config.run_id].append(_leases(config.run_id, rows))
+        shards[config.run_id].append(read_status(rest))
+    runs: dict[str, RunStatus] = {config.run_id: sum_up(config, shards[config.run_id]) for config in configs}
+    return {"runs": runs, "leases": {run_id: _agreed(by_shard) for run_id, by_shard in leases.items()}}
+
+
+def _agreed(by_shard: Sequence[Mapping[str, Lease]]) -> dict[str, Lease]:
+    """Leases of one run as all its shards have them; one that a shard has lost, or has another of, is of no slots."""
+    found: dict[str, Lease] = {}
+    for name in dict.fromkeys(name for leases in by_shard for name in leases):
+        held = [leases[name] for leases in by_shard if name in leases]
+        newest = max(held, key=lambda lease: lease.lease_epoch)
+        is_whole = len(held) == len(by_shard) and len({(each.lease_epoch, each.slot_count) for each in held}) == 1
+        found[name] = newest if is_whole else replace(newest, slot_count=0)
+    return found

@@ -1,0 +1,33 @@
+-- set_leases(term, then per change: worker, lease_epoch, slot_count, duration_ms | 0, remove)
+-- Publish, extend, shrink or end leases on one shard. Nobody of an older term writes any more once a newer one has
+-- (also without a change, which only says that the term has begun), and an older epoch never overwrites a newer one.
+--   KEYS[1] leases hash   worker → "lease_epoch slot_count lease_until_ms" (0: standing)   KEYS[2] clock
+--   KEYS[3] lease_term string: the highest term that has written
+-- Returns per change 2 it is another lease now · 1 the same, extended · -1 a newer term or lease is in place
+-- flags allow-oom
+-- use look time batch
+local term, now = tonumber(ARGV[1]), now_ms(KEYS[2])
+local last = tonumber(redis.call('GET', KEYS[3]) or -1)
+if term > last then redis.call('SET', KEYS[3], ARGV[1]) end
+
+local workers, answer, written, removed = {}, {}, {}, {}
+for i = 2, #ARGV, 5 do workers[#workers + 1] = ARGV[i] end
+local held = fetch_all(KEYS[1], workers)
+for n, worker in ipairs(workers) do
+  local i = 5 * n - 3
+  local epoch = tonumber(ARGV[i + 1])
+  local held_epoch = held[n] and tonumber(string.match(held[n], '^%d+')) or -1
+  answer[n] = held_epoch == epoch and 1 or 2
+  if term < last or held_epoch > epoch then
+    answer[n] = -1
+  elseif ARGV[i + 4] == '1' then
+    answer[n] = 2
+    removed[#removed + 1] = worker
+  else
+    local until_ms = ARGV[i + 3] == '0' and 0 or now + tonumber(ARGV[i + 3])
+    add_pair(written, worker, string.format('%s %s %d', ARGV[i + 1], ARGV[i + 2], until_ms))
+  end
+end
+call_in_parts('HSET', KEYS[1], written)
+call_in_parts('HDEL', KEYS[1], removed)
+return answer

@@ -1,0 +1,72 @@
+"""A run in numbers, as its shards tell it: what is asked of each, how the answers read, and how they add up.
+
+- The cost is the same however long the run has lasted.
+- A caller that wants many runs puts all their shards into one round trip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ports import RunStatus
+from ..records import RunConfig
+from . import keys as names
+from .keys import ShardKeys
+from .rows import agreement_row
+
+__all__ = ["queue_status", "read_status", "sum_up"]
+
+
+def queue_status(pipeline: Any, keys: ShardKeys) -> None:
+    """Ask a shard, with whatever else the pipeline carries."""
+    pipeline.hmget(keys.run, "head_version", "depth", "bytes", "agreement")
+    pipeline.hgetall(keys.counters)
+    for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
+        pipeline.xlen(stream)
+    pipeline.hvals(keys.trajectory.held)
+    pipeline.hvals(keys.turn.held)
+    pipeline.zcard(keys.trajectory.deadline)
+    pipeline.hlen(keys.dead)
+
+
+def read_status(answers: list[Any]) -> dict[str, Any]:
+    """What one shard answered."""
+    facts, counters, waiting, *rest = answers
+    queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -4])
+    running, claimed, timed, dead = rest[-4:]
+    running_count = sum(map(int, running))
+    return {
+        "head_version": int(facts[0] or -1),
+        "depth": int(facts[1] or 0),
+        "memory_bytes": int(facts[2] or 0),
+        "agreement": facts[3],
+        "counters": {name.decode(): int(value) for name, value in counters.items()},
+        "trajectories": {"queued": queued, "running": running_count, "scoring": max(0, timed - running_count)},
+        "turns": {"ready": ready, "claimed": sum(map(int, claimed))},
+        "groups_waiting": waiting,
+        "dead_count": dead,
+    }
+
+
+def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
+    """A run of its shards."""
+
+    def total(name: str) -> dict[str, int]:
+        summed: dict[str, int] = {}
+        for part in parts:
+            for key, value in part[name].items():
+                summed[key] = summed.get(key, 0) + value
+        return summed
+
+    return RunStatus(
+        config=config,
+        head_version=max(part["head_version"] for part in parts),
+        depth=sum(part["depth"] for part in parts),
+        memory_bytes=sum(part["memory_bytes"] for part in parts),
+        trajectories=total("trajectories"),
+        turns=total("turns"),
+        groups_waiting=sum(part["groups_waiting"] for part in parts),
+        dead_count=sum(part["dead_count"] for part in parts),
+        counters=total("counters"),
+        agreement=agreement_row(parts[0]["agreement"]),
+    )

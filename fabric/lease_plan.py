@@ -1,0 +1,76 @@
+"""The capacity plan as it is written down: what a controller decides to change, and what it shows of its reasons.
+
+- A LeaseChange is what one worker's lease is to become; the board carries many out at once.
+- A LeasePlan is for people and pages: the newest plan whole, a line per worker and a line per run. Nothing acts on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .records import Lease
+from .wire import Record
+
+__all__ = ["EPOCHS_PER_TERM", "LeaseChange", "LeasePlan", "PlanRow", "RunDemand", "term_of"]
+
+EPOCHS_PER_TERM = 1 << 20  # one change of lease every 100 ms would use them up in 29 hours of one term
+
+
+def term_of(lease: Lease) -> int:
+    """The term of the controller that numbered this lease."""
+    return lease.lease_epoch // EPOCHS_PER_TERM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseChange:
+    """A lease to publish or extend for `duration_ms` (None: standing), or one to end."""
+
+    lease: Lease
+    duration_ms: int | None = None
+    is_end: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One worker's part: slot_count 0: none, for the reason."""
+
+    worker_id: str
+    role: str
+    slot_count: int
+    run_id: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDemand:
+    """One run's demand. dedicated_count, borrowed_count: slots that it is given."""
+
+    run_id: str
+    open_count: int
+    dedicated_count: int
+    borrowed_count: int
+
+
+def plan_rows(rows: list[Any]) -> tuple[PlanRow, ...]:
+    """Rows of plain values as they arrive in metadata."""
+    return tuple(PlanRow(**row) for row in rows)
+
+
+def demand_rows(rows: list[Any]) -> tuple[RunDemand, ...]:
+    """As plan_rows."""
+    return tuple(RunDemand(**row) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeasePlan(Record):
+    """A controller's plan. made_at_ms: since 1970, by the controller's clock, when it last changed."""
+
+    KIND: ClassVar[int] = 12
+    NESTED: ClassVar[dict[str, Any]] = {"rows": plan_rows, "runs": demand_rows}
+
+    controller_id: str
+    term: int
+    made_at_ms: int
+    rows: tuple[PlanRow, ...] = ()
+    runs: tuple[RunDemand, ...] = ()

@@ -1,0 +1,189 @@
+"""Two controllers: the one that leads is killed or frozen, and whatever it does afterwards, no slot is lent twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from rollfab.bench.controller_stage import Stage, run_config, worker_infos
+from rollfab.commands.supervisor import Supervisor
+from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.bus.fabric import RedisFabric
+from rollfab.fabric.bus.keys import EVENTS, LEADER, ShardKeys
+from rollfab.fabric.lease_plan import EPOCHS_PER_TERM
+from rollfab.fabric.wire import load_json
+from tests.fabric_processes import PYTHONPATH
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]
+
+RUNS = [run_config(index) for index in range(2)]
+WORKER_COUNT = 6
+LATE_S = 15.0
+
+
+@dataclass
+class Pool:
+    """Workers that say they are there, two controllers, and a watch over every lease."""
+
+    url: str
+    redis: Redis
+    supervisor: Supervisor
+    violations: list[str] = field(default_factory=list)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def leases(self) -> dict[str, list[tuple[str, int]]]:
+        """Worker → (run, term) of each lease it has, all of one moment."""
+        with self.redis.pipeline(transaction=True) as pipeline:
+            for run in RUNS:
+                pipeline.hgetall(ShardKeys(run.run_id, 0).leases)
+            answers = pipeline.execute()
+        found: dict[str, list[tuple[str, int]]] = {}
+        for run, rows in zip(RUNS, answers, strict=True):
+            for name, raw in rows.items():
+                found.setdefault(name.decode(), []).append((run.run_id, int(raw.split()[0]) // EPOCHS_PER_TERM))
+        return found
+
+    def terms(self) -> set[int]:
+        return {term for leases in self.leases().values() for _, term in leases}
+
+    def leader(self) -> tuple[str, int]:
+        raw: Any = self.redis.get(LEADER)
+        name, term, _ = raw.decode().split() if raw else ("", 0, 0)
+        return name, int(term)
+
+    def granted_terms(self) -> list[int]:
+        """Of every grant and end that was written down, in order."""
+        rows: Any = self.redis.xrange(EVENTS)
+        kinds = (b"lease.granted", b"lease.ended")
+        facts = [load_json(row[b"facts"]) for _, row in rows if row[b"kind"] in kinds]
+        return [int(each["lease_epoch"]) // EPOCHS_PER_TERM for each in facts]
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        limit_s = time.monotonic() + LATE_S
+        while not condition():
+            assert time.monotonic() < limit_s, f"after {LATE_S:g} s still not: {what}; {self.leader()}, {self.leases()}"
+            time.sleep(0.01)
+
+    def has_taken_over(self, after: int) -> bool:
+        """A later leader has written every lease anew, and every dedicated worker has one."""
+        terms = self.terms()
+        return len(self.leases()) >= WORKER_COUNT // 2 and bool(terms) and min(terms) > after
+
+    def watch(self) -> None:
+        """Until it is over: no worker has two leases, and the highest term that grants never falls."""
+        highest = 0
+        with Redis.from_url(self.url) as redis:
+            mine = Pool(self.url, redis, self.supervisor)
+            while not self.is_over.wait(0.002):
+                leases = mine.leases()
+                doubles = {name: held for name, held in leases.items() if len(held) > 1}
+                terms = {term for held in leases.values() for _, term in held}
+                if doubles:
+                    self.violations.append(f"two leases: {doubles}")
+                if terms and max(terms) < highest:
+                    self.violations.append(f"a lease of term {max(terms)} after term {highest}")
+                highest = max(highest, *terms, 0)
+
+    def beat(self) -> None:
+        """Workers live on, until it is over."""
+
+        async def main() -> None:
+            async with await RedisFabric.open(self.url, client_name="pool") as fabric:
+                stage = Stage(fabric, WORKER_COUNT, 1)
+                await stage.open(RUNS)
+                while not self.is_over.is_set():
+                    for info in worker_infos(WORKER_COUNT):  # with neither probe nor guard
+                        await fabric.board.heartbeat(info)
+                    await asyncio.sleep(0.3)
+
+        asyncio.run(main())
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with EmbeddedBroker.start(tmp_path / "broker") as broker, Redis.from_url(broker.url) as redis:
+        pool = Pool(broker.url, redis, Supervisor(tmp_path / "logs"))
+        threads = [threading.Thread(target=each) for each in (pool.beat, pool.watch)]
+        try:
+            for name in ("one", "two"):
+                arguments = ["controller", "--url", broker.url, "--name", name]
+                pool.supervisor.add(name, arguments, environment={"PYTHONPATH": PYTHONPATH})
+            for thread in threads:
+                thread.start()
+            pool.until(lambda: pool.has_taken_over(0), "one of two controllers has granted every lease")
+            pool.until(lambda: both_are_up(pool), "both controllers are there")
+            yield pool
+        finally:
+            pool.is_over.set()
+            for thread in threads:
+                thread.join()
+            pool.supervisor.stop()
+
+
+def both_are_up(pool: Pool) -> bool:
+    workers: Any = pool.redis.hkeys("rf:{rf}:workers")
+    return {b"one", b"two"} <= set(workers)
+
+
+def lend(pool: Pool, word: str) -> None:
+    async def main() -> None:
+        async with await RedisFabric.open(pool.url, client_name="team") as fabric:
+            await fabric.board.set_lend("*", word)
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_leader_is_followed_and_no_worker_ever_has_two_leases(pool: Pool) -> None:
+    for _ in range(2):
+        # Given a leader
+        name, term = pool.leader()
+        other = {"one": "two", "two": "one"}[name]
+        # When it is killed
+        pool.supervisor.kill(name)
+        # Then the other one leads, in a higher term, and writes every lease anew
+        pool.until(lambda term=term: pool.has_taken_over(term), "the standby has taken over")  # type: ignore[misc]
+        assert pool.leader()[0] == other
+        assert pool.violations == []
+        pool.supervisor.watch()  # the killed one is the next standby
+        pool.until(lambda name=name: pool.supervisor.children[name].is_running, "it is started again")  # type: ignore[misc]
+        time.sleep(0.5)
+
+
+@pytest.mark.timeout(90)
+def test_a_frozen_leader_that_wakes_changes_nothing(pool: Pool) -> None:
+    for word in ("off", "on"):
+        # Given a leader that is frozen, wherever it is in its work
+        name, term = pool.leader()
+        pid = pool.supervisor.children[name].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            # When another one leads meanwhile, and the plan becomes another one
+            pool.until(lambda term=term: pool.has_taken_over(term), "the standby has taken over")  # type: ignore[misc]
+            lend(pool, word)
+            want = WORKER_COUNT if word == "on" else WORKER_COUNT // 2
+            pool.until(lambda want=want: len(pool.leases()) == want, f"lending is {word}")  # type: ignore[misc]
+            leader = pool.leader()
+            granted = len(pool.granted_terms())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        # Then it goes on for a while, and everything stays as its successor wrote it
+        time.sleep(1.5)
+        assert pool.leader() == leader
+        assert min(pool.terms()) > term
+        assert len(pool.leases()) == want
+        assert [each for each in pool.granted_terms()[granted:] if each <= term] == []
+        assert pool.violations == []

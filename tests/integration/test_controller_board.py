@@ -1,0 +1,79 @@
+"""The controller over a broker whose rows are not what it wrote: it goes on, and mends what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from rollfab.fabric.bus import keys
+from rollfab.fabric.bus.connection import open_broker
+from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.bus.fabric import RedisFabric
+from rollfab.fabric.bus.keys import ShardKeys
+from rollfab.fabric.clock import SystemClock
+from rollfab.fabric.records import RunConfig, WorkerInfo
+from rollfab.workers.controller import Controller, ControllerConfig
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
+
+RUN = RunConfig(run_id="r1", model="m", environment="e", shard_count=3)
+WORKER = WorkerInfo(worker_id="d1", role="dedicated", pid=1, host="h", model="m", slot_count=4)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with EmbeddedBroker.start() as broker:
+        yield broker.url
+
+
+@pytest.fixture
+async def fabric(url: str) -> AsyncIterator[RedisFabric]:
+    async with await RedisFabric.open(url, client_name="tests") as fabric:
+        await fabric.board.create_run(RUN)
+        await fabric.board.heartbeat(WORKER)
+        yield fabric
+    client = await open_broker(url, client_name="tests")
+    await client.flushall()
+    await client.aclose()
+
+
+def controller(fabric: RedisFabric) -> Controller:
+    return Controller(fabric.board, ControllerConfig(worker_id="c1"), SystemClock())
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_a_standing_lease_that_one_shard_lost_is_written_again(url: str, fabric: RedisFabric, shard: int) -> None:
+    # Given a standing lease, which a fail-over has taken from one shard
+    leading = controller(fabric)
+    client = await open_broker(url, client_name="tests")
+    for index in range(RUN.shard_count):
+        await client.hset(ShardKeys("r1", index).run, "head_version", 0)
+    await leading.tick(1)
+    rows = [ShardKeys("r1", index).leases for index in range(RUN.shard_count)]
+    assert all([await client.hexists(key, "d1") for key in rows])
+    await client.hdel(rows[shard], "d1")
+    # When the controller plans again
+    await leading.tick(1)
+    # Then all shards have the same one, and it stays as it is
+    found = [await client.hget(key, "d1") for key in rows]
+    assert None not in found and len(set(found)) == 1
+    await leading.tick(1)
+    assert [await client.hget(key, "d1") for key in rows] == found
+    await client.aclose()
+
+
+async def test_rows_under_another_worker_s_name_stop_no_controller(url: str, fabric: RedisFabric) -> None:
+    # Given a row that says that it is somebody else's, and an assignment that is no text
+    client = await open_broker(url, client_name="tests")
+    await client.hset(keys.WORKERS, "w2", WORKER.encode())
+    await client.hset(keys.ASSIGNMENTS, "d1", b"\xff\xfe")
+    await client.zadd(keys.HEARTBEATS, {"w2": 9e15})  # it does not go away by itself
+    await client.aclose()
+    # When a controller plans
+    grants = await controller(fabric).tick(1)
+    # Then it plans for the one that is one, and the other shows as what it is
+    assert [grant.worker_id for grant in grants] == ["d1"]
+    seen = (await fabric.board.workers())["w2"][0]
+    assert (seen.role, seen.worker_id) == ("unreadable", "w2")
+    assert "of a worker 'd1'" in (seen.error or "")

@@ -1,0 +1,171 @@
+"""`rollfab lend`: bounds that stay, reasons that are kept, and what a team can read of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollfab.commands.cli import app
+from rollfab.fabric.bus.connection import open_broker
+from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.bus.fabric import RedisFabric
+from rollfab.fabric.errors import ConfigError
+from rollfab.fabric.records import Lease, RunConfig, WorkerInfo
+from rollfab.fabric.sharing import SharingReport
+
+pytestmark = pytest.mark.redis
+
+
+class Desk:
+    """A person at the command line, and the broker that the commands speak to."""
+
+    def __init__(self, url: str, fabric: RedisFabric) -> None:
+        self.url = url
+        self.fabric = fabric
+
+    async def run(self, *words: str) -> str:
+        """What a command prints. Raises what it raises."""
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["lend", *words, "--url", self.url])
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    async def json(self, *words: str) -> Any:
+        return json.loads(await self.run(*words, "--json"))
+
+    async def beat(self, worker_id: str, **facts: Any) -> None:
+        info = {"role": "serving", "pid": 1, "host": "h", "slot_count": 8, **facts}
+        await self.fabric.board.heartbeat(WorkerInfo(worker_id=worker_id, **info))
+
+
+@pytest.fixture(scope="module")
+def broker() -> Any:
+    with EmbeddedBroker.start() as broker:
+        yield broker
+
+
+@pytest.fixture
+async def desk(broker: EmbeddedBroker) -> AsyncIterator[Desk]:
+    client = await open_broker(broker.url, client_name="tests")
+    await client.flushall()
+    await client.aclose()
+    async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
+        yield Desk(broker.url, fabric)
+
+
+async def test_bounds_outlive_a_switch_and_the_strictest_word_holds(desk: Desk) -> None:
+    # Given a pool that may be lent at night, and one worker of it with a bound of its own
+    await desk.beat("w1", pool="chat")
+    await desk.beat("w2", pool="batch")
+    await desk.run("limit", "--pool", "chat", "--hours", "00:00-24:00", "--compute", "0.3", "--memory", "0.2")
+    assert (await desk.json("status"))["lends"]["pool:chat"]["mode"] == "observe"  # a bound alone lends nothing
+    await desk.run("on", "--pool", "chat", "--reason", "trial")
+    await desk.run("limit", "--worker", "w1", "--slots", "2")
+    await desk.run("on", "--worker", "w1")
+    # When everything is taken back
+    seen = await desk.json("off", "--reason", "incident 7")
+    rows = {row["worker_id"]: row["terms"] for row in seen["serving_workers"]}
+    assert {name: row["mode"] for name, row in rows.items()} == {"w1": "off", "w2": "off"}
+    assert "incident 7" in rows["w1"]["reason"]
+    # And lent again, then the bounds are as they were
+    rows = {row["worker_id"]: row["terms"] for row in (await desk.json("on"))["serving_workers"]}
+    assert rows["w1"].items() >= {
+        "mode": "on", "slot_count_max": 2, "compute_fraction_max": 0.3, "memory_fraction_max": 0.2
+    }.items()  # fmt: skip
+    assert rows["w2"].items() >= {"mode": "on", "slot_count_max": None}.items()
+    # Until they are taken away
+    await desk.run("limit", "--pool", "chat", "--compute", "none", "--hours", "none")
+    await desk.run("clear", "--worker", "w1")
+    lends = (await desk.json("status"))["lends"]
+    assert set(lends) == {"*", "pool:chat"}
+    assert lends["pool:chat"]["compute_fraction_max"] is None and lends["pool:chat"]["hours"] == []
+    assert lends["pool:chat"]["memory_fraction_max"] == 0.2
+
+
+async def test_the_log_tells_who_switched_what_and_why_and_what_was_lent(desk: Desk) -> None:
+    board = desk.fabric.board
+    await desk.beat("w1")
+    await desk.beat("d1", role="dedicated")
+    await desk.run("on", "--reason", "trial")
+    for name in ("w1", "d1"):
+        facts = {"worker_id": name, "run_id": "r1", "slot_count": 4, "lease_epoch": 1, "reason": "20 open"}
+        await board.add_event("lease.granted", facts)
+    await board.add_event("trainer.step", {"step": 1})
+    await desk.run("off", "--worker", "w1")
+    events = (await desk.json("log"))["events"]
+    assert [(each["kind"], each["facts"]["worker_id"], each["facts"]["reason"]) for each in events] == [
+        ("lend.switched", "*", "trial"),
+        ("lease.granted", "w1", "20 open"),
+        ("lend.switched", "w1", ""),
+    ]
+    assert "@" in events[0]["facts"]["said_by"]
+    assert [each["kind"] for each in (await desk.json("log", "--count", "1"))["events"]] == ["lend.switched"]
+    assert "trial" in await desk.run("log")
+
+
+async def test_the_status_shows_terms_lease_and_guard_of_serving_workers_alone(desk: Desk) -> None:
+    await desk.fabric.board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
+    await desk.beat("d1", role="dedicated")
+    guard = {"guard_state": "narrow", "guard_reason": "a burst", "open_fraction": 0.5, "headroom_fraction": 0.25}
+    await desk.beat("w1", probe="vllm", **guard)
+    lease = Lease(worker_id="w1", run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None)
+    await desk.fabric.board.set_lease(lease, 60_000)
+    (row,) = (await desk.json("status"))["serving_workers"]
+    assert row.items() >= {**guard, "worker_id": "w1", "probe": "vllm"}.items()
+    assert (row["terms"]["mode"], row["lease"]["slot_count"]) == ("observe", 4)
+    shown = " ".join((await desk.run("status")).split())
+    assert "only observe" in shown and "w1" in shown and "d1" not in shown
+
+
+async def test_the_report_compares_requests_with_rollouts_and_without(desk: Desk) -> None:
+    assert "no serving worker has reported yet" in await desk.run("report")
+    await desk.beat("w1")
+    await desk.beat("w2")
+    alone = {"request_count": 100, "ttft_ms_p50": 20.0, "ttft_ms_p99": 40.0, "tpot_ms_p50": 8.0, "tpot_ms_p99": 10.0}
+    shared = {"request_count": 300, "ttft_ms_p50": 21.0, "ttft_ms_p99": 44.0, "tpot_ms_p50": 8.0, "tpot_ms_p99": 9.0}
+    report = SharingReport(
+        worker_id="w1",
+        alone={**alone, "attained_fraction": 1.0},
+        shared={**shared, "attained_fraction": 0.99},
+        violation_count=3,
+        token_count=5000,
+        computing_s=50.0,
+    )
+    await desk.fabric.board.set_sharing(report)
+    await desk.fabric.board.set_sharing(SharingReport(worker_id="w2", could_lend_s=7.0, shared={"request_count": 100}))
+    seen = await desk.json("report")
+    row = seen["workers"][0]
+    assert (round(row["ttft_tax_p99"], 9), round(row["tpot_tax_p99"], 9), row["tpot_tax_p50"]) == (0.1, -0.1, 0.0)
+    assert seen["workers"][1]["ttft_tax_p99"] is None
+    totals = seen["totals"]
+    assert (totals["shared_request_count"], totals["violation_count"], totals["token_count"]) == (400, 3, 5000)
+    assert totals["shared_attained_fraction"] == pytest.approx(0.7425)
+    assert totals["ttft_tax_p99_worst"] == pytest.approx(0.1)
+    assert "at worst TTFT P99 +10.0%, TPOT P99 -10.0%" in " ".join((await desk.run("report")).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["maybe"], "expected on, observe, off"),
+        (["on", "--worker", "a", "--pool", "b"], "give one of them"),
+        (["on", "--pool", "a b"], "nothing that can be lent"),
+        (["on", "--slots", "many"], "--slots is 'many'"),
+        (["limit", "--compute", "1.5"], "must be from 0 to 1"),
+        (["limit", "--memory", "nan"], "must be from 0 to 1"),
+        (["limit"], "say what"),
+        (["on", "--hours", "nightly"], "'nightly' is no day"),
+        (["status", "--slots", "3"], "takes no caps"),
+        (["off", "--reason", "x" * 501], "at most 500"),
+    ],
+)
+async def test_wrong_usage_is_said_before_anything_is_asked(words: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:  # which main() ends with exit code 2
+        await Desk("redis://127.0.0.1:1", None).run(*words)  # type: ignore[arg-type]
+    assert fault in str(caught.value)

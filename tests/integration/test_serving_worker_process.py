@@ -1,0 +1,91 @@
+"""A serving worker as a process: it waits for its probe, is lent by its team alone, and reports what came of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rollfab.fabric.records import WorkerInfo
+from rollfab.workers.serving.page import ProbeWriter
+from rollfab.workers.serving.priority import lower, threads_of
+from tests.fabric_processes import Processes, processes
+
+TASKS = [{"id": "a", "seed": 0}]
+
+
+@contextmanager
+def resting_engine(page: Path) -> Iterator[None]:
+    """A serving engine without requests, as its probe shows it, while the block runs."""
+    writer, leave = ProbeWriter(page), threading.Event()
+    writer.show(waiting=[], running=[], step=None, known=0, kv_used=0, kv_capacity=1000)
+
+    def live() -> None:
+        while not leave.wait(0.02):
+            writer.alive(time.monotonic_ns())
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
+
+
+def told(fabric: Processes) -> WorkerInfo:
+    info = fabric.worker_of("serving")
+    assert info is not None
+    return info
+
+
+@pytest.mark.timeout(120)  # processes start in seconds; many times that on a busy machine
+def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    objectives = ("--slo-ttft-ms", "2000", "--slo-tpot-ms", "500")
+    with processes(tmp_path) as fabric:
+        # Given a serving worker whose serving engine is not there yet
+        words = ("--role", "serving", "--probe", str(page), *objectives, "--pool", "chat", "--slots", "4")
+        fabric.start("controller", "controller")
+        fabric.start("agent", "agent")
+        fabric.start("serving", "worker", *words)
+        log = fabric.supervisor.children["serving"]
+        fabric.until(lambda: f"ROLLFAB_PROBE={page} vllm serve" in log.tail(20), 60.0, "it says what to type")
+
+        with resting_engine(page):
+            # When that is started, then the worker is there, below it, and lends nothing that nobody lent
+            fabric.wait_for_role("controller", "agent", "serving")
+            fabric.until(lambda: told(fabric).guard_state == "open", 30.0, "its guard sees the serving engine")
+            info = told(fabric)
+            assert (info.pool, info.probe) == ("chat", "vllm")
+            classes = [os.sched_getscheduler(thread) for thread in threads_of(info.pid)]
+            assert os.SCHED_IDLE in classes and os.sched_getscheduler(info.pid) == os.SCHED_OTHER
+            lower([info.pid], "normal")  # other tests may want all processors
+            run = fabric.new_run("r", "frozenlake")
+            [group_id] = run.submit(TASKS, group_size=2)
+            time.sleep(1.0)
+            assert told(fabric).token_count == 0
+
+            # When its team lends the pool, then it works, and reports it
+            fabric.ask(lambda ports: ports.board.set_lend("pool:chat", "on"))
+            [group] = fabric.collect(run, 1, 40.0)
+            assert group.group_id == group_id
+            reports = fabric.until(
+                lambda: {
+                    name: report
+                    for name, report in fabric.ask(lambda ports: ports.board.sharing()).items()
+                    if report.token_count > 0 and report.lent_s > 0
+                },
+                20.0,
+                "its report arrived",
+            )
+            assert [report.ttft_slo_ms for report in reports.values()] == [2000.0]
+
+        # When the serving engine is gone, then it is shut
+        fabric.until(lambda: told(fabric).guard_state == "shut", 10.0, "its guard is shut")
+        assert "no sign" in str(told(fabric).guard_reason)

@@ -1,0 +1,82 @@
+"""`rollfab bench coserve` with two real vLLMs on one core: every request is answered, every arm does what it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# In a process of its own, because the bench computes the weights with torch, and engines are forked from this one.
+MEASURE = """
+from rollfab.bench.coserve import Settings, measure
+from rollfab.bench.coserve_cast import Sizes
+
+sizes = Sizes(model="tiny", serving_slots=16, borrowed_slots=8, dedicated_slots=4, context_tokens=256)
+settings = Settings(
+    rate_per_s=6.0, request_count=24, round_count=1, calibration_count=1, arms=("alone", "share-all", "ours"),
+    switch_samples=1, sizes=sizes,
+)
+print(measure(settings).json())
+"""
+ARM_KEYS = {
+    "violations",
+    "ttft_tax_p99",
+    "tpot_tax_p99",
+    "harvest_of_oracle",
+    "speedup_over_dedicated",
+    "reclaim_ms_p99",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="co-serving is measured on a pair of cores")
+@pytest.mark.timeout(400)
+def test_a_real_measurement_reports_every_arm() -> None:
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=390, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report) == {"name", "params", "results", "baselines", "ratio", "machine"}
+    assert report["name"] == "coserve"
+    results, arms = report["results"], report["baselines"]
+    assert set(arms) == {"alone", "share-all", "ours"}
+
+    # Every request was answered, in all arms
+    for arm in arms.values():
+        assert set(arm) >= ARM_KEYS
+        assert arm["requests"] == 24 and arm["requests_failed"] == 0
+        check_latencies(arm)
+        assert 0 <= arm["requests_beyond"] <= 24 and arm["violations"] == arm["within_by_repetition"].count(False)
+
+    # Rollouts were made where they were lent time, and by the dedicated worker always
+    tokens = {name: {kind: each["median"] for kind, each in arm["tokens_per_s"].items()} for name, arm in arms.items()}
+    assert tokens["alone"]["borrowed"] == 0 and tokens["share-all"]["borrowed"] > 0
+    assert all(each["dedicated"] > 0 for each in tokens.values())
+    assert all(each["total"] == pytest.approx(each["dedicated"] + each["borrowed"]) for each in tokens.values())
+
+    # The headline is ours, and follows from the arms
+    ours, alone = arms["ours"], arms["alone"]
+    assert {name: results[name] for name in ARM_KEYS} == {name: ours[name] for name in ARM_KEYS}
+    tax = ours["ttft_ms"]["p99"]["median"] / alone["ttft_ms"]["p99"]["median"] - 1
+    assert results["ttft_tax_p99"] == pytest.approx(tax)
+    assert results["speedup_over_dedicated"] == pytest.approx(tokens["ours"]["total"] / tokens["alone"]["total"])
+    assert results["harvest_of_oracle"] is None  # that arm was not measured
+
+    # No token was lost, and the switch stopped the engine
+    assert 0 < results["tokens_settled"] <= results["tokens_made"]
+    assert 0 <= results["kill_switch"]["ms_p50"] < 10_000
+    assert not list(Path("/dev/shm").glob(f"rollfab-bench-{os.getpid()}*"))
+
+
+def check_latencies(arm: dict[str, Any]) -> None:
+    """Of answered requests: finite, above 0, in order."""
+    for name in ("ttft_ms", "tpot_ms"):
+        p50, p99 = (arm[name][key]["median"] for key in ("p50", "p99"))
+        assert 0 < p50 <= p99
+        low, high = arm[name]["p99_of_all_ci"]
+        assert low <= arm[name]["p99_of_all"] <= high

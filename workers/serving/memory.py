@@ -1,0 +1,217 @@
+"""The device memory of a rollout engine beside a serving engine: how it is bounded, given back and taken again.
+
+- `limit` bounds what rollouts may come to hold, from the next step on. No backend takes memory of a turn that runs: the
+  turns beyond it yield first (yielding.py), with their tokens.
+- "static": each engine has its own cache, sized at its start. A limit frees no memory for the serving engine; it bounds
+  how much the rollouts compute and read beside it. Works with every engine.
+- "release": a vLLM unmaps its whole KV cache, for minutes in which another process needs the memory. "kvcached"
+  (kvcached.py): both engines' caches grow and shrink page by page. Both are unverified on a GPU.
+- Idle rollout weights go to host memory when the engine sleeps: activation.py, which also reports how long that took.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ...fabric.errors import ConfigError, EngineUnsupported
+from ...fabric.rules.memory import MemoryFacts, MemoryRule, MemoryState, decide
+from ...fabric.rules.serving import ServingState
+from ..engines.base import Engine
+from .bounds import Bounds
+from .kvcached import Kvcached, KvcachedSegment, check_kvcached, installed_vllm
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("static", "release", "kvcached")
+HOLD = "memory"  # the reason for which the engine is paused
+
+
+class MemoryBackend(Protocol):
+    """The KV memory of one rollout engine.
+
+    Attributes:
+        name: how it is chosen. note: what it cannot do here, or has yet to do, for people; "": nothing.
+        is_shared: its pages are those that the serving engine could have.
+    """
+
+    name: str
+    note: str
+    is_shared: bool
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The most that it can hold."""
+        ...
+
+    def used_tokens(self) -> int:
+        """What it holds now. Raises EngineError."""
+        ...
+
+    def limit(self, kv_tokens: int | None) -> None:
+        """Bound it; None: by its capacity alone. May be repeated, and must be while `note` says so."""
+        ...
+
+    async def give_back(self) -> float:
+        """Hand the memory over, with nothing running; returns seconds. Raises EngineUnsupported, EngineError."""
+        ...
+
+    async def take_again(self) -> float:
+        """Have it back, ready to generate; returns seconds. Raises as `give_back`."""
+        ...
+
+
+@runtime_checkable
+class ReleasesKv(Protocol):
+    """An engine that can unmap its KV cache and keep its weights, as vLLM 0.32 with sleep mode.
+
+    Both return seconds. `release_kv` may be called while the engine is paused and nothing runs; `take_kv` leaves it as
+    its pauses say. Raise EngineUnsupported, EngineError.
+    """
+
+    async def release_kv(self) -> float: ...
+    async def take_kv(self) -> float: ...
+
+
+class StaticPartition:
+    """The cache that the engine was built with, bounded when requests are let in."""
+
+    name = "static"
+    is_shared = False
+
+    def __init__(self, engine: Engine, bounds: Bounds, capacity_tokens: int) -> None:
+        self.note = "the cache was allocated when the engine started: a limit frees no memory"
+        self.capacity_tokens = capacity_tokens
+        self._engine = engine
+        self._bounds = bounds
+
+    def used_tokens(self) -> int:
+        return round(self._engine.stats().kv_used_fraction * self.capacity_tokens)
+
+    def limit(self, kv_tokens: int | None) -> None:
+        self._bounds.set(kv_tokens=kv_tokens)
+
+    async def give_back(self) -> float:
+        raise EngineUnsupported(
+            f"{self._engine.name} keeps the cache that it was built with: put it to sleep instead (--sleep-after), or"
+            " choose the memory backend release"
+        )
+
+    async def take_again(self) -> float:
+        return await self.give_back()
+
+
+class KvRelease(StaticPartition):
+    """As a static partition, and all of it can be unmapped. Unverified on a GPU."""
+
+    name = "release"
+
+    def __init__(self, engine: Engine, bounds: Bounds, capacity_tokens: int) -> None:
+        super().__init__(engine, bounds, capacity_tokens)
+        if not isinstance(engine, ReleasesKv):
+            raise ConfigError(
+                f"memory backend release: {engine.name} cannot give back its KV cache alone. Use the engine vllm on a"
+                " GPU with -- --enable-sleep-mode, or the memory backend static"
+            )
+        self.note = "all of the cache is given back, or nothing"
+        self._holder: ReleasesKv = engine
+
+    async def give_back(self) -> float:
+        """The engine stays paused until `take_again`. Turns still in it would be computed again: give them back first.
+
+        One that cannot release goes on as before.
+        """
+        await self._engine.pause(HOLD)
+        try:
+            return await self._holder.release_kv()
+        except EngineUnsupported:
+            await self._engine.resume(HOLD)
+            raise
+
+    async def take_again(self) -> float:
+        taken_s = await self._holder.take_kv()
+        await self._engine.resume(HOLD)
+        return taken_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Which backend bounds the KV memory. The rest is for kvcached alone: its segment, bytes of KV for one token."""
+
+    backend: str = "static"
+    segment: str = ""
+    token_bytes: int = 0
+
+
+def open_backend(
+    options: MemoryOptions,
+    engine: Engine,
+    bounds: Bounds,
+    *,
+    capacity_tokens: int,
+    vllm_version: Callable[[], str] | None = None,
+) -> MemoryBackend:
+    """The backend that is asked for by name.
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot work here.
+    """
+    if options.backend == "static":
+        return StaticPartition(engine, bounds, capacity_tokens)
+    if options.backend == "release":
+        return KvRelease(engine, bounds, capacity_tokens)
+    if options.backend == "kvcached":
+        check_kvcached((vllm_version or installed_vllm)())
+        if not options.segment or options.token_bytes <= 0:
+            raise ConfigError("memory backend kvcached needs the segment's name and the bytes of KV cache of one token")
+        control = KvcachedSegment(options.segment)
+        return Kvcached(bounds, control, token_bytes=options.token_bytes, capacity_tokens=capacity_tokens)
+    raise ConfigError(f"there is no memory backend {options.backend!r}: choose one of {', '.join(BACKENDS)}")
+
+
+class KvBudget:
+    """Holds a backend to the budget that fabric/rules/memory.py decides. Not thread safe: one caller looks.
+
+    Attributes:
+        reason: why rollouts may hold less than all; "": they may hold all.
+    """
+
+    def __init__(self, backend: MemoryBackend, rule: MemoryRule | None = None) -> None:
+        self.backend = backend
+        self._rule = rule or MemoryRule()
+        self._state = MemoryState()
+        self._limited_to: int | None = None
+
+    @property
+    def reason(self) -> str:
+        return self._state.reason
+
+    def look(self, now_s: float, serving: ServingState | None, memory_fraction_max: float | None) -> int | None:
+        """Tokens that rollouts may hold now, for GuardView.kv_tokens_max; None: no bound.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        facts = MemoryFacts(
+            now_s=now_s,
+            serving_used=serving.kv_used_tokens if serving is not None else 0,
+            serving_capacity=serving.kv_capacity_tokens if serving is not None else 0,
+            rollout_capacity_tokens=self.backend.capacity_tokens,
+            rollout_tokens=self.backend.used_tokens(),
+            memory_fraction_max=memory_fraction_max,
+            is_shared=self.backend.is_shared,
+        )
+        before, self._state = self._state, decide(self._state, facts, self._rule)
+        tokens: int | None = self._state.kv_tokens_max
+        if tokens is not None and tokens >= self.backend.capacity_tokens:
+            tokens = None
+        is_owing = self.backend.is_shared and bool(self.backend.note)
+        if tokens != self._limited_to or before.looked_at_s is None or is_owing:
+            self.backend.limit(tokens)
+            self._limited_to = tokens
+        if self._state.kv_tokens_max < before.kv_tokens_max:
+            facts_told = {"kv_tokens_max": self._state.kv_tokens_max, "reason": self._state.reason}
+            log.info("memory.cut", extra=facts_told)
+        return tokens

@@ -1,0 +1,86 @@
+"""What a serving worker is told about the engine that it shares its device with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...fabric.errors import ConfigError
+from ...fabric.ids import NAME
+from ...fabric.rules.serving import Slo
+from .priority import check_priority
+from .scrape import target_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """As it was asked for. None: not said."""
+
+    probe: str | None = None
+    """The page that the serving engine's plug-in writes, or the URL of a vLLM server whose /metrics are scraped."""
+    ttft_slo_ms: float | None = None
+    """Its team's objective for the 99th percentile of the time to the first token."""
+    tpot_slo_ms: float | None = None
+    """Its team's objective for the 99th percentile of the time per output token after the first."""
+    pool: str = ""
+    """The group of workers that the team switches together."""
+    priority: str | None = None
+    """yield, idle, low or normal; None: yield beside a serving engine."""
+    is_observing: bool = False
+    """Nothing is ever lent; what could be is measured."""
+
+    @property
+    def is_scraped(self) -> bool:
+        """Whether the probe is a server's metrics."""
+        return self.probe is not None and "://" in self.probe
+
+    @property
+    def slo(self) -> Slo:
+        """The objectives. Asked for only once they have been checked."""
+        assert self.ttft_slo_ms is not None and self.tpot_slo_ms is not None
+        return Slo(ttft_ms=self.ttft_slo_ms, tpot_ms=self.tpot_slo_ms)
+
+
+def check_serving_options(role: str, options: ServingOptions, *, has_server: bool = False) -> None:
+    """Refuse what does not go together, before anything is started.
+
+    Args:
+        has_server: the rollout engine is a server that runs by itself, where no guard of ours can be.
+
+    Raises:
+        ConfigError: the text says what to type instead.
+    """
+    has_probe = options.probe is not None
+    objectives = (("--slo-ttft-ms", options.ttft_slo_ms), ("--slo-tpot-ms", options.tpot_slo_ms))
+    missing = [flag for flag, value in objectives if value is None]
+    given = [flag for flag, value in objectives if value is not None]
+    is_serving = role == "serving"
+    rows = (
+        (
+            has_probe and not is_serving,
+            "--probe",
+            "is for --role serving: a dedicated worker shares its device with none",
+        ),
+        (not is_serving and options.pool, "--pool", "is for --role serving: dedicated workers are not switched"),
+        (not is_serving and options.is_observing, "--observe", "is for --role serving"),
+        (
+            has_probe and missing,
+            "--probe",
+            f"needs the serving team's objectives, --slo-ttft-ms and --slo-tpot-ms; missing: {', '.join(missing)}",
+        ),
+        (given and not has_probe, " ".join(given), "needs --probe: by what the serving engine is seen"),
+        (options.is_observing and not has_probe, "--observe", "needs --probe: by what the serving engine is seen"),
+        (has_probe and has_server, "--probe", "is for an engine of ours: inside --server there is no guard"),
+        (options.probe == "", "--probe", "is empty: name a page, such as /dev/shm/rollfab-serving, or a server's URL"),
+        (options.pool and not NAME.match(options.pool), "--pool", "takes 1 to 63 letters, digits, '-' or '_'"),
+    )
+    for is_wrong, what, why in rows:
+        if is_wrong:
+            raise ConfigError(f"{what} {why}", option=what)
+    for flag, value in objectives:
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{flag} is {value:g}: an objective is a number of milliseconds above 0", option=flag)
+    if options.priority is not None:
+        check_priority(options.priority)
+    if options.is_scraped and options.probe is not None:
+        target_of(options.probe)

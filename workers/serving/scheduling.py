@@ -1,0 +1,61 @@
+"""The scheduler class of the thread that computes rollouts on a CPU: as others in the steps that the guard lets begin,
+idle from the moment a serving request arrives.
+
+- An idle class alone gets what serving leaves over, which on a device that is always in a step is little: slack is used
+  by computing beside serving. A step that has begun is what the guard cannot take back, and this can: within WATCH_S of
+  a request's arrival the step goes on only where nothing else wants the processor.
+- Who may not raise a class again (without CAP_SYS_NICE) keeps the idle one from the first arrival on: safe, and slower.
+- Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+WATCH_S = 0.002
+
+
+class YieldingThread:
+    """Of the one thread that calls `begins` and `ended`."""
+
+    def __init__(self, arrived: Callable[[], int]) -> None:
+        """arrived: how many serving requests there have been; must be cheap, and may be called by another thread."""
+        self._arrived = arrived
+        self._count = arrived()
+        self._thread_id: int | None = None
+        self._is_idle = self._gives_way = False
+        self._may_raise = True
+        self._is_computing = threading.Event()
+        threading.Thread(target=self._watch, name="rollfab-yield", daemon=True).start()
+
+    def begins(self, arrived_count: int, *, gives_way: bool) -> None:
+        """A step that the guard let begin, knowing of so many requests."""
+        self._gives_way = gives_way
+        self._thread_id = threading.get_native_id()
+        self._count = arrived_count
+        self._is_computing.set()
+
+    def ended(self) -> None:
+        """It has; what follows (an abort, a pause, the next question to the guard) must not wait for serving."""
+        self._is_computing.clear()
+        if self._is_idle and self._may_raise:
+            self._is_idle = not self._set(os.SCHED_OTHER)
+            self._may_raise = not self._is_idle
+
+    def _watch(self) -> None:
+        never = threading.Event()
+        while self._is_computing.wait():
+            never.wait(WATCH_S)
+            is_due = self._is_computing.is_set() and self._gives_way and not self._is_idle
+            if is_due and self._arrived() != self._count:
+                self._is_idle = self._set(os.SCHED_IDLE)
+
+    def _set(self, scheduler_class: int) -> bool:
+        assert self._thread_id is not None
+        try:
+            os.sched_setscheduler(self._thread_id, scheduler_class, os.sched_param(0))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,218 @@
+"""What a serving worker has beside its engine and its loop, from a probe's address to reports of what sharing costs.
+
+- The guard is the engine's own and needs nothing of this: were all here to stand still, it would go on deciding, and
+  soon lend nothing more. What it is told, many times a second: whether there is a lease that the serving team allows,
+  and its caps.
+- A URL is scraped into a page of our own, so that the guard reads a page in any case.
+- The KV budget is looked at here, as often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ...fabric.clock import Clock
+from ...fabric.errors import EngineError, EngineUnsupported
+from ...fabric.ports import LeaseBoard
+from ...fabric.records import Lease
+from ...fabric.rules.guard import GuardRule
+from ...fabric.rules.lending import LendTerms
+from ...fabric.sharing import GuardView
+from ..engines.base import Engine
+from .bounds import Bounds
+from .guard import GuardConfig, GuardOrders, GuardPort
+from .memory import KvBudget, MemoryOptions, open_backend
+from .options import ServingOptions
+from .priority import children_of, device_environment, lower, lower_engine_thread, session_note
+from .reader import ProbeReader
+from .reports import SharingSender, blank_report
+from .scrape import MetricsProbe
+from .thread import GuardThread
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+ORDER_S = 0.5  # an order that is not said again holds no longer: this process may have been frozen
+WAIT_S = 0.2
+SCRAPED_STALE_S = 0.6  # scrapes are 0.1 s apart and may take as long again; two that fail count as stale at once
+FRESH_S = 1.0  # a page that is older is of an engine that has ended
+MEMORY = Path("/dev/shm")
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """Of an engine, the guard in front of its steps; None: it was started without."""
+
+    @property
+    def guard(self) -> GuardPort | None: ...
+
+
+class Leased(Protocol):
+    """What decides whether a worker's engine may compute: of its LeaseKeeper."""
+
+    @property
+    def lease(self) -> Lease | None: ...
+    @property
+    def terms(self) -> LendTerms | None: ...
+
+
+class Sharing:
+    """One serving worker's part in sharing its device."""
+
+    def __init__(self, options: ServingOptions, clock: Clock) -> None:
+        """Raises ConfigError: there is no place for a page of our own."""
+        assert options.probe is not None
+        self._options = options
+        self._clock = clock
+        self._scraper: MetricsProbe | None = None
+        if options.is_scraped:
+            directory = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+            self._page = directory / f"rollfab-metrics-{os.getpid()}"
+            self._scraper = MetricsProbe(options.probe, self._page)
+        else:
+            self._page = Path(options.probe)
+        self._reader = ProbeReader(self._page)
+        self._engine: Engine | None = None
+        self._guard: GuardPort | None = None
+        self._budget: KvBudget | None = None
+        self._kv_tokens_max: int | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What must be in the environment before the engine's device is first used."""
+        return device_environment(self._priority)
+
+    @property
+    def _priority(self) -> str:
+        return self._options.priority or "yield"
+
+    @property
+    def config(self) -> GuardConfig:
+        """Of the engine's guard."""
+        slo = self._options.slo
+        rule = GuardRule(stale_s=SCRAPED_STALE_S) if self._scraper is not None else GuardRule()
+        name = "metrics" if self._scraper is not None else "vllm"
+        return GuardConfig(
+            probe=str(self._page),
+            probe_name=name,
+            slo_ttft_ms=slo.ttft_ms,
+            slo_tpot_ms=slo.tpot_ms,
+            rule=rule,
+            yields=self._priority == "yield",
+        )
+
+    async def wait(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
+        """Until the serving engine is seen, or `stop`. Says once what is waited for, and what to type."""
+        is_said = False
+        while not stop.is_set():
+            state = self._reader.read(self._clock.now_s())
+            if state is not None and abs(self._clock.now_s() - state.seen_at_s) < FRESH_S:
+                return
+            if not is_said:
+                say(_missing(self._options))
+                is_said = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAIT_S):
+                    await stop.wait()
+
+    def attach(self, engine: Engine, capacity_tokens: int) -> Callable[[], GuardView | None]:
+        """The engine has started: lower its priority, and bound its memory; returns what tells of its guard.
+
+        capacity_tokens: of its KV cache, where it does not say so itself.
+
+        Raises:
+            EngineUnsupported: it has no guard.
+        """
+        guard = engine.guard if isinstance(engine, Guarded) else None
+        if guard is None:
+            raise EngineUnsupported(f"{engine.name} has no guard: beside a serving engine it may not run")
+        self._engine, self._guard = engine, guard
+        capacity_tokens = engine.stats().kv_capacity_tokens or capacity_tokens
+        backend = open_backend(MemoryOptions(), engine, Bounds(engine), capacity_tokens=capacity_tokens)
+        self._budget = KvBudget(backend)
+        if isinstance(guard, GuardThread):
+            how = "idle" if self._priority == "yield" else self._priority  # it has no thread that could give way
+            note = lower_engine_thread("rollfab-engine", how)
+        else:
+            note = lower(children_of([os.getpid()]), self._priority)
+        for said in (note, session_note(self._reader.writer_pid())):
+            if said:
+                log.info("worker.priority", extra={"note": said})
+        return self.view
+
+    def view(self) -> GuardView | None:
+        """What the guard sees and does, with the KV budget; None: the engine has not started."""
+        if self._guard is None:
+            return None
+        view = self._guard.view()
+        reason = (
+            f"observing only, as it was started; else: {view.reason}" if self._options.is_observing else view.reason
+        )
+        return dataclasses.replace(view, reason=reason, kv_tokens_max=self._kv_tokens_max)
+
+    @asynccontextmanager
+    async def following(self, keeper: Leased, worker_id: str, board: LeaseBoard) -> AsyncIterator[None]:
+        """Tell the guard what the worker may do, and the broker what came of it, while the block runs."""
+        engine, guard = self._engine, self._guard
+        assert engine is not None and guard is not None, "attach comes first"
+        sender = SharingSender(
+            board,
+            blank_report(worker_id, self._options.slo),
+            self._clock,
+            measured=guard.sharing,
+            token_count=lambda: engine.stats().token_count,
+        )
+        tasks = [asyncio.create_task(self._follow(guard, keeper)), asyncio.create_task(sender.run())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with suppress(EngineError):
+                guard.order(GuardOrders())
+
+    def close(self) -> None:
+        """Scrape no more."""
+        if self._scraper is not None:
+            self._scraper.close()
+
+    async def _follow(self, guard: GuardPort, keeper: Leased) -> None:
+        while True:
+            try:
+                self._order(guard, keeper)
+            except EngineError as error:  # the worker finds out for itself
+                log.debug("guard.not_ordered", extra={"error": str(error)})
+            except Exception:  # without orders nothing is lent: a fault of one look must not be the end of all
+                log.exception("guard.not_ordered")
+            await self._clock.sleep(LOOK_S)
+
+    def _order(self, guard: GuardPort, keeper: Leased) -> None:
+        terms = keeper.terms
+        is_lent = keeper.lease is not None and (terms is None or terms.may_lend) and not self._options.is_observing
+        cap = terms.compute_fraction_max if terms is not None else None
+        until_s = self._clock.now_s() + ORDER_S
+        guard.order(GuardOrders(is_lent=is_lent, until_s=until_s, compute_fraction_max=cap))
+        self._look_at_memory(terms.memory_fraction_max if terms is not None else None)
+
+    def _look_at_memory(self, memory_fraction_max: float | None) -> None:
+        assert self._budget is not None
+        now = self._clock.now_s()
+        self._kv_tokens_max = self._budget.look(now, self._reader.read(now), memory_fraction_max)
+
+
+def _missing(options: ServingOptions) -> str:
+    if options.is_scraped:
+        return f"waiting for the serving engine: no metrics of vLLM at {options.probe} yet"
+    return (
+        f"waiting for the serving engine: no page at {options.probe} yet. On the serving side, with rollfab installed"
+        f" beside vLLM, type: ROLLFAB_PROBE={options.probe} vllm serve ..."
+    )
