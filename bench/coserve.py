@@ -35,7 +35,7 @@ from .coserve_table import fault, print_table
 from .harness import Report, run_bench
 
 HEADLINE = "ours"
-CALIBRATION_SEED = 2_000_000  # never a repetition's
+CALIBRATION_SEED, WARM_SEED = 2_000_000, 3_000_000  # never a repetition's
 HEADLINE_KEYS = (
     "violations",
     "ttft_tax_p99",
@@ -50,10 +50,12 @@ HEADLINE_KEYS = (
 class Settings:
     """What is measured. loads: fractions of the SLO capacity to go through; empty: at `rate_per_s` only."""
 
-    rate_per_s: float = 10.0
-    request_count: int = 500
+    rate_per_s: float = 8.0
+    request_count: int = 300
     round_count: int = 3
-    calibration_count: int = 2
+    calibration_count: int = 3
+    warm_count: int = 2
+    """Rounds of serving alone that do not count: the first minute of all these processes is slower than all others."""
     arms: tuple[str, ...] = NAMES
     loads: tuple[float, ...] = ()
     switch_samples: int = 0
@@ -71,9 +73,16 @@ class Settings:
 
 FULL = Settings(switch_samples=20, is_broker_frozen=True)
 QUICK = Settings(
-    request_count=100, round_count=1, calibration_count=1, arms=("alone", "share-all", "ours"), is_quick=True
+    request_count=100,
+    round_count=1,
+    calibration_count=1,
+    warm_count=0,
+    arms=("alone", "share-all", "ours"),
+    is_quick=True,
 )
-CONTROL = Settings(arms=(HEADLINE,), round_count=0, calibration_count=1, switch_samples=20, is_broker_frozen=True)
+CONTROL = Settings(
+    arms=(HEADLINE,), round_count=0, calibration_count=1, warm_count=1, switch_samples=20, is_broker_frozen=True
+)
 
 
 def settings_of(
@@ -160,6 +169,8 @@ def _measure(settings: Settings, pair: Pair, switch: Switch, tell: Callable[[str
     load = Load(rate_per_s=settings.rate_per_s, request_count=settings.request_count)
     rounds = Rounds(pair, load, switch)
     rounds.warm()
+    for index in range(settings.warm_count):
+        rounds.calibrate(WARM_SEED + index)
     profile = rounds.profile()
     switch.set_profile(profile)
     calibration = [rounds.calibrate(CALIBRATION_SEED + index) for index in range(settings.calibration_count)]

@@ -17,7 +17,7 @@ from .replay.traces import read_trace
 
 TRACE = "azure-conv"
 LENGTHS = 0.15  # of the trace's: its contexts are those of a far larger model
-COMPLETION_TOKENS_MIN = 2  # a request with one token has no TPOT
+COMPLETION_TOKENS_MIN = 8  # of fewer the mean is one or two gaps, and its P99 that of a single step
 DRAIN_S = 120.0
 
 
