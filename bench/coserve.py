@@ -4,8 +4,8 @@
   (coserve_places.py). A dedicated worker is always there: `alone` is what a run has without borrowing.
 - Arms alternate within one call, on the same arrivals, and are compared only within a repetition. A repetition begins
   with another arm each time.
-- The objectives are calibrated first: the P99 of serving alone, and a quarter more. They are promised before the first
-  arm, and never changed after. Three times the P50 of serving alone is reported beside them.
+- The objectives are calibrated first, once everything is warm: the P99 of serving alone, and a quarter more. They are
+  promised before the first arm, and never changed after. Three times the P50 of serving alone is reported beside them.
 - Results are those of `ours`; `baselines` has the same of every arm.
 """
 
@@ -26,7 +26,7 @@ from .coserve_arms import Load, Rounds, interleaved
 from .coserve_capacity import find_capacity
 from .coserve_cast import BORROWED, DEDICATED, Pair, Sizes
 from .coserve_control import frozen_broker, kill_switch
-from .coserve_figures import Round, arm_figures, promised, relative
+from .coserve_figures import ALONE, Round, arm_figures, promised, relative
 from .coserve_load import LENGTHS, TRACE, burstiness, traffic
 from .coserve_places import PLACES
 from .coserve_policies import NAMES
@@ -35,6 +35,7 @@ from .coserve_table import fault, print_table
 from .harness import Report, run_bench
 
 HEADLINE = "ours"
+ANY = Slo(ttft_ms=60_000.0, tpot_ms=60_000.0)  # of a worker that is not lent
 CALIBRATION_SEED, WARM_SEED = 2_000_000, 3_000_000  # never a repetition's
 HEADLINE_KEYS = (
     "violations",
@@ -169,6 +170,8 @@ def _measure(settings: Settings, pair: Pair, switch: Switch, tell: Callable[[str
     load = Load(rate_per_s=settings.rate_per_s, request_count=settings.request_count)
     rounds = Rounds(pair, load, switch)
     rounds.warm()
+    rounds.borrow(ANY)
+    rounds.enter(ALONE)
     for index in range(settings.warm_count):
         rounds.calibrate(WARM_SEED + index)
     profile = rounds.profile()
@@ -177,6 +180,7 @@ def _measure(settings: Settings, pair: Pair, switch: Switch, tell: Callable[[str
     slo, second = promised(calibration), relative(calibration)
     tell(f"promised: {_text(slo)}; 3 x P50: {_text(second)}")
     capacity = find_capacity(rounds, slo, settings.rate_per_s) if settings.loads else None
+    pair.give_back()
     rounds.borrow(slo)
     rates = [fraction * capacity for fraction in settings.loads] if capacity else [settings.rate_per_s]
     by_load = {}

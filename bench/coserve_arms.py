@@ -65,7 +65,7 @@ class Rounds:
     # ---- before anything is shared
 
     def calibrate(self, repetition: int) -> Round:
-        """Serving alone, before there is a worker to lend. Raises FabricError: a request failed."""
+        """Serving alone: the worker beside it is not lent. Raises FabricError: a request failed."""
         found = self._measure(ALONE, repetition)
         if found.failures:
             raise FabricError(f"a request to the serving engine failed, with nothing beside it: {found.failures[0]}")

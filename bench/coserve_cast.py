@@ -1,8 +1,8 @@
 """The processes of the pair: a serving engine, a serving worker beside it that is lent, a dedicated worker, and the
 fabric around them. Each is what a person would start.
 
-- They are started once, and live through all arms. The serving worker comes last, because it is told the objectives,
-  which are calibrated on the others.
+- They are started once, and live through all arms; but the serving worker is told the objectives when it starts, so it
+  starts again once they are calibrated, which is done beside it: it is there, and idle, also while serving is alone.
 - What an engine did is read from its own page of shared memory: steps, and when the last of them ended.
 """
 
@@ -37,6 +37,7 @@ from .remote import Remote
 
 BORROWED, DEDICATED = "borrowed", "dedicated"
 START_S = 240.0
+STOP_S = 60.0
 LOOK_S = 0.05
 DEPTH = 10  # trajectories per slot: with fewer the controller does not lend where a worker is slow
 PAGE_NAME = "rollfab-page"
@@ -153,6 +154,14 @@ class Pair:
         self.until(lambda: self._is_known(BORROWED), START_S, "the serving worker to be known")
         self._place_engine(BORROWED, self.pid(BORROWED))
         self.page = self._find_page(self.pid(BORROWED))
+
+    def give_back(self) -> None:
+        """End the lent worker, which is told the objectives once, when it starts."""
+        process = self.supervisor.children.pop(BORROWED).process
+        assert process is not None
+        process.terminate()
+        process.wait(STOP_S)
+        self.until(lambda: not self._is_known(BORROWED), STOP_S, "the lent worker to have left")
 
     def lend(self, mode: str) -> None:
         """ "on", "off" or "observe": what the serving team says of it."""

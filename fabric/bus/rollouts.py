@@ -136,6 +136,8 @@ class RedisRolloutStream:
             if not facts:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
                 await self._drop(shard, entry_id)
                 continue
+            if b"ended_by" not in facts[::2]:  # read from a primary that is gone: the new one has it open, and ends it
+                continue
             group = await self._group(group_id, facts, made, is_again=is_again)
             stale = [] if is_again else self._stale(group, int(head))  # what comes again was fresh when it first came
             if stale:

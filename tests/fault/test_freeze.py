@@ -47,8 +47,8 @@ def test_a_lease_that_ends_in_the_middle_moves_turns_with_their_tokens(fabric: P
     fabric.until(lambda: fabric.worker_of("serving").token_count > made_count + 20, 10.0, "some tokens are made")
 
     # When its team wants it back
-    fabric.lend("off")
     held = fabric.claimed_by(run, "serving")
+    fabric.lend("off")
     fabric.until(lambda: fabric.claimed_by(run, "serving") == 0, 2.0, "its turns are given back")
 
     # Then they go on elsewhere behind the tokens they have: no gap, no token made twice, no failure counted
