@@ -18,9 +18,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
+from ..commands.child import follow_parent
 from ..commands.up import free_port
 from ..fabric.errors import FabricError
 from ..workers.engines.vllm.environment import prepare_environment
+from ..workers.engines.vllm.plugin import children_die_with_us
 
 MODEL_NAME = "serving"
 START_S = 240.0
@@ -83,8 +85,15 @@ class ServingEngine:
 
 
 def serve() -> None:
-    """Be the server, with this process' arguments."""
+    """Be the server, with this process' arguments, for as long as the process that started it lives."""
+    follow_parent(os.getppid())
     prepare_environment()
+    with children_die_with_us():
+        serve_forked()
+
+
+def serve_forked() -> None:
+    """vLLM's own entry point, but that the EngineCore is forked."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..agreement import Agreement
-from ..ports import RunStatus
+from ..ports import RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import lease_left
 from ..rules.lending import CLEAR, changed, check_subject, concerns, setting_of, subjects_of, switch_facts
@@ -54,6 +54,17 @@ class MemoryLeaseBoard(MemoryLeases):
             dead_count=len(run.dead),
             counters=dict(run.counters),
             agreement=run.agreement,
+        )
+
+    async def survey(self) -> Survey:
+        now = self._broker.now_ms()
+        return Survey(
+            workers={name: (info, int(now - beat)) for name, (info, beat) in self._broker.workers.items()},
+            assignments=dict(self._broker.assignments),
+            runs={name: await self.run_status(name) for name in self._broker.runs},
+            leases={name: await self.leases(name) for name in self._broker.runs},
+            now_ms=int(now),
+            wall_ms=self._broker.clock.wall_ms(),
         )
 
     async def set_agreement(self, run_id: str, agreement: Agreement) -> None:

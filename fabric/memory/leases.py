@@ -8,7 +8,6 @@ from typing import Any
 from ..errors import RunUnknown
 from ..lease_plan import LeaseChange, LeasePlan, term_of
 from ..limits import EVENT_BYTES_MAX
-from ..ports import RunStatus, Survey
 from ..records import Lease
 from ..wire import check_size, dump_json
 from .state import MemoryBroker, RunState
@@ -42,20 +41,6 @@ class MemoryLeases:
     async def open_term(self, term: int) -> None:
         for run in self._broker.runs.values():
             run.lease_term = max(run.lease_term, term)
-
-    async def survey(self) -> Survey:
-        now = self._broker.now_ms()
-        return Survey(
-            workers={name: (info, int(now - beat)) for name, (info, beat) in self._broker.workers.items()},
-            assignments=dict(self._broker.assignments),
-            runs={name: await self.run_status(name) for name in self._broker.runs},
-            leases={name: await self.leases(name) for name in self._broker.runs},
-            now_ms=int(now),
-            wall_ms=self._broker.clock.wall_ms(),
-        )
-
-    async def run_status(self, run_id: str) -> RunStatus:
-        raise NotImplementedError
 
     async def change_leases(self, term: int, changes: Sequence[LeaseChange], assigned: Mapping[str, str]) -> list[bool]:
         for change in changes:

@@ -5,7 +5,6 @@ As a script it is that server; its arguments are those of `vllm serve`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -17,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from rollfab.bench.coserve_server import serve_forked
 
 ARGUMENTS = (
     "--skip-tokenizer-init --dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864"
@@ -85,22 +85,5 @@ def _wait(server: Server) -> None:
             time.sleep(0.1)
 
 
-def _serve() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    create = AsyncEngineArgs.create_engine_config
-
-    def create_and_fork(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = create(self, *args, **kwargs)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        return settings
-
-    AsyncEngineArgs.create_engine_config = create_and_fork
-    asyncio.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args()))
-
-
 if __name__ == "__main__":
-    _serve()
+    serve_forked()

@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rollfab.bench.harness import child_pids
+from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
 
 # In a process of its own, because the bench computes the weights with torch, and engines are forked from this one.
 MEASURE = """
@@ -80,3 +84,41 @@ def check_latencies(arm: dict[str, Any]) -> None:
         assert 0 < p50 <= p99
         low, high = arm[name]["p99_of_all_ci"]
         assert low <= arm[name]["p99_of_all"] <= high
+
+
+SERVE = """
+import sys, time
+from pathlib import Path
+from rollfab.bench.coserve_server import ServingEngine
+model, directory = Path(sys.argv[1]), Path(sys.argv[2])
+with ServingEngine(model, directory, slot_count=2, context_tokens=128, probe=directory / "page") as engine:
+    engine.ready()
+    print(engine.pid, flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_serving_engine_ends_with_the_bench_that_started_it_even_if_that_was_killed(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", random_tensors(write_config(tmp_path / "model"), 1))
+    starter = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(model), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    family = [pid, *child_pids(pid)]
+    assert len(family) > 1  # the EngineCore
+
+    starter.kill()
+    starter.wait()
+    starter.stdout.close()
+
+    while any(is_running(each) for each in family):  # the test's timeout is the limit
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
