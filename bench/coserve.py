@@ -2,10 +2,11 @@
 
 - Both engines are real vLLMs that compute on one core, which is the device; everything else is on another one
   (coserve_places.py). A dedicated worker is always there: `alone` is what a run has without borrowing.
-- Arms alternate within one call, on the same arrivals, and are compared only within a repetition. A repetition begins
-  with another arm each time.
-- The objectives are calibrated first, once everything is warm: the P99 of serving alone, and a quarter more. They are
-  promised before the first arm, and never changed after. Three times the P50 of serving alone is reported beside them.
+- Arms alternate every few seconds within one call, on the same arrivals, and are compared only within a repetition
+  (coserve_arms.py).
+- The objectives are calibrated first, once everything is warm, on the arrivals of all repetitions: the P99 of serving
+  alone, and a quarter more. They are promised before the first arm, and never changed after. Three times the P50 of
+  serving alone is reported beside them.
 - Results are those of `ours`; `baselines` has the same of every arm.
 """
 
@@ -22,11 +23,12 @@ from typing import Any
 
 from ..fabric.errors import ConfigError, EngineUnsupported
 from ..fabric.rules.serving import Slo
-from .coserve_arms import Load, Rounds, interleaved
+from .coserve_arms import SLICES_MAX, Load, Rounds, interleaved
+from .coserve_bursts import bursts
 from .coserve_capacity import find_capacity
 from .coserve_cast import BORROWED, DEDICATED, Pair, Sizes
 from .coserve_control import frozen_broker, kill_switch
-from .coserve_figures import ALONE, Round, arm_figures, promised, relative
+from .coserve_figures import ALONE, LATENCIES, Round, arm_figures, promised, relative
 from .coserve_load import LENGTHS, TRACE, burstiness, traffic
 from .coserve_places import PLACES
 from .coserve_policies import NAMES
@@ -36,7 +38,7 @@ from .harness import Report, run_bench
 
 HEADLINE = "ours"
 ANY = Slo(ttft_ms=60_000.0, tpot_ms=60_000.0)  # of a worker that is not lent
-CALIBRATION_SEED, WARM_SEED = 2_000_000, 3_000_000  # never a repetition's
+WARM = 30_000  # never a repetition
 HEADLINE_KEYS = (
     "violations",
     "ttft_tax_p99",
@@ -52,14 +54,22 @@ class Settings:
     """What is measured. loads: fractions of the SLO capacity to go through; empty: at `rate_per_s` only."""
 
     rate_per_s: float = 8.0
-    request_count: int = 300
+    request_count: int = 240
+    """Of each arm in each repetition."""
     round_count: int = 3
-    calibration_count: int = 3
+    """Repetitions."""
+    slice_count: int = 4
+    """Of a repetition: arms alternate slice by slice."""
+    spoiled_max: int = 2
+    """Repetitions that are measured again because serving alone missed its objectives in them."""
+    calibration_count: int = 2
+    """Passes of serving alone over the arrivals of all repetitions."""
     warm_count: int = 2
-    """Rounds of serving alone that do not count: the first minute of all these processes is slower than all others."""
+    """Repetitions of serving alone that do not count: the first minute of all these processes is slower than others."""
     arms: tuple[str, ...] = NAMES
     loads: tuple[float, ...] = ()
     switch_samples: int = 0
+    burst_samples: int = 0
     is_broker_frozen: bool = False
     is_quick: bool = False
     sizes: Sizes = field(default_factory=Sizes)
@@ -68,21 +78,31 @@ class Settings:
         unknown = [arm for arm in self.arms if arm not in NAMES]
         if unknown or not self.arms:
             raise ConfigError(f"arm {', '.join(unknown) or '(none)'} is none of {', '.join(NAMES)}", option="--arms")
+        if not 1 <= self.slice_count <= min(SLICES_MAX, self.request_count):
+            raise ConfigError(f"{self.request_count} requests cannot be cut into {self.slice_count} slices")
         if not all(0 < fraction <= 1 for fraction in self.loads):
             raise ConfigError("a load is a fraction of the SLO capacity, above 0 and at most 1", option="--load")
 
 
-FULL = Settings(switch_samples=20, is_broker_frozen=True)
+FULL = Settings(switch_samples=20, burst_samples=30, is_broker_frozen=True)
 QUICK = Settings(
     request_count=100,
     round_count=1,
+    slice_count=1,
+    spoiled_max=0,
     calibration_count=1,
     warm_count=0,
     arms=("alone", "share-all", "ours"),
     is_quick=True,
 )
 CONTROL = Settings(
-    arms=(HEADLINE,), round_count=0, calibration_count=1, warm_count=1, switch_samples=20, is_broker_frozen=True
+    arms=(HEADLINE,),
+    round_count=0,
+    calibration_count=1,
+    warm_count=1,
+    switch_samples=20,
+    burst_samples=30,
+    is_broker_frozen=True,
 )
 
 
@@ -114,13 +134,14 @@ def settings_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Everything that was measured. by_load: rounds by requests per second."""
+    """Everything that was measured. by_load: rounds by requests per second. spoiled: those measured again."""
 
     slo: Slo
     second: Slo
     profile: Profile
     capacity_per_s: float | None
     by_load: dict[float, list[Round]]
+    spoiled: list[Round]
     control: dict[str, Any]
     made: int
     settled: int
@@ -167,29 +188,39 @@ def measure(settings: Settings, tell: Callable[[str], None] = lambda _: None) ->
 
 
 def _measure(settings: Settings, pair: Pair, switch: Switch, tell: Callable[[str], None]) -> Found:
-    load = Load(rate_per_s=settings.rate_per_s, request_count=settings.request_count)
-    rounds = Rounds(pair, load, switch)
+    rounds = Rounds(pair, _load(settings, settings.rate_per_s), switch)
     rounds.warm()
     rounds.borrow(ANY)
     rounds.enter(ALONE)
-    for index in range(settings.warm_count):
-        rounds.calibrate(WARM_SEED + index)
+    for _ in range(settings.warm_count):
+        rounds.calibrate(WARM)
     profile = rounds.profile()
     switch.set_profile(profile)
-    calibration = [rounds.calibrate(CALIBRATION_SEED + index) for index in range(settings.calibration_count)]
+    repetitions = range(1, max(settings.round_count, 1) + 1)
+    calibration = [rounds.calibrate(each) for _ in range(settings.calibration_count) for each in repetitions]
     slo, second = promised(calibration), relative(calibration)
     tell(f"promised: {_text(slo)}; 3 x P50: {_text(second)}")
     capacity = find_capacity(rounds, slo, settings.rate_per_s) if settings.loads else None
     pair.give_back()
+    rounds.load = _load(settings, settings.rate_per_s)
     rounds.borrow(slo)
+    if settings.warm_count:
+        interleaved(rounds, (ALONE, HEADLINE), 1, slo=slo)
     rates = [fraction * capacity for fraction in settings.loads] if capacity else [settings.rate_per_s]
-    by_load = {}
+    by_load: dict[float, list[Round]] = {}
+    spoiled: list[Round] = []
     for rate_per_s in rates:
-        rounds.load = Load(rate_per_s=rate_per_s, request_count=settings.request_count)
-        by_load[rate_per_s] = interleaved(
-            rounds, settings.arms, settings.round_count, lambda each: tell(_line(each, slo))
+        rounds.load = _load(settings, rate_per_s)
+        by_load[rate_per_s], again = interleaved(
+            rounds,
+            settings.arms,
+            settings.round_count,
+            slo=slo,
+            spoiled_max=settings.spoiled_max,
+            tell=lambda each: tell(_line(each, slo)),
         )
-    rounds.load = load
+        spoiled += again
+    rounds.load = _load(settings, settings.rate_per_s)
     control = _control(settings, pair, rounds, slo)
     made, settled = _drained(pair)
     return Found(
@@ -198,10 +229,15 @@ def _measure(settings: Settings, pair: Pair, switch: Switch, tell: Callable[[str
         profile=profile,
         capacity_per_s=capacity,
         by_load=by_load,
+        spoiled=spoiled,
         control=control,
         made=made,
         settled=settled,
     )
+
+
+def _load(settings: Settings, rate_per_s: float) -> Load:
+    return Load(rate_per_s=rate_per_s, request_count=settings.request_count, slice_count=settings.slice_count)
 
 
 def _control(settings: Settings, pair: Pair, rounds: Rounds, slo: Slo) -> dict[str, Any]:
@@ -209,6 +245,8 @@ def _control(settings: Settings, pair: Pair, rounds: Rounds, slo: Slo) -> dict[s
     if settings.switch_samples:
         rounds.enter(HEADLINE)
         found["kill_switch"] = kill_switch(pair, settings.switch_samples)
+    if settings.burst_samples:
+        found["bursts"] = bursts(pair, rounds, settings.burst_samples)
     if settings.is_broker_frozen:
         found["frozen_broker"] = frozen_broker(pair, rounds, slo)
     return found
@@ -250,6 +288,7 @@ def report(settings: Settings, found: Found) -> Report:
             "tokens_made": found.made,
             "tokens_settled": found.settled,
             "regenerated_fraction": (found.made - found.settled) / found.made if found.made else 0.0,
+            "spoiled_repetitions": [_spoiled(each, found.slo) for each in found.spoiled],
             **found.control,
             **headline,
             "curve": curve if settings.loads else [],
@@ -264,10 +303,20 @@ def _arms(settings: Settings, rounds: Sequence[Round], found: Found) -> dict[str
     return {arm: arm_figures(mine, rounds, found.slo, found.second) for arm, mine in measured.items() if mine}
 
 
+def _spoiled(found: Round, slo: Slo) -> dict[str, Any]:
+    latencies = {f"{name}_ms_p99": found.at(name, 0.99) for name in LATENCIES}
+    return {"arm": found.arm, "repetition": found.repetition, "is_within": found.is_within(slo), **latencies}
+
+
 def _burstiness(settings: Settings) -> list[float]:
-    rate, count, context = settings.rate_per_s, settings.request_count, settings.sizes.context_tokens
-    seeds = range(1, settings.round_count + 1)
-    return [burstiness(traffic(seed, rate_per_s=rate, count=count, context_tokens=context), rate) for seed in seeds]
+    load, context = _load(settings, settings.rate_per_s), settings.sizes.context_tokens
+    slices = [(each, part) for each in range(1, settings.round_count + 1) for part in range(load.slice_count)]
+    found = []
+    for repetition, part in slices:
+        seed, count = SLICES_MAX * repetition + part, load.count_of(part)
+        arrivals = traffic(seed, rate_per_s=load.rate_per_s, count=count, context_tokens=context)
+        found.append(burstiness(arrivals, load.rate_per_s))
+    return found
 
 
 def _text(slo: Slo) -> str:

@@ -1,7 +1,11 @@
 """One round: one arm, one replay, what the clients saw and what the rollout workers made meanwhile.
 
 - An arm is a policy of the guard, a priority of the lent engine, and whether it is lent at all. Nothing is restarted.
-- A round begins once the arm is in force and has served some requests, so that nobody is judged by a change.
+- A repetition is cut into slices, and arms alternate slice by slice: a machine that is half as fast for half a minute,
+  as shared ones are, then spoils some slices of every arm, and not all of one.
+- A slice begins once the arm is in force and has served some requests, so that nobody is judged by a change.
+- A repetition in which serving alone misses its objectives says nothing of a guard: it is measured again, some times at
+  most, and reported apart.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 from ..fabric.errors import FabricError
 from ..fabric.rules.serving import Slo
 from .coserve_cast import BORROWED, DEDICATED, Made, Pair
-from .coserve_figures import ALONE, Round, latencies_ms
+from .coserve_figures import ALONE, Round, latencies_ms, merged
 from .coserve_load import traffic
 from .coserve_places import NORMAL, engine_pid, priorities, restore, set_priority
 from .coserve_policies import NAMES, OWN_PRIORITY
@@ -26,7 +30,7 @@ from .replay.records import Arrival, Outcome
 log = logging.getLogger(__name__)
 
 LEAD_S = 0.3  # from announcing a replay to its first second
-WARM_S = 3.0
+WARM_S = 2.0
 SETTLE_TIMEOUT_S = 60.0  # what was taken back for serving rests for a while
 QUIET_S = 0.3  # without a step for so long: it stands still
 REPLAY_TIMEOUT_S = 600.0
@@ -34,12 +38,20 @@ MOVES = ("stalled", "released")  # turns that go on elsewhere: taken over, or gi
 WARM_SEED = 1_000_003  # never a repetition's
 
 
+SLICES_MAX = 64  # of a repetition: no two slices of a measurement have the same arrivals
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Of one arm in one repetition."""
+    """Of one arm in one repetition, which is cut into slices."""
 
     rate_per_s: float
     request_count: int
+    slice_count: int = 1
+
+    def count_of(self, part: int) -> int:
+        """Requests of one slice; those of all are request_count."""
+        return (self.request_count + part) // self.slice_count
 
 
 class Rounds:
@@ -65,8 +77,12 @@ class Rounds:
     # ---- before anything is shared
 
     def calibrate(self, repetition: int) -> Round:
-        """Serving alone: the worker beside it is not lent. Raises FabricError: a request failed."""
-        found = self._measure(ALONE, repetition)
+        """Serving alone, on the arrivals of a repetition: the worker beside it is not lent.
+
+        Raises:
+            FabricError: a request failed.
+        """
+        found = merged([self._measure(ALONE, repetition, part) for part in range(self.load.slice_count)])
         if found.failures:
             raise FabricError(f"a request to the serving engine failed, with nothing beside it: {found.failures[0]}")
         return found
@@ -91,10 +107,10 @@ class Rounds:
 
     # ---- rounds
 
-    def round(self, arm: str, repetition: int) -> Round:
+    def slice(self, arm: str, repetition: int, part: int = 0) -> Round:
         """One arm, in force before the first request. Raises FabricError: it did not come into force."""
         self.enter(arm)
-        return self._measure(arm, repetition)
+        return self._measure(arm, repetition, part)
 
     def enter(self, arm: str) -> None:
         """Put an arm into force, and serve some requests under it."""
@@ -108,6 +124,12 @@ class Rounds:
             pair.lend("on")
             self._wait_for_steps(arm)
         self.warm()
+
+    def replay(self, arrivals: Sequence[Arrival]) -> tuple[float, list[Outcome]]:
+        """Any other arrivals, under the arm in force: when they began (monotonic seconds), and what came of them."""
+        start_at_s = time.monotonic() + LEAD_S
+        self._switch.announce(arrivals, start_at_s)
+        return start_at_s, self._replay(arrivals, start_at_s)
 
     def _wait_for_steps(self, arm: str) -> None:
         """An arm that shares by rule may well decide not to: then it harvests nothing, which is what it is."""
@@ -134,9 +156,9 @@ class Rounds:
             seed, rate_per_s=self.load.rate_per_s, count=count, context_tokens=self._pair.sizes.context_tokens
         )
 
-    def _measure(self, arm: str, repetition: int) -> Round:
+    def _measure(self, arm: str, repetition: int, part: int) -> Round:
         pair = self._pair
-        arrivals = self._arrivals(repetition, self.load.request_count)
+        arrivals = self._arrivals(SLICES_MAX * repetition + part, self.load.count_of(part))
         start_at_s = time.monotonic() + LEAD_S
         self._switch.announce(arrivals, start_at_s)
         counters, before, shared = pair.demand.counters(), self._made(), self._shared()
@@ -185,13 +207,38 @@ def rate(before: Made, after: Made) -> float:
 
 
 def interleaved(
-    rounds: Rounds, arms: Sequence[str], repetitions: int, tell: Callable[[Round], Any] = lambda _: None
-) -> list[Round]:
-    """All arms of a repetition one after the other, each repetition beginning with another one."""
-    found = []
+    rounds: Rounds,
+    arms: Sequence[str],
+    repetitions: int,
+    *,
+    slo: Slo,
+    spoiled_max: int = 0,
+    tell: Callable[[Round], Any] = lambda _: None,
+) -> tuple[list[Round], list[Round]]:
+    """All arms, slice by slice, each cycle beginning with another one.
+
+    Returns:
+        found: by repetition and arm. spoiled: those measured again, at most `spoiled_max` repetitions of them.
+    """
+    found: list[Round] = []
+    spoiled: list[Round] = []
     for repetition in range(1, repetitions + 1):
-        shift = (repetition - 1) % len(arms)
+        while True:
+            measured = _repetition(rounds, arms, repetition)
+            for each in measured:
+                tell(each)
+            is_spoiled = any(each.arm == ALONE and not each.is_within(slo) for each in measured)
+            if not is_spoiled or len(spoiled) >= spoiled_max * len(arms):
+                break
+            spoiled += measured
+        found += measured
+    return found, spoiled
+
+
+def _repetition(rounds: Rounds, arms: Sequence[str], repetition: int) -> list[Round]:
+    parts: dict[str, list[Round]] = {arm: [] for arm in arms}
+    for part in range(rounds.load.slice_count):
+        shift = (repetition + part - 1) % len(arms)
         for arm in [*arms[shift:], *arms[:shift]]:
-            found.append(rounds.round(arm, repetition))
-            tell(found[-1])
-    return found
+            parts[arm].append(rounds.slice(arm, repetition, part))
+    return [merged(each) for each in parts.values()]

@@ -2,7 +2,8 @@
 
 - A repetition of an arm is judged by itself: its P99 is within an objective or not, whatever other repetitions say.
 - The tax is over the serving-alone arm of the same repetition, which had the same arrivals a minute earlier or later.
-- What is borrowed is compared with the arm that knows the future, of the same repetition.
+- What is borrowed is compared with the arm that knows the future, of the same repetition. What was borrowed by breaking
+  a promise counts as nothing in `borrowed_within_slo`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FAR_MS = 1e9  # beyond all that was measured: it comes of NEVER_MS
 P99_FACTOR = 1.25
 P50_FACTOR = 3.0
 LATENCIES = ("ttft", "tpot")
+GUARD_TIMES = ("lent_s", "computing_s")  # of a slice, in Round.guard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,28 @@ class Round:
         """Whether both P99s are within their objectives."""
         limits = {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms}
         return all(self.at(name, P99) <= limit for name, limit in limits.items())
+
+
+def merged(parts: Sequence[Round]) -> Round:
+    """The slices of one arm in one repetition as one: requests in order, rates by duration, the guard's times added."""
+    first, last = parts[0], parts[-1]
+    assert all((each.arm, each.repetition) == (first.arm, first.repetition) for each in parts)
+    duration_s = sum(each.duration_s for each in parts)
+    summed = {name: sum(each.guard.get(name, 0.0) for each in parts) for name in GUARD_TIMES if name in last.guard}
+    return Round(
+        arm=first.arm,
+        repetition=first.repetition,
+        ttft_ms=tuple(value for each in parts for value in each.ttft_ms),
+        tpot_ms=tuple(value for each in parts for value in each.tpot_ms),
+        duration_s=duration_s,
+        late_ms_max=max(each.late_ms_max for each in parts),
+        dedicated_per_s=sum(each.dedicated_per_s * each.duration_s for each in parts) / duration_s,
+        borrowed_per_s=sum(each.borrowed_per_s * each.duration_s for each in parts) / duration_s,
+        failures=tuple(text for each in parts for text in each.failures),
+        turns_moved=sum(each.turns_moved for each in parts),
+        reclaim_ms=tuple(ms for each in parts for ms in each.reclaim_ms),
+        guard={**last.guard, **summed},
+    )
 
 
 def latencies_ms(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
@@ -121,6 +145,7 @@ def arm_figures(rounds: Sequence[Round], all_rounds: Sequence[Round], slo: Slo, 
         "tokens_per_s": {
             "dedicated": _spread(rounds, lambda each: each.dedicated_per_s),
             "borrowed": _spread(rounds, lambda each: each.borrowed_per_s),
+            "borrowed_within_slo": _spread(rounds, lambda each: each.borrowed_per_s if each.is_within(slo) else 0.0),
             "total": _spread(rounds, lambda each: each.total_per_s),
         },
         "harvest_of_oracle": _ratio(rounds, oracle, lambda each: each.borrowed_per_s),

@@ -56,7 +56,7 @@ def check_machine() -> None:
 def put(pid: int, role: str, cores: tuple[int, ...]) -> None:
     """Put all threads of a process where its role belongs; those that it starts later go there, too."""
     place = PLACES[role]
-    for thread in _threads(pid):
+    for thread in threads(pid):
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(thread, {cores[place.core]})
     if place.priority is not None:
@@ -69,7 +69,7 @@ def set_priority(pid: int, priority: str) -> None:
     Raises:
         FabricError: this user may not.
     """
-    for thread in _threads(pid):
+    for thread in threads(pid):
         try:
             os.sched_setscheduler(thread, os.SCHED_IDLE if priority == IDLE else os.SCHED_OTHER, os.sched_param(0))
             if priority != IDLE:
@@ -85,7 +85,7 @@ def set_priority(pid: int, priority: str) -> None:
 def priorities(pid: int) -> dict[int, tuple[int, int]]:
     """Scheduling class and nice value by thread."""
     found = {}
-    for thread in _threads(pid):
+    for thread in threads(pid):
         with contextlib.suppress(ProcessLookupError):
             found[thread] = os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
     return found
@@ -111,7 +111,8 @@ def engine_pid(pid: int) -> int:
     raise FabricError(f"no EngineCore below process {pid} ({process_title(pid) or 'which has ended'})")
 
 
-def _threads(pid: int) -> list[int]:
+def threads(pid: int) -> list[int]:
+    """Native ids; none if it has ended."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except FileNotFoundError:

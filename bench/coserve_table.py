@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .coserve_figures import ALONE
 from .harness import Report, number, show
 
-COLUMNS = (
-    "",
+SERVING = (
+    "serving",
     "P99 beyond SLO",
     "requests beyond",
     "TTFT P50, ms",
-    "P99",
+    "TTFT P99",
     "TPOT P50, ms",
-    "P99",
-    "tax TTFT P99",
     "TPOT P99",
-    "borrowed, tokens/s",
-    "total",
-    "of oracle",
-    "over dedicated",
-    "reclaim P99, ms",
+    "tax TTFT P99",
+    "tax TPOT P99",
 )
+ROLLOUTS = ("rollouts", "borrowed, tokens/s", "within SLO", "total", "of oracle", "over dedicated", "refusal P99, ms")
 
 
 def print_table(report: Report) -> None:
@@ -33,13 +30,15 @@ def print_table(report: Report) -> None:
         {"load": None, "rate_per_s": params["settings"]["rate_per_s"], "arms": found["baselines"]}
     ]
     for each in curve:
-        rows = [_row(arm, figures) for arm, figures in each["arms"].items()]
+        arms = each["arms"].items()
         load = "" if each["load"] is None else f"{each['load']:.0%} of SLO capacity, "
-        show(f"rollfab bench coserve: {load}{number(each['rate_per_s'])} requests/s", COLUMNS, rows)
+        title = f"rollfab bench coserve: {load}{number(each['rate_per_s'])} requests/s"
+        show(title, SERVING, [_serving(arm, figures) for arm, figures in arms])
+        show("", ROLLOUTS, [_rollouts(arm, figures) for arm, figures in arms])
     show("beside", ["", ""], _facts(found), [f"machine: {found['machine']}"])
 
 
-def _row(arm: str, figures: dict[str, Any]) -> list[str]:
+def _serving(arm: str, figures: dict[str, Any]) -> list[str]:
     latencies = [_median(figures[name][key]) for name in ("ttft_ms", "tpot_ms") for key in ("p50", "p99")]
     return [
         arm,
@@ -48,7 +47,14 @@ def _row(arm: str, figures: dict[str, Any]) -> list[str]:
         *latencies,
         _percent(figures["ttft_tax_p99"]),
         _percent(figures["tpot_tax_p99"]),
+    ]
+
+
+def _rollouts(arm: str, figures: dict[str, Any]) -> list[str]:
+    return [
+        arm,
         _median(figures["tokens_per_s"]["borrowed"]),
+        _median(figures["tokens_per_s"]["borrowed_within_slo"]),
         _median(figures["tokens_per_s"]["total"]),
         _harvest(figures),
         _number(figures["speedup_over_dedicated"]),
@@ -62,12 +68,17 @@ def _facts(found: dict[str, Any]) -> list[list[str]]:
     rows = [
         ["objectives (P99 of serving alone x 1.25)", f"TTFT {slo['ttft_ms']:.0f} ms, TPOT {slo['tpot_ms']:.1f} ms"],
         ["tokens made again", f"{results['regenerated_fraction']:.2%} of {results['tokens_made']:,}"],
-        ["busiest second over mean", ", ".join(number(each) for each in params["burstiness"])],
+        ["busiest second over mean, by slice", _span(params["burstiness"])],
     ]
+    if spoiled := sum(each["arm"] == ALONE for each in results.get("spoiled_repetitions", ())):
+        rows.append(["measured again", f"{spoiled} repetitions in which serving alone missed its objectives"])
     if params["is_quick"]:
         rows.append(["quick", "too few requests for a P99: only the order of magnitude counts"])
     if switch := results.get("kill_switch"):
         rows.append(["kill switch, controller dead", f"P50 {switch['ms_p50']:.0f} ms, P99 {switch['ms_p99']:.0f} ms"])
+    if bursts := results.get("bursts"):
+        took = f"P50 {bursts['taken_ms_p50']:.0f} ms, P99 {bursts['taken_ms_p99']:.0f} ms"
+        rows.append([f"taken in {bursts['burst_count']} bursts, until the first token", took])
     if frozen := results.get("frozen_broker"):
         rows.append(
             [
@@ -76,6 +87,10 @@ def _facts(found: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _span(values: list[float]) -> str:
+    return f"{number(min(values))} to {number(max(values))}" if values else "-"
 
 
 def fault(report: Report) -> str | None:

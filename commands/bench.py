@@ -87,11 +87,13 @@ def coserve(
     quick: Quick = False,
     json: AsJson = False,
     rate: Annotated[float | None, typer.Option(help="Serving requests per second.", min=0.1)] = None,
-    requests: Annotated[int | None, typer.Option(help="Of each arm in each round.", min=2)] = None,
+    requests: Annotated[int | None, typer.Option(help="Of each arm in each repetition.", min=2)] = None,
     rounds: Annotated[int | None, typer.Option(help="Repetitions of every arm.", min=1)] = None,
     arms: Annotated[str, typer.Option(help="Comma-separated; default all (quick: some).")] = "",
     load: Annotated[str, typer.Option(help="Fractions of the SLO capacity to go through, as 0.1,0.5,0.95.")] = "",
-    control: Annotated[bool, typer.Option("--control", help="Only the kill switch and the frozen broker.")] = False,
+    control: Annotated[
+        bool, typer.Option("--control", help="Only the kill switch, bursts and the frozen broker.")
+    ] = False,
 ) -> None:
     """Rollouts beside a real serving engine: what they make, what serving pays, beside other ways of sharing."""
     from ..bench.coserve import bench_coserve, settings_of

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rollfab.bench.coserve_arms import Load, interleaved
+from rollfab.bench.coserve_bursts import spans, taken
 from rollfab.bench.coserve_capacity import search
-from rollfab.bench.coserve_figures import Round, arm_figures, interval, latencies_ms, promised, relative
+from rollfab.bench.coserve_figures import Round, arm_figures, interval, latencies_ms, merged, promised, relative
 from rollfab.bench.coserve_switch import Switch
 from rollfab.bench.coserve_table import fault, print_table
 from rollfab.bench.harness import Report
@@ -47,11 +50,103 @@ def test_a_repetition_is_judged_against_its_own_neighbours():
     assert found["requests"] == 400 and found["requests_beyond"] == 0
 
 
+def test_slices_of_an_arm_count_as_one_repetition():
+    short = replace(
+        a_round("ours", 1, ttft_ms=20.0, dedicated=100.0, borrowed=10.0),
+        duration_s=5.0,
+        reclaim_ms=(3.0,),
+        guard={"lent_s": 4.0, "state": "open"},
+    )
+    long = replace(
+        a_round("ours", 1, ttft_ms=40.0, dedicated=200.0, borrowed=40.0),
+        duration_s=15.0,
+        reclaim_ms=(5.0,),
+        guard={"lent_s": 9.0, "state": "shut"},
+    )
+    found = merged([short, long])
+    assert found.ttft_ms == (20.0,) * 200 + (40.0,) * 200 and len(found.tpot_ms) == 400
+    assert (found.duration_s, found.dedicated_per_s, found.borrowed_per_s) == (20.0, 175.0, 32.5)
+    assert found.reclaim_ms == (3.0, 5.0) and found.guard == {"lent_s": 13.0, "state": "shut"}
+
+
+def test_slices_have_all_requests_of_their_repetition():
+    load = Load(rate_per_s=8.0, request_count=242, slice_count=4)
+    assert [load.count_of(part) for part in range(4)] == [60, 60, 61, 61]
+
+
+class FakeRounds:
+    """Slices without a machine. alone_ms: of serving alone, pass by pass over a repetition."""
+
+    def __init__(self, slice_count: int, alone_ms: list[float]) -> None:
+        self.load = Load(rate_per_s=8.0, request_count=200, slice_count=slice_count)
+        self.order: list[tuple[str, int, int]] = []
+        self._alone_ms = alone_ms
+
+    def slice(self, arm: str, repetition: int, part: int) -> Round:
+        repetition_pass = sum(each == (arm, repetition, part) for each in self.order)
+        self.order.append((arm, repetition, part))
+        return a_round(arm, repetition, ttft_ms=self._alone_ms[repetition_pass] if arm == "alone" else 20.0)
+
+
+def test_a_burst_ends_with_the_first_token_of_any_of_its_requests():
+    def answered(at_s: float, ttft_s: float | None) -> Outcome:
+        return Outcome(
+            arrival=Arrival(at_s=at_s, prompt_tokens=1, completion_tokens=1),
+            sent_at_s=at_s,
+            ttft_s=ttft_s,
+            ended_at_s=at_s + 1.0,
+        )
+
+    outcomes = [answered(3.0, 0.2), answered(0.0, 0.5), answered(0.0, 0.25), answered(0.0, None), answered(6.0, None)]
+    assert spans(100.0, outcomes) == [(100.0, 100.25), (103.0, 103.2)]
+
+
+def test_what_rollouts_take_of_a_burst_is_their_processor_time_until_its_first_token():
+    # Given looks 10 ms apart: computing until 1.03 s, then still, and computing again from 1.08 s on
+    spent = [0.0, 0.01, 0.02, 0.03, 0.03, 0.03, 0.03, 0.03, 0.03, 0.04, 0.05]
+    looks = [(1.0 + index / 100, each) for index, each in enumerate(spent)]
+    took_ms, stopped_ms = taken(looks, 1.015, 1.075)
+    assert (took_ms, stopped_ms) == (pytest.approx(15.0), pytest.approx(15.0))
+    took_ms, stopped_ms = taken(looks, 1.035, 1.06)
+    assert (took_ms, stopped_ms) == (pytest.approx(0.0, abs=1e-6), 0.0)
+
+
+def test_arms_alternate_slice_by_slice_and_none_is_always_first():
+    rounds = FakeRounds(slice_count=2, alone_ms=[20.0])
+    found, spoiled = interleaved(rounds, ("alone", "ours"), 2, slo=SLO)
+    assert [arm for arm, _, _ in rounds.order] == ["alone", "ours", "ours", "alone", "ours", "alone", "alone", "ours"]
+    assert [(each.arm, each.repetition, len(each.ttft_ms)) for each in found] == [
+        ("alone", 1, 400),
+        ("ours", 1, 400),
+        ("alone", 2, 400),
+        ("ours", 2, 400),
+    ]
+    assert spoiled == []
+
+
+def test_a_repetition_in_which_serving_alone_misses_its_objectives_is_measured_again_and_reported():
+    rounds = FakeRounds(slice_count=1, alone_ms=[150.0, 150.0, 150.0, 20.0])
+    found, spoiled = interleaved(rounds, ("alone", "ours"), 1, slo=SLO, spoiled_max=2)
+    # Twice, and no more: then it counts as it is
+    assert [each.ttft_ms[0] for each in spoiled] == [150.0, 20.0, 150.0, 20.0]
+    assert [each.ttft_ms[0] for each in found] == [150.0, 20.0]
+
+
+def test_what_ours_misses_is_never_measured_again():
+    slow = FakeRounds(slice_count=1, alone_ms=[10.0])
+    found, spoiled = interleaved(slow, ("alone", "ours"), 1, slo=Slo(ttft_ms=15.0, tpot_ms=10.0), spoiled_max=2)
+    assert not spoiled and not found[1].is_within(Slo(ttft_ms=15.0, tpot_ms=10.0))
+
+
 def test_one_repetition_beyond_is_a_violation_whatever_the_others_are():
-    rounds = [a_round("ours", 1, ttft_ms=20.0), a_round("ours", 2, ttft_ms=101.0), a_round("ours", 3, ttft_ms=20.0)]
+    rounds = [
+        a_round("ours", repetition, ttft_ms=ttft_ms, borrowed=30.0)
+        for repetition, ttft_ms in enumerate((20.0, 101.0, 20.0), start=1)
+    ]
     found = arm_figures(rounds, rounds, SLO, Slo(ttft_ms=15.0, tpot_ms=10.0))
     assert found["violations"] == 1
     assert found["requests_beyond"] == 200
+    assert sorted(found["tokens_per_s"]["borrowed_within_slo"]["spread"]) == [0.0, 30.0]
     assert found["requests_beyond_3x_p50"] == 600
 
 
