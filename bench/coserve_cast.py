@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from ..fabric.errors import FabricError
 from ..fabric.records import WorkerInfo
 from ..fabric.rules.serving import Slo
 from ..workers.engines.vllm.page import STEP_AT_NS, STEPS, Page
+from ..workers.serving.holder import lock_path_of
 from .coserve_demand import Demand
 from .coserve_load import Client
 from .coserve_places import check_machine, engine_pid, put
@@ -92,7 +94,8 @@ class Pair:
         sizes, enter = self.sizes, self._stack.enter_context
         self.directory = Path(enter(tempfile.TemporaryDirectory(prefix="rollfab-bench-")))
         self.probe = Path("/dev/shm") / f"rollfab-bench-{os.getpid()}"
-        self._stack.callback(lambda: self.probe.unlink(missing_ok=True))
+        for path in (self.probe, lock_path_of(str(self.probe))):
+            self._stack.callback(partial(path.unlink, missing_ok=True))
         weights = lively_weights(sizes.model)
         checkpoint = self.directory / "checkpoint"
         checkpoint.mkdir()

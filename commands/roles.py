@@ -151,10 +151,7 @@ def run_worker(
     if supply is not None and supply.listen:
         place_of(supply)
     sharing = _sharing(serving)
-    if sharing is not None:
-        os.environ.update(sharing.environment)
-        engine = dataclasses.replace(engine, guard=sharing.config)
-    made = make_engine(engine, worker_id)
+    made = _make(sharing, engine, lambda options: make_engine(options, worker_id))
     config = RolloutConfig(
         worker_id=worker_id,
         role=role,
@@ -184,7 +181,10 @@ def run_worker(
             )
             weights = await stack.enter_async_context(weights_for(ports.weights, worker_id, options.url, supply))
             make_receiver = partial(weights.receiver, engine=made)
-            worker = RolloutWorker(ports, made, config, SystemClock(), make_receiver=make_receiver, guard=guard)
+            memory = sharing.memory if sharing is not None else None
+            worker = RolloutWorker(
+                ports, made, config, SystemClock(), make_receiver=make_receiver, guard=guard, memory=memory
+            )
             if sharing is not None:
                 await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
             await worker.run(stop)
@@ -198,6 +198,16 @@ def _sharing(serving: ServingOptions) -> Sharing | None:
     from ..workers.serving.wiring import Sharing
 
     return Sharing(serving, SystemClock())
+
+
+def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[[EngineOptions], Engine]) -> Engine:
+    """The engine, not started, with its guard if it shares its device. Raises ConfigError: it cannot share it so."""
+    if sharing is None:
+        return make_engine(engine)
+    os.environ.update(sharing.environment)
+    made = make_engine(dataclasses.replace(engine, guard=sharing.config))
+    sharing.check(made)
+    return made
 
 
 def _context_tokens_max(engine: EngineOptions) -> int | None:

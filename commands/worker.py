@@ -45,7 +45,18 @@ SloTtft = Annotated[float | None, typer.Option(help="serving: its objective for 
 SloTpot = Annotated[float | None, typer.Option(help="serving: its objective for P99 time per output token.")]
 Pool = Annotated[str, typer.Option(help="serving: the group of workers that its team switches together.")]
 Priority = Annotated[
-    str | None, typer.Option(help="serving: of rollouts on the device: idle, low or normal. Default: idle.")
+    str | None,
+    typer.Option(help="serving: of rollouts on the device: yield, idle, low or normal. Default: yield, or else idle."),
+]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="serving: static, release (vLLM unmaps its KV cache while not lent) or kvcached. Default: static."
+    ),
+]
+KvcachedSegment = Annotated[str | None, typer.Option(help="kvcached: the rollout engine's KVCACHED_IPC_NAME.")]
+KvcachedTokenBytes = Annotated[
+    int | None, typer.Option(help="kvcached: bytes of KV cache of one token, in all layers.", min=1)
 ]
 Observe = Annotated[bool, typer.Option("--observe", help="serving: lend nothing ever, show what could be lent.")]
 
@@ -81,21 +92,21 @@ def _worker(
     pool: Pool = "",
     priority: Priority = None,
     observe: Observe = False,
+    kv_memory: KvMemory = None,
+    kvcached_segment: KvcachedSegment = None,
+    kvcached_token_bytes: KvcachedTokenBytes = None,
     words: EngineWords = None,
 ) -> None:
     """Run a rollout worker: generates turns while it holds a lease."""
+    from ..workers.serving.memory import MemoryOptions
     from ..workers.serving.options import ServingOptions
     from ..workers.supply import SupplyOptions
     from .engines import EngineOptions
     from .roles import RoleOptions, run_worker
 
-    if server is not None and model is None:
-        raise ConfigError(
-            "--server needs --model: the name that the server has for it, which is the model of the runs it works for"
-        )
     options = EngineOptions(
         engine=engine,
-        model=model or "tiny",
+        model=_named(model, server),
         slot_count=slots,
         context_tokens_max=context,
         seed=seed,
@@ -121,6 +132,15 @@ def _worker(
         pool=pool,
         priority=priority,
         is_observing=observe,
+        memory=MemoryOptions(backend=kv_memory, segment=kvcached_segment, token_bytes=kvcached_token_bytes),
     )
     place = RoleOptions(url=need_url(url), name=name)
     run_worker(place, role=role, engine=options, sleep_after_s=sleep_after, supply=supply, serving=serving)
+
+
+def _named(model: str | None, server: str | None) -> str:
+    if server is not None and model is None:
+        raise ConfigError(
+            "--server needs --model: the name that the server has for it, which is the model of the runs it works for"
+        )
+    return model or "tiny"

@@ -251,9 +251,9 @@ class WorkerInfo(Record):
     error: str | None = None
     engine: str | None = None  # what generates, with its version
     prefix_hit_fraction: float | None = None  # of recent prompts' tokens, found in the prefix cache
-    wake_ms: int | None = None  # what waking its engine took last
+    wake_ms: int | None = None  # what waking its engine took last, or taking its KV memory again
     sleep_ms: int | None = None
-    sleep_note: str | None = None  # why its engine cannot sleep, once it was asked to
+    sleep_note: str | None = None  # why its engine cannot sleep or give its memory back, once it was asked to
     head_version: int = -1  # of its run, as it knows it; it lags by head_version - active_version
     stage_ms: int | None = None  # fetching and checking the weights that it holds took, while it generated
     pause_ms: float | None = None  # writing them took, while it did not

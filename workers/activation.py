@@ -1,4 +1,4 @@
-"""Putting a worker's engine to sleep, and waking it, as fabric/rules/activation.py decides.
+"""Putting a worker's engine, or its KV memory alone, to rest, and waking it, as fabric/rules/activation.py decides.
 
 - A change runs in a task of its own: the worker's loop, its heartbeats and its lease go on, and an engine that does not
   answer is given up after CHANGE_S.
@@ -11,15 +11,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from ..fabric.clock import Clock
 from ..fabric.errors import EngineError, EngineTimeout, EngineUnsupported
 from ..fabric.rules.activation import ActivationFacts, ActivationRule, Move, Rest, decide
-from .engines.base import Engine
 
 log = logging.getLogger(__name__)
 
 CHANGE_S = 120.0  # an 8 B model was reported to take 10.6 s to sleep and 6.5 s to wake
+
+
+class Sleeps(Protocol):
+    """What can be put to rest: an engine (engines/base.py), or as one. Both return seconds."""
+
+    async def sleep(self) -> float: ...
+    async def wake(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """How logs and errors call it."""
+
+    noun: str = "engine"
+    not_asleep: str = "the engine did not fall asleep"
+    not_awake: str = "the engine did not wake"
 
 
 class Activation:
@@ -31,7 +48,15 @@ class Activation:
         error: why it is neither awake nor asleep; None: it is one of them.
     """
 
-    def __init__(self, engine: Engine, rule: ActivationRule, clock: Clock, *, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Sleeps,
+        rule: ActivationRule,
+        clock: Clock,
+        *,
+        changed: Callable[[], None],
+        words: Words | None = None,
+    ) -> None:
         """`changed` is called when a change begins and when it has ended."""
         self.sleep_ms: int | None = None
         self.wake_ms: int | None = None
@@ -41,6 +66,7 @@ class Activation:
         self._rule = rule
         self._clock = clock
         self._changed = changed
+        self._words = words or Words()
         self._rest = Rest.AWAKE
         self._used_at_s = self._changed_at_s = clock.now_s()
         self._failure_count = 0
@@ -56,6 +82,11 @@ class Activation:
     def is_asleep(self) -> bool:
         """Whether it sleeps, or is falling asleep."""
         return self._move is Move.SLEEP or (self._rest is Rest.ASLEEP and self._move is Move.STAY)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is awake or asleep, and no change is under way."""
+        return self._rest is not Rest.FAILED and self._move is Move.STAY
 
     def follow(self, *, has_lease: bool, is_in_use: bool) -> None:
         """Begin a change, if one is due; never blocks."""
@@ -78,7 +109,7 @@ class Activation:
         )
         self._move = decide(facts, self._rule)
         if self._move is not Move.STAY:
-            self._task = asyncio.create_task(self._change(self._move), name=f"engine {self._move.value}")
+            self._task = asyncio.create_task(self._change(self._move), name=f"{self._words.noun} {self._move.value}")
             self._changed()
 
     async def close(self) -> None:
@@ -92,8 +123,11 @@ class Activation:
             await (self._fall_asleep() if move is Move.SLEEP else self._wake_up())
         except EngineError as error:
             self._rest, self._failure_count = Rest.FAILED, self._failure_count + 1
-            self.error = f"the engine did not {'fall asleep' if move is Move.SLEEP else 'wake'}: {error}"
-            log.warning("engine.not_activated", extra={"error": self.error, "failure_count": self._failure_count})
+            what = self._words.not_asleep if move is Move.SLEEP else self._words.not_awake
+            self.error = f"{what}: {error}"
+            log.warning(
+                f"{self._words.noun}.not_activated", extra={"error": self.error, "failure_count": self._failure_count}
+            )
         self._move, self._changed_at_s = Move.STAY, self._clock.now_s()
         self._changed()
 
@@ -102,16 +136,16 @@ class Activation:
             self.sleep_ms = await _timed(self._engine.sleep())
         except EngineUnsupported as error:
             self.sleep_note = str(error)
-            log.info("engine.cannot_sleep", extra={"note": self.sleep_note})
+            log.info(f"{self._words.noun}.cannot_sleep", extra={"note": self.sleep_note})
             return
         self._rest = Rest.ASLEEP
-        log.info("engine.asleep", extra={"sleep_ms": self.sleep_ms})
+        log.info(f"{self._words.noun}.asleep", extra={"sleep_ms": self.sleep_ms})
 
     async def _wake_up(self) -> None:
         self.wake_ms = await _timed(self._engine.wake())
         self._rest, self._failure_count, self.error = Rest.AWAKE, 0, None
         self._used_at_s = self._clock.now_s()
-        log.info("engine.awake", extra={"wake_ms": self.wake_ms})
+        log.info(f"{self._words.noun}.awake", extra={"wake_ms": self.wake_ms})
 
 
 async def _timed(change: Awaitable[float]) -> int:

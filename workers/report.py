@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from ..fabric.clock import Clock
 from ..fabric.records import WorkerInfo
 from ..fabric.sharing import GuardView
-from .activation import Activation
 from .engines.base import Engine, EngineStats
+from .readiness import Readiness
 
 if TYPE_CHECKING:
     from .rollout import RolloutConfig
@@ -40,12 +40,12 @@ class WorkerReport:
         config: RolloutConfig,
         clock: Clock,
         *,
-        activation: Activation,
+        readiness: Readiness,
         guard: Guarded | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
-        self._activation = activation
+        self._readiness = readiness
         self._guard = guard
         self._hits = PrefixHits(clock)
         self._pace = TokenPace(clock)
@@ -64,12 +64,12 @@ class WorkerReport:
         Raises:
             EngineError: the engine is gone.
         """
-        stats, activation = self._engine.stats(), self._activation
+        stats, readiness = self._engine.stats(), self._readiness
         view = (self._guard() or GuardView()) if self._guard is not None else None
         commit = receiver.last if receiver is not None else None
         if trouble:
             state = "failed"
-        elif activation.is_asleep:
+        elif readiness.is_asleep:
             state = "asleep"
         else:
             state = "ready" if active_version >= 0 else "loading"
@@ -89,9 +89,9 @@ class WorkerReport:
             error=trouble,
             engine=self._engine.name,
             prefix_hit_fraction=self._hits.look(stats),
-            wake_ms=activation.wake_ms,
-            sleep_ms=activation.sleep_ms,
-            sleep_note=activation.sleep_note,
+            wake_ms=readiness.wake_ms,
+            sleep_ms=readiness.sleep_ms,
+            sleep_note=readiness.sleep_note,
             head_version=receiver.head_version if receiver is not None else -1,
             stage_ms=round(1000 * commit.stage_s) if commit is not None else None,
             pause_ms=round(1000 * commit.pause_s, 2) if commit is not None else None,

@@ -5,8 +5,8 @@ The loop, one verb a line, is `_turn_over`: follow the lease, give back what sta
 health (running.py, stall.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
 
 - Without a lease nothing is claimed. When a lease ends, running turns go back at once, with their tokens.
-- Without a lease for long, the engine sleeps, where it can (activation.py); a lease wakes it before anything is fetched
-  or claimed. Weights are followed under a lease alone, so none arrive while it sleeps.
+- Without a lease for long, the engine sleeps or gives its KV memory back, where it can (readiness.py); a lease wakes it
+  before anything is fetched or claimed. Weights are followed under a lease alone, so none arrive while it sleeps.
 - A claim that was lost is aborted; its tokens belong to whoever holds it now.
 - Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
 - Turns yield to a serving engine on the same device (yielding.py).
@@ -30,11 +30,10 @@ from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, FabricError
 from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnQueue
 from ..fabric.records import RunConfig, WorkerInfo
-from ..fabric.rules.activation import ActivationRule
 from ..fabric.rules.stall import StallRule
-from .activation import Activation
 from .engines.base import Engine
 from .lease import LeaseKeeper, LeaseOptions
+from .readiness import GivesBack, Readiness
 from .report import Guarded, WorkerReport
 from .rollout_config import RolloutConfig as RolloutConfig
 from .running import RunningOptions, RunningTurns
@@ -56,8 +55,13 @@ class RolloutWorker:
         *,
         make_receiver: Callable[[str], WeightReceiver],
         guard: Guarded | None = None,
+        memory: GivesBack | None = None,
     ) -> None:
-        """`guard` says what the engine may do now, where it shares its device with a serving engine."""
+        """Where the engine shares its device with a serving engine.
+
+        Args:
+            guard: says what it may do now. memory: its KV memory, which that one can have while nothing is lent.
+        """
         self._fabric = fabric
         self._engine = engine
         self._config = config
@@ -76,10 +80,10 @@ class RolloutWorker:
         self.keeper = self._keeper = LeaseKeeper(
             fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set
         )
-        self._activation = Activation(
-            engine, ActivationRule(sleep_after_s=config.sleep_after_s), clock, changed=self._note_activation
+        self._readiness = Readiness(
+            engine, clock, sleep_after_s=config.sleep_after_s, memory=memory, changed=self._note_readiness
         )
-        self._report = WorkerReport(engine, config, clock, activation=self._activation, guard=guard)
+        self._report = WorkerReport(engine, config, clock, readiness=self._readiness, guard=guard)
         self._run: RunConfig | None = None
         self._turns: TurnQueue | None = None
         self._receiver: WeightReceiver | None = None
@@ -191,11 +195,11 @@ class RolloutWorker:
         """Whether the engine may be used; has it woken or put to sleep, if that is due."""
         watch = self._running.watch
         is_in_use = self._turns is not None or bool(self._running) or watch.is_owing or watch.is_hung
-        self._activation.follow(has_lease=self._keeper.lease is not None, is_in_use=is_in_use)
-        return self._activation.is_awake
+        self._readiness.follow(has_lease=self._keeper.lease is not None, is_in_use=is_in_use)
+        return self._readiness.is_awake
 
-    def _note_activation(self) -> None:
-        self._running.watch.is_asleep = not self._activation.is_awake
+    def _note_readiness(self) -> None:
+        self._running.watch.is_asleep = not self._readiness.is_awake
         self._wake.set()
 
     # ---- turns that go on elsewhere
@@ -259,7 +263,7 @@ class RolloutWorker:
         self._receiver = None
 
     async def _leave(self) -> None:
-        await self._activation.close()
+        await self._readiness.close()
         for step in (self._give_back, self._stop_receiving, self._forget):
             try:
                 await step()
@@ -283,7 +287,7 @@ class RolloutWorker:
         """
         error = self._receiver.error if self._receiver else None
         behind = None if error is None or isinstance(error, BrokerError) else str(error)
-        return self._activation.error or self._running.watch.trouble or behind
+        return self._readiness.error or self._running.watch.trouble or behind
 
     @asynccontextmanager
     async def _committing(self) -> AsyncIterator[None]:

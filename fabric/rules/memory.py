@@ -5,6 +5,9 @@
   `stop_at_fraction` to its floor at once. It never grows under pressure.
 - Below `thaw_below_fraction`, and not before that has lasted for `quiet_s`, it grows evenly up to the cap. Between the
   two marks it stays as it is, so that constant use moves nothing.
+- Seen for the first time between the marks, an engine lends at once, or one that always stands there never would: all
+  that is allowed where rollouts have a cache of their own, which takes nothing from it; of pages that it could have, as
+  much as one cut leaves.
 - A cut starts from what rollouts hold, where that is less than their budget: a cut that frees nothing would be none.
 - Where rollouts take pages that the serving engine could have (`is_shared`), its use must be known to lend any.
 """
@@ -91,7 +94,7 @@ def decide(state: MemoryState, facts: MemoryFacts, rule: MemoryRule) -> MemorySt
     if use >= rule.cut_at_fraction:
         return _cut(state, facts, rule, use)
     if use >= rule.thaw_below_fraction:
-        budget = floor if state.looked_at_s is None else _budget(state, cap)
+        budget = _first_budget(facts, rule) if state.looked_at_s is None else _budget(state, cap)
         reason = "" if budget >= cap else f"serving holds {use:.0%} of its KV cache, grows below {_thaw_mark(rule)}"
         return _looked(state, facts, budget, reason, slack_since_s=None)
     return _thaw(state, facts, rule)
@@ -136,6 +139,12 @@ def _looked(
 
 def _budget(state: MemoryState, cap: float) -> float:
     return min(state.budget_tokens, cap)
+
+
+def _first_budget(facts: MemoryFacts, rule: MemoryRule) -> float:
+    """Between the marks, with nothing known of what was before."""
+    cap = float(facts.cap_tokens)
+    return max(cap * rule.floor_fraction, math.floor(cap * rule.cut_ratio)) if facts.is_shared else cap
 
 
 def _thaw_mark(rule: MemoryRule) -> str:

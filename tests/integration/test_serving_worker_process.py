@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +16,8 @@ import pytest
 
 from rollfab.fabric.records import WorkerInfo
 from rollfab.workers.serving.page import ProbeWriter
-from rollfab.workers.serving.priority import lower, threads_of
-from tests.fabric_processes import Processes, processes
+from rollfab.workers.serving.priority import FRONT_NICE, lower, threads_of
+from tests.fabric_processes import PYTHONPATH, Processes, processes
 
 TASKS = [{"id": "a", "seed": 0}]
 
@@ -44,7 +47,7 @@ def told(fabric: Processes) -> WorkerInfo:
     return info
 
 
-@pytest.mark.timeout(120)  # processes start in seconds; many times that on a busy machine
+@pytest.mark.timeout(180)  # processes start in seconds; many times that on a busy machine
 def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_path: Path) -> None:
     page = tmp_path / "page"
     objectives = ("--slo-ttft-ms", "2000", "--slo-tpot-ms", "500")
@@ -65,6 +68,7 @@ def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_pa
             assert (info.pool, info.probe) == ("chat", "vllm")
             classes = [os.sched_getscheduler(thread) for thread in threads_of(info.pid)]
             assert os.SCHED_IDLE in classes and os.sched_getscheduler(info.pid) == os.SCHED_OTHER
+            assert os.getpriority(os.PRIO_PROCESS, info.pid) == FRONT_NICE
             lower([info.pid], "normal")  # other tests may want all processors
             run = fabric.new_run("r", "frozenlake")
             [group_id] = run.submit(TASKS, group_size=2)
@@ -85,6 +89,19 @@ def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_pa
                 "its report arrived",
             )
             assert [report.ttft_slo_ms for report in reports.values()] == [2000.0]
+
+            # When another one is started beside the same engine, then it ends at once, and names this one
+            again = [sys.executable, "-m", "rollfab", "worker", "--url", fabric.url, *words]
+            second = subprocess.run(again, env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True)
+            assert second.returncode == 2
+            assert f"process {info.pid} is the worker beside this serving engine" in " ".join(second.stderr.split())
+
+            # When this one is killed, then its successor finds its place free
+            os.kill(info.pid, signal.SIGKILL)
+            fabric.until(lambda: fabric.supervisor.children["serving"].pid != info.pid, 30.0, "it is started again")
+            fabric.wait_for_role("serving")
+            fabric.until(lambda: told(fabric).guard_state == "open", 30.0, "its guard sees the serving engine")
+            lower([told(fabric).pid], "normal")
 
         # When the serving engine is gone, then it is shut
         fabric.until(lambda: told(fabric).guard_state == "shut", 10.0, "its guard is shut")

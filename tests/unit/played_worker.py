@@ -20,6 +20,7 @@ from rollfab.fabric.records import Lease, RunConfig, Sampling, TurnJob, WorkerIn
 from rollfab.fabric.sharing import GuardView
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.engines.base import EngineStats, Generation, GenerationRequest
+from rollfab.workers.readiness import GivesBack
 from rollfab.workers.rollout import RolloutConfig, RolloutWorker
 from rollfab.workers.weights import AtCommit
 
@@ -219,7 +220,8 @@ class Stage:
         self.turns = WatchedTurns(self.fabric.broker, run)
         self.fabric.turns = lambda run: self.turns  # type: ignore[method-assign]
         self.receivers: list[LiveWeights] = []
-        self.guard: Callable[[], GuardView | None] | None = None  # of the workers that begin from now on
+        self.guard: Callable[[], GuardView | None] | None = None  # of the workers that begin from now on,
+        self.memory: GivesBack | None = None  # and this
 
     @property
     def table(self) -> JobTable:
@@ -266,7 +268,7 @@ class Stage:
             slot_count=8,
             **{"heartbeat_s": 0.02, "poll_s": 0.05, "stall_s": 60.0, **settings},  # type: ignore[arg-type]
         )
-        tools = {"make_receiver": self._receiver, "guard": self.guard}
+        tools = {"make_receiver": self._receiver, "guard": self.guard, "memory": self.memory}
         worker = RolloutWorker(self.fabric, self.engine, config, self.clock, **tools)  # type: ignore[arg-type]
         stop = asyncio.Event()
         task = asyncio.create_task(worker.run(stop))

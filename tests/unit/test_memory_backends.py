@@ -146,14 +146,15 @@ def test_pages_that_turns_hold_are_waited_for_and_nothing_new_is_let_in_meanwhil
     assert (control.limit_bytes, backend.note) == (32 * PAGE_BYTES, "")
 
 
-async def test_all_pages_are_given_back_or_an_error_says_how_many_are_not() -> None:
+async def test_all_pages_are_given_back_or_it_says_how_many_have_yet_to_be() -> None:
     engine, control = LimitedEngine(), PlayedControl(used_bytes=PAGE_BYTES)
     backend = Kvcached(Bounds(engine), control, token_bytes=1024, capacity_tokens=64 * 2048)  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="2,097,152 bytes"):
-        await backend.give_back()
+    await backend.give_back()
+    assert (control.limit_bytes, engine.limits) == (64 * PAGE_BYTES, [EngineLimits(kv_tokens=0)])
+    assert backend.note == "2,097,152 bytes are held by turns that have yet to yield"
     control.used_bytes = 0
     await backend.give_back()
-    assert control.limit_bytes == 0
+    assert (control.limit_bytes, backend.note) == (0, "")
     await backend.take_again()
     assert (control.limit_bytes, engine.limits[-1]) == (64 * PAGE_BYTES, EngineLimits())
     control.is_there = False
@@ -183,18 +184,24 @@ def test_kvcached_refuses_a_vllm_that_it_has_no_adapter_for(version: str) -> Non
 
 
 def test_a_backend_is_chosen_by_name_and_what_cannot_work_says_why() -> None:
-    def choose(name: str, engine: Any, *, version: str = "0.30.0", **options: Any) -> Any:
+    kvcached = {"segment": "s", "token_bytes": 8}
+
+    def choose(name: str | None, engine: Any, *, version: str = "0.30.0", **options: Any) -> Any:
         chosen = MemoryOptions(backend=name, **options)
         return open_backend(chosen, engine, Bounds(engine), capacity_tokens=100, vllm_version=lambda: version)
 
-    assert choose("static", LimitedEngine()).name == "static"
+    assert choose("static", LimitedEngine()).name == choose(None, LimitedEngine()).name == "static"
     assert choose("release", ReleasingEngine()).name == "release"
     for name, engine, options, reason in (
         ("release", LimitedEngine(), {}, "played 1 cannot give back its KV cache alone"),
-        ("kvcached", LimitedEngine(), {"version": "0.32.0"}, "vllm 0.32.0 is not supported"),
-        ("kvcached", LimitedEngine(), {"version": ""}, "none is installed"),
-        ("kvcached", LimitedEngine(), {}, "needs the segment's name"),
-        ("kvcached", LimitedEngine(), {"segment": "s", "token_bytes": 8}, "it cannot be imported"),
+        ("kvcached", LimitedEngine(), {**kvcached, "version": "0.32.0"}, "vllm 0.32.0 is not supported"),
+        ("kvcached", LimitedEngine(), {**kvcached, "version": ""}, "none is installed"),
+        ("kvcached", LimitedEngine(), {"segment": "s"}, "needs the segment's name"),
+        ("kvcached", LimitedEngine(), {"token_bytes": 8}, "needs the segment's name"),
+        ("kvcached", LimitedEngine(), {"segment": "s", "token_bytes": -8}, "--kvcached-token-bytes is -8"),
+        ("release", ReleasingEngine(), {"segment": "s"}, "--kvcached-segment is for --kv-memory kvcached"),
+        (None, LimitedEngine(), {"token_bytes": 8}, "--kvcached-token-bytes is for --kv-memory kvcached"),
+        ("kvcached", LimitedEngine(), kvcached, "it cannot be imported"),
         ("elastic", LimitedEngine(), {}, "choose one of static, release, kvcached"),
     ):
         with pytest.raises(ConfigError, match=reason):
@@ -229,3 +236,50 @@ def test_a_limit_that_turns_stand_in_the_way_of_is_asked_for_again() -> None:
     assert (budget.look(1.1, full, None), control.limit_bytes) == (0, 0)
     # and a serving engine that is not seen lends no page
     assert budget.look(99.0, None, None) == 0
+
+
+async def test_memory_that_is_away_is_left_alone_and_comes_back_with_the_budget_of_that_moment() -> None:
+    # Given a cache that was given back
+    engine = ReleasingEngine()
+    budget = KvBudget(KvRelease(engine, Bounds(engine), 8000))  # type: ignore[arg-type]
+    budget.look(0.0, SERVING, None)
+    assert await budget.give_back() == 0.1
+
+    # When the serving engine needs more meanwhile, then nothing is let in, and nobody touches the engine
+    assert budget.look(1.0, SERVING, None) == 0
+    assert budget.look(2.0, replace(SERVING, kv_used_tokens=990), None) == 0
+    assert engine.limits == []
+
+    # Then it comes back with what is left to it
+    assert await budget.take_again() == 0.2
+    assert engine.limits == [EngineLimits(kv_tokens=0)]
+    assert budget.look(2.1, SERVING, None) == 0
+    assert budget.look(3.5, SERVING, None) > 0  # type: ignore[operator]
+
+
+async def test_a_refusal_changes_nothing_and_a_failure_lets_nothing_in_until_the_memory_is_back() -> None:
+    engine = ReleasingEngine()
+    budget = KvBudget(KvRelease(engine, Bounds(engine), 8000))  # type: ignore[arg-type]
+    engine.error = EngineUnsupported("started without sleep mode")
+    with pytest.raises(EngineUnsupported):
+        await budget.give_back()
+    assert budget.look(0.0, SERVING, None) is None
+    engine.error = EngineError("the worker process is gone")
+    with pytest.raises(EngineError):
+        await budget.give_back()
+    assert budget.look(1.0, SERVING, None) == 0
+    await budget.take_again()
+    assert budget.look(2.0, SERVING, None) is None
+
+
+async def test_pages_that_are_still_held_go_back_as_they_become_free() -> None:
+    engine, control = LimitedEngine(), PlayedControl(used_bytes=PAGE_BYTES)
+    backend = Kvcached(Bounds(engine), control, token_bytes=PAGE_BYTES // 1024, capacity_tokens=64 * 1024)  # type: ignore[arg-type]
+    budget = KvBudget(backend)
+    budget.look(0.0, SERVING, None)
+    await budget.give_back()
+    assert (budget.look(0.1, SERVING, None), control.limit_bytes) == (0, 64 * PAGE_BYTES)
+    control.used_bytes = 0
+    assert (budget.look(0.2, SERVING, None), control.limit_bytes) == (0, 0)
+    await budget.take_again()
+    assert (budget.look(0.3, SERVING, None), control.limit_bytes) == (None, 64 * PAGE_BYTES)

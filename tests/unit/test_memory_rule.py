@@ -35,9 +35,17 @@ def test_all_is_lent_beside_an_engine_that_needs_little() -> None:
 
 
 def test_an_engine_that_needs_much_from_the_start_lends_nothing_until_it_has_been_quiet() -> None:
-    assert at([0.8]).kv_tokens_max == at([0.9]).kv_tokens_max == 0
-    assert at([0.8, *[0.5] * 10]).kv_tokens_max == 0
-    assert at([0.8, *[0.5] * 30]).kv_tokens_max > 0
+    assert at([0.9]).kv_tokens_max == 0
+    assert at([0.9, *[0.5] * 10]).kv_tokens_max == 0
+    assert at([0.9, *[0.5] * 30]).kv_tokens_max > 0
+
+
+def test_an_engine_that_always_stands_between_the_marks_lends_all_the_same() -> None:
+    # a cache of their own takes nothing from it; of pages that it could have, as much as one cut leaves
+    assert (at([0.75]).kv_tokens_max, at([0.75]).reason) == (8000, "")
+    shared = at([0.75], is_shared=True)
+    assert (shared.kv_tokens_max, shared.reason) == (4000, "serving holds 75% of its KV cache, grows below 70%")
+    assert at([0.75] * 100, is_shared=True, memory_fraction_max=0.5).kv_tokens_max == 2000
 
 
 def test_pressure_halves_what_rollouts_hold_at_once_and_again_while_it_goes_on() -> None:
@@ -123,6 +131,15 @@ def test_under_pressure_the_budget_only_falls(history: list[float], pressed: lis
 def test_constant_use_between_the_marks_moves_nothing(history: list[float], use: float) -> None:
     state = after(MemoryState(), history)[-1]
     assert {later.kv_tokens_max for later in after(state, [use] * 60)} == {state.kv_tokens_max}
+
+
+@given(histories, st.floats(0.7, 0.8499), st.floats(0.1, 1), st.booleans())
+def test_whatever_came_first_between_the_marks_something_is_lent_until_it_is_cut(
+    history: list[float], use: float, fraction: float, is_shared: bool
+) -> None:
+    quiet = [min(later, 0.8499) for later in history]
+    for state in after(MemoryState(), [use, *quiet], memory_fraction_max=fraction, is_shared=is_shared):
+        assert state.kv_tokens_max >= int(8000 * fraction) // 2 > 0
 
 
 @given(histories, uses)

@@ -1,15 +1,18 @@
 """Priorities of real processes: children that do nothing, looked at by the operating system's own means."""
 
+import ast
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rollfab.fabric.errors import ConfigError
 from rollfab.workers.serving.priority import (
+    FRONT_NICE,
     children_of,
     device_environment,
     lower,
@@ -17,6 +20,8 @@ from rollfab.workers.serving.priority import (
     lower_threads,
     threads_of,
 )
+
+OURS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 
@@ -106,6 +111,47 @@ def test_an_engine_in_this_process_is_lowered_and_the_rest_of_it_is_not() -> Non
         lower_engine_thread("some-engine", "normal")
         leave.set()
         engine.join()
+
+
+# lowers itself beside an engine's thread if there is one, then starts one more of its own; prints what each has
+FRONT = """
+import os, sys, threading
+from rollfab.workers.serving.priority import lower_engine_thread, lower_front
+leave, rows = threading.Event(), []
+engine = sys.argv[1] or None
+def start(name):
+    threading.Thread(target=leave.wait, name=name, daemon=True).start()
+start("some-engine")
+if engine:
+    lower_engine_thread(engine, "idle")
+note = lower_front(engine)
+start("later")
+for each in threading.enumerate():
+    rows.append((each.name, os.getpriority(os.PRIO_PROCESS, each.native_id), os.sched_getscheduler(each.native_id)))
+print(dict((name, (nice, kind)) for name, nice, kind in rows), note, sep="|")
+"""
+
+
+@pytest.mark.parametrize("engine", ["", "some-engine"])
+def test_the_front_end_has_a_tenth_and_an_engine_in_its_process_what_it_had(engine: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", FRONT, engine], capture_output=True, text=True, check=True, env=OURS
+    ).stdout
+    threads, note = found.strip().split("|")
+    own = os.getpriority(os.PRIO_PROCESS, 0)  # these tests may run with a low priority themselves
+    front = (max(own, FRONT_NICE), os.SCHED_OTHER)
+    beside = (own, os.SCHED_IDLE) if engine else front
+    assert ast.literal_eval(threads) == {"MainThread": front, "some-engine": beside, "later": front}
+    assert note == "the front end (leases, weights): nice 10"
+
+
+def test_a_front_end_that_is_lower_already_is_not_raised() -> None:
+    code = FRONT.replace("import os, sys", "import os; os.nice(15)\nimport sys")
+    found = subprocess.run(
+        [sys.executable, "-c", code, ""], capture_output=True, text=True, check=True, env=OURS
+    ).stdout
+    lowered = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 15)
+    assert {nice for nice, _ in ast.literal_eval(found.split("|")[0]).values()} == {lowered}
 
 
 def test_a_priority_that_is_none_is_refused() -> None:

@@ -16,15 +16,18 @@ from rollfab.fabric.records import WorkerInfo
 from rollfab.fabric.rules.guard import GuardFacts, GuardRule, decide
 from rollfab.fabric.rules.serving import ServingState, Slo, StepWork
 from rollfab.fabric.rules.step_time import cold
+from rollfab.workers.serving.memory import MemoryOptions
 from rollfab.workers.serving.options import ServingOptions, check_serving_options
 from rollfab.workers.serving.reader import ProbeReader
 from rollfab.workers.serving.reports import SharingSender, blank_report
 from rollfab.workers.serving.scrape import MetricsProbe, ScrapeOptions, target_of
 from rollfab.workers.serving.wiring import Sharing
+from tests.unit.played_worker import PlayedEngine
 
 RECORDED = Path(__file__).parent / "vllm_metrics"
 SLO = Slo(ttft_ms=200.0, tpot_ms=50.0)
 GOOD = {"probe": "/dev/shm/page", "ttft_slo_ms": 200.0, "tpot_slo_ms": 50.0}
+UNSEEN = {"probe": None, "ttft_slo_ms": None, "tpot_slo_ms": None}
 
 
 # ---------------------------------------------------------------- options
@@ -49,6 +52,11 @@ GOOD = {"probe": "/dev/shm/page", "ttft_slo_ms": 200.0, "tpot_slo_ms": 50.0}
         ("serving", {"tpot_slo_ms": float("nan")}, "--slo-tpot-ms is nan"),
         ("serving", {"priority": "high"}, "yield, idle, low, normal"),
         ("serving", {"pool": "a b"}, "--pool"),
+        ("serving", {"memory": MemoryOptions(backend="elastic")}, "choose one of static, release, kvcached"),
+        ("serving", {"memory": MemoryOptions(backend="kvcached")}, "--kvcached-segment.*--kvcached-token-bytes"),
+        ("serving", {"memory": MemoryOptions(segment="s")}, "--kvcached-segment is for --kv-memory kvcached"),
+        ("serving", {**UNSEEN, "memory": MemoryOptions(backend="static")}, "--kv-memory needs --probe"),
+        ("dedicated", {**UNSEEN, "memory": MemoryOptions(backend="release")}, "--kv-memory needs --probe"),
         ("dedicated", {}, "--probe is for --role serving"),
         ("dedicated", {"probe": None, "ttft_slo_ms": None, "tpot_slo_ms": None, "pool": "chat"}, "--pool is for"),
     ],
@@ -61,6 +69,9 @@ def test_what_does_not_go_together_is_refused(role: str, changes: dict[str, obje
 
 def test_a_whole_set_of_options_is_taken() -> None:
     check_serving_options("serving", ServingOptions(**GOOD, pool="chat", priority="low", is_observing=True))  # type: ignore[arg-type]
+    kvcached = MemoryOptions(backend="kvcached", segment="s", token_bytes=8)
+    for memory in (MemoryOptions(backend="static"), MemoryOptions(backend="release"), kvcached):
+        check_serving_options("serving", ServingOptions(**GOOD, memory=memory))  # type: ignore[arg-type]
     check_serving_options("serving", ServingOptions())
     check_serving_options("dedicated", ServingOptions())
     with pytest.raises(ConfigError, match="no guard"):
@@ -191,3 +202,45 @@ async def test_a_report_holds_what_the_guard_measured_and_the_tokens_made() -> N
     report = (await board.sharing())["w"]
     assert (report.token_count, report.reclaim_count, report.alone["request_count"]) == (77, 2, 3)
     assert (report.ttft_slo_ms, report.tpot_slo_ms) == (200.0, 50.0)
+
+
+# ---------------------------------------------------------------- memory
+
+
+class GuardedEngine(PlayedEngine):
+    guard = object()
+
+
+class ReleasingEngine(GuardedEngine):
+    async def release_kv(self) -> float:
+        return 0.1
+
+    async def take_kv(self) -> float:
+        return 0.2
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "is_lent"),
+    [(None, GuardedEngine, False), ("static", ReleasingEngine, False), ("release", ReleasingEngine, True)],
+)
+async def test_a_worker_gives_back_what_the_backend_that_it_was_told_can(
+    backend: str | None, engine: type[GuardedEngine], is_lent: bool, tmp_path: Path
+) -> None:
+    options = {**GOOD, "probe": str(tmp_path / "page"), "priority": "normal", "memory": MemoryOptions(backend=backend)}
+    sharing = Sharing(ServingOptions(**options), SystemClock())  # type: ignore[arg-type]
+    made = engine()
+    try:
+        sharing.check(made)  # type: ignore[arg-type]
+        assert sharing.memory is None, "it has not started"
+        sharing.attach(made, 100)  # type: ignore[arg-type]
+        assert (sharing.memory is not None) is is_lent
+    finally:
+        sharing.close()
+
+
+def test_a_backend_that_an_engine_cannot_have_is_refused_before_it_is_started(tmp_path: Path) -> None:
+    options = {**GOOD, "probe": str(tmp_path / "page"), "memory": MemoryOptions(backend="release")}
+    sharing = Sharing(ServingOptions(**options), SystemClock())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+        sharing.check(GuardedEngine())  # type: ignore[arg-type]
+    sharing.close()

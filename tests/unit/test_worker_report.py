@@ -2,9 +2,8 @@
 
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.records import WorkerInfo
-from rollfab.fabric.rules.activation import ActivationRule
 from rollfab.fabric.sharing import GuardView
-from rollfab.workers.activation import Activation
+from rollfab.workers.readiness import Readiness
 from rollfab.workers.report import PACE_S, Guarded, TokenPace, WorkerReport
 from rollfab.workers.rollout import RolloutConfig
 from tests.unit.played_worker import PlayedEngine
@@ -23,8 +22,8 @@ def told(guard: Guarded | None, *, is_observing: bool = False) -> WorkerInfo:
     config = RolloutConfig(
         worker_id="w", role="serving", model="tiny", slot_count=8, pool="chat", is_observing=is_observing
     )
-    activation = Activation(engine, ActivationRule(), clock, changed=lambda: None)
-    report = WorkerReport(engine, config, clock, activation=activation, guard=guard)
+    readiness = Readiness(engine, clock, changed=lambda: None)
+    report = WorkerReport(engine, config, clock, readiness=readiness, guard=guard)
     return report.info(run_id=None, active_version=0, running_count=0, trouble=None, receiver=None)
 
 

@@ -6,6 +6,8 @@
   how much the rollouts compute and read beside it. Works with every engine.
 - "release": a vLLM unmaps its whole KV cache, for minutes in which another process needs the memory. "kvcached"
   (kvcached.py): both engines' caches grow and shrink page by page. Both are unverified on a GPU.
+- Memory is given back while nothing is lent, and taken again before a turn is claimed: readiness.py says when. The
+  budget is decided on meanwhile, and holds from when the memory is here again.
 - Idle rollout weights go to host memory when the engine sleeps: activation.py, which also reports how long that took.
 """
 
@@ -35,11 +37,13 @@ class MemoryBackend(Protocol):
     Attributes:
         name: how it is chosen. note: what it cannot do here, or has yet to do, for people; "": nothing.
         is_shared: its pages are those that the serving engine could have.
+        can_give_back: it can hand its memory over while nothing runs, unless the engine refuses that here.
     """
 
     name: str
     note: str
     is_shared: bool
+    can_give_back: bool
 
     @property
     def capacity_tokens(self) -> int:
@@ -80,6 +84,7 @@ class StaticPartition:
 
     name = "static"
     is_shared = False
+    can_give_back = False
 
     def __init__(self, engine: Engine, bounds: Bounds, capacity_tokens: int) -> None:
         self.note = "the cache was allocated when the engine started: a limit frees no memory"
@@ -107,14 +112,11 @@ class KvRelease(StaticPartition):
     """As a static partition, and all of it can be unmapped. Unverified on a GPU."""
 
     name = "release"
+    can_give_back = True
 
     def __init__(self, engine: Engine, bounds: Bounds, capacity_tokens: int) -> None:
         super().__init__(engine, bounds, capacity_tokens)
-        if not isinstance(engine, ReleasesKv):
-            raise ConfigError(
-                f"memory backend release: {engine.name} cannot give back its KV cache alone. Use the engine vllm on a"
-                " GPU with -- --enable-sleep-mode, or the memory backend static"
-            )
+        assert isinstance(engine, ReleasesKv), "check_backend comes first"
         self.note = "all of the cache is given back, or nothing"
         self._holder: ReleasesKv = engine
 
@@ -138,11 +140,47 @@ class KvRelease(StaticPartition):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """Which backend bounds the KV memory. The rest is for kvcached alone: its segment, bytes of KV for one token."""
+    """Which backend bounds the KV memory. The rest is for kvcached alone: its segment, bytes of KV for one token.
 
-    backend: str = "static"
-    segment: str = ""
-    token_bytes: int = 0
+    None: not said, and the backend is static.
+    """
+
+    backend: str | None = None
+    segment: str | None = None
+    token_bytes: int | None = None
+
+
+def check_memory_options(options: MemoryOptions) -> None:
+    """Refuse what does not go together. Raises ConfigError."""
+    backend, is_kvcached = options.backend or "static", options.backend == "kvcached"
+    if backend not in BACKENDS:
+        raise ConfigError(f"there is no memory backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    for flag, value in (("--kvcached-segment", options.segment), ("--kvcached-token-bytes", options.token_bytes)):
+        if is_kvcached and not value:
+            raise ConfigError(
+                "memory backend kvcached needs the segment's name (--kvcached-segment, the engine's KVCACHED_IPC_NAME)"
+                " and the bytes of KV cache of one token in all layers (--kvcached-token-bytes)",
+                option=flag,
+            )
+        if value is not None and not is_kvcached:
+            raise ConfigError(f"{flag} is for --kv-memory kvcached", option=flag)
+    if options.token_bytes is not None and options.token_bytes < 1:
+        raise ConfigError(
+            f"--kvcached-token-bytes is {options.token_bytes}: a token needs memory", option="--kvcached-token-bytes"
+        )
+
+
+def check_backend(options: MemoryOptions, engine: Engine, vllm_version: Callable[[], str] | None = None) -> None:
+    """As far as it can be known of an engine that has not started. Raises ConfigError: it cannot work here."""
+    check_memory_options(options)
+    if options.backend == "release" and not isinstance(engine, ReleasesKv):
+        raise ConfigError(
+            f"memory backend release: {engine.name} cannot give back its KV cache alone. Use the engine vllm on a"
+            " GPU with -- --enable-sleep-mode, or the memory backend static"
+        )
+    if options.backend == "kvcached":
+        check_kvcached((vllm_version or installed_vllm)())
+        KvcachedSegment(options.segment or "")
 
 
 def open_backend(
@@ -158,17 +196,13 @@ def open_backend(
     Raises:
         ConfigError: there is none of that name, or it cannot work here.
     """
-    if options.backend == "static":
-        return StaticPartition(engine, bounds, capacity_tokens)
+    check_backend(options, engine, vllm_version)
     if options.backend == "release":
         return KvRelease(engine, bounds, capacity_tokens)
-    if options.backend == "kvcached":
-        check_kvcached((vllm_version or installed_vllm)())
-        if not options.segment or options.token_bytes <= 0:
-            raise ConfigError("memory backend kvcached needs the segment's name and the bytes of KV cache of one token")
+    if options.segment and options.token_bytes:
         control = KvcachedSegment(options.segment)
         return Kvcached(bounds, control, token_bytes=options.token_bytes, capacity_tokens=capacity_tokens)
-    raise ConfigError(f"there is no memory backend {options.backend!r}: choose one of {', '.join(BACKENDS)}")
+    return StaticPartition(engine, bounds, capacity_tokens)
 
 
 class KvBudget:
@@ -183,6 +217,7 @@ class KvBudget:
         self._rule = rule or MemoryRule()
         self._state = MemoryState()
         self._limited_to: int | None = None
+        self._is_away = False
 
     @property
     def reason(self) -> str:
@@ -207,11 +242,30 @@ class KvBudget:
         tokens: int | None = self._state.kv_tokens_max
         if tokens is not None and tokens >= self.backend.capacity_tokens:
             tokens = None
-        is_owing = self.backend.is_shared and bool(self.backend.note)
-        if tokens != self._limited_to or before.looked_at_s is None or is_owing:
-            self.backend.limit(tokens)
-            self._limited_to = tokens
+        self._hold_to(tokens, is_first=before.looked_at_s is None)
         if self._state.kv_tokens_max < before.kv_tokens_max:
             facts_told = {"kv_tokens_max": self._state.kv_tokens_max, "reason": self._state.reason}
             log.info("memory.cut", extra=facts_told)
-        return tokens
+        return 0 if self._is_away else tokens
+
+    async def give_back(self) -> float:
+        """As of MemoryBackend. From here on nothing may be taken in, until `take_again` has succeeded."""
+        self._is_away = True
+        try:
+            return await self.backend.give_back()
+        except EngineUnsupported:
+            self._is_away = False
+            raise
+
+    async def take_again(self) -> float:
+        """As of MemoryBackend, and as much of it as is allowed by now."""
+        taken_s = await self.backend.take_again()
+        self.backend.limit(self._limited_to)
+        self._is_away = False
+        return taken_s
+
+    def _hold_to(self, tokens: int | None, *, is_first: bool) -> None:
+        is_owing = self.backend.is_shared and bool(self.backend.note)
+        if is_owing or (not self._is_away and (tokens != self._limited_to or is_first)):
+            self.backend.limit(0 if self._is_away else tokens)
+        self._limited_to = tokens

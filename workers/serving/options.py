@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...fabric.errors import ConfigError
 from ...fabric.ids import NAME
 from ...fabric.rules.serving import Slo
+from .memory import MemoryOptions, check_memory_options
 from .priority import check_priority
 from .scrape import target_of
 
@@ -28,6 +29,8 @@ class ServingOptions:
     """yield, idle, low or normal; None: yield beside a serving engine."""
     is_observing: bool = False
     """Nothing is ever lent; what could be is measured."""
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    """By what its KV memory is bounded."""
 
     @property
     def is_scraped(self) -> bool:
@@ -70,6 +73,11 @@ def check_serving_options(role: str, options: ServingOptions, *, has_server: boo
         ),
         (given and not has_probe, " ".join(given), "needs --probe: by what the serving engine is seen"),
         (options.is_observing and not has_probe, "--observe", "needs --probe: by what the serving engine is seen"),
+        (
+            options.memory != MemoryOptions() and not has_probe,
+            "--kv-memory",
+            "needs --probe: memory is bounded beside a serving engine",
+        ),
         (has_probe and has_server, "--probe", "is for an engine of ours: inside --server there is no guard"),
         (options.probe == "", "--probe", "is empty: name a page, such as /dev/shm/rollfab-serving, or a server's URL"),
         (options.pool and not NAME.match(options.pool), "--pool", "takes 1 to 63 letters, digits, '-' or '_'"),
@@ -80,6 +88,7 @@ def check_serving_options(role: str, options: ServingOptions, *, has_server: boo
     for flag, value in objectives:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag} is {value:g}: an objective is a number of milliseconds above 0", option=flag)
+    check_memory_options(options.memory)
     if options.priority is not None:
         check_priority(options.priority)
     if options.is_scraped and options.probe is not None:

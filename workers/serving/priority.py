@@ -8,6 +8,7 @@
 - Threads that are started later inherit it from the thread that starts them.
 - "idle" can be taken back by anyone who may set it; "low" (nice 19) only with CAP_SYS_NICE.
 - "yield" changes nothing here: the engine's own thread gives way within a step (scheduling.py), where it can.
+- A worker's front end, which is what runs beside its engine, is on serving's processors too: FRONT_NICE.
 - On a GPU: the client priority of CUDA's multi-process service, which must be in the environment before CUDA starts.
   Unverified on a GPU.
 """
@@ -24,6 +25,7 @@ from ...fabric.errors import ConfigError
 
 PRIORITIES = ("yield", "idle", "low", "normal")
 NICE_LOW = 19
+FRONT_NICE = 10  # a tenth against one normal thread: leases are renewed also while serving has all processors
 PASSES_MAX = 5  # threads may be started while others are being lowered
 MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"  # 0: normal, 1: below normal
 
@@ -75,6 +77,42 @@ def lower_engine_thread(name: str, how: str) -> str:
     """
     ours = {each.native_id for each in threading.enumerate() if each.name != name}
     return lower_threads([each for each in threads_of(os.getpid()) if each not in ours], how)
+
+
+def lower_front(engine_thread: str | None = None) -> str:
+    """Give the threads of this process FRONT_NICE, where they are not lower already; those that they start inherit it.
+
+    Args:
+        engine_thread: name of the engine's, where that runs in this process: it stays as it is, and so do threads that
+            no Python thread is (torch's). None: it runs in another one.
+
+    Returns:
+        What came of it, for people.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"the front end's priority stays normal: on {sys.platform} threads have none of their own"
+    done: set[int] = set()
+    for _ in range(PASSES_MAX):
+        new = set(_front_threads(engine_thread)) - done
+        if not new:
+            break
+        done |= new
+        for thread in new:
+            try:
+                if os.getpriority(os.PRIO_PROCESS, thread) < FRONT_NICE:
+                    os.setpriority(os.PRIO_PROCESS, thread, FRONT_NICE)
+            except ProcessLookupError:
+                continue
+            except OSError as error:
+                return f"the front end's priority stays as it is: {error.strerror}"
+    return f"the front end (leases, weights): nice {FRONT_NICE}"
+
+
+def _front_threads(engine_thread: str | None) -> list[int]:
+    if engine_thread is None:
+        return threads_of(os.getpid())
+    ours = [each.native_id for each in threading.enumerate() if each.name != engine_thread]
+    return [each for each in ours if each is not None]
 
 
 def session_note(other_pid: int | None) -> str | None:

@@ -5,6 +5,7 @@
   and its caps.
 - A URL is scraped into a page of our own, so that the guard reads a page in any case.
 - The KV budget is looked at here, as often.
+- It is the only worker beside its serving engine, or there is none (holder.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -29,9 +29,10 @@ from ...fabric.sharing import GuardView
 from ..engines.base import Engine
 from .bounds import Bounds
 from .guard import GuardConfig, GuardOrders, GuardPort
-from .memory import KvBudget, MemoryOptions, open_backend
+from .holder import ProbeHold, memory_directory
+from .memory import KvBudget, check_backend, open_backend
 from .options import ServingOptions
-from .priority import children_of, device_environment, lower, lower_engine_thread, session_note
+from .priority import children_of, device_environment, lower, lower_engine_thread, lower_front, session_note
 from .reader import ProbeReader
 from .reports import SharingSender, blank_report
 from .scrape import MetricsProbe
@@ -44,7 +45,7 @@ ORDER_S = 0.5  # an order that is not said again holds no longer: this process m
 WAIT_S = 0.2
 SCRAPED_STALE_S = 0.6  # scrapes are 0.1 s apart and may take as long again; two that fail count as stale at once
 FRESH_S = 1.0  # a page that is older is of an engine that has ended
-MEMORY = Path("/dev/shm")
+ENGINE_THREAD = "rollfab-engine"  # of an engine that runs in this process
 
 
 @runtime_checkable
@@ -68,14 +69,14 @@ class Sharing:
     """One serving worker's part in sharing its device."""
 
     def __init__(self, options: ServingOptions, clock: Clock) -> None:
-        """Raises ConfigError: there is no place for a page of our own."""
+        """Raises ConfigError: another worker is beside that serving engine; there is no place for a page of our own."""
         assert options.probe is not None
+        self._hold = ProbeHold(options.probe)
         self._options = options
         self._clock = clock
         self._scraper: MetricsProbe | None = None
         if options.is_scraped:
-            directory = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-            self._page = directory / f"rollfab-metrics-{os.getpid()}"
+            self._page = memory_directory() / f"rollfab-metrics-{os.getpid()}"
             self._scraper = MetricsProbe(options.probe, self._page)
         else:
             self._page = Path(options.probe)
@@ -109,6 +110,15 @@ class Sharing:
             yields=self._priority == "yield",
         )
 
+    @property
+    def memory(self) -> KvBudget | None:
+        """The engine's KV memory, where it can be given back; None: it cannot, or the engine has not started."""
+        return self._budget if self._budget is not None and self._budget.backend.can_give_back else None
+
+    def check(self, engine: Engine) -> None:
+        """Before the engine is started. Raises ConfigError: the memory backend cannot work with it."""
+        check_backend(self._options.memory, engine)
+
     async def wait(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
         """Until the serving engine is seen, or `stop`. Says once what is waited for, and what to type."""
         is_said = False
@@ -129,6 +139,7 @@ class Sharing:
         capacity_tokens: of its KV cache, where it does not say so itself.
 
         Raises:
+            ConfigError: see `check`.
             EngineUnsupported: it has no guard.
         """
         guard = engine.guard if isinstance(engine, Guarded) else None
@@ -136,17 +147,22 @@ class Sharing:
             raise EngineUnsupported(f"{engine.name} has no guard: beside a serving engine it may not run")
         self._engine, self._guard = engine, guard
         capacity_tokens = engine.stats().kv_capacity_tokens or capacity_tokens
-        backend = open_backend(MemoryOptions(), engine, Bounds(engine), capacity_tokens=capacity_tokens)
+        backend = open_backend(self._options.memory, engine, Bounds(engine), capacity_tokens=capacity_tokens)
         self._budget = KvBudget(backend)
-        if isinstance(guard, GuardThread):
+        self._lower(is_here=isinstance(guard, GuardThread))
+        return self.view
+
+    def _lower(self, *, is_here: bool) -> None:
+        """is_here: the engine runs in this process."""
+        if is_here:
             how = "idle" if self._priority == "yield" else self._priority  # it has no thread that could give way
-            note = lower_engine_thread("rollfab-engine", how)
+            note = lower_engine_thread(ENGINE_THREAD, how)
         else:
             note = lower(children_of([os.getpid()]), self._priority)
-        for said in (note, session_note(self._reader.writer_pid())):
+        front = lower_front(ENGINE_THREAD if is_here else None) if self._priority != "normal" else None
+        for said in (note, front, session_note(self._reader.writer_pid())):
             if said:
                 log.info("worker.priority", extra={"note": said})
-        return self.view
 
     def view(self) -> GuardView | None:
         """What the guard sees and does, with the KV budget; None: the engine has not started."""
@@ -181,9 +197,10 @@ class Sharing:
                 guard.order(GuardOrders())
 
     def close(self) -> None:
-        """Scrape no more."""
+        """Scrape no more, and let another worker be beside the serving engine."""
         if self._scraper is not None:
             self._scraper.close()
+        self._hold.close()
 
     async def _follow(self, guard: GuardPort, keeper: Leased) -> None:
         while True:
