@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..fabric.errors import ConfigError, FabricError
-from ..fabric.weights.codec import Decoder, Encoder, scatter
+from ..fabric.weights.codec import Decoder, Encoder
 from ..fabric.weights.entropy import Floor, block_floor, entropy_bits
 from ..fabric.weights.kernels import NUMBA, NUMPY, Kernels, load
 from ..fabric.weights.layout import Layout
 from ..fabric.weights.regions import Region, cut
+from ..fabric.weights.scatter import scatter
 from .weights_baselines import Bits, Codec, baselines
 from .weights_recording import Recording, places
 

@@ -9,7 +9,7 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,33 @@ class Trainer:
 
 def digest_of(layout: Layout, bits: dict[str, Bits]) -> str:
     return sums_digest(state_sums(layout, bits))
+
+
+class LiveBits:
+    """SnapshotSource over arrays; `on_read` runs before every block is copied, as if between two engine steps."""
+
+    def __init__(self, layout: Layout, bits: Mapping[str, Bits], version: int) -> None:
+        self.layout = layout
+        self.arrays = {name: np.array(array) for name, array in bits.items()}
+        self.version = version
+        self.commit_count = 0
+        self.is_committing = False
+        self.read_count = 0
+        self.on_read: Callable[[], None] = lambda: None
+
+    def stamp(self) -> tuple[int, int] | None:
+        return None if self.is_committing else (self.version, self.commit_count)
+
+    def bits(self) -> Mapping[str, Bits]:
+        self.read_count += 1
+        self.on_read()
+        return self.arrays
+
+    def commit(self, bits: Mapping[str, Bits], version: int) -> None:
+        self.commit_count += 1
+        for name, array in bits.items():
+            self.arrays[name][:] = array
+        self.version = version
 
 
 class CountingStore(PassingStore):

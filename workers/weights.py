@@ -282,9 +282,9 @@ class WeightReceiver:
 
     def _hold(self, version: int, head: Head, sums: Sums) -> None:
         """The engine holds `version` now, for certain."""
-        self._is_in_doubt, self._sums = False, sums
         self._commit_count += 1
         self.version, self._moved_by = version, head.moved_by
+        self._is_in_doubt, self._sums = False, sums  # last: `stamp` is read by threads, too
         if self._holding is not None:
             self._holding.move(version)
 

@@ -2,8 +2,10 @@
 
 - A fold is never published: it is kept here, bounded in bytes, for as long as it is asked for, and served by digest
   like any other chunk. However many ask for the same one, it is made once.
-- Folding needs no weights, and bounded memory beside the result. Few are made at a time, as it takes a processor from
-  generating; whoever comes meanwhile with another wish is refused, and takes the ordinary way.
+- Folding needs no weights, and bounded memory beside the result. Where live weights of the wanted version are at hand
+  they make it smaller (weights/ranked.py); a block that was not of that version all the while is folded without them.
+- Few are made at a time, as it takes a processor from generating; whoever comes meanwhile with another wish is refused,
+  and takes the ordinary way.
 - Sources may be dropped by the publisher while they are folded: then it is refused, too.
 
 Who asks, and why it need not trust us, is catching_up.py's.
@@ -16,16 +18,18 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import WeightError, WireError
 from ..ports_weights import Range
 from ..rules.catch_up import SOURCE_BYTES_MAX
 from ..rules.chain import FOLD, KEYFRAME, plan
-from ..weights.fold import fold, may_fold
+from ..weights.fold import ReadGoal, fold, may_fold
 from ..weights.manifest import WeightManifest
 from ..weights.snapshot import Identity
 from .cache import ChunkName, chunk_name
+from .live import SnapshotSource, read_at
 from .passing import PassingStore
 from .store import RelayedStore
 
@@ -40,6 +44,8 @@ class FolderOptions:
     """Folds made at the same time."""
     kept_bytes_max: int = 256 << 20
     """Of folds that are kept; the newest is, whatever its size."""
+    ranked_s: float = 15.0
+    """Of a fold, in which live weights make it smaller; what is left then is folded without, as somebody waits."""
     keep_s: float = 120.0
     """A fold that nobody has asked for is forgotten after this long."""
 
@@ -93,6 +99,14 @@ class Folder:
         self._options = options or FolderOptions()
         self._kept: OrderedDict[FoldRequest, _Fold] = OrderedDict()  # least recently used first
         self._running: dict[FoldRequest, asyncio.Task[_Fold]] = {}
+        self._live: dict[str, SnapshotSource] = {}
+
+    def offer(self, run_id: str, source: SnapshotSource | None) -> None:
+        """Live weights of a run, to fold by from now on; None: no more."""
+        if source is None:
+            self._live.pop(run_id, None)
+        else:
+            self._live[run_id] = source
 
     async def manifest(self, wanted: FoldRequest) -> bytes:
         """The fold's manifest, encoded; its chunks can be had from then on.
@@ -136,13 +150,23 @@ class Folder:
     async def _make(self, wanted: FoldRequest) -> _Fold:
         sources = await self._plan(wanted)
         identity = Identity(run_id=wanted.run_id, epoch=wanted.epoch, version=wanted.version)
-        made = await fold(self._sources, identity, FOLD, sources)
+        made = await fold(self._sources, identity, FOLD, sources, read_goal=self._goal_of(sources[-1]))
         manifest = made.manifest
         names = [chunk_name(manifest, index) for index in range(len(made.chunks))]
         self.made_count += 1
         facts = {"run_id": wanted.run_id, "policy_version": wanted.version, "base_version": wanted.base_version}
         log.info("relay.folded", extra={**facts, "size_bytes": manifest.payload_bytes})
         return _Fold(manifest.encode(), dict(zip(names, made.chunks, strict=True)))
+
+    def _goal_of(self, manifest: WeightManifest) -> ReadGoal:
+        """Reads blocks of that version out of the live weights, as far as they are of it."""
+        source = self._live.get(manifest.run_id)
+        if source is None or source.layout.digest != manifest.layout_digest:
+            return lambda region: None
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._options.ranked_s
+        read = partial(read_at, source, manifest.version)
+        return lambda region: read(region) if loop.time() < until_s else None
 
     async def _plan(self, wanted: FoldRequest) -> list[WeightManifest]:
         """What to fold, in order."""

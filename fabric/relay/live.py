@@ -1,4 +1,4 @@
-"""Serving snapshots of live weights to those who join, block by block, without making the engine wait.
+"""Live weights, copied block by block without making the engine wait: for those who join, and for folds.
 
 - A block is copied between two looks at the source: where a commit began meanwhile it is copied again, so every block
   sent is of one version. The engine never waits for a joiner; a joiner waits for a commit.
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import PeerLost, WireError
+from ..errors import FabricError, PeerLost, WireError
 from ..weights.codec import Bits, Encoder
 from ..weights.layout import Layout
 from ..weights.manifest import block_digest
@@ -40,7 +40,7 @@ class SnapshotSource(Protocol):
     def stamp(self) -> tuple[int, int] | None:
         """(version, commits begun so far), or None while a commit runs or it is in doubt which version is live.
 
-        It must change before a commit writes its first byte. Called often, from the event loop.
+        It must change before a commit writes its first byte. Called often, from any thread.
         """
         ...
 
@@ -146,6 +146,18 @@ async def _copy(source: SnapshotSource, name: str, region: Region) -> tuple[int,
         if source.stamp() == stamp:
             return stamp[0], copy
     return None
+
+
+def read_at(source: SnapshotSource, version: int, region: Region) -> Bits | None:
+    """A copy of a block at `version`; None where the source is not, or was not all the while, at that. For threads."""
+    stamp = source.stamp()
+    if stamp is None or stamp[0] != version:
+        return None
+    try:
+        copy = _read(source, source.layout.tensors[region.tensor].name, region)
+    except FabricError:  # the engine is ending, say
+        return None
+    return copy if source.stamp() == stamp else None
 
 
 def _read(source: SnapshotSource, name: str, region: Region) -> Bits:

@@ -125,8 +125,10 @@ class RelayServer:
         log.info("relay.started", extra={"host": public_host or host})
 
     def offer(self, run_id: str, source: SnapshotSource | None) -> None:
-        """Serve snapshots of these live weights from now on; None: no more."""
+        """Serve snapshots of these live weights, and fold by them, from now on; None: no more."""
         self._live.offer(run_id, source)
+        if self._folder is not None:
+            self._folder.offer(run_id, source)
 
     async def close(self) -> None:
         """Stop listening and drop the children; they go elsewhere."""

@@ -5,6 +5,7 @@ A block has at most BLOCK_BYTES of stored bits (regions.py says which elements t
     SPARSE   positions of changed elements as gaps, and their steps: new - old modulo 2^width, zigzag
     STEPS    the step of every element, 0 where it did not change
     VALUES   the new bits of every element, as byte planes (needs no base; what keyframes are made of)
+    RANKED   parts of elements of about one old magnitude (ranked.py), each as SPARSE or STEPS; only in folds
 
 whichever is fewest bytes; a block without any change has no bytes at all.
 
@@ -18,6 +19,7 @@ whichever is fewest bytes; a block without any change has no bytes at all.
 - What does not fit (symbol 255, step 15) stands in a stream of its own: how many bytes each rest has, then byte planes.
 - Every stream is stored compressed or raw, whichever is fewer bytes. Streams: gaps, their low bits, their rest, steps,
   their rest (SPARSE); steps, their rest (STEPS); one per byte of the element, lowest first (VALUES).
+- Who is to read or write a RANKED block must have the old values; of the others only the effect of steps needs them.
 - The same block gives the same bytes whichever kernels made it.
 
 Which blocks make a version is snapshot.py's and manifest.py's.
@@ -27,9 +29,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -39,22 +39,19 @@ from numpy.typing import NDArray
 from ..errors import WireError
 from .kernels import Bits as Bits
 from .kernels import Bytes, Changes, Gaps, Indices, Kernels, Scratch, Sparse, load
-from .streams import join_planes, rest_bytes, rest_numbers, split_planes, squeezed
+from .ranked import encode_ranked, is_ranked, put_ranked
+from .streams import GAP_SHIFTS, gap_shift, join_planes, rest_bytes, rest_numbers, split_planes, squeezed
 
 T = TypeVar("T")
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best
-SPARSE, STEPS, VALUES = 1, 2, 3
+SPARSE, STEPS, VALUES = 1, 2, 3  # 4: ranked.py
 SPARSE_FRACTION_MAX = 0.4  # above it gaps save half a percent at best (measured)
 STEPS_FRACTION_MIN = 0.3  # below it steps of all elements have not beaten gaps (measured)
-GAP_BITS = 5  # of a middle gap: its byte then escapes once in thousands
-GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
-GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
 STREAM_BYTES_MAX = 16 << 20  # of one raw stream: 4 bytes for each of a block's bytes
 HEADER = struct.Struct("<BBBBI")  # mode, element bytes, gap shift, stream count, changed count
 STREAM = struct.Struct("<II")  # raw length, stored length; equal: stored raw
 GAP_DTYPE = np.dtype(np.uint32)
-SCATTER_COUNT_MIN = 1 << 16  # changes that are worth a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +130,18 @@ class Encoder:
         """`new` by itself, without a base."""
         return Encoded(self._pack_values(new, len(new)), None, None, new, len(new))
 
-    def fold(self, decoded: Sequence[Decoded], element_count: int, dtype: np.dtype[Any]) -> Encoded | None:
+    def fold(
+        self, decoded: Sequence[Decoded], element_count: int, dtype: np.dtype[Any], news: Bits | None = None
+    ) -> Encoded | None:
         """The block that has the effect of these, one after another; None where they cancel out.
 
         No weights are needed: steps add modulo 2^width, and a block of values replaces what was before it. In the
         result `olds` is None, and `values` are steps unless it is a block of values.
+
+        Args:
+            decoded: oldest first.
+            element_count, dtype: of the block.
+            news: the bits after the last of them, where they are known: then it may be RANKED, which is smaller.
         """
         total = np.zeros(element_count, dtype=dtype)
         is_absolute = False
@@ -153,7 +157,16 @@ class Encoder:
         if is_absolute:
             return self.dense(total)
         folded = self._delta(np.zeros_like(total), total, may_be_absolute=False)
-        return folded and Encoded(folded.data, folded.indices, None, folded.values, folded.changed_count)
+        if folded is None:
+            return None
+        data = folded.data
+        if news is not None:
+            data = min(data, encode_ranked(news - total, news, self._part), key=len)
+        return Encoded(data, folded.indices, None, folded.values, folded.changed_count)
+
+    def _part(self, olds: Bits, news: Bits) -> bytes:
+        encoded = self._delta(olds, news, may_be_absolute=False)
+        return b"" if encoded is None else encoded.data
 
     def _delta(self, old: Bits, new: Bits, *, may_be_absolute: bool) -> Encoded | None:
         count, changes = self._kernels.changes(old, new, int(SPARSE_FRACTION_MAX * len(new)) + 1, self._scratch)
@@ -170,7 +183,7 @@ class Encoder:
         return min(choices, key=lambda encoded: len(encoded.data))
 
     def _pack_sparse(self, changes: Changes) -> bytes:
-        shift = _gap_shift(changes.indices)
+        shift = gap_shift(changes.indices)
         gaps = self._kernels.split_gaps(changes.indices, shift)
         streams = [gaps.symbols.tobytes(), gaps.lows.tobytes(), rest_bytes(gaps.rest)]
         streams += self._step_streams(changes.olds, changes.values, bias=1)  # a changed element has no step 0
@@ -201,8 +214,11 @@ class Decoder:
         """What `data` says about a block of `element_count` elements of unsigned `dtype`.
 
         Raises:
-            WireError: not such a block. Digests are checked first, so this means a fault at the publisher.
+            WireError: not such a block, or a RANKED one. Digests are checked first, so this means a fault at the
+                publisher.
         """
+        if is_ranked(data):
+            raise WireError("a ranked weight block is read only on the weights before it: take another way")
         block = self._open(data, element_count, dtype)
         if block.mode == VALUES:
             return Decoded(None, join_planes(block.streams, element_count, dtype), is_absolute=True)
@@ -259,6 +275,8 @@ class Decoder:
         Raises:
             WireError: as `resolve`, or more positions than `out` has room for.
         """
+        if is_ranked(data):
+            return self._take_ranked(memoryview(data), current, key, start, out)
         block = self._open(data, element_count, dtype)
         if block.mode == VALUES:
             values = join_planes(block.streams, element_count, dtype)
@@ -275,6 +293,25 @@ class Decoder:
         positions, values = _room(out, block.step_count, dtype)
         change = self._kernels.take(current, sparse, key or 0, start, (positions, values))
         return Taken(positions, values, _fitting(change), is_absolute=False)
+
+    def _take_ranked(
+        self, data: memoryview, current: Bits | None, key: int | None, start: int, out: tuple[Indices, Bits] | None
+    ) -> Taken:
+        if current is None:
+            raise WireError("a ranked weight block needs a base, and none is held")
+        values = put_ranked(data, current, self._put)
+        moved = self._change(key, start, current, values)
+        changed = np.flatnonzero(values != current)
+        if not few(len(changed), len(current)):
+            return Taken(None, values, moved, is_absolute=False)
+        positions, room = _room(out, len(changed), current.dtype)
+        np.add(changed, start, out=positions)
+        np.take(values, changed, out=room)
+        return Taken(positions, room, moved, is_absolute=False)
+
+    def _put(self, data: memoryview, bits: Bits) -> None:
+        taken = self.take(data, bits, len(bits), bits.dtype)
+        bits[... if taken.positions is None else taken.positions] = taken.values
 
     def _change(self, key: int | None, start: int, olds: Bits | None, values: Bits) -> int:
         if key is None:
@@ -330,29 +367,6 @@ def few(changed_count: int, element_count: int) -> bool:
     return changed_count < STEPS_FRACTION_MIN * element_count
 
 
-def scatter(
-    bits: Bits, positions: Indices, values: Bits, *, thread_count: int = 1, kernels: Kernels | None = None
-) -> None:
-    """Write absolute values in place: bits[positions] = values.
-
-    Args:
-        bits: unsigned, flat, contiguous, writable.
-        positions: int64 (C,), all different and inside; ascending is fastest.
-        values: unsigned (C,).
-        thread_count: threads at most, where there are enough changes for them.
-    """
-    assert not len(positions) or (positions[0] >= 0 and positions[-1] < len(bits))
-    write = (kernels or load()).scatter
-    part_count = min(thread_count, len(positions) // SCATTER_COUNT_MIN)
-    if part_count <= 1:
-        write(bits, positions, values)
-        return
-    bounds = np.linspace(0, len(positions), part_count + 1, dtype=np.int64).tolist()
-    parts = [slice(first, last) for first, last in pairwise(bounds)]
-    with ThreadPoolExecutor(part_count, thread_name_prefix="scatter") as pool:
-        list(pool.map(lambda part: write(bits, positions[part], values[part]), parts))
-
-
 def _gaps(block: _Block) -> Gaps:
     symbols, lows, rest = block.streams[:3]
     if len(symbols) != block.step_count or len(lows) != (block.step_count * block.shift + 7) // 8:
@@ -381,14 +395,3 @@ def _fitting(result: T | None) -> T:
     if result is None:
         raise WireError("weight block: a position lies outside of it, or what escaped does not fit its rest")
     return result
-
-
-def _gap_shift(indices: NDArray[np.uint32]) -> int:
-    """How many low bits of a gap are noise: all but GAP_BITS of a middle one. Not of the mean: changes may cluster."""
-    later = np.arange(1, len(indices), len(indices) // GAP_SAMPLE_COUNT + 1)
-    if not len(later):
-        return 0
-    gaps = indices[later] - indices[later - 1] - np.uint32(1)
-    gaps.partition(len(gaps) // 2)
-    noise = int(gaps[len(gaps) // 2]).bit_length() - GAP_BITS
-    return next((shift for shift in GAP_SHIFTS if shift >= noise), GAP_SHIFTS[-1])

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from ..errors import ChainBroken, DigestMismatch, WireError
 from ..rules.chain import KEYFRAME
-from .codec import Bits, Decoder, scatter
+from .codec import Bits, Decoder
 from .digest import state_sums, tensor_key
 from .layout import Layout, TensorSpec
 from .manifest import BlockRow, Sums, WeightManifest, chunk_digest
 from .regions import Region
+from .scatter import scatter
 
 Indices = NDArray[np.int64]
 Write = tuple[Indices | None, Bits]

@@ -10,11 +10,26 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from ..errors import WireError
 from .kernels import Bits, Bytes
 
+GAP_BITS = 5  # of a middle gap: its byte then escapes once in thousands
+GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
+GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
 SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
+
+
+def gap_shift(indices: NDArray[np.uint32]) -> int:
+    """How many low bits of a gap are noise: all but GAP_BITS of a middle one. Not of the mean: changes may cluster."""
+    later = np.arange(1, len(indices), len(indices) // GAP_SAMPLE_COUNT + 1)
+    if not len(later):
+        return 0
+    gaps = indices[later] - indices[later - 1] - np.uint32(1)
+    gaps.partition(len(gaps) // 2)
+    noise = int(gaps[len(gaps) // 2]).bit_length() - GAP_BITS
+    return next((shift for shift in GAP_SHIFTS if shift >= noise), GAP_SHIFTS[-1])
 
 
 def squeezed(compressor: zstandard.ZstdCompressor, raw: bytes) -> bytes:

@@ -50,6 +50,7 @@ from rollfab.fabric.sharing import LendSetting, SharingReport
 from rollfab.fabric.weights.codec import Decoder, Encoder
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.manifest import CODEC, BlockRow, WeightManifest, chunk_digest
+from rollfab.fabric.weights.ranked import encode_ranked, is_ranked
 from rollfab.fabric.weights.stage import Stage
 from rollfab.fabric.wire import ALIGNMENT, HEADER, MAGIC, SCHEMA, Record, load_json
 from rollfab.trainer.checks import make_groups
@@ -200,12 +201,18 @@ def blocks() -> dict[str, bytes]:
     steps = encoder.delta(old, dense)
     assert sparse is not None and steps is not None
     wide = np.repeat(rng.integers(0, 256, 4).astype(np.uint64), 75)
-    return {"sparse": sparse.data, "steps": steps.data, "values": encoder.dense(wide).data}
+    ranked = encode_ranked(OLD["weight"], NEW["weight"], encoder._part)
+    return {"sparse": sparse.data, "steps": steps.data, "values": encoder.dense(wide).data, "ranked": ranked}
 
 
 def read_block(data: bytes) -> None:
     """A block after one byte that says its element's width."""
     width = (1, 2, 4, 8)[data[0] % 4] if data else 1
+    if is_ranked(data[1:]):
+        current = np.arange(300).astype(f"<u{width}")
+        taken = Decoder().take(data[1:], current, 300, current.dtype)
+        assert taken.positions is None or (taken.values != current[taken.positions]).all()
+        return
     decoded = Decoder().decode(data[1:], element_count=300, dtype=np.dtype(f"<u{width}"))
     if decoded.indices is None:
         assert len(decoded.numbers) == 300

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.errors import ChainBroken, PeerLost, WeightError, WireError
+from rollfab.fabric.errors import ChainBroken, EngineError, PeerLost, WeightError, WireError
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.ports_weights import Range, WeightStore
@@ -34,7 +35,7 @@ from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.manifest import Holder, Sums, WeightManifest
 from rollfab.fabric.weights.stage import Stage, commit
 from rollfab.trainer.publish import Publisher
-from tests.relay_nodes import RUN, CountingStore, StepClock
+from tests.relay_nodes import RUN, CountingStore, LiveBits, StepClock
 
 LAG = 40
 EAST = Holder("me", 0, "", "mine", "east")
@@ -228,6 +229,15 @@ async def test_a_receiver_forty_versions_behind_fetches_a_fifth_of_the_deltas(
         assert alone.kinds == [JUMPS[0]] * 5
         assert asking.payload_bytes == server.served_bytes
         assert asking.payload_bytes <= 0.2 * training.delta_bytes < alone.payload_bytes
+
+    # And for fewer from a relay that holds the wanted version itself
+    informed = Receiver(broker, start)
+    async with relay(broker, None) as server:
+        server.offer(RUN, LiveBits(layout_of(training.bits), training.bits, LAG))
+        await informed.bring_to(LAG)
+    assert informed.has(training.bits)
+    assert informed.kinds == [FOLD]
+    assert informed.payload_bytes < 0.85 * asking.payload_bytes
     assert FOLD not in {kind for _, kind in await broker.held(RUN)}
 
 
@@ -318,6 +328,122 @@ async def test_a_node_that_has_the_deltas_asks_nobody(behind: Behind, tmp_path: 
     assert receiver.kinds == [DELTA] * 3
     assert behind.broker.looked_up_count == 0
     await node.close()
+
+
+# ---------------------------------------------------------------- folding by live weights
+
+
+class EndedBits(LiveBits):
+    """Of an engine that has ended."""
+
+    def bits(self) -> Mapping[str, Bits]:
+        raise EngineError("it has ended")
+
+
+def standing(behind: Behind) -> LiveBits:
+    return LiveBits(layout_of(behind.goal), behind.goal, 3)
+
+
+def ahead(behind: Behind) -> LiveBits:
+    return LiveBits(layout_of(behind.goal), behind.goal, 4)
+
+
+def committing(behind: Behind) -> LiveBits:
+    live = standing(behind)
+    live.is_committing = True
+    return live
+
+
+def restless(behind: Behind) -> LiveBits:
+    """Something begins to be written whenever a block is being read."""
+    live = standing(behind)
+    live.on_read = lambda: live.commit({"w0": np.zeros_like(behind.goal["w0"])}, 3)
+    return live
+
+
+def of_another_model(behind: Behind) -> LiveBits:
+    bits = {name: array.reshape(2, -1) for name, array in behind.goal.items()}
+    return LiveBits(layout_of(bits), bits, 3)
+
+
+def ended(behind: Behind) -> LiveBits:
+    return EndedBits(layout_of(behind.goal), behind.goal, 3)
+
+
+@asynccontextmanager
+async def brought_by(
+    behind: Behind, live: LiveBits | None, options: CatchUpOptions = ASK
+) -> AsyncIterator[tuple[Receiver, RelayServer]]:
+    """A receiver that has asked a relay with these live weights, and the relay."""
+    async with relay(behind.broker, None) as server:
+        server.offer(RUN, live)
+        receiver = behind.receiver("me", options=options)
+        await receiver.bring_to(3)
+        assert receiver.has(behind.goal)
+        yield receiver, server
+
+
+async def payload_bytes(behind: Behind, live: LiveBits | None) -> int:
+    """Of a fold by a relay with these live weights."""
+    async with brought_by(behind, live) as (receiver, _):
+        assert receiver.kinds == [FOLD]
+        return receiver.payload_bytes
+
+
+async def test_a_relay_that_holds_the_wanted_version_folds_by_it_and_others_fold_without(behind: Behind) -> None:
+    plain_bytes = await payload_bytes(behind, None)
+
+    assert await payload_bytes(behind, standing(behind)) < 0.95 * plain_bytes
+    for make in (ahead, committing, restless, of_another_model, ended):
+        assert await payload_bytes(behind, make(behind)) == plain_bytes, make.__name__
+
+
+async def test_a_relay_that_moves_on_half_way_folds_the_rest_without_its_weights(behind: Behind) -> None:
+    live = standing(behind)
+
+    def move() -> None:
+        if live.read_count == 3:  # of four tensors of one block each
+            live.commit({name: np.zeros_like(array) for name, array in behind.goal.items()}, 4)
+
+    live.on_read = move
+    moved_bytes = await payload_bytes(behind, live)
+
+    assert await payload_bytes(behind, standing(behind)) < moved_bytes < await payload_bytes(behind, None)
+
+
+async def test_a_fold_that_takes_long_goes_on_without_the_live_weights(behind: Behind) -> None:
+    live = standing(behind)
+    options = FolderOptions(ranked_s=0.05)
+    live.on_read = lambda: time.sleep(0.1)  # the second block comes too late
+    folder = Folder(RelayedStore(behind.broker, None), options=options)
+    folder.offer(RUN, live)
+
+    await folder.manifest(FoldRequest(RUN, 0, 3, (await behind.broker.head(RUN)).epoch))
+
+    assert live.read_count <= 1
+    await folder.close()
+
+
+async def test_weights_that_are_not_what_a_relay_says_cost_the_fold_and_nothing_else(behind: Behind) -> None:
+    # Given a relay some of whose live weights are wrong, without its knowing
+    live = standing(behind)
+    live.arrays["w1"][::1000] ^= 0x4000
+
+    async with brought_by(behind, live) as (receiver, server):
+        assert receiver.kinds == [DELTA] * 3
+        assert server.served_bytes > 0  # it was the sums that told
+
+
+async def test_weights_that_are_on_offer_no_more_are_not_folded_by(behind: Behind) -> None:
+    live = standing(behind)
+    async with relay(behind.broker, None) as server:
+        server.offer(RUN, live)
+        server.offer(RUN, None)
+        receiver = behind.receiver("me")
+        await receiver.bring_to(3)
+
+    assert receiver.kinds == [FOLD]
+    assert live.read_count == 0
 
 
 # ---------------------------------------------------------------- what can go wrong

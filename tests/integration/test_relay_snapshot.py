@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import cast
 
-import numpy as np
 import pytest
 
 from rollfab.fabric.errors import PeerLost
@@ -21,38 +20,9 @@ from rollfab.fabric.relay.joining import fetch_snapshot
 from rollfab.fabric.relay.live import LiveServer
 from rollfab.fabric.relay.server import RelayServer
 from rollfab.fabric.relay.store import RelayedStore
-from rollfab.fabric.weights.codec import Bits
-from rollfab.fabric.weights.layout import Layout
-from tests.relay_nodes import FAST, RUN, Trainer, digest_of
+from tests.relay_nodes import FAST, RUN, LiveBits, Trainer, digest_of
 
 BLOCK_COUNT = 4
-
-
-class LiveBits:
-    """SnapshotSource over arrays; `on_read` runs before every block is copied, as if between two engine steps."""
-
-    def __init__(self, layout: Layout, bits: Mapping[str, Bits], version: int) -> None:
-        self.layout = layout
-        self.arrays = {name: np.array(array) for name, array in bits.items()}
-        self.version = version
-        self.commit_count = 0
-        self.is_committing = False
-        self.read_count = 0
-        self.on_read: Callable[[], None] = lambda: None
-
-    def stamp(self) -> tuple[int, int] | None:
-        return None if self.is_committing else (self.version, self.commit_count)
-
-    def bits(self) -> Mapping[str, Bits]:
-        self.read_count += 1
-        self.on_read()
-        return self.arrays
-
-    def commit(self, bits: Mapping[str, Bits], version: int) -> None:
-        self.commit_count += 1
-        for name, array in bits.items():
-            self.arrays[name][:] = array
-        self.version = version
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.errors import WireError
 from rollfab.fabric.weights import codec
-from rollfab.fabric.weights.codec import SPARSE, STEPS, VALUES, Decoder, Encoded, Encoder, scatter
+from rollfab.fabric.weights.codec import SPARSE, STEPS, VALUES, Decoder, Encoded, Encoder
 from rollfab.fabric.weights.digest import sum_range
 from rollfab.fabric.weights.kernels import NUMBA, NUMPY, Kernels, load
+from rollfab.fabric.weights.scatter import scatter
 
 # The first call on an element width compiles, where no cache of that is there yet.
 pytestmark = pytest.mark.timeout(180)
