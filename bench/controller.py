@@ -213,7 +213,7 @@ async def _all_known(stage: Stage) -> bool:
 
 def _leader(redis: Redis) -> str:
     found: Any = redis.get(LEADER)
-    return found.decode().split()[0] if found else ""
+    return found.decode().partition("/")[0] if found else ""
 
 
 def _term(redis: Redis) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 from ..fabric.errors import ConfigError, EngineUnsupported
 from ..fabric.rules.serving import Slo
+from .alone import alone
 from .coserve_arms import SLICES_MAX, Load, Rounds, interleaved
 from .coserve_bursts import bursts
 from .coserve_capacity import find_capacity
@@ -171,7 +172,8 @@ def measure(settings: Settings, tell: Callable[[str], None] = lambda _: None) ->
 
     Raises:
         EngineUnsupported: vLLM is not installed.
-        FabricError: this machine has no pair of cores, a process ended, or an arm did not come into force.
+        FabricError: this machine has no pair of cores, another call measures, a process ended, or an arm did not come
+            into force.
     """
     if find_spec("vllm") is None:
         raise EngineUnsupported(
@@ -180,7 +182,7 @@ def measure(settings: Settings, tell: Callable[[str], None] = lambda _: None) ->
         )
     switch = Switch.create(Path("/dev/shm") / f"rollfab-bench-{os.getpid()}-switch")
     try:
-        with Pair(settings.sizes, switch.path) as pair:
+        with alone("coserve"), Pair(settings.sizes, switch.path) as pair:
             found = _measure(settings, pair, switch, tell)
     finally:
         switch.path.unlink(missing_ok=True)

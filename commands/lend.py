@@ -33,6 +33,7 @@ SWITCHES = (*MODES, "limit", CLEAR)
 VIEWS = ("status", "log", "report")
 NONE = "none"  # takes a cap or the hours away
 PAGE_COUNT = 1000
+READ_COUNT_MAX = 5_000  # events that one look at the log goes through
 LOGGED = ("lend.", "lease.")  # kinds of events
 
 
@@ -53,6 +54,9 @@ def _lend(
     ] = None,
     reason: Annotated[str, typer.Option(help="Why; kept with the switch.")] = "",
     count: Annotated[int, typer.Option(help="log: the newest so many.", min=1, max=10_000)] = 20,
+    limit: Annotated[
+        int, typer.Option(help="log: look for them among the newest so many events of all kinds.", min=1)
+    ] = READ_COUNT_MAX,
     url: Url = None,
     json: AsJson = False,
 ) -> None:
@@ -68,7 +72,7 @@ def _lend(
 
     async def work(ports: RedisFabric) -> dict[str, Any]:
         if action == "log":
-            return await _log(ports, count)
+            return await _log(ports, count, limit)
         if action == "report":
             return await _report(ports)
         if action != "status":
@@ -174,20 +178,25 @@ def worker_row(info: WorkerInfo, lends: Mapping[str, LendSetting], lease: Lease 
     }
 
 
-async def _log(ports: RedisFabric, count: int) -> dict[str, Any]:
-    """The newest lends, revokes and switches. The broker keeps a bounded number of events, which are read once."""
+async def _log(ports: RedisFabric, count: int, limit: int) -> dict[str, Any]:
+    """The newest `count` lends, revokes and switches among the newest `limit` events, the newest last.
+
+    is_cut: there may be more of them in older events, which were not read.
+    """
     workers = await ports.board.workers()
     others = {name for name, (info, _) in workers.items() if info.role != "serving"}
-    after, found = "0", []
-    while page := await ports.board.events(after, PAGE_COUNT, 0.001):
-        after = page[-1][0]
+    before, found, left = "", list[dict[str, Any]](), limit
+    while len(found) < count and left > 0:
+        page = await ports.board.newest_events(before, min(PAGE_COUNT, left))
         found += [
             {"event_id": name, "time_ms": int(name.split("-")[0]), "kind": kind, "facts": facts}
             for name, kind, facts in page
             if kind.startswith(LOGGED) and facts.get("worker_id") not in others
         ]
-        found = found[-count:]
-    return {"events": found}
+        if not page:
+            break
+        before, left = page[-1][0], left - len(page)
+    return {"events": found[:count][::-1], "is_cut": len(found) < count and left <= 0}
 
 
 async def _report(ports: RedisFabric) -> dict[str, Any]:

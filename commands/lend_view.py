@@ -68,6 +68,8 @@ def draw_log(seen: dict[str, Any]) -> Table:
         subject = str(facts.get("worker_id", ""))
         row = (f"{at:%Y-%m-%d %H:%M:%S}", event["kind"], subject_text(subject), _how(facts))
         table.add_row(*map(Text, (*row, str(facts.get("said_by", "")), str(facts.get("reason", "")))))
+    if seen["is_cut"]:
+        table.caption = "older events, if any, were not looked at: a higher --limit does"
     return table
 
 

@@ -45,6 +45,11 @@ def new_worker_id(kind: str) -> str:
     return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
+def new_process_id() -> str:
+    """What tells processes of one name apart: 32 random bits."""
+    return secrets.token_hex(4)
+
+
 def trajectory_id(group_id: str, index: int) -> str:
     """The name of a group's `index`-th trajectory."""
     return f"{group_id}.{index}"

@@ -301,8 +301,8 @@ class LeaseBoard(Protocol):
         ...
 
     async def forget_worker(self, worker_id: str) -> None: ...
-    async def lead(self, controller_id: str, duration_ms: int, *, is_new: bool = False) -> int:
-        """Become or stay leader; returns the term, 0 when another leads. Terms only grow. is_new: a process's first."""
+    async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:
+        """Become or stay leader; returns the term, 0: another process leads. is_new: it replaces one of its name."""
         ...
 
     async def open_term(self, term: int) -> None:
@@ -316,13 +316,8 @@ class LeaseBoard(Protocol):
     async def change_leases(self, term: int, changes: Sequence[LeaseChange], assigned: Mapping[str, str]) -> list[bool]:
         """Carry out a plan of this term, ends first; False where a newer term or lease is in place (nothing written).
 
-        Workers learn which run's leases to look at, and are woken where theirs is another one now.
-
-        Args:
-            assigned: worker → the run that it looks at now, as it was read; those who look there already are not told.
-
-        Raises:
-            RunUnknown: one of the runs is gone; nothing of the plan was carried out.
+        assigned: worker → the run whose leases it looks at, as it was read; one that must look elsewhere is told and
+        woken. Raises RunUnknown, with nothing carried out.
         """
         ...
 
@@ -384,6 +379,10 @@ class LeaseBoard(Protocol):
 
     async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:
         """Events after id `after` as (id, kind, facts)."""
+        ...
+
+    async def newest_events(self, before: str, count: int) -> list[tuple[str, str, dict[str, Any]]]:
+        """Events before id `before` ("": before none, so all), the newest first."""
         ...
 
 

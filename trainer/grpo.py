@@ -48,7 +48,8 @@ class GrpoSettings:
     entropy_weight: float = 0.0
     """Reward for staying undecided, in nats."""
     kl_weight: float = 0.0
-    """Penalty for moving away from the weights at the start of the step; off as in most recent recipes."""
+    """Penalty for moving away from the weights at the start of the step: all that holds rollouts of advantage 0, which
+    no clipping reaches. Off as in most recent recipes."""
     gradient_norm_max: float = 1.0
     epoch_count: int = 2
     """Passes over the rollouts of one step, at least 1."""
@@ -72,6 +73,7 @@ PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
             learning_rate=3e-3,
             betas=(0.9, 0.99),
             entropy_weight=0.003,
+            kl_weight=1.0,  # without it, one of 64 rollouts with one clumsy move can undo all in one step
             group_count=4,
             group_size=16,
             minibatch_size=32,

@@ -5,7 +5,7 @@
 - Dedicated leases stand without it. Serving leases end by the broker's clock soon after it is gone.
 - Lease epochs are `term * 2^20 + count`, and all it writes carries its term: once a successor has opened its own, a
   controller that lost the lead writes nothing any more. Every process opens a term of its own, also under a name that
-  led before: no epoch is given twice.
+  led before or leads: no epoch is given twice, and of several processes of one name the one that started last leads.
 - A tick is a handful of round trips, however many workers there are.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 
 from ..fabric.clock import Clock
 from ..fabric.errors import FabricError
+from ..fabric.ids import new_process_id
 from ..fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand, term_of
 from ..fabric.ports import LeaseBoard, Survey
 from ..fabric.records import Lease, WorkerInfo
@@ -57,6 +58,7 @@ class Controller:
         self._board = board
         self._config = config
         self._clock = clock
+        self._process = new_process_id()
         self._census = Census()
         self._ticked_at_s: float | None = None
         self._grants: list[Grant] = []
@@ -71,8 +73,8 @@ class Controller:
         """Plan until `stop`; a broker that cannot be reached is waited for."""
         while not stop.is_set():
             try:
-                is_new = not self._term
-                term = await self._board.lead(self._config.worker_id, self._config.lead_ms, is_new=is_new)
+                name, process, is_new = self._config.worker_id, self._process, not self._term
+                term = await self._board.lead(name, self._config.lead_ms, process=process, is_new=is_new)
                 if term:
                     await self.tick(term)
             except FabricError as error:

@@ -128,7 +128,7 @@ RIGHTS: dict[str, Rights] = {
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, deleting runs",
         scripts="push_group clock holders add_event set_lend",
-        commands=f"{STATUS} hset hkeys hscan hdel xread scan unlink mget getrange get",
+        commands=f"{STATUS} hset hkeys hscan hdel xread xrevrange scan unlink mget getrange get",
         reads="",
         writes="{rf}:* {run}:*",
     ),

@@ -216,3 +216,8 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             answer = await self._client.xread({names.EVENTS: after}, count=count, block=block)
         return [event_row(*entry) for _, entries in stream_rows(answer) for entry in entries]
+
+    async def newest_events(self, before: str, count: int) -> list[tuple[str, str, dict[str, Any]]]:
+        with translate():
+            entries = await self._client.xrevrange(names.EVENTS, max=f"({before}" if before else "+", count=count)
+        return [event_row(*entry) for entry in entries]

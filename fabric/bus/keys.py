@@ -16,7 +16,7 @@ Fabric: tag {rf}
   rf:{rf}:lends             HASH   worker_id | "pool:NAME" | "*" → LendSetting, what its serving team said. Theirs.
   rf:{rf}:sharing           HASH   worker_id → SharingReport. With the worker.
   rf:{rf}:assignments       HASH   worker_id → run_id: which run's leases to look at. Controller; with the worker.
-  rf:{rf}:leader            STRING "controller term until_ms". Rewritten by whoever leads.
+  rf:{rf}:leader            STRING "controller/process term until_ms". Rewritten by whoever leads.
   rf:{rf}:lease_epoch       STRING the highest term, only grows: older ones write nothing. Never deleted.
   rf:{rf}:plan              STRING LeasePlan, the newest: for people. Rewritten by whoever leads. Never deleted.
   rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: for people to read.

@@ -45,10 +45,10 @@ class RedisLeases:
         self._scripts = Scripts(client)
         self._seen: dict[bytes, tuple[bytes, WorkerInfo]] = {}  # what workers said at the last survey
 
-    async def lead(self, controller_id: str, duration_ms: int, *, is_new: bool = False) -> int:
+    async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:
         keys = [names.LEADER, names.LEASE_EPOCH, names.CLOCK]
         with translate():
-            return int(await self._scripts.call("lead", keys, [controller_id, duration_ms, int(is_new)]))
+            return int(await self._scripts.call("lead", keys, [controller_id, process, duration_ms, int(is_new)]))
 
     async def open_term(self, term: int) -> None:
         with translate():
@@ -163,8 +163,11 @@ class RedisLeases:
 
     async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:
         keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.SHARING, names.LEASE_EPOCH]
+        wanted = set(worker_ids)
+        # A name that is no UTF-8 is not written as it is shown: the rows are those that the last survey showed so.
+        odd = [name for name in self._seen if _text(name) in wanted and _text(name).encode() != name]
         with translate():
-            return bool(await self._scripts.call("forget_workers", keys, [term, *worker_ids]))
+            return bool(await self._scripts.call("forget_workers", keys, [term, *worker_ids, *odd]))
 
     async def set_plan(self, plan: LeasePlan) -> bool:
         with translate():

@@ -137,3 +137,7 @@ class MemoryLeaseBoard(MemoryLeases):
         if start >= len(self._broker.events):
             await self._broker.clock.sleep(timeout_s)
         return self._broker.events[start : start + count]
+
+    async def newest_events(self, before: str, count: int) -> list[tuple[str, str, dict[str, Any]]]:
+        end = int(before.split("-")[0]) - 1 if before else len(self._broker.events)  # they are numbered from 1
+        return self._broker.events[max(0, end - count) : end][::-1]

@@ -10,7 +10,7 @@ from ..lease_plan import LeaseChange, LeasePlan, term_of
 from ..limits import EVENT_BYTES_MAX
 from ..records import Lease
 from ..wire import check_size, dump_json
-from .state import MemoryBroker, RunState
+from .state import Leader, MemoryBroker, RunState
 
 TERM_FROM_S = 1_700_000_000  # as in bus/lua/lead.lua
 
@@ -27,15 +27,17 @@ class MemoryLeases:
             raise RunUnknown(f"run {run_id!r} does not exist on this broker: create it with fabric.run(…)")
         return state
 
-    async def lead(self, controller_id: str, duration_ms: int, *, is_new: bool = False) -> int:
+    async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:
         now = self._broker.now_ms()
         leader = self._broker.leader
-        if leader is not None and leader[2] > now and leader[0] != controller_id:
+        if leader is not None and leader.until_ms <= now:
+            leader = None
+        if leader is not None and (leader.name != controller_id or (leader.process != process and not is_new)):
             return 0
-        if leader is None or leader[2] <= now or is_new:
+        if leader is None or is_new:
             wall_s = int(self._broker.clock.wall_ms() / 1000 + self._broker.set_ahead_s)
             self._broker.term = max(self._broker.term + 1, wall_s - TERM_FROM_S)
-        self._broker.leader = (controller_id, self._broker.term, now + duration_ms)
+        self._broker.leader = Leader(controller_id, process, now + duration_ms)
         return self._broker.term
 
     async def open_term(self, term: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..agreement import Agreement
 from ..clock import Clock, SystemClock
@@ -207,6 +207,14 @@ class RunState:
         self.inbox_bell.set()
 
 
+class Leader(NamedTuple):
+    """The process of a controller that leads."""
+
+    name: str
+    process: str
+    until_ms: float
+
+
 class MemoryBroker:
     """Everything that the memory ports share."""
 
@@ -220,7 +228,7 @@ class MemoryBroker:
         self.assignments: dict[str, str] = {}
         self.lends: dict[str, LendSetting] = {}
         self.sharing: dict[str, SharingReport] = {}
-        self.leader: tuple[str, int, float] | None = None
+        self.leader: Leader | None = None
         self.term = 0
         self.plan: LeasePlan | None = None
         self.events: list[tuple[str, str, dict[str, Any]]] = []

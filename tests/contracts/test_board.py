@@ -116,6 +116,21 @@ async def test_a_controller_that_is_started_again_under_its_name_has_a_higher_te
     assert await world.board.lead("c2", 10_000, is_new=True) == 0
 
 
+async def test_two_processes_of_one_name_never_lead_in_one_term(world: World) -> None:
+    # Given a leader
+    first = await world.board.lead("c1", 10_000, process="a", is_new=True)
+    assert await world.board.lead("c1", 10_000, process="a") == first
+    # When another process of its name starts, then that one leads, in a term of its own, and the first no more
+    second = await world.board.lead("c1", 10_000, process="b", is_new=True)
+    assert second > first
+    assert await world.board.lead("c1", 10_000, process="a") == 0
+    assert await world.board.lead("c1", 50, process="b") == second
+    # Until the second is silent: they are two, whatever they are called
+    await asyncio.sleep(0.1)
+    assert await world.board.lead("c1", 10_000, process="a") > second
+    assert await world.board.lead("c1", 10_000, process="b") == 0
+
+
 def change(term: int, number: int, worker_id: str = "w1", *, slots: int = 4, **facts: object) -> LeaseChange:
     epoch = term * EPOCHS_PER_TERM + number
     made = Lease(worker_id=worker_id, run_id="r1", lease_epoch=epoch, slot_count=slots, lease_until_ms=None)
@@ -320,3 +335,16 @@ async def test_events_come_in_order_after_the_last_one_seen(world: World) -> Non
     first, second = await world.board.events("0-0", 10, 0.05)
     assert [first[1:], second[1:]] == [("a", {"n": 1}), ("b", {"n": 2})]
     assert await world.board.events(second[0], 10, 0.02) == []
+
+
+async def test_events_are_read_backwards_page_by_page_from_the_newest(world: World) -> None:
+    assert await world.board.newest_events("", 2) == []
+    for number in range(5):
+        await world.board.add_event("a", {"n": number})
+    before, pages = "", []
+    for _ in range(4):
+        page = await world.board.newest_events(before, 2)
+        pages.append([facts["n"] for _, _, facts in page])
+        before = page[-1][0] if page else before
+    assert pages == [[4, 3], [2, 1], [0], []]
+    assert (await world.board.newest_events("", 9))[::-1] == await world.board.events("0-0", 9, 0.05)

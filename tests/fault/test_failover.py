@@ -60,7 +60,7 @@ class Pool:
     def leader(self) -> tuple[str, int]:
         raw: Any = self.redis.get(LEADER)
         name, term, _ = raw.decode().split() if raw else ("", 0, 0)
-        return name, int(term)
+        return name.partition("/")[0], int(term)
 
     def granted_terms(self) -> list[int]:
         """Of every grant and end that was written down, in order."""

@@ -121,7 +121,7 @@ def test_a_killed_controller_costs_its_leases_and_nothing_else(fabric: Processes
     assert leases()[serving].slot_count == 8
 
     # When the controller is killed
-    assert fabric.redis.get(LEADER).startswith(b"controller ")
+    assert fabric.redis.get(LEADER).startswith(b"controller/")
     fabric.supervisor.kill("controller")
     assert run.status().trajectories["running"] > 0
     restarted(fabric, "controller")

@@ -332,6 +332,7 @@ async def look(who: dict[str, Part]) -> None:
     for role in ("api-control", "operator"):
         await who[role].board.set_lend("*", "on")
         await who[role].board.add_event("lend.switched", {})
+    assert await who["operator"].board.newest_events("", 10)
     await who["operator"].rollouts.push([group("g")])
 
 

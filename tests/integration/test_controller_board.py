@@ -77,3 +77,23 @@ async def test_rows_under_another_worker_s_name_stop_no_controller(url: str, fab
     seen = (await fabric.board.workers())["w2"][0]
     assert (seen.role, seen.worker_id) == ("unreadable", "w2")
     assert "of a worker 'd1'" in (seen.error or "")
+
+
+async def test_workers_whose_names_are_no_text_are_forgotten_as_the_silent_are(url: str, fabric: RedisFabric) -> None:
+    # Given rows under names that are no UTF-8, two of which are shown alike, beside a worker that lives
+    client = await open_broker(url, client_name="tests")
+    odd = (b"bad\xff", b"bad\xfe", b"\xf0\x9f")
+    for name in odd:
+        await client.hset(keys.WORKERS, name, WORKER.encode())
+        await client.hset(keys.ASSIGNMENTS, name, b"r1")
+        await client.hset(keys.SHARING, name, b"{}")
+    await client.zadd(keys.HEARTBEATS, {odd[0]: 1})
+    assert len(await fabric.board.workers()) == 3
+    # When a controller plans
+    await controller(fabric).tick(1)
+    # Then the live one alone is left
+    for key in (keys.WORKERS, keys.ASSIGNMENTS, keys.SHARING):
+        assert not {*odd} & {*await client.hkeys(key)}
+    assert await client.zrange(keys.HEARTBEATS, 0, -1) == [b"d1"]
+    assert set(await fabric.board.workers()) == {"d1"}
+    await client.aclose()

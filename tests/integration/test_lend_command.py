@@ -109,6 +109,28 @@ async def test_the_log_tells_who_switched_what_and_why_and_what_was_lent(desk: D
     assert "trial" in await desk.run("log")
 
 
+async def test_the_log_goes_through_a_bounded_number_of_the_newest_events(desk: Desk) -> None:
+    # Given a switch, more events of other kinds than one page has, and another switch
+    await desk.run("on", "--reason", "first")
+    await desk.fabric.board.add_events([("trainer.step", {"step": step}) for step in range(1_200)])
+    await desk.run("off", "--reason", "second")
+    # When one looks at all, at a part, and for one alone
+    seen = {
+        words: await desk.json("log", *words)
+        for words in ((), ("--limit", "1201"), ("--limit", "1202"), ("--count", "1"))
+    }
+    # Then what was read is what was asked for, and a log that stopped early says so
+    found = {words: ([each["facts"]["reason"] for each in log["events"]], log["is_cut"]) for words, log in seen.items()}
+    assert found == {
+        (): (["first", "second"], False),
+        ("--limit", "1201"): (["second"], True),
+        ("--limit", "1202"): (["first", "second"], True),
+        ("--count", "1"): (["second"], False),
+    }
+    assert "--limit" in await desk.run("log", "--limit", "1")
+    assert "--limit" not in await desk.run("log")
+
+
 async def test_the_status_shows_terms_lease_and_guard_of_serving_workers_alone(desk: Desk) -> None:
     await desk.fabric.board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
     await desk.beat("d1", role="dedicated")

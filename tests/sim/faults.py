@@ -143,7 +143,7 @@ class Faults:
     async def _depose(self) -> None:
         """The leader is stopped for longer than it may be silent."""
         leader = self._world.fabric.broker.leader
-        if leader is not None and (link := self._world.links.get(leader[0])) is not None:
+        if leader is not None and (link := self._world.links.get(leader.name)) is not None:
             await self._stop_one(link.process, self._random.uniform(2.2, 4.0))
 
     async def _restart_trainer(self) -> None:

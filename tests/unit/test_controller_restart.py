@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from rollfab.fabric.clock import SystemClock
+from rollfab.fabric.lease_plan import EPOCHS_PER_TERM
 from rollfab.fabric.memory.board import MemoryLeaseBoard
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.records import RunConfig, WorkerInfo
@@ -66,3 +67,26 @@ async def test_a_new_term_of_one_controller_begins_with_nothing_that_it_knew() -
     await controller.tick(2)
     # Then it counts from then on
     assert set(await stage.board.leases("run")) == {"serving"}
+
+
+async def test_of_two_live_processes_of_one_name_the_later_leads_and_the_other_writes_nothing() -> None:
+    # Given a controller that leads
+    stage, stop = await Stage().begin(), asyncio.Event()
+    first, second = (Controller(stage.board, CONFIG, SystemClock()) for _ in range(2))
+    running = [asyncio.create_task(first.run(stop))]
+    await until(lambda: stage.broker.plan is not None)
+    before = stage.broker.term
+    # When another one is started under its name, while it lives, and both go on for a while
+    running.append(asyncio.create_task(second.run(stop)))
+    await until(lambda: stage.broker.term > before)
+    after, seen = stage.broker.term, len(stage.broker.events)
+    for word in ("2", "off", "on"):
+        await stage.board.set_lend("*", word)
+        await asyncio.sleep(4 * CONFIG.tick_s)
+    stop.set()
+    await asyncio.gather(*running)
+    # Then there was one change of the lead, and all that was granted since is of the second's term, and its alone
+    assert stage.broker.term == after
+    assert (first._term, second._term) == (before, after)
+    epochs = [facts["lease_epoch"] for _, kind, facts in stage.broker.events[seen:] if kind.startswith("lease.")]
+    assert epochs and {epoch // EPOCHS_PER_TERM for epoch in epochs} == {after}

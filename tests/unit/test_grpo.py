@@ -94,6 +94,18 @@ def test_one_step_moves_no_further_than_the_clip() -> None:
     assert metrics["clipped_fraction"] > 0.5
 
 
+def test_a_kl_weight_keeps_one_odd_rollout_from_moving_everything() -> None:
+    def chance(kl_weight: float) -> float:
+        """Of what all but one chose, who did a little worse: which makes an advantage of -4."""
+        model = Bandit()
+        settings = replace(SETTINGS, learning_rate=0.2, epoch_count=8, minibatch_size=16, kl_weight=kl_weight)
+        learn(Grpo(model, settings), [group(*[rollout(1, 1.0)] * 15, rollout(2, 0.95))])
+        return model.chances()[1]
+
+    assert chance(0.0) > 2 / VOCABULARY
+    assert chance(1.0) < 1.3 / VOCABULARY
+
+
 def test_a_lucky_choice_may_rise_further_than_an_unlucky_one_falls() -> None:
     model = Bandit()
     settings = replace(SETTINGS, learning_rate=0.005, epoch_count=300, clip_fraction=0.2, clip_fraction_up=1.0)

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollfab.bench.alone import alone
+from rollfab.bench.coserve import QUICK, measure
 from rollfab.bench.harness import child_pids
+from rollfab.fabric.errors import ConfigError
 from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
 
 # In a process of its own, because the bench computes the weights with torch, and engines are forked from this one.
@@ -75,6 +79,14 @@ def test_a_real_measurement_reports_every_arm() -> None:
     assert 0 < results["tokens_settled"] <= results["tokens_made"]
     assert 0 <= results["kill_switch"]["ms_p50"] < 10_000
     assert not list(Path("/dev/shm").glob(f"rollfab-bench-{os.getpid()}*"))
+
+
+def test_nothing_is_measured_while_another_call_measures() -> None:
+    with ExitStack() as held:
+        with suppress(ConfigError):  # somebody measures on this machine: as good
+            held.enter_context(alone("coserve"))
+        with pytest.raises(ConfigError, match="coserve is being measured on this machine by process"):
+            measure(QUICK)
 
 
 def check_latencies(arm: dict[str, Any]) -> None:

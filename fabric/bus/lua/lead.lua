@@ -1,19 +1,21 @@
--- lead(controller, duration_ms, is_new)
--- Become or stay the one controller that publishes leases. A new leader gets a higher term; leases are numbered from it.
--- One that was started again under its name is a new one: what it numbered before is forgotten.
+-- lead(controller, process, duration_ms, is_new)
+-- Become or stay the one process that publishes leases. A new leader gets a higher term; leases are numbered from it.
+-- A process that is new replaces one of its controller's name at once: mostly its dead predecessor. One that lives leads
+-- no more: no two processes share a term.
 -- Terms are at least the machine's seconds since TERM_FROM_S: a broker that lost its last writes in a fail-over would
 -- otherwise give a term out twice, to the leader of before and to its successor.
---   KEYS[1] leader string "controller term until_ms"   KEYS[2] lease_epoch: the highest term   KEYS[3] clock
--- Returns the term while this controller leads · 0 another one leads
+--   KEYS[1] leader string "controller/process term until_ms"   KEYS[2] lease_epoch: the highest term   KEYS[3] clock
+-- Returns the term while this process leads · 0 another one leads
 -- flags allow-oom
 -- use look time
 local TERM_FROM_S = 1700000000
 local now, leader, term = now_ms(KEYS[3]), redis.call('GET', KEYS[1]), nil
 if leader then
-  local name, led, until_ms = string.match(leader, '^(%S+) (%d+) (%d+)$')
+  local name, process, led, until_ms = string.match(leader, '^([^%s/]+)/?(%S*) (%d+) (%d+)$')
   if tonumber(until_ms) > now then
-    if name ~= ARGV[1] then return 0 end
-    if ARGV[3] ~= '1' then term = tonumber(led) end
+    local is_new = ARGV[4] == '1'
+    if name ~= ARGV[1] or (process ~= ARGV[2] and not is_new) then return 0 end
+    if not is_new then term = tonumber(led) end
   end
 end
 if not term then
@@ -21,5 +23,5 @@ if not term then
   term = math.max(last + 1, redis.call('TIME')[1] - TERM_FROM_S)
   redis.call('SET', KEYS[2], string.format('%d', term))
 end
-redis.call('SET', KEYS[1], string.format('%s %d %d', ARGV[1], term, now + tonumber(ARGV[2])))
+redis.call('SET', KEYS[1], string.format('%s/%s %d %d', ARGV[1], ARGV[2], term, now + tonumber(ARGV[3])))
 return term
