@@ -143,6 +143,7 @@ class WeightSupply:
                 clock=self._clock,
             ),
             attend=attend,
+            may_stage_by_ranks=self._server is None,  # who joins copies whole weights from us
         )
         made.on_close = end
         if self._server is not None:

@@ -7,6 +7,7 @@
 - A receiver that lags takes all missing versions in one commit, by whichever way is fewer bytes.
 - The first weights of a run, and those that heal a doubt, are read back from the engine and compared in full before
   they count as live; so are all, now and then. Between, the sums of the live state are carried along.
+- Where the engine's ranks stage their own parts (engines/ranks.py), versions are only gathered here for them.
 - Where no chain of the store leads to the head, other sources are asked for a whole version, which must be what its
   manifest says; the chain goes on from there.
 - Which runs to serve, when to stop serving one, and when a commit may begin is rollout.py's.
@@ -30,6 +31,7 @@ from ..fabric.weights.layout import Layout
 from ..fabric.weights.manifest import Head, Holder, Sums, WeightManifest, check_state
 from ..fabric.weights.stage import Stage, Staged
 from .engines.base import Bits, Engine, TurnsAtCommit
+from .engines.ranks import HasRanks, Ranks, StagedByRanks
 from .holding import Holding
 from .snapshots import VersionSource, stage_snapshot
 
@@ -98,6 +100,7 @@ class WeightReceiver:
         sources: Sequence[VersionSource] = (),
         catch_up: CatchUp | None = None,
         attend: Callable[[], Awaitable[object]] | None = None,
+        may_stage_by_ranks: bool = True,
     ) -> None:
         """Nothing is read before `start` or `update`.
 
@@ -106,6 +109,8 @@ class WeightReceiver:
             sources: asked in that order where no chain leads to the head.
             catch_up: asks relays to fold what is missing, where that spares much.
             attend: takes part in a collective, if one is offered; called between two looks at the head.
+            may_stage_by_ranks: whether an engine of several ranks may hold the weights in parts alone. Others can copy
+                them from this receiver only if not.
         """
         self.version = -1
         self.head_version = -1
@@ -123,6 +128,7 @@ class WeightReceiver:
         self._sources = sources
         self._catch_up = catch_up
         self._attend = attend
+        self._may_stage_by_ranks = may_stage_by_ranks
         self._reader = ChainReader(store, run_id)
         self._moved_by = 0
         self._epoch = 0  # of the publisher in charge, as last seen
@@ -150,8 +156,8 @@ class WeightReceiver:
         return self._engine.layout
 
     def stamp(self) -> tuple[int, int] | None:
-        """The version that is live, and how many there were; None while a commit runs, or in doubt."""
-        return None if self._is_in_doubt else (self.version, self._commit_count)
+        """The version that is live, and how many there were; None while a commit runs, in doubt, or held in parts."""
+        return None if self._is_in_doubt or self._ranks is not None else (self.version, self._commit_count)
 
     def bits(self) -> Mapping[str, Bits]:
         """Flat stored bits by name, live."""
@@ -244,12 +250,20 @@ class WeightReceiver:
             self._sums = await self._look_at_live(manifests[-1])
         self._audited_version = self.version
 
-    async def _stage(self, head: Head) -> tuple[list[WeightManifest], Staged, Head]:
+    @property
+    def _ranks(self) -> Ranks | None:
+        """By which to stage; None: whole versions are staged here."""
+        engine = self._engine
+        return engine.ranks if self._may_stage_by_ranks and isinstance(engine, HasRanks) else None
+
+    async def _stage(self, head: Head) -> tuple[list[WeightManifest], Staged | StagedByRanks, Head]:
         """The head by the store's chain, or else the newest version that another source has."""
         have = None if self._is_in_doubt else self.version
         layout = self._engine.layout
         try:
             manifests = await self._reader.plan(have, head.version)
+            if self._ranks is not None:
+                return manifests, await self._stage_by_ranks(self._ranks, manifests, have), head
             live = None if have is None else self._engine.weight_bits()
 
             def make_stage() -> Stage:
@@ -268,17 +282,37 @@ class WeightReceiver:
             manifest, staged, head = found
             return [manifest], staged, head
 
-    async def _apply(self, staged: Staged, *, is_known: bool) -> float:
+    async def _stage_by_ranks(
+        self, ranks: Ranks, manifests: Sequence[WeightManifest], have: int | None
+    ) -> StagedByRanks:
+        """Fetched here, once for all of them; a fold is not asked for, as who made it wrong would not be found."""
+        with contextlib.closing(ranks.gather()) as gathering:
+            await self._reader.stage(manifests, gathering)
+            try:
+                return await ranks.stage(gathering, have)
+            except (WeightError, WireError):
+                self._reader = ChainReader(self._store, self._run_id)  # a manifest may have been damaged on the way
+                raise
+
+    async def _apply(self, staged: Staged | StagedByRanks, *, is_known: bool) -> float:
         """As the run wishes and the engine can; what doubtful weights, or another run's, have computed is dropped."""
         wish = self.at_commit
         if not is_known or wish.turns == "recompute" or self.note is not None:
-            return await self._engine.apply(staged, turns="recompute")
+            return await self._commit(staged, turns="recompute")
         try:
-            return await self._engine.apply(staged, turns="keep", may_reuse_prefix=wish.may_reuse_prefix)
+            return await self._commit(staged, turns="keep", may_reuse_prefix=wish.may_reuse_prefix)
         except EngineUnsupported as error:
             self.note = str(error)
             log.warning("weights.recomputes", extra={"run_id": self._run_id, "note": self.note})
-            return await self._engine.apply(staged, turns="recompute")
+            return await self._commit(staged, turns="recompute")
+
+    async def _commit(
+        self, staged: Staged | StagedByRanks, *, turns: TurnsAtCommit, may_reuse_prefix: bool = False
+    ) -> float:
+        if isinstance(staged, Staged):
+            return await self._engine.apply(staged, turns=turns, may_reuse_prefix=may_reuse_prefix)
+        assert self._ranks is not None
+        return await self._ranks.apply(staged, turns=turns, may_reuse_prefix=may_reuse_prefix)
 
     def _hold(self, version: int, head: Head, sums: Sums) -> None:
         """The engine holds `version` now, for certain."""

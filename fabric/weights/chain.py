@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,35 @@ from ..rules.chain import KEYFRAME, Link, plan
 from .codec import Bits
 from .layout import Layout, TensorSpec
 from .manifest import WeightManifest
-from .stage import Stage, Staged, check_chunk
+from .stage import Stage, check_chunk
 
 B = TypeVar("B")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 FETCH_BYTES_MAX = 16 << 20  # per round trip: long enough to hide the trip, small beside any model
 FETCH_COUNT_MAX = 3
 NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}  # types numpy has
+
+
+class ChunkSink(Protocol[T_co]):
+    """What takes versions chunk by chunk, oldest first: a Stage, or what gathers them for others to stage."""
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """The next version; every chunk of it follows, in order, then `end`."""
+        ...
+
+    def feed(self, data: bytes) -> None:
+        """The next chunk, whose digest was found right."""
+        ...
+
+    def end(self) -> None:
+        """The version is complete."""
+        ...
+
+    def finish(self) -> T_co:
+        """All versions together."""
+        ...
 
 
 class ChainReader:
@@ -64,7 +85,7 @@ class ChainReader:
         self._unreadable.clear()
         return self._manifests(plan(have, goal, self._links()))
 
-    async def stage(self, manifests: Sequence[WeightManifest], stage: Stage) -> Staged:
+    async def stage(self, manifests: Sequence[WeightManifest], stage: ChunkSink[T]) -> T:
         """Fetch, check and stage versions. The stage's live weights are only read.
 
         Raises:
@@ -80,7 +101,7 @@ class ChainReader:
             raise
         return await asyncio.to_thread(stage.finish)
 
-    async def _feed(self, manifest: WeightManifest, stage: Stage) -> None:
+    async def _feed(self, manifest: WeightManifest, stage: ChunkSink[Any]) -> None:
         """All chunks of a version, in order; the next are on their way while the last are decoded."""
         await fetch_ahead(_batches(manifest), partial(self._fetch, manifest), partial(_feed, stage))
 
@@ -222,7 +243,7 @@ def _sort_out(
     return failure
 
 
-def _feed(stage: Stage, chunks: Sequence[bytes]) -> None:
+def _feed(stage: ChunkSink[Any], chunks: Sequence[bytes]) -> None:
     for chunk in chunks:
         stage.feed(chunk)
 

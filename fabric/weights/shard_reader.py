@@ -9,29 +9,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from ..errors import ChainBroken, DigestMismatch, WeightError
-from ..ports_weights import WeightStore
+from ..ports_weights import Range
 from .chain import FETCH_BYTES_MAX, FETCH_COUNT_MAX, fetch_ahead
 from .manifest import BlockRow, WeightManifest, block_digest
 from .shard_stage import ShardStage
-from .shards import Fetch, ShardMap, fetches, needed
+from .shards import GAP_BYTES, Fetch, ShardMap, fetches, needed
 from .stage import Staged
 
 Blocks = list[tuple[BlockRow, memoryview]]
 
 
+class RangeSource(Protocol):
+    """Where a rank gets its bytes: a WeightStore of its own, or what another process of its node has fetched."""
+
+    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
+        """As WeightStore.chunk_ranges."""
+        ...
+
+
 class ShardReader:
     """Fetches for one rank.
 
+    Args:
+        gap_bytes: ranges with at most this between them are fetched as one.
+
     Attributes:
-        fetched_bytes: all that the store gave so far.
+        fetched_bytes: all that the source gave so far.
     """
 
-    def __init__(self, store: WeightStore, shard_map: ShardMap) -> None:
+    def __init__(self, source: RangeSource, shard_map: ShardMap, *, gap_bytes: int = GAP_BYTES) -> None:
         self.fetched_bytes = 0
-        self._store = store
+        self._source = source
         self._map = shard_map
+        self._gap_bytes = gap_bytes
 
     async def stage(self, manifests: Sequence[WeightManifest], stage: ShardStage) -> Staged:
         """Fetch, check and stage versions; before any rank commits, all must agree (shard_stage.agree).
@@ -50,7 +63,7 @@ class ShardReader:
         """What the rank needs of a version, in batches of at most FETCH_BYTES_MAX (or one range); at least one."""
         batches: list[list[Fetch]] = [[]]
         room = FETCH_BYTES_MAX
-        for item in fetches(manifest.rows, needed(manifest.rows, self._map)):
+        for item in fetches(manifest.rows, needed(manifest.rows, self._map), gap_bytes=self._gap_bytes):
             if item.length > room and batches[-1]:
                 batches.append([])
                 room = FETCH_BYTES_MAX
@@ -70,7 +83,7 @@ class ShardReader:
             if not wanted:
                 return blocks
             ranges = [(item.chunk, item.offset, item.length) for item in wanted]
-            found = await self._store.chunk_ranges(manifest, ranges)
+            found = await self._source.chunk_ranges(manifest, ranges)
             self.fetched_bytes += sum(len(data) for data in found if data is not None)
             again: list[Fetch] = []
             for item, data in zip(wanted, found, strict=True):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..errors import DigestMismatch, WeightError, WireError
 from ..rules.chain import KEYFRAME
 from .codec import Bits, Decoded, Decoder
-from .digest import sum_at, tensor_key
+from .digest import sum_at, sum_range, tensor_key
 from .manifest import BlockRow, Sums, WeightManifest
 from .regions import Region
 from .shards import ShardMap, ShardSlice, overlaps
@@ -180,10 +180,16 @@ class ShardStage:
         decoded = self._decoder.decode(data, element_count=region.element_count, dtype=spec.bits_dtype)
         if self._manifest.kind == KEYFRAME and (decoded.indices is not None or not decoded.is_absolute):
             raise WireError(f"tensor {spec.name!r}: a keyframe holds a block that needs a base")
-        positions = region.positions(decoded.indices)
+        positions: Indices | None = None
         for place, one in self._map.by_tensor.get(row.tensor, []):
-            if overlaps(region, one.region):
-                self._take(place, one, positions, decoded)
+            if not overlaps(region, one.region):
+                continue
+            if decoded.indices is None and region.is_contiguous and one.is_contiguous:
+                self._take_stretch(place, one, region, decoded)
+                continue
+            if positions is None:
+                positions = region.positions(decoded.indices)
+            self._take(place, one, positions, decoded)
 
     def end(self) -> None:
         """The version is complete; whether it is right, the ranks find out together (`agree`)."""
@@ -200,6 +206,18 @@ class ShardStage:
         writes: dict[str, Write] = {name: (cell.indices, cell.values) for name, cell in sorted(self._cells.items())}
         self._cells = {}
         return Staged(self._version, writes, np.array([total % 2**64 for total in self._sums], dtype=np.uint64))
+
+    def _take_stretch(self, place: int, one: ShardSlice, region: Region, decoded: Decoded) -> None:
+        """All that a whole block and a slice have in common, where both are one stretch: no positions are needed."""
+        start, stop = max(region.start, one.region.start), min(region.stop, one.region.stop)
+        numbers, key = decoded.numbers[start - region.start : stop - region.start], self._keys[region.tensor]
+        first = one.offset + start - one.region.start
+        room = self._whole(one.target).values[first : first + len(numbers)]  # as staged so far, or live
+        values = numbers if decoded.is_absolute else room + numbers
+        if self._manifest is not None and self._manifest.kind != KEYFRAME:
+            self._sums[place] -= sum_range(key, start, room)
+        self._sums[place] += sum_range(key, start, values)
+        room[:] = values
 
     def _take(self, place: int, one: ShardSlice, positions: Indices, decoded: Decoded) -> None:
         first, last = np.searchsorted(positions, (one.region.start, one.region.stop))

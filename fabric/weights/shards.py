@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import LayoutMismatch
 from .codec import Bits
-from .layout import Layout
+from .layout import Layout, TensorSpec
 from .manifest import BlockRow
 from .regions import Region
 
@@ -37,6 +37,12 @@ class ShardSlice(NamedTuple):
     offset: int
     stride: int
     step: int = 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is one stretch of both tensors."""
+        is_one = self.region.run_count == 1 or self.stride == self.region.run
+        return is_one and self.step == 1 and self.region.is_contiguous
 
     def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Flat positions in `target` of indices in the region. int64 (C,) both."""
@@ -80,16 +86,22 @@ class ShardMap:
         Raises:
             LayoutMismatch: names the tensor.
         """
-        own = {spec.name: spec for spec in self.local.tensors}
-        written = {name: np.zeros(spec.element_count, dtype=np.bool_) for name, spec in own.items()}
+        held: dict[str, list[ShardSlice]] = {spec.name: [] for spec in self.local.tensors}
         for one in self.slices:
-            spec, target = self.layout.tensors[one.region.tensor], own[one.target]
+            held[one.target].append(one)
+        for target in self.local.tensors:  # one at a time: a mark for each element of all would be half the part
+            self._check_target(target, held[target.name])
+
+    def _check_target(self, target: TensorSpec, slices: Iterable[ShardSlice]) -> None:
+        written = np.zeros(target.element_count, dtype=np.bool_)
+        for one in slices:
+            spec = self.layout.tensors[one.region.tensor]
             last = one.offset + (one.region.run_count - 1) * one.stride + (one.region.run - 1) * one.step
             if not 0 <= one.region.start < one.region.stop <= spec.element_count or last >= target.element_count:
                 raise LayoutMismatch(f"tensor {spec} has a part outside itself or outside {target}", tensor=spec.name)
             if spec.dtype != target.dtype:
                 raise LayoutMismatch(f"tensor {spec} is kept as {target}: bits are not converted", tensor=spec.name)
-            place = one.view(written[one.target])
+            place = one.view(written)
             if place.any():
                 raise LayoutMismatch(f"tensor {spec.name!r} shares its place in {target} with another")
             place[...] = True

@@ -2,7 +2,8 @@
 
 - Every request ends exactly once: in `finished` or in `abort`. One that fails ends with finish_reason "error".
 - The door is held while any reason holds the engine; reasons are counted here, because a vLLM has one pause for all.
-- The host keeps a mirror of the weights, which deltas are staged on; a commit writes the engine, then the mirror.
+- The host keeps a mirror of the weights, which deltas are staged on; a commit writes the engine, then the mirror. With
+  several ranks each may stage its own part instead (by_rank.py); the mirror is let go at the first such commit.
 - At a commit requests in flight keep their KV cache or have it computed again; those without a token start over.
 - At start every kind of parameter is written once to see that it changes an answer (probe.py): a backend that computes
   with copies of its weights is found before the first turn.
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -25,9 +27,11 @@ from ..admission import context_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit, Writes
 from ..writes import check_writes
 from .arena import Mirror
+from .by_rank import VllmRanks, Write, ranks_of
 from .config import VllmConfig
 from .door import Ask, Door
 from .door_guard import DoorGuard
+from .doors import new_door
 from .holding import Holding
 from .probe import probe_writes
 from .requests import OpenRequest, start_over
@@ -46,10 +50,11 @@ class VllmEngine:
 
     def __init__(self, config: VllmConfig | None = None, *, door: Door | None = None) -> None:
         self.config = config or VllmConfig()
-        self._door = door or _new_door(self.config)
+        self._door = door or new_door(self.config)
         self._clock = SystemClock()
         self._failure: EngineError | None = EngineError("the engine is not started: await start() first")
         self._mirror: Mirror | None = None
+        self._ranks: VllmRanks | None = None
         self._version = -1
         self._open: dict[str, OpenRequest] = {}
         self._ended: dict[str, Generation] = {}
@@ -91,6 +96,7 @@ class VllmEngine:
                     is_preset(self.config.model) or self.config.arguments.get("load_format") == "dummy"
                 )
                 await probe_writes(self, facts, is_dummy=is_dummy, is_whole=way == "reload")
+            self._ranks = await ranks_of(self._door, self._between_commits, self._apply_by_ranks)
             self._token_count = self._prompt_token_count = self._cached_token_count = 0
             self._door.guard_from_now()
         except BaseException:
@@ -246,11 +252,20 @@ class VllmEngine:
 
     @property
     def layout(self) -> Layout:
-        self._live_mirror()
+        self._check_live()
         return self._door.facts.layout
 
+    @property
+    def ranks(self) -> VllmRanks | None:
+        """To stage by; None: it has one, or takes whole versions only."""
+        return self._ranks
+
     def weight_bits(self) -> Mapping[str, Bits]:
-        return {name: _read_only(bits) for name, bits in self._live_mirror().bits.items()}
+        """Not once a version was committed by the ranks: no process holds all of the weights then."""
+        self._check_live()
+        if self._mirror is None:
+            raise EngineError(f"version {self._version} is held by the engine's ranks, in parts: use read_weights")
+        return {name: _read_only(bits) for name, bits in self._mirror.bits.items()}
 
     async def read_weights(self) -> Mapping[str, Bits]:
         self._check()
@@ -267,19 +282,52 @@ class VllmEngine:
         self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
     ) -> float:
         """A write that fails half-way leaves a torn model: the engine then fails as in a crash."""
-        mirror, writes = self._live_mirror(), staged.writes()
+        writes = staged.writes()
+        self._check_live()
         self._door.check_turns(turns)
         check_writes(self._door.facts.layout, writes)
+        write = partial(self._write_whole, writes, staged.version)
+        return await self._committed(staged.version, write, turns, may_reuse_prefix)
+
+    async def _write_whole(self, writes: Writes, version: int) -> None:
+        if self._ranks is not None:
+            self._ranks.forget()
+        await self._door.write(writes, version)
+        if self._mirror is not None:
+            await aside(sum(values.nbytes for _, values in writes.values()), self._mirror.take, writes)
+
+    async def _apply_by_ranks(self, version: int, write: Write, turns: TurnsAtCommit, may_reuse_prefix: bool) -> float:
+        async def write_alone() -> None:
+            await write()
+            mirror, self._mirror = self._mirror, None
+            if mirror is not None:
+                mirror.close()
+
+        self._check_live()
+        self._door.check_turns(turns)
+        return await self._committed(version, write_alone, turns, may_reuse_prefix)
+
+    async def _between_commits(self, tell: Write) -> None:
+        async def alone() -> None:
+            async with self._commit_lock:
+                if not self._holding.awake.is_set():
+                    raise EngineError("the engine fell asleep")
+                await tell()
+
+        await self._holding.awake.wait()
+        await asyncio.shield(asyncio.ensure_future(alone()))  # half told, vLLM would take no other update
+
+    async def _committed(self, version: int, write: Write, turns: TurnsAtCommit, may_reuse_prefix: bool) -> float:
         is_shared = may_reuse_prefix and turns == "keep"
-        commit = self._commit(mirror, staged.version, writes, None if is_shared else turns)
+        commit = self._commit(version, write, None if is_shared else turns)
         return await asyncio.shield(asyncio.ensure_future(commit))
 
-    async def _commit(self, mirror: Mirror, version: int, writes: Writes, forget: TurnsAtCommit | None) -> float:
+    async def _commit(self, version: int, write: Write, forget: TurnsAtCommit | None) -> float:
         """forget: how the prefix cache is; None: not at all."""
         begin_s = self._clock.now_s()
         try:
             async with self._commit_lock, self._holding.held(COMMIT, is_gone=lambda: self._failure is not None):
-                await self._write(mirror, version, writes, forget)
+                await self._write(version, write, forget)
                 if forget != "recompute":
                     await start_over([each for name, each in self._open.items() if name not in self._ended], self._door)
         except WeightError:
@@ -288,9 +336,9 @@ class VllmEngine:
             raise WeightError(f"version {version} was not applied: {error}", version=version) from error
         return self._clock.now_s() - begin_s
 
-    async def _write(self, mirror: Mirror, version: int, writes: Writes, forget: TurnsAtCommit | None) -> None:
+    async def _write(self, version: int, write: Write, forget: TurnsAtCommit | None) -> None:
         try:
-            await self._door.write(writes, version)
+            await write()
             if forget is not None:
                 await self._door.forget_prefixes(forget)
         except WeightError:
@@ -298,7 +346,6 @@ class VllmEngine:
         except EngineError as error:
             self._failure = EngineError(f"version {version} was written in part: {error}. Start a new engine")
             raise
-        await aside(sum(values.nbytes for _, values in writes.values()), mirror.take, writes)
         self._version = version
 
     # ---- sleeping
@@ -340,30 +387,9 @@ class VllmEngine:
             raise EngineError(self._failure.message, **self._failure.facts) from self._failure
         self._door.check()
 
-    def _live_mirror(self) -> Mirror:
-        if self._mirror is None or self._failure is not None:
-            raise self._failure or EngineError("the engine has no model: it is not started, or closed")
-        return self._mirror
-
-
-def _new_door(config: VllmConfig) -> Door:
-    if config.server is not None:
-        from .server import ServerDoor
-
-        return ServerDoor(
-            config.server,
-            slot_count=config.slot_count,
-            context_tokens_max=config.context_tokens_max,
-            api_key=config.api_key,
-            model=config.model,
-        )
-    if config.adapter_rank is not None:
-        from .adapter import AdapterDoor
-
-        return AdapterDoor(config)
-    from .local import LocalDoor
-
-    return LocalDoor(config)
+    def _check_live(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
 def _read_only(bits: Bits) -> Bits:

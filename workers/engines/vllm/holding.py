@@ -16,13 +16,14 @@ from .door import Door
 
 
 class Holding:
-    """Of one door."""
+    """Of one door. awake: set while it does not sleep; changed only by those who await `sleep` and `wake`."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
         self._reasons: set[str] = set()
         self._is_held = False
-        self._is_asleep = False
+        self.awake = asyncio.Event()
+        self.awake.set()
         self._lock = asyncio.Lock()
 
     @property
@@ -54,7 +55,7 @@ class Holding:
     async def follow(self) -> None:
         """Bring the door to what the reasons say."""
         async with self._lock:
-            if self._is_asleep:
+            if not self.awake.is_set():
                 return
             is_wanted = bool(self._reasons)
             if is_wanted and not self._is_held:
@@ -69,17 +70,18 @@ class Holding:
     async def sleep(self, fall_asleep: Callable[[], Awaitable[None]]) -> None:
         """Raises EngineUnsupported, where nothing has changed, or EngineError, where that is not known."""
         async with self._lock:
-            self._is_asleep = True  # from here on only waking makes sure that it is not
+            self.awake.clear()  # from here on only waking makes sure that it is not
             try:
                 await fall_asleep()
             except EngineUnsupported:
-                self._is_asleep = False
+                self.awake.set()
                 raise
 
     async def wake(self, wake: Callable[[], Awaitable[None]]) -> None:
         """Also of one that is awake, where only the reasons are followed."""
-        if self._is_asleep:
+        if not self.awake.is_set():
             async with self._lock:
                 await wake()
-                self._is_asleep = self._is_held = False  # vLLM goes on by itself
+                self._is_held = False
+                self.awake.set()  # vLLM goes on by itself
         await self.follow()

@@ -271,8 +271,20 @@ class LocalDoor:
     def check_turns(self, turns: TurnsAtCommit) -> None:
         """Either."""
 
+    @property
+    def rank_count(self) -> int:
+        """See by_rank.RankDoor; 1 where there are several engines in one."""
+        parallel = self._llm.vllm_config.parallel_config
+        return int(parallel.world_size) if parallel.data_parallel_size == 1 else 1
+
+    async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
+        """See by_rank.RankDoor."""
+        with translated(self._config.log_path, what):
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(_request("update", information))
+            await self._llm.finish_weight_update(None if version is None else str(version))
+
     async def write(self, writes: Writes, version: int) -> None:
-        llm = self._llm
         size = sum(values.nbytes for _, values in writes.values())
         parcel = await aside(size, pack, writes)
         try:
@@ -283,10 +295,7 @@ class LocalDoor:
             ) from error
         try:
             await aside(size, file.write, parcel)
-            with translated(self._config.log_path, "vLLM did not take the weights"):
-                await llm.start_weight_update()
-                await llm.update_weights(_request("update", {"parcel": str(file.path)}))
-                await llm.finish_weight_update(str(version))
+            await self.update({"parcel": str(file.path)}, "vLLM did not take the weights", version)
         finally:
             file.close()
 
@@ -299,10 +308,7 @@ class LocalDoor:
             await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     async def read(self, into: Mirror) -> None:
-        with translated(self._config.log_path, "vLLM did not show its weights"):
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(_request("update", {"export": str(into.path)}))
-            await self._llm.finish_weight_update()
+        await self.update({"export": str(into.path)}, "vLLM did not show its weights")
 
     # ---- sleeping
 

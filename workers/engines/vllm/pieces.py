@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element → what carries its bits
+
+
+def integers(array: NDArray[Any]) -> torch.Tensor:
+    """The same memory as signed integers, which torch has every operation for."""
+    return torch.from_numpy(array.view(np.dtype(f"<i{array.itemsize}")))
 
 
 @dataclass(frozen=True, slots=True)

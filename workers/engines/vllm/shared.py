@@ -47,11 +47,11 @@ class SharedFile:
             self.close()
             raise
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Fill it from the start."""
+    def write(self, data: bytes | memoryview, start: int = 0) -> None:
+        """Fill it from `start`, in bytes."""
         view, done = memoryview(data), 0
         while done < len(view):
-            done += os.pwrite(self._handle, view[done:], done)
+            done += os.pwrite(self._handle, view[done:], start + done)
 
     def close(self) -> None:
         """Let go of it; whoever has it mapped keeps it."""

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,12 +29,15 @@ from vllm.distributed.weight_transfer.base import (
 
 from ....fabric.errors import WeightError, WireError
 from ....fabric.weights.layout import Layout
-from ..base import Bits, Writes
+from ..base import Writes
 from ..writes import check_writes
 from .arena import Mirror, unpack
 from .live import check_live, derive_again, derived_names
 from .packing import pack_again
+from .pieces import integers
 from .placement import Coverage, Placement, check_covered
+from .rank_answers import StageOrder
+from .rank_part import RankPart
 from .recording import record, rehearse
 
 log = logging.getLogger(__name__)
@@ -51,15 +52,24 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Exactly one of: parcel, a file that holds a commit; data, a commit as base64; export, a Mirror's file to fill."""
+    """Exactly one of these.
+
+    parcel: a file that holds a commit. data: a commit as base64. export: a Mirror's file to fill. stage: a row of
+    StageOrder, for every rank its part. commit: the ticket of what the ranks have staged.
+    """
 
     parcel: str | None = None
     data: str | None = None
     export: str | None = None
+    stage: dict[str, Any] | None = None
+    commit: str | None = None
 
     def __post_init__(self) -> None:
-        if sum(value is not None for value in (self.parcel, self.data, self.export)) != 1:
-            raise WeightError("an update is one of parcel (a path), data (base64) and export (a path)")
+        values = (self.parcel, self.data, self.export, self.stage, self.commit)
+        if sum(value is not None for value in values) != 1:
+            raise WeightError(
+                "an update is one of parcel (a path), data (base64), export (a path), stage and commit (a ticket)"
+            )
 
 
 class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -72,6 +82,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._placement: Placement | None = None
+        self._part: RankPart | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Find the place of every tensor; may be called again, with another layout.
@@ -80,7 +91,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             LayoutMismatch: vLLM's model is not of this layout.
             EngineUnsupported: it has layers that can not be written in place.
         """
-        self._placement = None
+        self._placement = self._part = None
         layout = Layout.from_rows(init_info.layout)
         placement: Placement | None = None
         problem = ""
@@ -100,6 +111,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         placement.fill_padding()
         pack_again(self.model)
         self._placement = placement
+        self._part = RankPart(placement, get_world_group().rank_in_group)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: parameters keep their memory."""
@@ -108,27 +120,30 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """Nothing to finish: a commit is complete when `receive_weights` returns."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Write a commit, or fill a mirror with the live weights.
+        """Write a commit, or fill a mirror with the live weights, or begin to stage this rank's part.
 
         Raises:
             WeightError: it is no commit for this model; nothing was written.
         """
-        if self._placement is None:
+        if self._placement is None or self._part is None:
             raise WeightError("weight transfer is not set up: call init_weight_transfer_engine with a layout first")
         if update_info.export is not None:
             _export(self._placement, Path(update_info.export))
             return
-        writes = _read(update_info)
-        check_writes(self._placement.layout, writes)
+        if update_info.stage is not None:
+            self._part.begin(StageOrder.from_row(update_info.stage))
+            return
         with torch.no_grad():
-            for name, (indices, values) in writes.items():
-                _write(self._placement, name, indices, values)
+            if update_info.commit is not None:
+                self._part.commit(update_info.commit)
+            else:
+                _write(self._placement, self._part, _read(update_info))
             derive_again(self.model, self.model_config.dtype)
             pack_again(self.model)
 
     def shutdown(self) -> None:
         """Let go of the model's memory."""
-        self._placement = None
+        self._placement = self._part = None
 
 
 def _read(update_info: UpdateInfo) -> Writes:
@@ -141,17 +156,14 @@ def _read(update_info: UpdateInfo) -> Writes:
         raise WeightError(f"nothing was written: the commit can not be read: {error}") from error
 
 
-def _write(placement: Placement, name: str, indices: NDArray[np.int64] | None, values: Bits) -> None:
-    bits = _tensor(values)
-    if indices is None:
-        placement.write_all(name, bits)
-    else:
-        placement.write_some(name, _tensor(indices), bits)
-
-
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    """The same memory as signed integers, which torch has every operation for."""
-    return torch.from_numpy(array.view(np.dtype(f"<i{array.itemsize}")))
+def _write(placement: Placement, part: RankPart, writes: Writes) -> None:
+    check_writes(placement.layout, writes)
+    part.was_written()
+    for name, (indices, values) in writes.items():
+        if indices is None:
+            placement.write_all(name, integers(values))
+        else:
+            placement.write_some(name, integers(indices), integers(values))
 
 
 def _export(placement: Placement, path: Path) -> None:
@@ -160,7 +172,7 @@ def _export(placement: Placement, path: Path) -> None:
     except (OSError, ValueError) as error:
         raise WeightError(f"the weights can not be read out into {path}: {error}") from error
     for name, bits in mirror.bits.items():
-        placement.read(name, _tensor(bits))
+        placement.read(name, integers(bits))
 
 
 def _told_by_all(mine: tuple[str, Coverage | None]) -> list[tuple[str, Coverage | None]]:
