@@ -5,8 +5,8 @@
 - Arms alternate every few seconds within one call, on the same arrivals, and are compared only within a repetition
   (coserve_arms.py).
 - The objectives are calibrated first, once everything is warm, on the arrivals of all repetitions: the P99 of serving
-  alone, and a quarter more. They are promised before the first arm, and never changed after. Three times the P50 of
-  serving alone is reported beside them.
+  alone in the worst of them, and a quarter more. They are promised before the first arm, and never changed after. Three
+  times the P50 of serving alone is reported beside them.
 - Results are those of `ours`; `baselines` has the same of every arm.
 """
 

@@ -110,8 +110,12 @@ def latencies_ms(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
 
 
 def promised(rounds: Sequence[Round]) -> Slo:
-    """P99 of serving alone, and a quarter more."""
-    limits = {name: P99_FACTOR * percentile(_pooled(rounds, name), P99) for name in LATENCIES}
+    """P99 of serving alone in the repetition where it is greatest, and a quarter more.
+
+    Of all arrivals together it would be a promise that serving alone breaks whenever the busiest of them come.
+    """
+    parts = [[each for each in rounds if each.repetition == name] for name in {each.repetition for each in rounds}]
+    limits = {name: P99_FACTOR * max(percentile(_pooled(part, name), P99) for part in parts) for name in LATENCIES}
     return Slo(ttft_ms=limits["ttft"], tpot_ms=limits["tpot"])
 
 

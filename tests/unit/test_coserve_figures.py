@@ -170,6 +170,14 @@ def test_what_is_promised_follows_from_serving_alone():
     assert relative(rounds) == Slo(ttft_ms=180.0, tpot_ms=15.0)
 
 
+def test_a_promise_is_one_that_serving_alone_keeps_in_the_busiest_repetition():
+    calm, busy = a_round("alone", 1, ttft_ms=40.0), a_round("alone", 2, ttft_ms=60.0)
+    assert promised([calm, calm, calm, busy]) == promised([busy, calm]) == Slo(ttft_ms=75.0, tpot_ms=6.25)
+    # However often a repetition was measured, its requests are judged together
+    rarely = replace(busy, repetition=1, ttft_ms=(60.0,) * 1 + (40.0,) * 199)
+    assert promised([rarely, calm]) == Slo(ttft_ms=50.0, tpot_ms=6.25)
+
+
 def test_the_interval_of_p99_holds_it_and_counts_a_burst_for_less_than_as_many_requests():
     # Given requests of which one in fifty is late, alone or in bursts of ten
     alone = [100.0 if index % 50 == 0 else index % 10 for index in range(2_000)]
