@@ -73,7 +73,6 @@ PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
             learning_rate=3e-3,
             betas=(0.9, 0.99),
             entropy_weight=0.003,
-            kl_weight=1.0,  # without it, one of 64 rollouts with one clumsy move can undo all in one step
             group_count=4,
             group_size=16,
             minibatch_size=32,

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,8 @@ from .rows import event_row, lease_row, lend_row, sharing_row, worker_row
 from .scripts import Argument
 from .shards import RunShards
 from .status import queue_status, read_status, sum_up
+
+NOTICED_S = 1.0  # after this long workers and controllers look for a deleted run no more
 
 
 class RedisLeaseBoard(RedisLeases):
@@ -85,18 +88,28 @@ class RedisLeaseBoard(RedisLeases):
         return {name.decode(): RunConfig.decode(raw) for name, raw in rows.items()}
 
     async def delete_run(self, run_id: str) -> None:
-        """Remove the run and every key of it; scans once per tag, so it is for people, not for loops."""
+        """Remove the run and every key of it; scans twice per tag, so it is for people, not for loops.
+
+        The second time for what those at work on it wrote before they noticed; a run made anew meanwhile is let be.
+        """
         with translate():
             raw = await self._client.hget(names.RUNS, run_id)
             if raw is None:
                 raise RunUnknown(f"run {run_id!r} does not exist on this broker")
             await self._client.hdel(names.RUNS, run_id)
             shards = RunShards(run_id, RunConfig.decode(raw).shard_count)
-            for base in [*(keys.base for keys in shards.all), WeightKeys(run_id).base]:
-                pattern = base.replace("[", r"\[") + ":*"
-                found = [key async for key in self._client.scan_iter(match=pattern, count=1000)]
-                for start in range(0, len(found), 500):
-                    await self._client.unlink(*found[start : start + 500])
+            bases = [*(keys.base for keys in shards.all), WeightKeys(run_id).base]
+            await self._unlink(bases)
+            await asyncio.sleep(NOTICED_S)
+            if await self._client.hget(names.RUNS, run_id) is None:
+                await self._unlink(bases)
+
+    async def _unlink(self, bases: Sequence[str]) -> None:
+        for base in bases:
+            pattern = base.replace("[", r"\[") + ":*"
+            found = [key async for key in self._client.scan_iter(match=pattern, count=1000)]
+            for start in range(0, len(found), 500):
+                await self._client.unlink(*found[start : start + 500])
 
     async def run_status(self, run_id: str) -> RunStatus:
         with translate():

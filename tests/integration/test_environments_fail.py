@@ -267,6 +267,10 @@ def test_a_run_is_deleted_by_a_registered_job(fabric: Processes) -> None:
 
     # Then none of its keys is left, a while later either
     time.sleep(0.5)
-    fabric.until(lambda: not list(fabric.redis.scan_iter(match="rf:{doomed.*")), 5.0, "its keys are gone")
+    fabric.until(lambda: not left(fabric), 5.0, f"its keys are gone: {left(fabric)}")
     assert run.run_id not in fabric.fabric.runs()
     queue.connection.close()
+
+
+def left(fabric: Processes) -> list[bytes]:
+    return list(fabric.redis.scan_iter(match="rf:{doomed*"))
