@@ -22,6 +22,11 @@ import pytest
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """vLLM leaves sockets' contexts to the garbage collector, which may come after the last test."""
+    config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Warnings of vLLM and what it imports are not ours; an engine takes longer to start than a test's usual limit."""
     for item in items:
