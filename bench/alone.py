@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..fabric.errors import ConfigError
+from ..workers.serving.holder import memory_directory
 
 __all__ = ["alone"]
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def alone(name: str, directory: Path | None = None) -> Iterator[None]:
     Raises:
         ConfigError: another process is measuring, which is named; or the lock cannot be opened.
     """
-    path = (directory or _shared()) / f"rollfab-bench-{name}.lock"
+    path = (directory or memory_directory()) / f"rollfab-bench-{name}.lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -53,7 +51,3 @@ def alone(name: str, directory: Path | None = None) -> Iterator[None]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
-
-
-def _shared() -> Path:
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -97,3 +98,25 @@ async def test_workers_whose_names_are_no_text_are_forgotten_as_the_silent_are(u
     assert await client.zrange(keys.HEARTBEATS, 0, -1) == [b"d1"]
     assert set(await fabric.board.workers()) == {"d1"}
     await client.aclose()
+
+
+async def test_what_is_written_of_a_run_while_it_is_deleted_does_not_stay(url: str, fabric: RedisFabric) -> None:
+    client = await open_broker(url, client_name="tests")
+    deleting = asyncio.create_task(fabric.board.delete_run("r1"))
+    while await client.keys("rf:{r1*"):  # noqa: ASYNC110  the broker tells nobody
+        await asyncio.sleep(0.01)
+    await client.set(ShardKeys("r1", 0).clock, 1)  # by a script that knew the run
+    await deleting
+    assert await client.keys("rf:{r1*") == []
+    await client.aclose()
+
+
+async def test_a_run_that_is_made_anew_while_its_like_is_deleted_is_let_be(fabric: RedisFabric) -> None:
+    deleting = asyncio.create_task(fabric.board.delete_run("r1"))
+    while "r1" in await fabric.board.runs():  # noqa: ASYNC110  the broker tells nobody
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    await fabric.board.create_run(RUN)
+    before = await fabric.board.run_status("r1")
+    await deleting
+    assert await fabric.board.run_status("r1") == before

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from random import Random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from rollfab.workers.agent import AgentConfig, AgentWorker
 from tests.sim.environment import KINDS
 from tests.sim.policy import TEXT
 from tests.sim.roles import registry
-from tests.sim.virtual_loop import VirtualClock, VirtualLoop
+from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 
 RUN = RunConfig(
     run_id="r1",
@@ -28,14 +27,6 @@ RUN = RunConfig(
     environment=f"sim-{KINDS[0]}",
     environment_options={"turns": 1, "tokens": 2, "pace_s": 0.0},
 )
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    loop = VirtualLoop(Random(1))
-    try:
-        loop.run_until_complete(work)
-    finally:
-        loop.put_down()
 
 
 async def rewards(run_id: str, trajectory_id: str, fence: int) -> None:
@@ -85,7 +76,7 @@ def test_an_agent_that_claims_its_own_lost_trajectory_again_drops_the_old_episod
         stop.set()
         await task
 
-    run(work())
+    on_virtual_time(work())
 
 
 @pytest.mark.parametrize("is_transaction", [False, True])
@@ -130,7 +121,7 @@ def test_a_group_whose_acknowledging_failed_is_acknowledged_when_the_program_goe
         assert fabric.broker.runs["r1"].consumed == {"g", "h"}
         assert fabric.broker.runs["r1"].depth == 0
 
-    run(work())
+    on_virtual_time(work())
 
 
 def made(job: Any) -> Rollout:

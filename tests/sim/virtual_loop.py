@@ -220,3 +220,12 @@ class VirtualClock:
 
     async def sleep(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s)
+
+
+def on_virtual_time(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end on a loop of its own, and end what it leaves behind."""
+    loop = VirtualLoop(Random(1))
+    try:
+        loop.run_until_complete(work)
+    finally:
+        loop.put_down()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from rollfab.workers.activation import CHANGE_S
 from rollfab.workers.engines.base import EngineStats
 from rollfab.workers.report import WINDOW_S, PrefixHits
 from rollfab.workers.stall import EngineWatch
-from tests.sim.virtual_loop import VirtualClock, VirtualLoop
+from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.unit.played_worker import WORKER, PlayedEngine, Stage
 
 RULE = ActivationRule(sleep_after_s=5.0, retry_s=1.0, retry_s_max=8.0)
@@ -75,14 +73,6 @@ def test_an_engine_sleeps_only_while_nobody_needs_it_and_wakes_whenever_somebody
 
 
 # ---- a worker
-
-
-def on_virtual_time(work: Coroutine[Any, Any, None]) -> None:
-    loop = VirtualLoop(Random(1))
-    try:
-        loop.run_until_complete(work)
-    finally:
-        loop.put_down()
 
 
 def new_stage() -> Stage:

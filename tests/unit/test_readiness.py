@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from rollfab.fabric.errors import EngineError, EngineUnsupported
 from rollfab.fabric.records import Lease
 from rollfab.workers.readiness import MEMORY_AFTER_S, Readiness
-from tests.sim.virtual_loop import VirtualClock, VirtualLoop
+from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.unit.played_worker import WORKER, PlayedEngine, Stage
 
 SOON_S = 0.5  # a worker looks four times a second
@@ -59,14 +57,6 @@ class EngineWithMemory(PlayedEngine):
     def generate(self, request: Any) -> None:
         assert not self.memory.is_away, "a turn without memory"
         super().generate(request)
-
-
-def on_virtual_time(work: Coroutine[Any, Any, None]) -> None:
-    loop = VirtualLoop(Random(1))
-    try:
-        loop.run_until_complete(work)
-    finally:
-        loop.put_down()
 
 
 def new_stage() -> tuple[Stage, EngineWithMemory, PlayedMemory]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from random import Random
-from typing import Any
 
 from rollfab.fabric.records import Sampling
 from rollfab.fabric.sharing import GuardView
 from rollfab.workers.turn import TurnSize
 from rollfab.workers.yielding import YieldRule, overdue, room_for, too_many
-from tests.sim.virtual_loop import VirtualClock, VirtualLoop
+from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.unit.played_worker import Stage, until
 
 OPEN = GuardView(state="open", reason="")
@@ -80,14 +77,6 @@ class PlayedGuard:
             return self.view
         shut_s = asyncio.get_running_loop().time() - self._shut_at_s
         return GuardView(reason=self.view.reason, shut_s=shut_s)
-
-
-def on_virtual_time(work: Coroutine[Any, Any, None]) -> None:
-    loop = VirtualLoop(Random(1))
-    try:
-        loop.run_until_complete(work)
-    finally:
-        loop.put_down()
 
 
 async def leased(guard: PlayedGuard, turn_count: int, slot_count: int = 8) -> tuple[Stage, list[str]]:
