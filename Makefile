@@ -12,6 +12,8 @@ BENCH ?= queue
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP_VLLM := $(VLLM)/bin/python -m pip --disable-pip-version-check
 PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/test_engine_contract.py
+PYTEST_VLLM_SHARED := $(PYTEST_VLLM) -m "not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST_VLLM_ALONE := $(PYTEST_VLLM) -m alone
 
 # Where torch comes from on Linux without an NVIDIA device, when pip has no index of its own set:
 # the CPU build is 0.2 GB, the one on PyPI brings 3 GB of CUDA. Empty: always the one on PyPI.
@@ -48,10 +50,16 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 test: check $(VLLM)/.done ## check, then every test, with real vLLM too
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests $(ARGS)
-	$(PYTEST_VLLM)
+	$(PYTEST_VLLM_SHARED)
+	$(PYTEST_VLLM_ALONE)
 
 test-vllm: $(VLLM)/.done ## the tests with real vLLM on the CPU, in an environment of their own
+ifeq ($(strip $(ARGS)),)
+	$(PYTEST_VLLM_SHARED)
+	$(PYTEST_VLLM_ALONE)
+else
 	$(PYTEST_VLLM) $(ARGS)
+endif
 
 test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated runs
 	$(PYTEST) tests/unit tests/contracts tests/sim -m "not slow" $(ARGS)
@@ -59,8 +67,8 @@ test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated r
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-bench: $(if $(filter engine,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
-	@$(if $(filter engine,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)
+bench: $(if $(filter engine coserve,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
+	@$(if $(filter engine coserve,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)
 
 lock: $(VENV)/.dev ## write lock/*.txt from what is installed in .venv
 	$(BIN)/python lock/relock.py

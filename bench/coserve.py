@@ -40,6 +40,7 @@ from .harness import Report, run_bench
 HEADLINE = "ours"
 ANY = Slo(ttft_ms=60_000.0, tpot_ms=60_000.0)  # of a worker that is not lent
 WARM = 30_000  # never a repetition
+LOAD_REQUESTS_MIN = 100  # of an arm in a repetition
 HEADLINE_KEYS = (
     "violations",
     "ttft_tax_p99",
@@ -52,7 +53,8 @@ HEADLINE_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured. loads: fractions of the SLO capacity to go through; empty: at `rate_per_s` only."""
+    """What is measured. loads: fractions of the SLO capacity to go through, each for about as long; empty: at
+    `rate_per_s` only."""
 
     rate_per_s: float = 8.0
     request_count: int = 240
@@ -202,17 +204,17 @@ def _measure(settings: Settings, pair: Pair, switch: Switch, tell: Callable[[str
     calibration = [rounds.calibrate(each) for _ in range(settings.calibration_count) for each in repetitions]
     slo, second = promised(calibration), relative(calibration)
     tell(f"promised: {_text(slo)}; 3 x P50: {_text(second)}")
-    capacity = find_capacity(rounds, slo, settings.rate_per_s) if settings.loads else None
+    capacity = find_capacity(rounds, slo, settings.rate_per_s, repetitions) if settings.loads else None
     pair.give_back()
     rounds.load = _load(settings, settings.rate_per_s)
     rounds.borrow(slo)
     if settings.warm_count:
         interleaved(rounds, (ALONE, HEADLINE), 1, slo=slo)
-    rates = [fraction * capacity for fraction in settings.loads] if capacity else [settings.rate_per_s]
+    points = [(each * capacity, each) for each in settings.loads] if capacity else [(settings.rate_per_s, 1.0)]
     by_load: dict[float, list[Round]] = {}
     spoiled: list[Round] = []
-    for rate_per_s in rates:
-        rounds.load = _load(settings, rate_per_s)
+    for rate_per_s, fraction in points:
+        rounds.load = _load(settings, rate_per_s, fraction)
         by_load[rate_per_s], again = interleaved(
             rounds,
             settings.arms,
@@ -238,8 +240,10 @@ def _measure(settings: Settings, pair: Pair, switch: Switch, tell: Callable[[str
     )
 
 
-def _load(settings: Settings, rate_per_s: float) -> Load:
-    return Load(rate_per_s=rate_per_s, request_count=settings.request_count, slice_count=settings.slice_count)
+def _load(settings: Settings, rate_per_s: float, fraction: float = 1.0) -> Load:
+    """Of a fraction of all requests, so that lighter loads take no longer; enough for a P99."""
+    count = max(round(fraction * settings.request_count), min(LOAD_REQUESTS_MIN, settings.request_count))
+    return Load(rate_per_s=rate_per_s, request_count=count, slice_count=settings.slice_count)
 
 
 def _control(settings: Settings, pair: Pair, rounds: Rounds, slo: Slo) -> dict[str, Any]:

@@ -1,34 +1,33 @@
-"""The SLO capacity of serving alone: the highest rate of this traffic at which both P99s are within their objectives.
+"""The SLO capacity of serving alone: the highest rate at which every repetition has both P99s within their objectives.
 
-Found between a rate that is within and one that is not; what is returned was within when it was tried.
+Found between a rate that is within and one that is not; what is returned was within when it was tried, on the arrivals
+that the arms get: what one of their repetitions alone cannot bear says nothing of a guard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ..fabric.errors import FabricError
 from ..fabric.rules.serving import Slo
-from .coserve_arms import Load, Rounds
+from .coserve_arms import Rounds
 
 GROWTH = 1.5
 DOUBLINGS_MAX = 8
 HALVINGS = 3
-PROBE_S = 15.0
-PROBE_REQUESTS_MIN = 200
-SEED = 500_000
 
 
-def find_capacity(rounds: Rounds, slo: Slo, rate_per_s: float) -> float:
-    """Requests per second.
+def find_capacity(rounds: Rounds, slo: Slo, rate_per_s: float, repetitions: Iterable[int]) -> float:
+    """Requests per second, of as many requests as `rounds` has.
 
     Raises:
         FabricError: it is not even within at the rate that the objectives were calibrated at, less a third.
     """
 
     def holds(rate: float) -> bool:
-        rounds.load = Load(rate_per_s=rate, request_count=max(PROBE_REQUESTS_MIN, round(PROBE_S * rate)))
-        return rounds.calibrate(SEED).is_within(slo)
+        rounds.load = replace(rounds.load, rate_per_s=rate)
+        return all(rounds.calibrate(each).is_within(slo) for each in repetitions)
 
     found = search(holds, rate_per_s)
     if found is None:

@@ -20,7 +20,8 @@ import numpy as np
 from ..errors import PeerLost, WeightError, WireError
 from ..ports_weights import WeightStore
 from ..weights.chain import ChainReader
-from ..weights.codec import Bits, Decoder
+from ..weights.codec import Bits
+from ..weights.decoder import Decoder
 from ..weights.manifest import WeightManifest, check_state
 from ..weights.manifest import block_digest as digest_of
 from ..weights.regions import Region, cut

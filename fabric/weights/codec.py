@@ -22,7 +22,7 @@ whichever is fewest bytes; a block without any change has no bytes at all.
 - Who is to read or write a RANKED block must have the old values; of the others only the effect of steps needs them.
 - The same block gives the same bytes whichever kernels made it.
 
-Which blocks make a version is snapshot.py's and manifest.py's.
+Blocks are read in decoder.py. Which of them make a version is snapshot.py's and manifest.py's.
 """
 
 from __future__ import annotations
@@ -30,28 +30,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from ..errors import WireError
 from .kernels import Bits as Bits
-from .kernels import Bytes, Changes, Gaps, Indices, Kernels, Scratch, Sparse, load
-from .ranked import encode_ranked, is_ranked, put_ranked
-from .streams import GAP_SHIFTS, gap_shift, join_planes, rest_bytes, rest_numbers, split_planes, squeezed
-
-T = TypeVar("T")
+from .kernels import Changes, Indices, Kernels, Scratch, load
+from .ranked import encode_ranked
+from .streams import gap_shift, rest_bytes, split_planes, squeezed
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best
 SPARSE, STEPS, VALUES = 1, 2, 3  # 4: ranked.py
 SPARSE_FRACTION_MAX = 0.4  # above it gaps save half a percent at best (measured)
 STEPS_FRACTION_MIN = 0.3  # below it steps of all elements have not beaten gaps (measured)
-STREAM_BYTES_MAX = 16 << 20  # of one raw stream: 4 bytes for each of a block's bytes
 HEADER = struct.Struct("<BBBBI")  # mode, element bytes, gap shift, stream count, changed count
 STREAM = struct.Struct("<II")  # raw length, stored length; equal: stored raw
-GAP_DTYPE = np.dtype(np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +75,6 @@ class Decoded:
     indices: Indices | None
     numbers: Bits
     is_absolute: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What a block makes of the elements that it is put on.
-
-    positions: int64 (C,), flat in the tensor, ascending, or None for all elements of the block. values: the bits there
-    afterwards. change: by how much the tensor's sum moves, modulo 2^64. is_absolute: no base was needed.
-    """
-
-    positions: Indices | None
-    values: Bits
-    change: int
-    is_absolute: bool
-
-
-class _Block(NamedTuple):
-    """An encoded block, taken apart. step_count: steps in it. streams: as stored before compression."""
-
-    mode: int
-    shift: int
-    step_count: int
-    streams: list[Bytes]
 
 
 class Encoder:
@@ -203,195 +175,6 @@ class Encoder:
         return b"".join((HEADER.pack(mode, width, shift, len(streams), count), *table, *stored))
 
 
-class Decoder:
-    """Decodes blocks; holds a decompressor, so one per thread. kernels: by default the fastest that are there."""
-
-    def __init__(self, kernels: Kernels | None = None) -> None:
-        self._kernels = kernels or load()
-        self._zstd = zstandard.ZstdDecompressor(max_window_size=STREAM_BYTES_MAX)
-
-    def decode(self, data: bytes | memoryview, *, element_count: int, dtype: np.dtype[Any]) -> Decoded:
-        """What `data` says about a block of `element_count` elements of unsigned `dtype`.
-
-        Raises:
-            WireError: not such a block, or a RANKED one. Digests are checked first, so this means a fault at the
-                publisher.
-        """
-        if is_ranked(data):
-            raise WireError("a ranked weight block is read only on the weights before it: take another way")
-        block = self._open(data, element_count, dtype)
-        if block.mode == VALUES:
-            return Decoded(None, join_planes(block.streams, element_count, dtype), is_absolute=True)
-        is_sparse = block.mode == SPARSE
-        packed, rest = _packed_steps(block, dtype)
-        indices = None
-        if is_sparse:
-            indices = _fitting(self._kernels.join_gaps(_gaps(block), block.shift, element_count))
-        steps = self._kernels.join_steps(packed, rest, block.step_count, int(is_sparse))
-        return Decoded(indices, _fitting(steps), is_absolute=False)
-
-    def resolve(
-        self, data: bytes | memoryview, current: Bits | None, element_count: int, dtype: np.dtype[Any]
-    ) -> tuple[Indices | None, Bits | None, Bits]:
-        """What `data` makes of a block that holds `current`, which is not written.
-
-        Args:
-            data: the encoded block.
-            current: unsigned (element_count,), the stored bits that steps add to; None where there are none.
-            element_count, dtype: of the block.
-
-        Returns:
-            indices: int64 (C,), ascending, in the block, or None for all. olds: the bits there before, None for a block
-            of values. values: the bits there after.
-
-        Raises:
-            WireError: not such a block, or one of steps where there is nothing to add them to.
-        """
-        taken = self.take(data, current, element_count, dtype)
-        if taken.positions is None or current is None:
-            return None, None if taken.is_absolute else current, taken.values
-        return taken.positions, current[taken.positions], taken.values
-
-    def take(
-        self,
-        data: bytes | memoryview,
-        current: Bits | None,
-        element_count: int,
-        dtype: np.dtype[Any],
-        *,
-        key: int | None = None,
-        start: int = 0,
-        out: tuple[Indices, Bits] | None = None,
-    ) -> Taken:
-        """The same in one go with what staging needs: where in the tensor, and by how much its sum moves.
-
-        Args:
-            data, current, element_count, dtype: as of `resolve`.
-            key: of the tensor, for its sum (digest.tensor_key); None: the change is not asked for.
-            start: flat position in the tensor of the block's first element.
-            out: where positions and values are put if the block lists positions: int64 and `dtype`, with room for its
-                changed count; by default new arrays. What is returned are their first C elements.
-
-        Raises:
-            WireError: as `resolve`, or more positions than `out` has room for.
-        """
-        if is_ranked(data):
-            return self._take_ranked(memoryview(data), current, key, start, out)
-        block = self._open(data, element_count, dtype)
-        if block.mode == VALUES:
-            values = join_planes(block.streams, element_count, dtype)
-            return Taken(None, values, self._change(key, start, current, values), is_absolute=True)
-        if current is None:
-            raise WireError("a block of steps needs a base, and none is held")
-        assert len(current) == element_count and current.dtype == dtype
-        packed, rest = _packed_steps(block, dtype)
-        if block.mode == STEPS:
-            values = _fitting(self._kernels.join_steps(packed, rest, element_count, 0))
-            values += current
-            return Taken(None, values, self._change(key, start, current, values), is_absolute=False)
-        sparse = Sparse(_gaps(block), block.shift, packed, rest)
-        positions, values = _room(out, block.step_count, dtype)
-        change = self._kernels.take(current, sparse, key or 0, start, (positions, values))
-        return Taken(positions, values, _fitting(change), is_absolute=False)
-
-    def _take_ranked(
-        self, data: memoryview, current: Bits | None, key: int | None, start: int, out: tuple[Indices, Bits] | None
-    ) -> Taken:
-        if current is None:
-            raise WireError("a ranked weight block needs a base, and none is held")
-        values = put_ranked(data, current, self._put)
-        moved = self._change(key, start, current, values)
-        changed = np.flatnonzero(values != current)
-        if not few(len(changed), len(current)):
-            return Taken(None, values, moved, is_absolute=False)
-        positions, room = _room(out, len(changed), current.dtype)
-        np.add(changed, start, out=positions)
-        np.take(values, changed, out=room)
-        return Taken(positions, room, moved, is_absolute=False)
-
-    def _put(self, data: memoryview, bits: Bits) -> None:
-        taken = self.take(data, bits, len(bits), bits.dtype)
-        bits[... if taken.positions is None else taken.positions] = taken.values
-
-    def _change(self, key: int | None, start: int, olds: Bits | None, values: Bits) -> int:
-        if key is None:
-            return 0
-        if olds is None:
-            return self._kernels.sum_range(key, start, values)
-        return self._kernels.change_range(key, start, olds, values)
-
-    def _open(self, data: bytes | memoryview, element_count: int, dtype: np.dtype[Any]) -> _Block:
-        try:
-            return self._opened(memoryview(data), element_count, dtype)
-        except WireError:
-            raise
-        except (struct.error, zstandard.ZstdError, ValueError) as error:
-            raise WireError(f"weight block of {len(data):,} bytes cannot be decoded: {error}") from error
-
-    def _opened(self, view: memoryview, element_count: int, dtype: np.dtype[Any]) -> _Block:
-        mode, width, shift, stream_count, changed_count = HEADER.unpack_from(view)
-        expected = {SPARSE: 5, STEPS: 2, VALUES: dtype.itemsize}.get(mode)
-        shifts = GAP_SHIFTS if mode == SPARSE else (0,)
-        if width != dtype.itemsize or stream_count != expected or changed_count > element_count or shift not in shifts:
-            raise WireError(f"weight block: mode {mode}, {width}-byte elements, {changed_count} changes do not fit")
-        streams = self._streams(view, stream_count, element_count * max(width, 4) + 1)
-        return _Block(mode, shift, changed_count if mode == SPARSE else element_count, streams)
-
-    def _streams(self, view: memoryview, count: int, raw_limit: int) -> list[Bytes]:
-        streams = []
-        offset = HEADER.size + count * STREAM.size
-        for index in range(count):
-            raw_length, stored_length = STREAM.unpack_from(view, HEADER.size + index * STREAM.size)
-            body = view[offset : offset + stored_length]
-            offset += stored_length
-            if len(body) != stored_length or raw_length > raw_limit:
-                raise WireError("weight block is cut off, or promises more than it can hold")
-            raw: bytes | memoryview = body
-            if stored_length != raw_length:
-                raw = self._unpacked(body, raw_length)
-            if len(raw) != raw_length:
-                raise WireError("weight block: a stream has another length than promised")
-            streams.append(np.frombuffer(raw, dtype=np.uint8))
-        if offset != len(view):
-            raise WireError(f"weight block: {len(view) - offset} bytes too many")
-        return streams
-
-    def _unpacked(self, body: memoryview, raw_length: int) -> bytes:
-        if zstandard.frame_content_size(body) > raw_length:  # the library would allocate what this header says
-            raise WireError("weight block: a stream promises more than its length")
-        return self._zstd.decompress(body, max_output_size=raw_length, allow_extra_data=False)
-
-
 def few(changed_count: int, element_count: int) -> bool:
     """Whether a block with so many changes is SPARSE whatever they are, so that nothing but they is needed for it."""
     return changed_count < STEPS_FRACTION_MIN * element_count
-
-
-def _gaps(block: _Block) -> Gaps:
-    symbols, lows, rest = block.streams[:3]
-    if len(symbols) != block.step_count or len(lows) != (block.step_count * block.shift + 7) // 8:
-        raise WireError(f"weight block: {len(symbols)} gaps for {block.step_count} changes")
-    return Gaps(symbols, lows, rest_numbers(rest, block.step_count, GAP_DTYPE))
-
-
-def _room(out: tuple[Indices, Bits] | None, count: int, dtype: np.dtype[Any]) -> tuple[Indices, Bits]:
-    if out is None:
-        return np.empty(count, dtype=np.int64), np.empty(count, dtype=dtype)
-    positions, values = out
-    if count > len(positions) or count > len(values):
-        raise WireError(f"weight block: {count} changes, where {len(positions)} were promised")
-    return positions[:count], values[:count]
-
-
-def _packed_steps(block: _Block, dtype: np.dtype[Any]) -> tuple[Bytes, Bits]:
-    packed, rest = block.streams[-2:]
-    if len(packed) != (block.step_count + 1) // 2:
-        raise WireError(f"weight block: {len(packed)} bytes for {block.step_count} steps")
-    return packed, rest_numbers(rest, block.step_count, dtype)
-
-
-def _fitting(result: T | None) -> T:
-    """What a kernel joined, unless it found that it cannot be."""
-    if result is None:
-        raise WireError("weight block: a position lies outside of it, or what escaped does not fit its rest")
-    return result

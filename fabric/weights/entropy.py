@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec import SPARSE, Bits, Decoded, Decoder
+from .codec import SPARSE, Bits, Decoded
+from .decoder import Decoder
 from .layout import Layout
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..errors import ChainBroken, DigestMismatch
 from ..ports_weights import WeightStore
-from .codec import Bits, Decoded, Decoder, Encoded, Encoder
+from .codec import Bits, Decoded, Encoded, Encoder
+from .decoder import Decoder
 from .manifest import BlockRow, WeightManifest, block_digest
 from .regions import Region
 from .snapshot import Identity, Part, Place, Prepared, encode_part, make_manifest

@@ -14,7 +14,8 @@ from ..errors import ChainBroken, DigestMismatch, VersionUnknown
 from ..ports_weights import WeightStore
 from ..rules.chain import DELTA, KEYFRAME
 from .checked import ABSENT, Chunk, checked_chunks
-from .codec import SPARSE, STEPS, VALUES, Decoder
+from .codec import SPARSE, STEPS, VALUES
+from .decoder import Decoder
 from .entropy import Floor, block_floor
 from .manifest import WeightManifest
 

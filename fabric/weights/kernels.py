@@ -109,6 +109,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def put(self, bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> int | None:
+        """Join gaps and steps and add them to `bits`, which are at flat position `start` of their tensor, in place.
+
+        Returns:
+            As `take`; nothing is written where it is None.
+        """
+        ...
+
     def scatter(self, bits: Bits, indices: Indices, values: Bits) -> None:
         """bits[indices] = values, written in place; every index is inside."""
         ...

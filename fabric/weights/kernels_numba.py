@@ -60,6 +60,19 @@ def take(current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices
     return int(moved) if fits else None
 
 
+def put(bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> int | None:
+    assert bits.flags.writeable
+    gaps, shift, packed, rest = sparse
+    count = len(gaps.symbols)
+    room = (
+        scratch.array("positions", count, np.dtype(np.int64))[:count],
+        scratch.array("steps", count, bits.dtype)[:count],
+    )
+    joined = tuple(_view(each) for each in gaps), shift, (_view(packed), _view(rest))
+    fits, moved = numba_decode.put(bits, *joined, (np.uint64(key), factor_table(), start), *room)
+    return int(moved) if fits else None
+
+
 def scatter(bits: Bits, indices: Indices, values: Bits) -> None:
     assert bits.flags.writeable
     numba_decode.scatter(bits, _view(indices), _view(values))

@@ -100,6 +100,17 @@ def take(current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices
     return change_at(key, start, indices, olds, values)
 
 
+def put(bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> int | None:
+    indices = join_gaps(sparse.gaps, sparse.shift, len(bits))
+    steps = join_steps(sparse.packed, sparse.rest, len(sparse.gaps.symbols), 1)
+    if indices is None or steps is None:
+        return None
+    olds = bits[indices]
+    steps += olds
+    bits[indices] = steps
+    return change_at(key, start, indices, olds, steps)
+
+
 def scatter(bits: Bits, indices: Indices, values: Bits) -> None:
     bits[indices] = values
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernels import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes, Indices
-from .numba_digest import change_at
+from .kernels import GAP_ESCAPE, ROW, ROW_BITS, STEP_ESCAPE, Bits, Bytes, Indices
+from .numba_digest import change_at, mixed, row_key
 from .numba_intrinsics import GROUP, LANES, WORD, compiled, join_group, join_lanes, lowest_one, prefetch, word_at
 
 U0, U1, U64 = (np.uint64(n) for n in (0, 1, 64))
@@ -129,6 +129,33 @@ def take(current: Bits, gaps: Any, shift: int, steps: Any, digest: Any, position
             values[k] += old
         total += change_at(key, table, 0, positions[first:last], olds, values[first:last])
     return state[1] == len(gaps[2]) and escaped == len(steps[1]), total
+
+
+@compiled
+def put(bits: Bits, gaps: Any, shift: int, packed: Any, digest: Any, positions: Indices, steps: Bits) -> Any:
+    """As `take`, with the new values written to `bits`, unless anything does not fit.
+
+    The digest is moved one by one, as memory is waited for. positions, steps: room for them.
+    """
+    key, table, start = digest
+    count = len(positions)
+    state = np.int64(-1), np.int64(0)
+    state = _join_some(gaps, np.int64(shift), state, positions, 0, count)
+    escaped = _join_steps(packed, np.int64(1), steps, 0, count, np.int64(0))
+    if state[0] >= len(bits) or state[1] != len(gaps[2]) or escaped != len(packed[1]):
+        return False, U0
+    total, row, factor = U0, np.int64(-1), U0
+    for k in range(count):
+        prefetch(bits, positions[min(k + AHEAD, count - 1)])
+        place, position = np.uint64(positions[k]), start + positions[k]
+        old = bits[place]
+        steps[k] += old  # modulo 2^width, which a sum outside of an array is not
+        bits[place] = steps[k]
+        if position >> ROW_BITS != row:
+            row = position >> ROW_BITS
+            factor = row_key(key, row)
+        total += table[position & (ROW - 1)] * factor * (mixed(steps[k]) - mixed(old))
+    return True, total
 
 
 @compiled

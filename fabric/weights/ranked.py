@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ def encode_ranked(olds: Bits, news: Bits, encode: Callable[[Bits, Bits], bytes])
     return b"".join((HEADER.pack(RANKED, len(parts)), *table, *blocks))
 
 
-def put_ranked(data: memoryview, current: Bits, put: Callable[[memoryview, Bits], None]) -> Bits:
+def put_ranked(data: memoryview, current: Bits, put: Callable[[memoryview, Bits], Any]) -> Bits:
     """What a ranked block makes of `current`, in a new array.
 
     Args:

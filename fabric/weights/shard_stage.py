@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from ..errors import DigestMismatch, WeightError, WireError
 from ..rules.chain import KEYFRAME
-from .codec import Bits, Decoded, Decoder
+from .codec import Bits, Decoded
+from .decoder import Decoder
 from .digest import sum_at, sum_range, tensor_key
 from .manifest import BlockRow, Sums, WeightManifest
 from .regions import Region

@@ -4,7 +4,8 @@
   commits, so they stand still.
 - The sums of the live state are carried along with every staged value, and must be those of the manifest before
   anything is handed out: a wrong base shows at every position that changes.
-- Several versions are staged as one: later values win, steps add to staged values where there are some.
+- Several versions are staged as one: later values win, steps add to staged values where there are some. A tensor that
+  is staged whole already is brought on in place: nobody else reads it.
 - Committing writes absolute values in place, so it may be repeated or resumed and keeps every address.
 - Memory: 8 bytes and one element per change, and a block; a keyframe, or a tensor mostly changed, as much as it has.
 """
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 
 from ..errors import ChainBroken, DigestMismatch, WireError
 from ..rules.chain import KEYFRAME
-from .codec import Bits, Decoder
+from .codec import Bits
+from .decoder import Decoder
 from .digest import state_sums, tensor_key
 from .layout import Layout, TensorSpec
 from .manifest import BlockRow, Sums, WeightManifest, chunk_digest
@@ -65,15 +67,18 @@ class _Cell:
 
 
 class _Growing:
-    """What a version says of one tensor, block after block: in room for all positions it names, or the whole tensor."""
+    """What a version says of one tensor, block after block: in room for all positions it names, or the whole tensor.
 
-    def __init__(self, room_count: int, dtype: np.dtype[Any]) -> None:
+    whole: the tensor, where versions before have staged all of it; it is written in place.
+    """
+
+    def __init__(self, room_count: int, dtype: np.dtype[Any], whole: Bits | None) -> None:
         self._positions = np.empty(room_count, dtype=np.int64)
         self._values = np.empty(room_count, dtype=dtype)
         self._count = 0
         self._stop = 0
         self._is_ordered = True
-        self.whole: Bits | None = None
+        self.whole = whole
 
     @property
     def room(self) -> tuple[Indices, Bits]:
@@ -170,8 +175,8 @@ class Stage:
         """The next chunk.
 
         Raises:
-            DigestMismatch: it is not the chunk that the manifest promises.
-            WireError: it cannot be decoded.
+            DigestMismatch: it is not the chunk that the manifest promises; another copy of it may be.
+            WireError: it cannot be decoded; the stage is useless now.
         """
         assert self._manifest is not None
         check_chunk(self._manifest, self._fed_count, data)
@@ -211,9 +216,13 @@ class Stage:
     def _take(self, row: BlockRow, data: memoryview, *, is_keyframe: bool) -> None:
         spec, region, key = self._layout.tensors[row.tensor], row.region, self._keys[row.tensor]
         growing = self._growing.get(row.tensor) or self._begin_tensor(row.tensor, spec, is_keyframe=is_keyframe)
-        current = None if is_keyframe else self._current(spec, region)
         positions: Indices | None
         try:
+            if region.is_contiguous and growing.whole is not None and not is_keyframe:
+                part = growing.whole[region.start : region.stop]
+                self._sums[row.tensor] += self._decoder.put(data, part, key=key, start=region.start)
+                return
+            current = None if is_keyframe else self._current(spec, region)
             if region.is_contiguous:
                 taken = self._decoder.take(
                     data, current, region.element_count, spec.bits_dtype, key=key, start=region.start, out=growing.room
@@ -233,18 +242,19 @@ class Stage:
 
     def _begin_tensor(self, tensor: int, spec: TensorSpec, *, is_keyframe: bool) -> _Growing:
         room_count = 0 if is_keyframe else min(self._room_counts[tensor], spec.element_count)
-        made = self._growing[tensor] = _Growing(room_count, spec.bits_dtype)
+        cell = self._cells.get(tensor)
+        whole = None if cell is None or cell.indices is not None else cell.values
+        made = _Growing(0 if whole is not None else room_count, spec.bits_dtype, whole)
+        self._growing[tensor] = made
         return made
 
     def _whole(self, tensor: int, spec: TensorSpec) -> Bits:
         """A copy of the tensor as staged so far; of a keyframe what comes is not there yet, and will be."""
         cell = self._cells.get(tensor)
-        if cell is not None and cell.indices is None:
-            return cell.values.copy()
         if self._live is None or self._manifest is None or self._manifest.kind == KEYFRAME:
             return np.empty(spec.element_count, dtype=spec.bits_dtype)
         whole = np.array(self._live[spec.name])
-        if cell is not None:
+        if cell is not None and cell.indices is not None:
             whole[cell.indices] = cell.values
         return whole
 

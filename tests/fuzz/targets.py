@@ -47,7 +47,8 @@ from rollfab.fabric.records import (
 )
 from rollfab.fabric.rules.chain import plan
 from rollfab.fabric.sharing import LendSetting, SharingReport
-from rollfab.fabric.weights.codec import Decoder, Encoder
+from rollfab.fabric.weights.codec import Encoder
+from rollfab.fabric.weights.decoder import Decoder
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.manifest import CODEC, BlockRow, WeightManifest, chunk_digest
 from rollfab.fabric.weights.ranked import encode_ranked, is_ranked

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.errors import WireError
 from rollfab.fabric.weights import codec
-from rollfab.fabric.weights.codec import SPARSE, STEPS, VALUES, Decoder, Encoded, Encoder
+from rollfab.fabric.weights.codec import SPARSE, STEPS, VALUES, Encoded, Encoder
+from rollfab.fabric.weights.decoder import Decoder
 from rollfab.fabric.weights.digest import sum_range
 from rollfab.fabric.weights.kernels import NUMBA, NUMPY, Kernels, load
 from rollfab.fabric.weights.scatter import scatter
@@ -147,6 +148,25 @@ def test_a_block_is_taken_with_its_place_in_the_tensor_and_what_it_moves_the_sum
     if out is not None and taken.positions is not None:
         assert np.shares_memory(taken.positions, out[0]) and np.shares_memory(taken.values, out[1])
         assert out[0][len(where)] == -1
+
+
+@settings(deadline=None)
+@given(states=histories(), start=st.sampled_from([0, 3, 8190, 2**33]))
+def test_a_block_is_put_in_place_and_moves_the_sum(kernels: Kernels, states: list[Bits], start: int) -> None:
+    # Given
+    old, new = states
+    encoded = Encoder(kernels).delta(old, new)
+    if encoded is None:
+        return
+    bits = old.copy()
+
+    # When
+    moved = Decoder(kernels).put(encoded.data, bits, key=77, start=start)
+
+    # Then
+    np.testing.assert_array_equal(bits, new)
+    sums = [sum_range(77, start, each, kernels=kernels) for each in (old, new)]
+    assert (sums[0] + moved) % 2**64 == sums[1]
 
 
 def test_a_block_with_more_changes_than_promised_is_refused(kernels: Kernels) -> None:
@@ -360,6 +380,17 @@ def test_both_makes_take_and_refuse_the_same_bytes(states: list[Bits], data: st.
 
     # When, Then
     assert outcome(NUMBA, bytes(body), old) == outcome(NUMPY, bytes(body), old)
+    assert put(NUMBA, bytes(body), old) == put(NUMPY, bytes(body), old)
+
+
+def put(make: str, data: bytes, old: Bits) -> Any:
+    """What is in place afterwards, and by how much the sum moved; what is refused must leave everything as it was."""
+    bits = old.copy()
+    try:
+        return Decoder(load(make)).put(data, bits, key=3, start=70), bits.tolist()
+    except WireError:
+        np.testing.assert_array_equal(bits, old)
+        return "refused"
 
 
 def stored_raw(data: bytes) -> bytes:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rollfab.fabric.weights.codec import Decoder, Encoder
+from rollfab.fabric.weights.codec import Encoder
+from rollfab.fabric.weights.decoder import Decoder
 from rollfab.fabric.weights.entropy import Floor, block_floor, entropy_bits, position_bits, sampled_ratio
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.regions import cut

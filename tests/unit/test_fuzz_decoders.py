@@ -16,7 +16,8 @@ from rollfab.fabric.limits import RECORD_BYTES_MAX
 from rollfab.fabric.records import TokenLog, TrajectoryJob, TurnJob, WorkerInfo
 from rollfab.fabric.rules.chain import KEYFRAME, Link, plan
 from rollfab.fabric.weights import codec
-from rollfab.fabric.weights.codec import HEADER, SPARSE, STREAM, VALUES, Decoder
+from rollfab.fabric.weights.codec import HEADER, SPARSE, STREAM, VALUES
+from rollfab.fabric.weights.decoder import Decoder
 from rollfab.fabric.weights.manifest import WeightManifest
 from rollfab.fabric.weights.stage import Stage
 from rollfab.fabric.wire import HEADER as RECORD_HEADER

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.errors import WireError
 from rollfab.fabric.weights import codec
-from rollfab.fabric.weights.codec import SPARSE, STREAM, Decoder, Encoder
+from rollfab.fabric.weights.codec import SPARSE, STREAM, Encoder
+from rollfab.fabric.weights.decoder import Decoder
 from rollfab.fabric.weights.digest import sum_range
 from rollfab.fabric.weights.kernels import NUMBA, NUMPY, Kernels, load
 from rollfab.fabric.weights.ranked import HEADER, PART, PART_COUNT_MAX, RANKED, encode_ranked
@@ -88,6 +89,9 @@ def test_a_ranked_block_restores_every_bit_and_moves_the_sum(
     sums = [sum_range(77, start, bits, kernels=kernels) for bits in (olds, news)]
     assert (sums[0] + taken.change) % 2**64 == sums[1]
     assert not taken.is_absolute
+    found = olds.copy()
+    assert Decoder(kernels).put(data, found, key=77, start=start) == taken.change
+    np.testing.assert_array_equal(found, news)
 
 
 @settings(deadline=None)

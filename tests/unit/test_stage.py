@@ -125,8 +125,9 @@ def test_several_versions_become_one_commit(densities: list[float]) -> None:
     assert_same(live, states[-1])
 
 
-def test_a_newcomer_takes_the_keyframe_and_the_chain() -> None:
-    versions, states = history([0.01, 0.02])
+@pytest.mark.parametrize("densities", [[0.01, 0.02], [0.01, 1.0, 0.01], [0.6, 0.0, 0.3]])
+def test_a_newcomer_takes_the_keyframe_and_the_chain(densities: list[float]) -> None:
+    versions, states = history(densities)
     live = random_bits(99)
 
     commit(staged(versions, None), live)

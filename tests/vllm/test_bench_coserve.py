@@ -19,6 +19,8 @@ from rollfab.bench.harness import child_pids
 from rollfab.fabric.errors import ConfigError
 from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
 
+pytestmark = pytest.mark.alone
+
 # In a process of its own, because the bench computes the weights with torch, and engines are forked from this one.
 MEASURE = """
 from rollfab.bench.coserve import Settings, measure

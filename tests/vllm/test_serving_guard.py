@@ -22,7 +22,7 @@ from rollfab.workers.serving.reader import ProbeReader
 from tests.vllm.checkpoints import write_config
 from tests.vllm.server_process import Server, served
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 PROMPT = list(range(5, 45))
 
