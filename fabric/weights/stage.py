@@ -330,6 +330,7 @@ def write(writes: Mapping[str, Write], bits: Mapping[str, Bits], *, thread_count
         IndexError: a tensor's last position, or its first, lies outside; others may be written.
     """
     pieces = [piece for name, each in writes.items() for piece in _pieces(name, bits[name], each)]
+    pieces.reverse()  # what was staged last is still in the caches
     if thread_count == 1 or len(pieces) == 1:
         for flat, indices, values in pieces:
             _write(flat, indices, values)

@@ -4,7 +4,9 @@ Engines are forked from this process, which is fast and works only as long as it
 references are computed in processes of their own.
 """
 
+import gc
 import os
+import warnings
 from importlib.util import find_spec
 
 os.environ.update(
@@ -22,9 +24,12 @@ import pytest
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """vLLM leaves sockets' contexts to the garbage collector, which may come after the last test."""
-    config.addinivalue_line("filterwarnings", "ignore:Unclosed context <zmq:ResourceWarning")
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """vLLM leaves sockets' contexts to the garbage collector: it comes here, before pytest looks for what was left."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
