@@ -393,6 +393,21 @@ def put(make: str, data: bytes, old: Bits) -> Any:
         return "refused"
 
 
+@pytest.mark.parametrize("make", MAKES)
+def test_an_escape_without_its_rest_is_refused_before_anything_is_written(make: str) -> None:
+    # Given a gap that says there is more of it, where there is none; its position is inside all the same
+    pytest.importorskip("numba")
+    old, new = np.zeros((2, 100_000), np.uint16)
+    new[:300:3] = 1
+    encoded = Encoder(load(NUMPY)).delta(old, new)
+    assert encoded is not None
+    body = bytearray(stored_raw(encoded.data))
+    body[codec.HEADER.size + 5 * codec.STREAM.size + 50] = 255
+
+    # When, Then
+    assert outcome(make, bytes(body), old) == put(make, bytes(body), old) == "refused"
+
+
 def stored_raw(data: bytes) -> bytes:
     """The same block with every stream as it is before compression, so that damage reaches the kernels."""
     mode, width, shift, count, changed = codec.HEADER.unpack_from(data)

@@ -14,15 +14,16 @@ from rollfab.bench.replay.traces import load_trace
 from rollfab.fabric.rules.serving import StepWork
 
 SPAN_S = 25.0
+WARM_SPAN_S = 100.0  # of which the guard's first guesses about bursts are a small part
 WORLD = World()
 
 
-def chat(rate_per_s: float) -> list[Arrival]:
-    return at_rate(window(load_trace("azure-conv"), 300.0, SPAN_S), rate_per_s, span_s=SPAN_S, seed=1)
+def chat(rate_per_s: float, span_s: float = SPAN_S) -> list[Arrival]:
+    return at_rate(window(load_trace("azure-conv"), 300.0, span_s), rate_per_s, span_s=span_s, seed=1)
 
 
-def run(arm: Arm, rate_per_s: float, world: World = WORLD) -> Run:
-    return simulate(chat(rate_per_s), SPAN_S, arm, world)
+def run(arm: Arm, rate_per_s: float, world: World = WORLD, *, span_s: float = SPAN_S) -> Run:
+    return simulate(chat(rate_per_s, span_s), span_s, arm, world)
 
 
 def test_step_times_are_those_of_the_measured_tables() -> None:
@@ -82,20 +83,20 @@ def test_no_one_harvests_more_than_the_bound_of_a_load_that_is_served_in_time() 
 
 def test_unguarded_sharing_breaks_the_promise_that_the_guard_keeps() -> None:
     # Given: nine tenths of what serving can carry
-    alone, unguarded, ours = run(ServingAlone(), 16.0), run(Unguarded(), 16.0), run(Guarded(), 16.0)
+    alone, unguarded, ours = (run(arm, 16.0, span_s=WARM_SPAN_S) for arm in (ServingAlone(), Unguarded(), Guarded()))
     # Then
     assert alone.attained == 1.0
     assert unguarded.attained < 0.9
     assert ours.attained >= 0.998 and ours.ttft_ms_p99 < 500 and ours.tpot_ms_p99 < 150
-    assert ours.harvest > 0.003  # of 25 s from a cold start: it is careful where so little is left
+    assert ours.harvest > 0.02
 
 
 def test_slack_is_harvested_where_there_is_hardly_any_idle_time() -> None:
     # Given: half of what serving can carry
-    idle, ours = run(IdleOnly(), 9.0), run(Guarded(), 9.0)
+    idle, ours = (run(arm, 9.0, span_s=WARM_SPAN_S) for arm in (IdleOnly(), Guarded()))
     # Then
     assert idle.harvest < 0.05
-    assert ours.harvest > 0.6 * bound(chat(9.0), SPAN_S, WORLD)
+    assert ours.harvest > 0.7 * bound(chat(9.0, WARM_SPAN_S), WARM_SPAN_S, WORLD)
     assert ours.attained >= 0.998
 
 
