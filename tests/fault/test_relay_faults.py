@@ -54,7 +54,8 @@ def egress_bytes(server: RedisServer) -> int:
 async def test_the_node_goes_on_when_the_one_that_fetches_is_killed_or_frozen(
     server: RedisServer, fabric: RedisFabric, processes: Processes, tmp_path: Path, sent: signal.Signals
 ) -> None:
-    # Given a process that has fetched some of the chunks, and others that wait for it
+    # Given a process that has fetched some of the chunks, and others that wait for it, on a node that is never empty
+    node_lives = ChunkCache(tmp_path / "node")
     manifest = await Trainer(fabric.weights).publish(0)
     published = await read_chunks(fabric.weights)
     before = egress_bytes(server)
@@ -72,6 +73,7 @@ async def test_the_node_goes_on_when_the_one_that_fetches_is_killed_or_frozen(
     sent_bytes = egress_bytes(server) - before
     print(f"{sent.name}: {sent_bytes:,} bytes left the broker for a payload of {manifest.payload_bytes:,}")
     assert sent_bytes < manifest.payload_bytes + manifest.chunk_bytes[0] // 2
+    node_lives.close()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP, None])
