@@ -26,6 +26,7 @@ from .entropy import sampled_ratio
 from .layout import Layout
 from .manifest import BROKER, CODEC, BlockRow, Sums, WeightManifest, block_digest, chunk_digest
 from .regions import Region, cut, cut_digest
+from .scatter import scatter
 
 CHUNK_BYTES = 1 << 20  # a chunk is closed when it reaches this; brokers and clients move 1 to 4 MiB best (measured)
 CHUNK_BYTES_MAX = 4 << 20  # and before a further block would bring it above this
@@ -169,7 +170,7 @@ def apply_change(flat: Bits, change: Change) -> None:
     if change.indices is None:
         change.region.write(flat, change.values)
     else:
-        flat[change.region.positions(change.indices)] = change.values
+        scatter(flat, change.region.positions(change.indices), change.values)
 
 
 @dataclass(slots=True)

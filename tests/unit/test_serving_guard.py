@@ -13,6 +13,7 @@ from rollfab.workers.serving.reader import Arrival, End, Step
 
 CONFIG = GuardConfig(probe="played", slo_ttft_ms=100.0, slo_tpot_ms=10.0)
 WORK = StepWork(decode_count=32, context_tokens=3200)
+ONE = StepWork(decode_count=1)
 
 
 class PlayedProbe:
@@ -144,6 +145,23 @@ def test_a_step_measured_far_too_slow_is_tried_again_and_mends_the_model() -> No
 
     assert CONFIG.rule.trial_tokens in allowed
     assert last is None
+
+
+def test_steps_measured_far_too_slow_do_not_keep_it_shut_while_it_is_not_lent() -> None:
+    guard = Guard(CONFIG, PlayedProbe())
+    guard.stepped(9.0, 9.9, WORK)
+    guard.look(9.95, ONE, is_idle=True)
+    assert guard.view(9.95).state == "shut"
+
+    # No lease, and no work: it says that a step could be tried, and goes on saying so until it is lent
+    for now in (11.0, 12.0, 30.0):
+        assert guard.look(now, ONE, is_idle=True).step_tokens == 0
+        assert guard.view(now).state == "narrow"
+
+    guard.orders = GuardOrders(is_lent=True)
+    assert guard.look(30.1, WORK).step_tokens == CONFIG.rule.trial_tokens
+    assert guard.look(30.2, WORK).step_tokens == 0  # one step was tried, and has not ended
+    assert guard.view(30.2).state == "shut"
 
 
 def test_the_view_says_how_near_the_slo_is_and_how_long_it_has_been_shut() -> None:

@@ -146,9 +146,11 @@ class Guard:
         policy = self._policies[min(self.orders.policy, len(self._policies) - 1)]
         allowance = policy(facts, self._config.rule)
         still_s = (now_s - self._stepped_at_s) / self._trial_factor
-        if not is_idle and allowance.may_try and still_s >= self._config.rule.trial_s:
-            self._stepped_at_s, self._trial_factor = now_s, min(2 * self._trial_factor, TRIAL_FACTOR_MAX)
+        if allowance.may_try and still_s >= self._config.rule.trial_s:
+            # Also where none can run now: who is shut gets no lease and no work, and would stay shut for good.
             allowance = replace(allowance, step_tokens=self._config.rule.trial_tokens, reason="a trial step")
+            if not is_idle and self._is_lent(now_s):
+                self._stepped_at_s, self._trial_factor = now_s, min(2 * self._trial_factor, TRIAL_FACTOR_MAX)
         elif allowance.step_tokens != 0:
             self._trial_factor = 1.0
         allowance = self._capped(allowance)

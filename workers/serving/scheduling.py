@@ -15,6 +15,21 @@ import threading
 from collections.abc import Callable
 
 WATCH_S = 0.002
+OWN_FRACTION_MIN = 0.3  # of a step's duration: who had less of a processor waited for somebody else
+
+
+def device_time(passed_s: float, thread_s: float, *, computes_here: bool, is_one: bool) -> float | None:
+    """Seconds that a step had of the device; None: not known, at most as long as it took.
+
+    Args:
+        passed_s: from its beginning to its end.
+        thread_s: processor time of the thread that called for it.
+        computes_here: that thread computes, and may have had to give way for long. Else it may do so, or only wait for
+            a GPU or other threads.
+        is_one: no other step was under way.
+    """
+    is_own = computes_here or (thread_s > OWN_FRACTION_MIN * passed_s and is_one)
+    return thread_s if is_own else None
 
 
 class YieldingThread:

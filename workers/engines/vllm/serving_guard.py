@@ -25,7 +25,7 @@ from ....fabric.rules.serving import StepWork
 from ...serving.guard import Guard, GuardConfig, Policy
 from ...serving.priority import lower
 from ...serving.reader import ProbeReader
-from ...serving.scheduling import YieldingThread
+from ...serving.scheduling import YieldingThread, device_time
 from .page import IS_GUARDED, Page
 
 log = logging.getLogger(__name__)
@@ -82,13 +82,13 @@ class StepGuard:
         if not self._begun:
             return
         began_s, thread_s, work = self._begun.pop(0)
-        now_s, device_s = time.monotonic(), time.thread_time() - thread_s
+        now_s, own_s = time.monotonic(), time.thread_time() - thread_s
         began_s = max(began_s, self._ended_at_s)
         self._ended_at_s = now_s
-        # Where this very thread computes, its time is the device's; where a GPU or other threads do, it only waits.
-        is_own = device_s > 0.3 * (now_s - began_s) and not self._begun
+        computes_here = self._yielding is not None
+        known_s = device_time(now_s - began_s, own_s, computes_here=computes_here, is_one=not self._begun)
         with self._lock:
-            self._guard.stepped(began_s, now_s, work, device_s=device_s if is_own else None)
+            self._guard.stepped(began_s, now_s, work, device_s=known_s)
 
     def _live(self) -> None:
         never = threading.Event()
