@@ -36,6 +36,7 @@ class Round:
 
     late_ms_max: how late the client itself was, at worst; it is part of the latencies. failures: of requests; they are
     infinitely late. turns_moved: rollout turns given back or taken over. guard: what the guard said last.
+    stolen_fraction: of the processors' time, kept by the hypervisor. again_count: slices measured again for that.
     """
 
     arm: str
@@ -50,6 +51,8 @@ class Round:
     turns_moved: int = 0
     reclaim_ms: tuple[float, ...] = ()
     guard: Mapping[str, Any] = field(default_factory=dict)
+    stolen_fraction: float = 0.0
+    again_count: int = 0
 
     @property
     def total_per_s(self) -> float:
@@ -94,6 +97,8 @@ def merged(parts: Sequence[Round]) -> Round:
         turns_moved=sum(each.turns_moved for each in parts),
         reclaim_ms=tuple(ms for each in parts for ms in each.reclaim_ms),
         guard={**last.guard, **summed},
+        stolen_fraction=sum(each.stolen_fraction * each.duration_s for each in parts) / duration_s,
+        again_count=sum(each.again_count for each in parts),
     )
 
 
@@ -157,6 +162,8 @@ def arm_figures(rounds: Sequence[Round], all_rounds: Sequence[Round], slo: Slo, 
         "speedup_over_dedicated": _ratio(rounds, alone, lambda each: each.total_per_s),
         **_reclaims(rounds),
         "turns_moved": sum(each.turns_moved for each in rounds),
+        "slices_again": sum(each.again_count for each in rounds),
+        "stolen_fraction": _spread(rounds, lambda each: each.stolen_fraction),
         "client_late_ms_max": max(each.late_ms_max for each in rounds),
         "step_error_p50": _guarded(rounds, "step_error_p50"),
         "step_error_p95": _guarded(rounds, "step_error_p95"),

@@ -72,6 +72,9 @@ def _facts(found: dict[str, Any]) -> list[list[str]]:
     ]
     if spoiled := sum(each["arm"] == ALONE for each in results.get("spoiled_repetitions", ())):
         rows.append(["measured again", f"{spoiled} repetitions in which serving alone missed its objectives"])
+    if again := {arm: each["slices_again"] for arm, each in found["baselines"].items() if each["slices_again"]}:
+        counts = ", ".join(f"{arm} {count}" for arm, count in again.items())
+        rows.append(["slices measured again", f"the hypervisor kept processors away: {counts}"])
     if params["is_quick"]:
         rows.append(["quick", "too few requests for a P99: only the order of magnitude counts"])
     if switch := results.get("kill_switch"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.bench.coserve_arms import Load, interleaved
+from rollfab.bench.coserve_arms import AGAIN_MAX, Load, interleaved, least_disturbed
 from rollfab.bench.coserve_bursts import spans, taken
 from rollfab.bench.coserve_capacity import search
 from rollfab.bench.coserve_figures import Round, arm_figures, interval, latencies_ms, merged, promised, relative
@@ -16,6 +16,7 @@ from rollfab.bench.coserve_switch import Switch
 from rollfab.bench.coserve_table import fault, print_table
 from rollfab.bench.harness import Report
 from rollfab.bench.replay.records import Arrival, Outcome
+from rollfab.bench.stolen import stolen_s
 from rollfab.fabric.rules.serving import Slo
 
 SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
@@ -130,6 +131,37 @@ def test_a_repetition_in_which_serving_alone_misses_its_objectives_is_measured_a
     # Twice, and no more: then it counts as it is
     assert [each.ttft_ms[0] for each in spoiled] == [150.0, 20.0, 150.0, 20.0]
     assert [each.ttft_ms[0] for each in found] == [150.0, 20.0]
+
+
+def test_a_slice_that_the_hypervisor_disturbed_is_measured_again_whatever_came_of_it():
+    def measured(*stolen: float) -> tuple[Round, int]:
+        rounds = iter(replace(a_round("ours", 1, ttft_ms=20.0 + each), stolen_fraction=each) for each in stolen)
+        return least_disturbed(lambda: next(rounds)), len(list(rounds))
+
+    once, left = measured(0.004, 0.0)
+    assert (once.stolen_fraction, once.again_count, left) == (0.004, 0, 1)
+    twice, left = measured(0.02, 0.001, 0.0)
+    assert (twice.stolen_fraction, twice.again_count, left) == (0.001, 1, 1)
+    worn_out, left = measured(0.02, 0.01, 0.03, 0.04, 0.0)
+    assert (worn_out.stolen_fraction, worn_out.again_count, left) == (0.01, AGAIN_MAX, 1)
+
+
+def test_of_a_repetition_what_was_stolen_and_measured_again_is_told():
+    short = replace(a_round("ours", 1, ttft_ms=20.0), duration_s=5.0, stolen_fraction=0.004, again_count=1)
+    long = replace(a_round("ours", 1, ttft_ms=20.0), duration_s=15.0, again_count=2)
+
+    whole = merged([short, long])
+
+    assert whole.stolen_fraction == pytest.approx(0.001)
+    assert arm_figures([whole], [whole], SLO, SLO)["slices_again"] == 3
+
+
+def test_stolen_time_is_that_of_all_processors(tmp_path: Path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  9 8 7 6 5 4 3 250 1 0\ncpu0 9 8 7 6 5 4 3 100 1 0\n")
+
+    assert stolen_s(stat) == 2.5
+    assert stolen_s(tmp_path / "none") == 0.0
 
 
 def test_what_ours_misses_is_never_measured_again():
