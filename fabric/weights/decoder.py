@@ -1,7 +1,8 @@
 """Blocks read: what their bytes say, what they make of the elements that they are put on, and put there at once.
 
-The format is codec.py's. What a block says about itself is checked before anything of that size is made, and all of it
-before an element is written; digests are checked before, so what does not fit means a fault at the publisher.
+The format is codec.py's. What a block says about itself is checked before anything of that size is made, and where a
+position lies before anything is written there. Digests are checked before all this, so what does not fit means a fault
+at the publisher.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Decoder:
             By how much the tensor's sum moves, modulo 2^64.
 
         Raises:
-            WireError: not such a block; nothing was written then.
+            WireError: not such a block; `bits` may hold anything then, and nobody must read them.
         """
         block = None if is_ranked(data) else self._open(data, len(bits), bits.dtype)
         if block is None or block.mode != SPARSE:
@@ -205,21 +206,20 @@ class Decoder:
 
     def _streams(self, view: memoryview, count: int, raw_limit: int) -> list[Bytes]:
         streams = []
-        offset = HEADER.size + count * STREAM.size
-        for index in range(count):
-            raw_length, stored_length = STREAM.unpack_from(view, HEADER.size + index * STREAM.size)
-            body = view[offset : offset + stored_length]
-            offset += stored_length
-            if len(body) != stored_length or raw_length > raw_limit:
+        whole = np.frombuffer(view, dtype=np.uint8)
+        end = HEADER.size + count * STREAM.size
+        for raw_length, stored_length in STREAM.iter_unpack(view[HEADER.size : end]):
+            first, end = end, end + stored_length
+            if end > len(whole) or raw_length > raw_limit:
                 raise WireError("weight block is cut off, or promises more than it can hold")
-            raw: bytes | memoryview = body
+            raw = whole[first:end]
             if stored_length != raw_length:
-                raw = self._unpacked(body, raw_length)
+                raw = np.frombuffer(self._unpacked(view[first:end], raw_length), dtype=np.uint8)
             if len(raw) != raw_length:
                 raise WireError("weight block: a stream has another length than promised")
-            streams.append(np.frombuffer(raw, dtype=np.uint8))
-        if offset != len(view):
-            raise WireError(f"weight block: {len(view) - offset} bytes too many")
+            streams.append(raw)
+        if end != len(whole):
+            raise WireError(f"weight block: {len(whole):,} bytes where its streams end at {end:,}")
         return streams
 
     def _unpacked(self, body: memoryview, raw_length: int) -> bytes:

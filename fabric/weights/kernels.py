@@ -113,7 +113,7 @@ class Kernels(Protocol):
         """Join gaps and steps and add them to `bits`, which are at flat position `start` of their tensor, in place.
 
         Returns:
-            As `take`; nothing is written where it is None.
+            As `take`; where it is None `bits` hold anything, and nothing outside of them was written.
         """
         ...
 

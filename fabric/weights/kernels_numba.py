@@ -17,6 +17,8 @@ from .kernels import Bits, Bytes, Changes, Gaps, Indices, Scratch, Sparse
 from .kernels_numpy import factor_table
 from .numba_intrinsics import WORD
 
+POSITION = np.dtype(np.int64)
+
 
 def changes(old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
     room = min(len(old), count_max + int(numba_encode.SLICE)) + 2
@@ -54,22 +56,21 @@ def join_steps(packed: Bytes, rest: Bits, count: int, bias: int) -> Bits | None:
 
 
 def take(current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices, Bits]) -> int | None:
-    gaps, shift, packed, rest = sparse
-    joined = tuple(_view(each) for each in gaps), shift, (_view(packed), _view(rest))
-    fits, moved = numba_decode.take(_view(current), *joined, (np.uint64(key), factor_table(), start), *out)
-    return int(moved) if fits else None
+    return _take(current, np.empty(0, current.dtype), sparse, (key, start), out)
 
 
 def put(bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> int | None:
     assert bits.flags.writeable
-    gaps, shift, packed, rest = sparse
-    count = len(gaps.symbols)
-    room = (
-        scratch.array("positions", count, np.dtype(np.int64))[:count],
-        scratch.array("steps", count, bits.dtype)[:count],
-    )
-    joined = tuple(_view(each) for each in gaps), shift, (_view(packed), _view(rest))
-    fits, moved = numba_decode.put(bits, *joined, (np.uint64(key), factor_table(), start), *room)
+    count = len(sparse.gaps.symbols)
+    positions, values = scratch.array("positions", count, POSITION), scratch.array("values", count, bits.dtype)
+    return _take(bits, bits, sparse, (key, start), (positions[:count], values[:count]))
+
+
+def _take(current: Bits, into: Bits, sparse: Sparse, at: tuple[int, int], out: tuple[Indices, Bits]) -> int | None:
+    (symbols, lows, gap_rest), shift, packed, step_rest = sparse
+    gaps, steps = (_view(symbols), _view(lows), _view(gap_rest)), (_view(packed), _view(step_rest))
+    digest = np.uint64(at[0]), factor_table(), at[1]
+    fits, moved = numba_decode.take(_view(current), into, gaps, shift, steps, digest, *out)
     return int(moved) if fits else None
 
 
@@ -102,6 +103,9 @@ def change_range(key: int, start: int, olds: Bits, values: Bits) -> int:
 
 def _view(array: NDArray[Any]) -> NDArray[Any]:
     """Read only and contiguous, so that every caller's arrays are of one type to the compiler."""
+    flags = array.flags
+    if flags.c_contiguous and not flags.writeable:
+        return array
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view

@@ -3,7 +3,10 @@
 - What hostile bytes could break is checked before it is used.
 - Gaps are joined GROUP at a time and steps LANES at a time; the few that escape are mended afterwards.
 - Elements are asked for AHEAD of their turn. Much more than AHEAD at a time is of no use: processors drop what they
-  cannot ask for (measured: a tile's at once is slower than none).
+  cannot ask for (measured: a thousand at once is slower than none).
+- A block is worked through LANES changes at a time, each step of it on these before the next: joins and sums are made
+  while memory is waited for (measured: nearly free, where one pass after another adds all of them up).
+- Inner functions get arrays one by one: one taken out of a tuple is counted, and that costs more than joining a group.
 """
 
 from __future__ import annotations
@@ -14,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kernels import GAP_ESCAPE, ROW, ROW_BITS, STEP_ESCAPE, Bits, Bytes, Indices
-from .numba_digest import change_at, mixed, row_key
+from .numba_digest import mixed, row_key
 from .numba_intrinsics import GROUP, LANES, WORD, compiled, join_group, join_lanes, lowest_one, prefetch, word_at
 
 U0, U1, U64 = (np.uint64(n) for n in (0, 1, 64))
 LOW_BITS, HIGH_BITS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # of every byte of a word
-TILE = 1024  # steps worked on at a time: what a tile takes stays in the first-level cache
-AHEAD = 128  # elements asked for before they are written: a change is far from the next one
+AHEAD = 128  # elements asked for before they are written: a change is far from the next one; whole LANES
 
 
 @compiled
@@ -31,9 +33,10 @@ def _has_escape(symbols: Bytes, k: Any) -> Any:
 
 
 @compiled
-def _join_some(gaps: Any, shift: Any, state: Any, indices: Indices, first: Any, last: Any) -> Any:
+def _join_some(
+    symbols: Bytes, lows: Bytes, rest: Any, shift: Any, state: Any, indices: Indices, first: Any, last: Any
+) -> Any:
     """Positions of the gaps [first, last). state: the last position and the number of escapes before, and after."""
-    symbols, lows, rest = gaps
     position, escaped = state
     k = first
     while k < last:
@@ -60,7 +63,7 @@ def _join_some(gaps: Any, shift: Any, state: Any, indices: Indices, first: Any, 
 def join_gaps(symbols: Bytes, lows: Bytes, rest: NDArray[np.uint32], shift: int, indices: Indices) -> Any:
     """The last position, which is the greatest: a block's gaps cannot overflow. -1 without any, or if no fit."""
     state = np.int64(-1), np.int64(0)
-    position, escaped = _join_some((symbols, lows, rest), np.int64(shift), state, indices, 0, len(symbols))
+    position, escaped = _join_some(symbols, lows, rest, np.int64(shift), state, indices, 0, len(symbols))
     return position if escaped == len(rest) else -1
 
 
@@ -79,9 +82,8 @@ def _wide_step(rest: Bits, escaped: Any, bias: Any, itemsize: Any) -> Any:
 
 
 @compiled
-def _join_steps(stream: Any, bias: Any, steps: Bits, first: Any, last: Any, escaped: Any) -> Any:
+def _join_steps(packed: Bytes, rest: Bits, bias: Any, steps: Bits, first: Any, last: Any, escaped: Any) -> Any:
     """Steps [first, last); `first` is even. How many have escaped, with `escaped` before."""
-    packed, rest = stream
     k = first
     while k + LANES <= last:
         escapes = join_lanes(packed, k >> 1, bias, steps, k)
@@ -102,60 +104,63 @@ def _join_steps(stream: Any, bias: Any, steps: Bits, first: Any, last: Any, esca
 
 @compiled
 def join_steps(packed: Bytes, rest: Bits, bias: int, steps: Bits) -> Any:
-    return _join_steps((packed, rest), np.int64(bias), steps, 0, len(steps), np.int64(0)) == len(rest)
+    return _join_steps(packed, rest, np.int64(bias), steps, 0, len(steps), np.int64(0)) == len(rest)
 
 
 @compiled
-def take(current: Bits, gaps: Any, shift: int, steps: Any, digest: Any, positions: Indices, values: Bits) -> Any:
+def _add(current: Bits, into: Bits, start: Any, positions: Indices, values: Bits, olds: Bits, first: Any) -> Any:
+    """Up to LANES steps from `first` on become values, and are written; olds: the bits before."""
+    end = np.uint64(len(positions) - 1)
+    for k in range(np.uint64(first), np.uint64(min(first + LANES, len(positions)))):
+        prefetch(current, positions[min(k + np.uint64(AHEAD), end)] - start)
+        place = np.uint64(positions[k] - start)
+        old = current[place]
+        olds[k - np.uint64(first)] = old
+        values[k] += old  # modulo 2^width, which a sum outside of an array is not
+        if len(into):
+            into[place] = values[k]
+
+
+@compiled
+def _moved(key: Any, table: Any, positions: Indices, values: Bits, olds: Bits, first: Any) -> Any:
+    """By how much these move the digest."""
+    total = U0
+    for k in range(np.uint64(first), np.uint64(min(first + LANES, len(positions)))):
+        factor = table[positions[k] & (ROW - 1)] * row_key(key, positions[k] >> ROW_BITS)
+        total += factor * (mixed(values[k]) - mixed(olds[k - np.uint64(first)]))
+    return total
+
+
+@compiled
+def take(
+    current: Bits, into: Bits, gaps: Any, shift: int, steps: Any, digest: Any, positions: Indices, values: Bits
+) -> Any:
     """gaps: symbols, lows, rest. steps: packed, rest. digest: key, table, start of the block.
 
-    Whether all of it fits, and by how much the digest moves.
+    Whether all of it fits, and by how much the digest moves. into: where values are written too, which may be `current`
+    itself, or nothing: an element before it is known that all fits, but never one outside.
     """
+    symbols, lows, gap_rest = gaps
+    packed, step_rest = steps
     key, table, start = digest
     count = len(positions)
-    state = np.int64(start) - 1, np.int64(0)
-    state = _join_some(gaps, np.int64(shift), state, positions, 0, count)
-    if state[0] >= start + len(current):
-        return False, U0
-    olds = np.empty(TILE, current.dtype)
-    escaped, total = np.int64(0), U0
-    for first in range(0, count, TILE):
-        last = min(first + TILE, count)
-        escaped = _join_steps(steps, np.int64(1), values, first, last, escaped)
-        for k in range(first, last):
-            prefetch(current, positions[min(k + AHEAD, count - 1)] - start)
-            old = current[positions[k] - start]
-            olds[k - first] = old
-            values[k] += old
-        total += change_at(key, table, 0, positions[first:last], olds, values[first:last])
-    return state[1] == len(gaps[2]) and escaped == len(steps[1]), total
-
-
-@compiled
-def put(bits: Bits, gaps: Any, shift: int, packed: Any, digest: Any, positions: Indices, steps: Bits) -> Any:
-    """As `take`, with the new values written to `bits`, unless anything does not fit.
-
-    The digest is moved one by one, as memory is waited for. positions, steps: room for them.
-    """
-    key, table, start = digest
-    count = len(positions)
-    state = np.int64(-1), np.int64(0)
-    state = _join_some(gaps, np.int64(shift), state, positions, 0, count)
-    escaped = _join_steps(packed, np.int64(1), steps, 0, count, np.int64(0))
-    if state[0] >= len(bits) or state[1] != len(gaps[2]) or escaped != len(packed[1]):
-        return False, U0
-    total, row, factor = U0, np.int64(-1), U0
-    for k in range(count):
-        prefetch(bits, positions[min(k + AHEAD, count - 1)])
-        place, position = np.uint64(positions[k]), start + positions[k]
-        old = bits[place]
-        steps[k] += old  # modulo 2^width, which a sum outside of an array is not
-        bits[place] = steps[k]
-        if position >> ROW_BITS != row:
-            row = position >> ROW_BITS
-            factor = row_key(key, row)
-        total += table[position & (ROW - 1)] * factor * (mixed(steps[k]) - mixed(old))
-    return True, total
+    olds = np.empty(LANES, current.dtype)
+    state, escaped, total = (np.int64(start) - 1, np.int64(0)), np.int64(0), U0
+    for first in range(-AHEAD, count, LANES):
+        ahead = first + AHEAD
+        last = min(ahead + LANES, count)
+        state = _join_some(symbols, lows, gap_rest, np.int64(shift), state, positions, ahead, last)
+        if first < 0:
+            for k in range(ahead, last):
+                prefetch(current, positions[k] - start)
+            continue
+        last = min(first + LANES, count)
+        escaped = _join_steps(packed, step_rest, np.int64(1), values, first, last, escaped)
+        if positions[last - 1] - start >= len(current):  # they ascend
+            return False, U0
+        _add(current, into, start, positions, values, olds, first)
+        total += _moved(key, table, positions, values, olds, first)
+    return state[1] == len(gap_rest) and escaped == len(step_rest), total
 
 
 @compiled

@@ -62,12 +62,13 @@ def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
     plane_count = int(stream[0])
     if not 1 <= plane_count <= dtype.itemsize or (len(stream) - 1) % plane_count:
         raise WireError(f"weight block: {len(stream)} bytes for escaped numbers of {plane_count}")
-    planes = stream[1:].reshape(plane_count, -1)
-    if planes.shape[1] > count_max:
-        raise WireError(f"weight block: {planes.shape[1]} escaped numbers for {count_max} changes")
-    numbers = np.zeros((planes.shape[1], dtype.itemsize), dtype=np.uint8)
-    numbers[:, :plane_count] = planes.T
-    return numbers.view(dtype).reshape(-1)
+    count = (len(stream) - 1) // plane_count
+    if count > count_max:
+        raise WireError(f"weight block: {count} escaped numbers for {count_max} changes")
+    numbers = stream[1 : 1 + count].astype(dtype)
+    for k in range(1, plane_count):
+        numbers |= stream[1 + k * count : 1 + (k + 1) * count].astype(dtype) << dtype.type(8 * k)
+    return numbers
 
 
 def split_planes(numbers: Bits) -> list[bytes]:
