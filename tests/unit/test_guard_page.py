@@ -96,6 +96,11 @@ class Computing:
         return os.sched_getscheduler(self._thread.native_id)
 
 
+def never() -> bool:
+    """No step that has given way may go on."""
+    return False
+
+
 def until(what: Callable[[], bool]) -> None:
     """Wait for it; the test's timeout is the limit."""
     while not what():
@@ -105,7 +110,7 @@ def until(what: Callable[[], bool]) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_step_gives_way_once_a_request_arrives_and_the_next_one_does_not() -> None:
     arrived = [5]
-    yielding = YieldingThread(lambda: arrived[0])
+    yielding = YieldingThread(lambda: arrived[0], never)
     computing = Computing(yielding)
 
     computing.do(lambda: yielding.begins(5, gives_way=True))
@@ -119,8 +124,33 @@ def test_a_step_gives_way_once_a_request_arrives_and_the_next_one_does_not() -> 
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
+def test_a_step_that_gave_way_is_like_others_again_once_it_may_go_on_and_gives_way_to_the_next_request() -> None:
+    arrived, slack, asked = [5], [False], [0]
+
+    def goes_on() -> bool:
+        asked[0] += 1
+        return slack[0]
+
+    computing = Computing(yielding := YieldingThread(lambda: arrived[0], goes_on))
+    computing.do(lambda: yielding.begins(5, gives_way=True))
+    arrived[0] = 6
+    until(lambda: asked[0] > 3)
+    assert computing.scheduler_class == os.SCHED_IDLE
+
+    slack[0] = True
+    if os.geteuid():  # who may not raise a class again keeps the idle one
+        until(lambda: asked[0] > 6)
+        assert computing.scheduler_class == os.SCHED_IDLE
+        return
+    until(lambda: computing.scheduler_class == os.SCHED_OTHER)
+    slack[0] = False
+    arrived[0] = 7
+    until(lambda: computing.scheduler_class == os.SCHED_IDLE)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_request_that_arrived_between_the_decision_and_the_step_counts() -> None:
-    yielding = YieldingThread(lambda: 6)
+    yielding = YieldingThread(lambda: 6, never)
     computing = Computing(yielding)
 
     computing.do(lambda: yielding.begins(5, gives_way=True))
@@ -130,7 +160,7 @@ def test_a_request_that_arrived_between_the_decision_and_the_step_counts() -> No
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_step_that_need_not_give_way_does_not() -> None:
-    yielding = YieldingThread(lambda: 6)
+    yielding = YieldingThread(lambda: 6, never)
     computing = Computing(yielding)
 
     computing.do(lambda: yielding.begins(5, gives_way=False))

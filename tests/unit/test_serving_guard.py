@@ -106,6 +106,42 @@ def test_an_arrival_shuts_the_guard_and_the_time_until_the_step_ended_is_its_rec
     assert abs(guard.sharing()["reclaim_ms_p99"] - 8.0) < 0.01
 
 
+def test_a_step_that_has_given_way_goes_on_once_it_could_begin_and_until_then_the_guard_is_shut() -> None:
+    probe = PlayedProbe()
+    guard = lent(probe)
+    now = warmed(guard)
+    assert guard.look(now, WORK).step_tokens is None
+    probe.state = ServingState(seen_at_s=0.0, waiting=(WaitingRequest(arrived_at_s=now - 0.06, prefill_tokens=2000),))
+    probe.arrivals = [Arrival(now + 0.004, 2000)]
+
+    assert not guard.goes_on(now + 0.006, WORK)
+    assert not guard.goes_on(now + 3.0, WORK)
+    view = guard.view(now + 3.0)
+    assert (view.state, "given way" in view.reason) == ("shut", True)
+    assert abs(view.shut_s - 2.994) < 0.01
+    assert abs(guard.sharing()["reclaim_ms_p99"] - 2.0) < 0.01
+
+    probe.state = ServingState(seen_at_s=0.0)
+    guard.orders = GuardOrders()
+    assert not guard.goes_on(now + 90.0, WORK)  # taken back meanwhile
+    guard.orders = GuardOrders(is_lent=True)
+    assert guard.goes_on(now + 90.1, WORK)
+    assert guard.view(now + 90.1).state == "open"
+
+
+def test_serving_steps_seen_while_one_of_ours_is_under_way_are_learned_when_it_is_known_what_it_slowed_down() -> None:
+    probe = PlayedProbe()
+    guard, work = lent(probe), StepWork(decode_count=1, context_tokens=100)
+    for number in range(60):
+        at = 10.0 + 0.1 * number
+        guard.look(at, WORK)
+        probe.steps = [Step(at, 0.020, work), Step(at + 0.05, 0.005, work)]
+        guard.goes_on(at + 0.04, WORK)
+        guard.stepped(at, at + 0.045, WORK)
+
+    assert abs(predict(guard.models[0], work) - 0.005) < 0.001
+
+
 def test_orders_that_are_not_repeated_hold_no_longer_than_they_said() -> None:
     guard = lent(PlayedProbe())
     now = warmed(guard)

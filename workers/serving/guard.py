@@ -133,18 +133,9 @@ class Guard:
     def look(self, now_s: float, work: StepWork, *, is_idle: bool = False) -> Allowance:
         """What of `work` may run in a step that begins now. is_idle: there is none; what could run is asked for."""
         self._state = self._probe.read(now_s)
+        self._hear()
         self._learn()
-        facts = GuardFacts(
-            now_s=now_s,
-            state=self._state,
-            slo=self._slo,
-            serving=self._serving,
-            rollout=self._rollout,
-            reserve_s=reserve_s(self._arrivals, now_s, self._serving, self._burst),
-            work=work,
-        )
-        policy = self._policies[min(self.orders.policy, len(self._policies) - 1)]
-        allowance = policy(facts, self._config.rule)
+        allowance = self._decide(now_s, work)
         still_s = (now_s - self._stepped_at_s) / self._trial_factor
         if allowance.may_try and still_s >= self._config.rule.trial_s:
             # Also where none can run now: who is shut gets no lease and no work, and would stay shut for good.
@@ -156,6 +147,31 @@ class Guard:
         allowance = self._capped(allowance)
         self._account(now_s, allowance)
         return allowance if self._is_lent(now_s) else replace(allowance, step_tokens=0)
+
+    def goes_on(self, now_s: float, work: StepWork) -> bool:
+        """Whether a step of `work` that is under way and has given way to serving may have its full priority again.
+
+        It may as soon as it could begin. Until then the guard is shut: the engine makes no step, and nothing is wrong.
+        """
+        self._state = self._probe.read(now_s)
+        self._hear()
+        allowance = self._capped(self._decide(now_s, work))
+        may = allowance.step_tokens is None and allowance.goes_on and self._is_lent(now_s)
+        waits = replace(allowance, step_tokens=0, reason=f"a step has given way: {allowance.reason}")
+        self._account(now_s, allowance if may else waits)
+        return may
+
+    def _decide(self, now_s: float, work: StepWork) -> Allowance:
+        facts = GuardFacts(
+            now_s=now_s,
+            state=self._state,
+            slo=self._slo,
+            serving=self._serving,
+            rollout=self._rollout,
+            reserve_s=reserve_s(self._arrivals, now_s, self._serving, self._burst),
+            work=work,
+        )
+        return self._policies[min(self.orders.policy, len(self._policies) - 1)](facts, self._config.rule)
 
     def _is_lent(self, now_s: float) -> bool:
         return self.orders.is_lent and now_s < self.orders.until_s
@@ -198,11 +214,14 @@ class Guard:
         self._computed_s += ended_s - began_s
         self._rollout = refit(self._rollout, StepSample(work=work, duration_s=device_s or ended_s - began_s))
 
-    def _learn(self) -> None:
+    def _hear(self) -> None:
         for arrival in self._probe.new_arrivals():
             self._arrivals = arrived(self._arrivals, arrival.at_s, arrival.prompt_tokens)
             if self._first_new_arrival_s is None:
                 self._first_new_arrival_s = arrival.at_s
+
+    def _learn(self) -> None:
+        """Between two steps of ours: of one under way it is not known yet which steps of serving it slowed down."""
         for step in self._probe.new_steps():
             is_shared = self._ledger.is_shared(step.began_at_s, step.began_at_s + step.duration_s)
             if not is_shared:

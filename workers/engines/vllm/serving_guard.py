@@ -44,7 +44,7 @@ class StepGuard:
         reader = ProbeReader(Path(config.probe), config.probe_name)
         self._guard = Guard(config, reader, _policies(config.policies, config.options))
         self._reader = reader
-        self._yielding = _yielding(config, reader)
+        self._yielding = self._make_yielding(config)
         self._arrived_count = 0
         self._allowance = Allowance(step_tokens=0, reason="")
         self._lock = threading.Lock()
@@ -90,6 +90,22 @@ class StepGuard:
         with self._lock:
             self._guard.stepped(began_s, now_s, work, device_s=known_s)
 
+    def _make_yielding(self, config: GuardConfig) -> YieldingThread | None:
+        """What gives way within a step: the scheduler's thread, where it is the one that computes."""
+        if not config.yields or not current_platform.is_cpu():
+            return None
+        if torch.get_num_threads() == 1:
+            return YieldingThread(self._reader.arrived_count, self._goes_on)
+        log.info("several threads compute: %s", lower([os.getpid()], "idle"))
+        return None
+
+    def _goes_on(self) -> bool:
+        """Whether the step under way, which has given way, is to be as others again."""
+        with self._lock:
+            begun = self._begun[:1]
+            self._guard.orders = self._page.orders()
+            return any(self._guard.goes_on(time.monotonic(), work) for _, _, work in begun)
+
     def _live(self) -> None:
         never = threading.Event()
         while not never.wait(TELL_S):
@@ -101,16 +117,6 @@ class StepGuard:
                     self._sharing, self._counted_at_s = self._guard.sharing(), now_s
                 view = self._guard.view(now_s)
             self._page.say(orjson.dumps({"view": view, "sharing": self._sharing, "at_s": now_s}))
-
-
-def _yielding(config: GuardConfig, reader: ProbeReader) -> YieldingThread | None:
-    """What gives way within a step: the scheduler's thread, where it is the one that computes."""
-    if not config.yields or not current_platform.is_cpu():
-        return None
-    if torch.get_num_threads() == 1:
-        return YieldingThread(reader.arrived_count)
-    log.info("several threads compute: %s", lower([os.getpid()], "idle"))
-    return None
 
 
 def _policies(names: Sequence[str], options: dict[str, Any]) -> list[Policy]:
