@@ -124,7 +124,7 @@ def test_a_step_gives_way_once_a_request_arrives_and_the_next_one_does_not() -> 
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
-def test_a_step_that_gave_way_is_like_others_again_once_it_may_go_on_and_gives_way_to_the_next_request() -> None:
+def test_a_step_that_gave_way_is_like_others_while_it_may_go_on_and_idle_while_it_may_not() -> None:
     arrived, slack, asked = [5], [False], [0]
 
     def goes_on() -> bool:
@@ -143,9 +143,15 @@ def test_a_step_that_gave_way_is_like_others_again_once_it_may_go_on_and_gives_w
         assert computing.scheduler_class == os.SCHED_IDLE
         return
     until(lambda: computing.scheduler_class == os.SCHED_OTHER)
-    slack[0] = False
-    arrived[0] = 7
+    slack[0] = False  # without another request, too
     until(lambda: computing.scheduler_class == os.SCHED_IDLE)
+
+    # The next step is like any other until another request arrives
+    computing.do(yielding.ended)
+    computing.do(lambda: yielding.begins(6, gives_way=True))
+    before = asked[0]
+    time.sleep(0.05)
+    assert (computing.scheduler_class, asked[0]) == (os.SCHED_OTHER, before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")

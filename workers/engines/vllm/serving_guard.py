@@ -25,7 +25,7 @@ from ....fabric.rules.serving import StepWork
 from ...serving.guard import Guard, GuardConfig, Policy
 from ...serving.priority import lower
 from ...serving.reader import ProbeReader
-from ...serving.scheduling import YieldingThread, device_time
+from ...serving.scheduling import QUANTUM_S, YieldingThread, device_time
 from .page import IS_GUARDED, Page
 
 log = logging.getLogger(__name__)
@@ -100,11 +100,11 @@ class StepGuard:
         return None
 
     def _goes_on(self) -> bool:
-        """Whether the step under way, which has given way, is to be as others again."""
+        """Whether the step under way, which has given way, may compute as others for a while."""
         with self._lock:
             begun = self._begun[:1]
             self._guard.orders = self._page.orders()
-            return any(self._guard.goes_on(time.monotonic(), work) for _, _, work in begun)
+            return any(self._guard.goes_on(time.monotonic(), work, QUANTUM_S) for _, _, work in begun)
 
     def _live(self) -> None:
         never = threading.Event()
