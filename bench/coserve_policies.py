@@ -1,7 +1,7 @@
 """What the guard of the lent engine decides by, arm by arm.
 
 - `share-all`: no guard.
-- `priority`: no guard, but a step that has begun gives way to a request that arrives, for as long as serving computes.
+- `priority`: no guard, but a step that has begun gives way to a request that arrives, as ours does.
 - `static`: a fixed half of the device's time, whatever serving does.
 - `rose`: the rules that ROSE published. Rollouts are admitted in chunks of 512 tokens while the least TTFT slack of a
   waiting and the least TPOT slack of a running request are above 0, with step times profiled once, offline. Above the
@@ -50,7 +50,7 @@ class PriorityAlone:
     """Everything, always, at the device's own priority: what that gives without a guard."""
 
     def decide(self, facts: GuardFacts, rule: GuardRule) -> Allowance:
-        return replace(_some(None, "no guard"), gives_way=True, goes_on=False)
+        return replace(_some(None, "no guard"), gives_way=True)
 
 
 class Static:

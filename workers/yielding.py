@@ -33,9 +33,10 @@ OPEN = "open"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldRule:
-    """prefill_tokens_per_s: of the engines that turns would go on at."""
+    """prefill_tokens_per_s: of the engines that turns would go on at. yield_after_s: a busy serving engine often shuts
+    the guard for a second; turns that left each time would do little but read their contexts again."""
 
-    yield_after_s: float = 0.5
+    yield_after_s: float = 2.0
     prefill_tokens_per_s: float = 10_000.0
     claim_after_s_max: float = 1.0
     trial_s: float = 5.0

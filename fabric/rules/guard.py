@@ -65,7 +65,6 @@ class Allowance:
     may_try: nothing fits, but a small step may be tried if there was none for long: what is thought of rollout steps is
     never mended without one. Nobody waits then, and every pace is easy.
     gives_way: once the step has begun, it falls behind serving when a request arrives, where the device can do that.
-    goes_on: one that has given way has its full priority again whenever there is room.
     """
 
     step_tokens: int | None
@@ -74,7 +73,6 @@ class Allowance:
     headroom_fraction: float | None = None
     may_try: bool = False
     gives_way: bool = True
-    goes_on: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,11 +96,6 @@ class Computing:
         return os.sched_getscheduler(self._thread.native_id)
 
 
-def never() -> bool:
-    """No step that has given way may go on."""
-    return False
-
-
 def until(what: Callable[[], bool]) -> None:
     """Wait for it; the test's timeout is the limit."""
     while not what():
@@ -110,53 +105,24 @@ def until(what: Callable[[], bool]) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_step_gives_way_once_a_request_arrives_and_the_next_one_does_not() -> None:
     arrived = [5]
-    yielding = YieldingThread(lambda: arrived[0], never)
+    yielding = YieldingThread(lambda: arrived[0])
     computing = Computing(yielding)
 
     computing.do(lambda: yielding.begins(5, gives_way=True))
     assert computing.scheduler_class == os.SCHED_OTHER
     arrived[0] = 6
     until(lambda: computing.scheduler_class == os.SCHED_IDLE)
+    until(lambda: yielding.gave_way_at_s is not None)
 
     computing.do(yielding.ended)
+    assert yielding.gave_way_at_s is None
     can_raise = os.geteuid() == 0
     assert computing.scheduler_class == (os.SCHED_OTHER if can_raise else os.SCHED_IDLE)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
-def test_a_step_that_gave_way_is_like_others_while_it_may_go_on_and_idle_while_it_may_not() -> None:
-    arrived, slack, asked = [5], [False], [0]
-
-    def goes_on() -> bool:
-        asked[0] += 1
-        return slack[0]
-
-    computing = Computing(yielding := YieldingThread(lambda: arrived[0], goes_on))
-    computing.do(lambda: yielding.begins(5, gives_way=True))
-    arrived[0] = 6
-    until(lambda: asked[0] > 3)
-    assert computing.scheduler_class == os.SCHED_IDLE
-
-    slack[0] = True
-    if os.geteuid():  # who may not raise a class again keeps the idle one
-        until(lambda: asked[0] > 6)
-        assert computing.scheduler_class == os.SCHED_IDLE
-        return
-    until(lambda: computing.scheduler_class == os.SCHED_OTHER)
-    slack[0] = False  # without another request, too
-    until(lambda: computing.scheduler_class == os.SCHED_IDLE)
-
-    # The next step is like any other until another request arrives
-    computing.do(yielding.ended)
-    computing.do(lambda: yielding.begins(6, gives_way=True))
-    before = asked[0]
-    time.sleep(0.05)
-    assert (computing.scheduler_class, asked[0]) == (os.SCHED_OTHER, before)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_request_that_arrived_between_the_decision_and_the_step_counts() -> None:
-    yielding = YieldingThread(lambda: 6, never)
+    yielding = YieldingThread(lambda: 6)
     computing = Computing(yielding)
 
     computing.do(lambda: yielding.begins(5, gives_way=True))
@@ -166,7 +132,7 @@ def test_a_request_that_arrived_between_the_decision_and_the_step_counts() -> No
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_step_that_need_not_give_way_does_not() -> None:
-    yielding = YieldingThread(lambda: 6, never)
+    yielding = YieldingThread(lambda: 6)
     computing = Computing(yielding)
 
     computing.do(lambda: yielding.begins(5, gives_way=False))

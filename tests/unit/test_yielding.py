@@ -105,11 +105,11 @@ def test_a_shut_guard_gives_all_turns_back_with_their_tokens_and_nothing_is_take
 
             # When the guard shuts for a moment, then they stay
             guard.shut()
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(YieldRule().yield_after_s - 0.1)
             assert (stage.engine.turns, stage.turns.returned) == (running, [])
 
             # When it stays shut, then they are back, from where they were, and have not stalled
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.5)
             assert sorted(stage.turns.returned) == [(name, False) for name in running]
             assert kept(stage) == dict.fromkeys(running, 4)
             assert {record.loss for record in stage.table.records.values()} == {0}
@@ -147,9 +147,9 @@ def test_after_a_long_shut_nothing_is_taken_until_it_has_been_open_for_a_while()
             guard.shut()
             await asyncio.sleep(3.0)
             guard.view = OPEN
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.8)
             assert stage.engine.turns == []
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(0.4)
             assert len(stage.engine.turns) == 1
 
     on_virtual_time(work())

@@ -148,21 +148,18 @@ class Guard:
         self._account(now_s, allowance)
         return allowance if self._is_lent(now_s) else replace(allowance, step_tokens=0)
 
-    def goes_on(self, now_s: float, work: StepWork, quantum_s: float) -> bool:
-        """Whether a step of `work` that is under way, and has given way to serving, may compute as others for a while.
+    def waits(self, now_s: float, since_s: float) -> None:
+        """A step under way has been behind serving since then.
 
-        It may where there is room for `quantum_s`: serving is delayed by no more until the next question. Where it may
-        not, the guard is shut: the engine makes no step, and nothing is wrong.
+        While serving computes the guard counts as shut: the engine ends no step, and nothing is wrong with it.
         """
-        self._state = self._probe.read(now_s)
+        state = self._probe.read(now_s)
+        if state is None or not (state.waiting or state.running):
+            return
         self._hear()
-        allowance = self._decide(now_s, work)
-        has_room = allowance.room_s >= quantum_s and not self._is_capped() and self._is_lent(now_s)
-        if allowance.goes_on:
-            reason = "a step goes on" if has_room else f"a step has given way: {allowance.reason}"
-            allowance = replace(allowance, step_tokens=None if has_room else 0, reason=reason)
-        self._account(now_s, allowance)
-        return has_room and allowance.goes_on
+        was_open = self._allowance.step_tokens != 0
+        shut = replace(self._allowance, step_tokens=0, reason="a step that has begun gives way to serving")
+        self._account(since_s if was_open else now_s, shut)
 
     def _decide(self, now_s: float, work: StepWork) -> Allowance:
         facts = GuardFacts(
@@ -179,15 +176,10 @@ class Guard:
     def _is_lent(self, now_s: float) -> bool:
         return self.orders.is_lent and now_s < self.orders.until_s
 
-    def _is_capped(self) -> bool:
-        cap = self.orders.compute_fraction_max
-        return cap is not None and self._computed_s > cap * CAP_S
-
     def _capped(self, allowance: Allowance) -> Allowance:
-        if allowance.step_tokens != 0 and self._is_capped():
-            return replace(
-                allowance, step_tokens=0, reason=f"the cap on compute: {self.orders.compute_fraction_max:.0%}"
-            )
+        cap = self.orders.compute_fraction_max
+        if cap is not None and allowance.step_tokens != 0 and self._computed_s > cap * CAP_S:
+            return replace(allowance, step_tokens=0, reason=f"the cap on compute: {cap:.0%}")
         return allowance
 
     def _account(self, now_s: float, allowance: Allowance) -> None:

@@ -25,7 +25,7 @@ from ....fabric.rules.serving import StepWork
 from ...serving.guard import Guard, GuardConfig, Policy
 from ...serving.priority import lower
 from ...serving.reader import ProbeReader
-from ...serving.scheduling import QUANTUM_S, YieldingThread, device_time
+from ...serving.scheduling import YieldingThread, device_time
 from .page import IS_GUARDED, Page
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class StepGuard:
         reader = ProbeReader(Path(config.probe), config.probe_name)
         self._guard = Guard(config, reader, _policies(config.policies, config.options))
         self._reader = reader
-        self._yielding = self._make_yielding(config)
+        self._yielding = _yielding(config, reader)
         self._arrived_count = 0
         self._allowance = Allowance(step_tokens=0, reason="")
         self._lock = threading.Lock()
@@ -90,22 +90,6 @@ class StepGuard:
         with self._lock:
             self._guard.stepped(began_s, now_s, work, device_s=known_s)
 
-    def _make_yielding(self, config: GuardConfig) -> YieldingThread | None:
-        """What gives way within a step: the scheduler's thread, where it is the one that computes."""
-        if not config.yields or not current_platform.is_cpu():
-            return None
-        if torch.get_num_threads() == 1:
-            return YieldingThread(self._reader.arrived_count, self._goes_on)
-        log.info("several threads compute: %s", lower([os.getpid()], "idle"))
-        return None
-
-    def _goes_on(self) -> bool:
-        """Whether the step under way, which has given way, may compute as others for a while."""
-        with self._lock:
-            begun = self._begun[:1]
-            self._guard.orders = self._page.orders()
-            return any(self._guard.goes_on(time.monotonic(), work, QUANTUM_S) for _, _, work in begun)
-
     def _live(self) -> None:
         never = threading.Event()
         while not never.wait(TELL_S):
@@ -113,10 +97,23 @@ class StepGuard:
             with self._lock:
                 if now_s - self._looked_at_s >= TELL_S and not self._begun:
                     self._look(now_s, ONE, is_idle=True)
+                gave_way_at_s = self._yielding.gave_way_at_s if self._yielding is not None else None
+                if gave_way_at_s is not None:
+                    self._guard.waits(now_s, gave_way_at_s)
                 if now_s - self._counted_at_s >= SHARING_S:
                     self._sharing, self._counted_at_s = self._guard.sharing(), now_s
                 view = self._guard.view(now_s)
             self._page.say(orjson.dumps({"view": view, "sharing": self._sharing, "at_s": now_s}))
+
+
+def _yielding(config: GuardConfig, reader: ProbeReader) -> YieldingThread | None:
+    """What gives way within a step: the scheduler's thread, where it is the one that computes."""
+    if not config.yields or not current_platform.is_cpu():
+        return None
+    if torch.get_num_threads() == 1:
+        return YieldingThread(reader.arrived_count)
+    log.info("several threads compute: %s", lower([os.getpid()], "idle"))
+    return None
 
 
 def _policies(names: Sequence[str], options: dict[str, Any]) -> list[Policy]:
