@@ -43,7 +43,7 @@ WARM_SEED = 1_000_003  # never a repetition's
 
 
 SLICES_MAX = 64  # of a repetition: no two slices of a measurement have the same arrivals
-STOLEN_MAX = 0.005  # of the processors' time: three times the usual here; clusters of gaps take some hundredths
+STOLEN_MAX = 0.005  # of the processors' time: five times the usual here; clusters of gaps take some hundredths
 AGAIN_MAX = 3  # times that a slice is measured again
 
 
