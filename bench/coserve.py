@@ -87,7 +87,8 @@ class Settings:
             raise ConfigError("a load is a fraction of the SLO capacity, above 0 and at most 1", option="--load")
 
 
-FULL = Settings(switch_samples=20, burst_samples=30, is_broker_frozen=True)
+BURST_COUNT = 100  # fewer have no P99
+FULL = Settings(switch_samples=20, burst_samples=BURST_COUNT, is_broker_frozen=True)
 QUICK = Settings(
     request_count=100,
     round_count=1,
@@ -104,7 +105,7 @@ CONTROL = Settings(
     calibration_count=1,
     warm_count=1,
     switch_samples=20,
-    burst_samples=30,
+    burst_samples=BURST_COUNT,
     is_broker_frozen=True,
 )
 

@@ -1,9 +1,12 @@
 """How fast a lent device is given back when a burst comes: what rollouts still take of it, and for how long.
 
-- A burst is a number of prompts at one instant, while rollouts have the device. `taken_ms` is the processor time that
-  the rollout engine had between the burst's arrival and its first token: by so much it can have delayed serving.
-- `stopped_after_ms`: from the arrival to the last moment before that token at which rollouts computed. What they get
-  where serving leaves the processor idle is in both.
+- A burst is a number of prompts at one instant, from when the first of them is sent. Only those count that come while
+  rollouts compute: with the guard shut there is nothing to give back.
+- `taken_ms` is the processor time that the rollout engine had between the burst's arrival and its first token: by so
+  much it can have delayed serving. What it gets where serving leaves the processor idle is in it.
+- `noticed_ms`: from the arrival until the serving engine has a request, and its probe shows it. Before that serving's
+  front end works, and its engine has nothing to compute. `taken_after_ms` is what was taken of the device after it.
+- `step_ms`: processor time of a rollout step, the median of all that were made meanwhile.
 """
 
 from __future__ import annotations
@@ -11,34 +14,62 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Self
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Self, TextIO
 
 import numpy as np
 
+from ..workers.serving.reader import ProbeReader
 from .coserve_arms import Rounds
 from .coserve_cast import BORROWED, Pair
 from .coserve_places import engine_pid, threads
 from .harness import percentile
 from .replay.records import Arrival, Outcome
 
-REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS, EVERY_S = 16, 200, 8, 3.0
+REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS, EVERY_S = 16, 200, 8, 2.0
 LOOK_S = 0.002
 COMPUTING = 0.1  # of a look's time: less is what a look at a lock or a clock takes
+OPEN_S = 0.05  # rollouts that computed so shortly before a burst had the device
 
 
-class ProcessorTime:
-    """Looks at the processor time of a process, all threads together, while the block runs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """spent_s: processor time of the rollout engine so far, all threads. steps: its, arrived: requests that the serving
+    engine had, so far."""
+
+    at_s: float
+    spent_s: float
+    steps: int
+    arrived: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """What rollouts had of it, milliseconds. See the module."""
+
+    was_open: bool
+    taken_ms: float
+    noticed_ms: float
+    taken_after_ms: float
+
+
+class Watch:
+    """Looks at the rollout and the serving engine every LOOK_S while the block runs.
 
     Attributes:
-        looks: (monotonic seconds, processor seconds so far), in order.
+        looks: in order.
     """
 
-    def __init__(self, pid: int) -> None:
-        self.looks: list[tuple[float, float]] = []
+    def __init__(self, pair: Pair) -> None:
+        self.looks: list[Look] = []
+        self._pair = pair
+        self._reader = ProbeReader(pair.probe)
+        self._reader.read(time.monotonic())
+        pid = engine_pid(pair.pid(BORROWED))
         self._paths = [f"/proc/{pid}/task/{thread}/schedstat" for thread in threads(pid)]
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="processor-time")
+        self._thread = threading.Thread(target=self._look, name="burst-watch")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -49,47 +80,78 @@ class ProcessorTime:
         self._thread.join()
 
     def _look(self) -> None:
-        files = [open(path) for path in self._paths]  # noqa: SIM115 - kept open for a thousand looks
-        while not self._stop.wait(LOOK_S):
-            spent_ns = 0
-            for each in files:
-                each.seek(0)
-                spent_ns += int(each.read().split()[0])
-            self.looks.append((time.monotonic(), spent_ns / 1e9))
-        for each in files:
-            each.close()
+        with ExitStack() as opened:
+            files = [opened.enter_context(open(path)) for path in self._paths]
+            while not self._stop.wait(LOOK_S):
+                self.looks.append(
+                    Look(
+                        at_s=time.monotonic(),
+                        spent_s=sum(_spent_s(each) for each in files),
+                        steps=self._pair.step_count,
+                        arrived=self._reader.arrived_count(),
+                    )
+                )
+
+
+def _spent_s(schedstat: TextIO) -> float:
+    schedstat.seek(0)
+    return int(schedstat.read().split()[0]) / 1e9
 
 
 def bursts(pair: Pair, rounds: Rounds, burst_count: int) -> dict[str, Any]:
-    """Of `burst_count` bursts under the guard: percentiles of `taken_ms` and `stopped_after_ms`."""
+    """Of `burst_count` bursts under the guard: percentiles over those that came while rollouts computed."""
     rounds.enter("ours")
     one = [Arrival(at_s=0.0, prompt_tokens=PROMPT_TOKENS, completion_tokens=COMPLETION_TOKENS)] * REQUESTS
     arrivals = [replace(each, at_s=EVERY_S * index) for index in range(burst_count) for each in one]
-    with ProcessorTime(engine_pid(pair.pid(BORROWED))) as watched:
+    with Watch(pair) as watch:
         start_at_s, outcomes = rounds.replay(arrivals)
-    found = [taken(watched.looks, *span) for span in spans(start_at_s, outcomes)]
-    figures: dict[str, Any] = {"burst_count": len(found), "requests_each": REQUESTS}
-    for index, name in enumerate(("taken_ms", "stopped_after_ms")):
-        values = [each[index] for each in found]
-        figures |= {f"{name}_p50": percentile(values, 0.5), f"{name}_p99": percentile(values, 0.99)}
-    return figures
+    found = [taken(watch.looks, *span) for span in spans(start_at_s, outcomes)]
+    return {"requests_each": REQUESTS, "step_ms": step_ms(watch.looks), **figures(found)}
+
+
+def figures(found: Sequence[Burst]) -> dict[str, Any]:
+    """Percentiles of what rollouts had, None without a burst that counts."""
+    counted = [each for each in found if each.was_open]
+    told: dict[str, Any] = {"sent_count": len(found), "burst_count": len(counted)}
+    for name in ("taken_ms", "noticed_ms", "taken_after_ms"):
+        values = [getattr(each, name) for each in counted]
+        for part in (0.5, 0.99):
+            told[f"{name}_p{round(100 * part)}"] = percentile(values, part) if values else None
+    return told
 
 
 def spans(start_at_s: float, outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
-    """Of each burst that was answered: when it came, and when the first token of any of its requests did."""
+    """Of each burst that was answered: when its first request was sent, and when it had the first token of any."""
+    sent: dict[float, float] = {}
     first: dict[float, float] = {}
     for each in outcomes:
+        at_s = each.arrival.at_s
+        sent[at_s] = min(each.sent_at_s, sent.get(at_s, each.sent_at_s))
         if each.ttft_s is not None:
-            at_s = each.arrival.at_s
             first[at_s] = min(each.ttft_s, first.get(at_s, each.ttft_s))
-    return [(start_at_s + at_s, start_at_s + at_s + ttft_s) for at_s, ttft_s in sorted(first.items())]
+    return [(start_at_s + sent[at_s], start_at_s + at_s + ttft_s) for at_s, ttft_s in sorted(first.items())]
 
 
-def taken(looks: Sequence[tuple[float, float]], from_s: float, until_s: float) -> tuple[float, float]:
-    """Milliseconds of processor time between two moments, and from the first to when they were last being spent."""
-    at_s, spent_s = np.array(looks).T
-    edges = np.interp([from_s, until_s], at_s, spent_s)
-    inside = np.flatnonzero((at_s[1:] > from_s) & (at_s[:-1] < until_s))
-    is_computing = np.diff(spent_s)[inside] > COMPUTING * np.diff(at_s)[inside]
-    last_s = at_s[1:][inside][is_computing].max(initial=from_s)
-    return float(1000 * (edges[1] - edges[0])), float(1000 * (min(last_s, until_s) - from_s))
+def taken(looks: Sequence[Look], from_s: float, until_s: float) -> Burst:
+    """What rollouts had of a burst that came at `from_s` and had its first token at `until_s`, monotonic seconds."""
+    at_s, spent_s = np.array([(each.at_s, each.spent_s) for each in looks]).T
+    arrived = np.array([each.arrived for each in looks])
+    before = arrived[at_s <= from_s]
+    later = at_s[(at_s > from_s) & (arrived > (before[-1] if len(before) else 0))]
+    noticed_s = min(float(later[0]), until_s) if len(later) else until_s
+    edges = np.interp([from_s - OPEN_S, from_s, noticed_s, until_s], at_s, spent_s)
+    return Burst(
+        was_open=bool(edges[1] - edges[0] > COMPUTING * OPEN_S),
+        taken_ms=float(1000 * (edges[3] - edges[1])),
+        noticed_ms=1000 * (noticed_s - from_s),
+        taken_after_ms=float(1000 * (edges[3] - edges[2])),
+    )
+
+
+def step_ms(looks: Sequence[Look]) -> float | None:
+    """Processor time of a rollout step, the median; None: there were no two."""
+    steps = np.array([each.steps for each in looks])
+    spent_s = np.array([each.spent_s for each in looks])
+    ends = np.flatnonzero(np.diff(steps)) + 1
+    each_s = np.diff(spent_s[ends]) / np.diff(steps[ends])
+    return float(1000 * np.median(each_s)) if len(each_s) else None

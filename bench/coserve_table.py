@@ -80,8 +80,7 @@ def _facts(found: dict[str, Any]) -> list[list[str]]:
     if switch := results.get("kill_switch"):
         rows.append(["kill switch, controller dead", f"P50 {switch['ms_p50']:.0f} ms, P99 {switch['ms_p99']:.0f} ms"])
     if bursts := results.get("bursts"):
-        took = f"P50 {bursts['taken_ms_p50']:.0f} ms, P99 {bursts['taken_ms_p99']:.0f} ms"
-        rows.append([f"taken in {bursts['burst_count']} bursts, until the first token", took])
+        rows += _burst_rows(bursts)
     if frozen := results.get("frozen_broker"):
         rows.append(
             [
@@ -90,6 +89,20 @@ def _facts(found: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _burst_rows(bursts: dict[str, Any]) -> list[list[str]]:
+    count = bursts["burst_count"]
+    if not count:
+        return [["bursts", f"none of {bursts['sent_count']} came while rollouts computed"]]
+    taken, noticed, after = (
+        f"P50 {bursts[f'{name}_p50']:.0f} ms, P99 {bursts[f'{name}_p99']:.0f} ms"
+        for name in ("taken_ms", "noticed_ms", "taken_after_ms")
+    )
+    return [
+        [f"taken in {count} bursts, until the first token", f"{taken}; a rollout step: {number(bursts['step_ms'])} ms"],
+        ["of it once serving's engine had a request", f"{after}; it had one after {noticed}"],
+    ]
 
 
 def _span(values: list[float]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.bench.coserve_arms import AGAIN_MAX, Load, interleaved, least_disturbed
-from rollfab.bench.coserve_bursts import spans, taken
+from rollfab.bench.coserve_bursts import Burst, Look, figures, spans, step_ms, taken
 from rollfab.bench.coserve_capacity import search
 from rollfab.bench.coserve_figures import Round, arm_figures, interval, latencies_ms, merged, promised, relative
 from rollfab.bench.coserve_switch import Switch
@@ -89,27 +89,60 @@ class FakeRounds:
         return a_round(arm, repetition, ttft_ms=self._alone_ms[repetition_pass] if arm == "alone" else 20.0)
 
 
-def test_a_burst_ends_with_the_first_token_of_any_of_its_requests():
-    def answered(at_s: float, ttft_s: float | None) -> Outcome:
+def test_a_burst_lasts_from_its_first_request_that_is_sent_to_the_first_token_of_any():
+    def answered(at_s: float, ttft_s: float | None, late_s: float = 0.0) -> Outcome:
         return Outcome(
             arrival=Arrival(at_s=at_s, prompt_tokens=1, completion_tokens=1),
-            sent_at_s=at_s,
+            sent_at_s=at_s + late_s,
             ttft_s=ttft_s,
             ended_at_s=at_s + 1.0,
         )
 
-    outcomes = [answered(3.0, 0.2), answered(0.0, 0.5), answered(0.0, 0.25), answered(0.0, None), answered(6.0, None)]
-    assert spans(100.0, outcomes) == [(100.0, 100.25), (103.0, 103.2)]
+    late = [answered(3.0, 0.2, 0.02), answered(3.0, 0.3, 0.01)]
+    outcomes = [*late, answered(0.0, 0.5), answered(0.0, 0.25), answered(0.0, None), answered(6.0, None)]
+    assert spans(100.0, outcomes) == [(100.0, 100.25), (103.01, 103.2)]
 
 
-def test_what_rollouts_take_of_a_burst_is_their_processor_time_until_its_first_token():
-    # Given looks 10 ms apart: computing until 1.03 s, then still, and computing again from 1.08 s on
-    spent = [0.0, 0.01, 0.02, 0.03, 0.03, 0.03, 0.03, 0.03, 0.03, 0.04, 0.05]
-    looks = [(1.0 + index / 100, each) for index, each in enumerate(spent)]
-    took_ms, stopped_ms = taken(looks, 1.015, 1.075)
-    assert (took_ms, stopped_ms) == (pytest.approx(15.0), pytest.approx(15.0))
-    took_ms, stopped_ms = taken(looks, 1.035, 1.06)
-    assert (took_ms, stopped_ms) == (pytest.approx(0.0, abs=1e-6), 0.0)
+# Looks 10 ms apart: computing until 1.13 s, then still, and computing again from 1.18 s on; a request at 1.16 s.
+SPENT_MS = [*range(0, 140, 10), *[130] * 5, 140, 150]
+LOOKS = [
+    Look(at_s=1.0 + index / 100, spent_s=spent_ms / 1000, steps=7 + spent_ms // 20, arrived=3 + (index >= 16))
+    for index, spent_ms in enumerate(SPENT_MS)
+]
+
+
+@pytest.mark.parametrize(
+    ("from_s", "until_s", "was_open", "taken_ms", "noticed_ms", "taken_after_ms"),
+    [
+        (1.115, 1.175, True, 15.0, 45.0, 0.0),
+        (1.115, 1.155, True, 15.0, 40.0, 0.0),  # the token before the look that would have shown its request
+        (1.115, 1.195, True, 30.0, 45.0, 15.0),
+        (1.181, 1.195, False, 14.0, 14.0, 0.0),
+    ],
+)
+def test_what_rollouts_take_of_a_burst_is_their_processor_time_until_its_first_token(
+    from_s: float, until_s: float, was_open: bool, taken_ms: float, noticed_ms: float, taken_after_ms: float
+):
+    found = taken(LOOKS, from_s, until_s)
+    assert found.was_open is was_open
+    assert (found.taken_ms, found.noticed_ms) == (pytest.approx(taken_ms), pytest.approx(noticed_ms))
+    assert found.taken_after_ms == pytest.approx(taken_after_ms, abs=1e-6)
+
+
+def test_a_rollout_steps_time_is_what_it_had_of_the_processor():
+    assert step_ms(LOOKS) == pytest.approx(20.0)
+    assert step_ms(LOOKS[:2]) is None
+
+
+def test_only_bursts_that_came_while_rollouts_computed_count():
+    def a_burst(taken_ms: float, *, was_open: bool) -> Burst:
+        return Burst(was_open=was_open, taken_ms=taken_ms, noticed_ms=2.0, taken_after_ms=1.0)
+
+    counted = [a_burst(taken_ms, was_open=True) for taken_ms in (10.0, 30.0, 20.0)]
+    found = figures([a_burst(0.0, was_open=False), *counted])
+    assert (found["sent_count"], found["burst_count"]) == (4, 3)
+    assert (found["taken_ms_p50"], found["taken_ms_p99"]) == (20.0, 30.0)
+    assert figures([a_burst(0.0, was_open=False)])["taken_ms_p99"] is None
 
 
 def test_arms_alternate_slice_by_slice_and_none_is_always_first():

@@ -121,6 +121,37 @@ def test_a_step_gives_way_once_a_request_arrives_and_the_next_one_does_not() -> 
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
+def test_who_has_given_way_or_computes_nothing_is_not_watched() -> None:
+    # Given looks that are counted: each of them is time of the processor that serving computes on
+    looks, arrived = [0], [5]
+
+    def count() -> int:
+        looks[0] += 1
+        return arrived[0]
+
+    def looks_meanwhile() -> int:
+        before = looks[0]
+        time.sleep(0.05)
+        return looks[0] - before
+
+    yielding = YieldingThread(count)
+    computing = Computing(yielding)
+    assert looks_meanwhile() == 0  # nothing has begun
+
+    computing.do(lambda: yielding.begins(5, gives_way=True))
+    assert looks_meanwhile() > 0
+    arrived[0] = 6
+    until(lambda: yielding.gave_way_at_s is not None)
+    assert looks_meanwhile() == 0  # it has given way
+
+    computing.do(yielding.ended)
+    assert looks_meanwhile() == 0
+    computing.do(lambda: yielding.begins(6, gives_way=True))
+    if os.geteuid() == 0:  # who may not raise it again stays idle, with nothing left to watch
+        assert looks_meanwhile() > 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_request_that_arrived_between_the_decision_and_the_step_counts() -> None:
     yielding = YieldingThread(lambda: 6)
     computing = Computing(yielding)

@@ -18,6 +18,7 @@ from rollfab.workers.serving.priority import (
     lower,
     lower_engine_thread,
     lower_threads,
+    threads_named,
     threads_of,
 )
 
@@ -152,6 +153,19 @@ def test_a_front_end_that_is_lower_already_is_not_raised() -> None:
     ).stdout
     lowered = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 15)
     assert {nice for nice, _ in ast.literal_eval(found.split("|")[0]).values()} == {lowered}
+
+
+def test_threads_are_found_by_their_name() -> None:
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait)
+    thread.start()
+    try:
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_text("looks-for-ranks")
+        assert threads_named(os.getpid(), "looks-for-ranks") == [thread.native_id]
+        assert threads_named(os.getpid(), "looks") == []
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_a_priority_that_is_none_is_refused() -> None:

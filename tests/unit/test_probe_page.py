@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,21 @@ def test_a_request_on_its_way_to_the_scheduler_waits_already(tmp_path: Path) -> 
     writer.arrived(5 * S, 321)
 
     assert [(one.arrived_at_s, one.prefill_tokens) for one in read(reader).waiting] == [(5.0, 321)]
+
+
+def test_what_serving_does_counts_as_a_change_and_an_arrival_or_a_sign_of_life_does_not(tmp_path: Path) -> None:
+    writer, reader = ProbeWriter(tmp_path / "page"), ProbeReader(tmp_path / "page")
+    assert reader.change_count() == 0  # not found yet
+    shown(writer)
+    reader.read(time.monotonic())
+    before = reader.change_count()
+
+    writer.alive(time.monotonic_ns())
+    writer.arrived(time.monotonic_ns(), 5)
+    assert reader.change_count() == before
+
+    shown(writer)
+    assert reader.change_count() > before
 
 
 def test_of_a_crowd_beyond_the_table_the_tokens_still_count(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 from rollfab.fabric.records import Sampling
 from rollfab.fabric.rules.serving import ServingState
 from rollfab.workers.engines.base import GenerationRequest
+from rollfab.workers.engines.vllm import serving_guard
 from rollfab.workers.engines.vllm.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from rollfab.workers.engines.vllm.page import Page
 from rollfab.workers.serving.guard import GuardConfig, GuardOrders
 from rollfab.workers.serving.page import ProbeWriter
 from rollfab.workers.serving.reader import ProbeReader
@@ -238,3 +240,30 @@ async def test_an_engine_that_is_not_lent_only_observes(engine: VllmEngine, serv
     assert engine.guard is not None
     await until(lambda: (engine.guard.sharing() or {}).get("could_lend_s", 0) > 0.5)  # type: ignore[union-attr]
     assert "observing" in state_of(engine)[1]
+
+
+def test_a_guard_that_is_shut_is_asked_again_once_serving_goes_on_or_after_a_while(
+    serving: PlayedServing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_guard, "AGAIN_S", 600.0)
+    monkeypatch.setattr(serving_guard, "TELL_S", 600.0)  # nobody else looks
+    config = GuardConfig(probe=str(tmp_path / "page"), slo_ttft_ms=5000.0, slo_tpot_ms=500.0)
+    page = Page.create()
+    page.guard_from_now()
+    page.order(GuardOrders(is_lent=True))
+    try:
+        guard = serving_guard.StepGuard(page, config.row())
+        guard.step_tokens(serving_guard.ONE)  # finds the page
+        serving.need_everything()
+        assert guard.step_tokens(serving_guard.ONE) == 0
+        assert not guard.may_differ()
+
+        serving.rest()
+        assert guard.may_differ()
+        assert guard.step_tokens(serving_guard.ONE) is None
+
+        assert not guard.may_differ()
+        monkeypatch.setattr(serving_guard, "AGAIN_S", 0.0)
+        assert guard.may_differ()
+    finally:
+        page.close()

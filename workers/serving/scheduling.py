@@ -41,40 +41,47 @@ class YieldingThread:
         self._arrived = arrived
         self._count = arrived()
         self._thread_id: int | None = None
-        self._is_idle = self._gives_way = False
+        self._is_idle = self._is_computing = False
         self._gave_way_at_s: float | None = None
         self._may_raise = True
-        self._is_computing = threading.Event()
+        self._lock = threading.Lock()  # of what follows, and the class
+        self._is_watched = threading.Event()  # a step that may still have to give way
         threading.Thread(target=self._watch, name="rollfab-yield", daemon=True).start()
 
     def begins(self, arrived_count: int, *, gives_way: bool) -> None:
         """A step that the guard let begin, knowing of so many requests."""
-        self._gives_way = gives_way
-        self._thread_id = threading.get_native_id()
-        self._count = arrived_count
-        self._gave_way_at_s = time.monotonic() if self._is_idle else None
-        self._is_computing.set()
+        with self._lock:
+            self._thread_id = threading.get_native_id()
+            self._count = arrived_count
+            self._gave_way_at_s = time.monotonic() if self._is_idle else None
+            self._is_computing = True
+            if gives_way and not self._is_idle:
+                self._is_watched.set()
 
     @property
     def gave_way_at_s(self) -> float | None:
         """Since when the step under way has been behind serving, monotonic seconds; None: it is not."""
-        return self._gave_way_at_s if self._is_computing.is_set() else None
+        return self._gave_way_at_s if self._is_computing else None
 
     def ended(self) -> None:
         """It has; what follows (an abort, a pause, the next question to the guard) must not wait for serving."""
-        self._is_computing.clear()
-        if self._is_idle and self._may_raise:
-            self._is_idle = not self._set(os.SCHED_OTHER)
-            self._may_raise = not self._is_idle
+        with self._lock:
+            self._is_computing = False
+            self._is_watched.clear()
+            if self._is_idle and self._may_raise:
+                self._is_idle = not self._set(os.SCHED_OTHER)
+                self._may_raise = not self._is_idle
 
     def _watch(self) -> None:
         never = threading.Event()
-        while self._is_computing.wait():
+        while self._is_watched.wait():
             never.wait(WATCH_S)
-            is_due = self._is_computing.is_set() and self._gives_way and not self._is_idle
-            if is_due and self._arrived() != self._count:
-                self._is_idle = self._set(os.SCHED_IDLE)
-                self._gave_way_at_s = time.monotonic() if self._is_idle else None
+            with self._lock:
+                if self._is_watched.is_set() and self._arrived() != self._count:
+                    self._is_idle = self._set(os.SCHED_IDLE)
+                    self._gave_way_at_s = time.monotonic() if self._is_idle else None
+                    if self._is_idle:
+                        self._is_watched.clear()  # from here on every look would be serving's time
 
     def _set(self, scheduler_class: int) -> bool:
         assert self._thread_id is not None

@@ -5,8 +5,8 @@
 - With limits of 0 it schedules nothing, and rests a millisecond between two looks, so that the rest of the machine
   has the processor.
 - A KV limit admits requests by what they may come to hold, oldest first; those that run keep what they have.
-- Beside a serving engine the guard is asked before each step (serving_guard.py); where it says none, the scheduler
-  looks again every millisecond, as it does at limits of 0.
+- Beside a serving engine the guard is asked before each step (serving_guard.py); where it says none, it is asked again
+  once the serving engine has done something, or after some milliseconds.
 
 Runs in vLLM's EngineCore process. vLLM calls this interface non-public: the pinned version is what it was read for.
 """
@@ -28,7 +28,8 @@ from .page import IS_HELD, KV_CAPACITY, KV_USED_PPM, RUNNING, SCHEDULED_TOKENS, 
 from .serving_guard import StepGuard
 
 REST_S = 0.001
-GUARD_LOOKS = 5  # before vLLM has its turn again, which may hold an abort
+GUARD_REST_S = 0.002  # between two looks at a guard that is shut
+SHUT_S = 0.1  # then vLLM has its turn again, which may hold an abort; an empty step of it is a millisecond's work
 SWITCH_S = 0.0005  # with Python's own 5 ms, an abort could wait a step for the thread that reads it to get its turn
 
 
@@ -101,15 +102,19 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return count
 
     def _guarded(self, running_max: int) -> int | None:
-        """What the guard lets run now, or within some milliseconds: an empty step of vLLM costs more than a look."""
+        """What the guard lets run now, or as soon as it lets anything, within SHUT_S.
+
+        On a CPU all of this is time of the core that serving computes on: it is asked again only when it may answer
+        otherwise.
+        """
         assert self._guard is not None
         work = self._next_work(running_max)
-        for _ in range(GUARD_LOOKS - 1):
-            allowed = self._guard.step_tokens(work)
-            if allowed != 0 or self._page.words[IS_HELD]:
-                return allowed
-            self._never.wait(REST_S)
-        return self._guard.step_tokens(work)
+        allowed, until_s = self._guard.step_tokens(work), time.monotonic() + SHUT_S
+        while allowed == 0 and not self._page.words[IS_HELD] and time.monotonic() < until_s:
+            self._never.wait(GUARD_REST_S)
+            if self._guard.may_differ():
+                allowed = self._guard.step_tokens(work)
+        return allowed
 
     def _next_work(self, running_max: int) -> StepWork:
         """What the next step would compute, if it could."""

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from ....fabric.rules.guard import Allowance
 from ....fabric.rules.serving import StepWork
 from ...serving.guard import Guard, GuardConfig, Policy
-from ...serving.priority import lower
+from ...serving.priority import lower, lower_threads, threads_named
 from ...serving.reader import ProbeReader
 from ...serving.scheduling import YieldingThread, device_time
 from .page import IS_GUARDED, Page
@@ -31,6 +31,8 @@ from .page import IS_GUARDED, Page
 log = logging.getLogger(__name__)
 
 TELL_S = 0.1
+AGAIN_S = 0.01  # what is left of a serving step shrinks, and slack may grow by it, without a word on its page
+GLOO_THREAD = "gloo_tcp_loop"  # a dozen, each looking for other ranks a hundred times a second; here there are none
 ONE = StepWork(decode_count=1)  # the least that could run, where there is nothing that would
 SHARING_S = 1.0  # counting percentiles takes some milliseconds
 
@@ -45,7 +47,7 @@ class StepGuard:
         self._guard = Guard(config, reader, _policies(config.policies, config.options))
         self._reader = reader
         self._yielding = _yielding(config, reader)
-        self._arrived_count = 0
+        self._arrived_count = self._seen = 0
         self._allowance = Allowance(step_tokens=0, reason="")
         self._lock = threading.Lock()
         self._begun: list[tuple[float, float, StepWork]] = []
@@ -63,9 +65,13 @@ class StepGuard:
             allowed = self._look(time.monotonic(), work)
         return allowed if self._page.words[IS_GUARDED] else None
 
+    def may_differ(self) -> bool:
+        """Whether the guard may answer otherwise than it did: serving has gone on, or some time has passed."""
+        return self._reader.change_count() != self._seen or time.monotonic() - self._looked_at_s >= AGAIN_S
+
     def _look(self, now_s: float, work: StepWork, *, is_idle: bool = False) -> int | None:
         self._guard.orders = self._page.orders()
-        self._looked_at_s = now_s
+        self._looked_at_s, self._seen = now_s, self._reader.change_count()
         self._allowance = self._guard.look(now_s, work, is_idle=is_idle)
         return self._allowance.step_tokens
 
@@ -111,6 +117,7 @@ def _yielding(config: GuardConfig, reader: ProbeReader) -> YieldingThread | None
     if not config.yields or not current_platform.is_cpu():
         return None
     if torch.get_num_threads() == 1:
+        lower_threads(threads_named(os.getpid(), GLOO_THREAD), "idle")
         return YieldingThread(reader.arrived_count)
     log.info("several threads compute: %s", lower([os.getpid()], "idle"))
     return None
