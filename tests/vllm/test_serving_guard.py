@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +21,7 @@ from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.page import Page
 from rollfab.workers.serving.guard import GuardConfig, GuardOrders
 from rollfab.workers.serving.page import ProbeWriter
+from rollfab.workers.serving.priority import children_of, threads_named
 from rollfab.workers.serving.reader import ProbeReader
 from tests.vllm.checkpoints import write_config
 from tests.vllm.server_process import Server, served
@@ -240,6 +242,22 @@ async def test_an_engine_that_is_not_lent_only_observes(engine: VllmEngine, serv
     assert engine.guard is not None
     await until(lambda: (engine.guard.sharing() or {}).get("could_lend_s", 0) > 0.5)  # type: ignore[union-attr]
     assert "observing" in state_of(engine)[1]
+
+
+async def test_loops_that_look_for_other_ranks_take_nothing_from_serving(
+    serving: PlayedServing, tmp_path: Path
+) -> None:
+    before = children_of([os.getpid()])
+    guard = GuardConfig(probe=str(tmp_path / "page"), slo_ttft_ms=5000.0, slo_tpot_ms=500.0, yields=True)
+    engine = VllmEngine(VllmConfig(slot_count=1, guard=guard))
+    await engine.start()
+    try:
+        ours = [each for each in children_of([os.getpid()]) if each not in before]
+        loops = [thread for each in ours for thread in threads_named(each, serving_guard.GLOO_THREAD)]
+        assert loops
+        assert {os.sched_getscheduler(thread) for thread in loops} == {os.SCHED_IDLE}
+    finally:
+        await engine.close()
 
 
 def test_a_guard_that_is_shut_is_asked_again_once_serving_goes_on_or_after_a_while(
