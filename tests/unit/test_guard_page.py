@@ -149,6 +149,10 @@ def test_who_has_given_way_or_computes_nothing_is_not_watched() -> None:
     computing.do(lambda: yielding.begins(6, gives_way=True))
     if os.geteuid() == 0:  # who may not raise it again stays idle, with nothing left to watch
         assert looks_meanwhile() > 0
+        computing.do(yielding.ended)
+        arrived[0] = 7
+        assert looks_meanwhile() == 0
+        assert computing.scheduler_class == os.SCHED_OTHER  # between two steps nothing gives way
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
