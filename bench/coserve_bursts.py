@@ -4,8 +4,8 @@
   rollouts compute: with the guard shut there is nothing to give back.
 - `taken_ms` is the processor time that the rollout engine had between the burst's arrival and its first token: by so
   much it can have delayed serving. What it gets where serving leaves the processor idle is in it.
-- `noticed_ms`: from the arrival until the serving engine has a request, and its probe shows it. Before that serving's
-  front end works, and its engine has nothing to compute. `taken_after_ms` is what was taken of the device after it.
+- `noticed_ms`: from the arrival until the serving engine has a request, and its probe shows it. Before that client and
+  front end have it, and nothing of it can be computed. `taken_after_ms` is what was taken of the device after that.
 - `step_ms`: processor time of a rollout step, the median of all that were made meanwhile.
 """
 
@@ -29,8 +29,10 @@ from .replay.records import Arrival, Outcome
 
 REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS, EVERY_S = 16, 200, 8, 2.0
 LOOK_S = 0.002
-COMPUTING = 0.1  # of a look's time: less is what a look at a lock or a clock takes
-OPEN_S = 0.05  # rollouts that computed so shortly before a burst had the device
+OPEN_S, COMPUTING = (
+    0.05,
+    0.1,
+)  # who had a tenth of the time just before a burst computed; a guard that is shut takes 3 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
