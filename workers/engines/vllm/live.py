@@ -24,6 +24,7 @@ from ....fabric.errors import EngineUnsupported
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 PLAIN_MOE = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)  # the others reorder the weights
+AMX = "AMXMLAImpl"  # latent attention of CPUs with AMX, which vLLM takes by itself
 ATTENTION = tuple(kind.process_weights_after_loading for kind in (Attention, MLAAttention, MMEncoderAttention))
 
 
@@ -33,8 +34,12 @@ def check_live(model: torch.nn.Module) -> None:
     Raises:
         EngineUnsupported: names the first that does not, and the cure.
     """
+    latent: list[Any] = [module for module in model.modules() if isinstance(module, MLAAttention)]
+    for_amx = [module.kv_b_proj for module in latent if type(module.impl).__name__ == AMX]
     for name, module in model.named_modules():
         why = _packed(module) or _transformed(module)
+        if why and any(module is each for each in for_amx):
+            why = "latent attention packs its weight for AMX. Start vLLM with --attention-backend CPU_MLA"
         if why:
             raise EngineUnsupported(f"vLLM's {name or 'model'} can not be written in place: {why}", module=name)
 
