@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 TELL_S = 0.1
 AGAIN_S = 0.01  # what is left of a serving step shrinks, and slack may grow by it, without a word on its page
-GLOO_THREAD = "gloo_tcp_loop"  # a dozen, each looking for other ranks a hundred times a second; here there are none
+GLOO_THREAD = "gloo_tcp_loop"  # looks for other ranks again and again; here there are none
 ONE = StepWork(decode_count=1)  # the least that could run, where there is nothing that would
 SHARING_S = 1.0  # counting percentiles takes some milliseconds
 
