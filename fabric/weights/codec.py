@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from .kernels import Bits as Bits
 from .kernels import Changes, Indices, Kernels, Scratch, load
 from .ranked import encode_ranked
-from .streams import gap_shift, rest_bytes, split_planes, squeezed
+from .streams import Stream, gap_shift, rest_bytes, split_planes, squeezed
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best
 SPARSE, STEPS, VALUES = 1, 2, 3  # 4: ranked.py
@@ -157,18 +157,18 @@ class Encoder:
     def _pack_sparse(self, changes: Changes) -> bytes:
         shift = gap_shift(changes.indices)
         gaps = self._kernels.split_gaps(changes.indices, shift)
-        streams = [gaps.symbols.tobytes(), gaps.lows.tobytes(), rest_bytes(gaps.rest)]
+        streams: list[Stream] = [gaps.symbols.data, gaps.lows.data, rest_bytes(gaps.rest)]
         streams += self._step_streams(changes.olds, changes.values, bias=1)  # a changed element has no step 0
         return self._pack(SPARSE, changes.values.itemsize, len(changes.indices), streams, shift)
 
     def _pack_values(self, new: Bits, count: int) -> bytes:
         return self._pack(VALUES, new.itemsize, count, split_planes(new))
 
-    def _step_streams(self, old: Bits, new: Bits, *, bias: int) -> list[bytes]:
+    def _step_streams(self, old: Bits, new: Bits, *, bias: int) -> list[Stream]:
         packed, rest = self._kernels.split_steps(old, new, bias)
-        return [packed.tobytes(), rest_bytes(rest)]
+        return [packed.data, rest_bytes(rest)]
 
-    def _pack(self, mode: int, width: int, count: int, streams: list[bytes], shift: int = 0) -> bytes:
+    def _pack(self, mode: int, width: int, count: int, streams: Sequence[Stream], shift: int = 0) -> bytes:
         compressor = self._general if mode == VALUES else self._entropy
         stored = [squeezed(compressor, stream) for stream in streams]
         table = [STREAM.pack(len(raw), len(kept)) for raw, kept in zip(streams, stored, strict=True)]

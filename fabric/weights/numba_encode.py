@@ -20,7 +20,7 @@ from .numba_intrinsics import (
     count_ones,
     difference_bits,
     lowest_one,
-    prefetch,
+    prefetch_lanes,
     split_group,
     split_lanes,
 )
@@ -28,18 +28,17 @@ from .numba_intrinsics import (
 U0, U1, U2, U64 = (np.uint64(n) for n in (0, 1, 2, 64))
 ONE, ESCAPE = np.uint32(1), np.uint32(GAP_ESCAPE)
 STEP = np.uint64(LANES)
-FAR = np.uint64(4096)  # bytes asked for before they are compared: processors stop at the end of a page on their own
+FAR = np.uint64(1024)  # bytes asked for before they are compared: processors stop at the end of a page on their own
 SLICE = np.uint64(1 << 13)  # elements looked through before their differences are gathered: both are still in the cache
 
 
 @compiled
 def _find(old: Bits, new: Bits, start: Any, stop: Any, indices: NDArray[np.uint32], count: Any) -> Any:
     """Write the differences in [start, stop) behind the first `count`, with room for two more; the new count."""
+    far = FAR // np.uint64(old.itemsize)  # a division is dear: not in the loop
     while start + STEP <= stop:
-        for line in range(old.itemsize):  # LANES elements are so many lines of 64 bytes
-            ahead = start + (FAR + np.uint64(64 * line)) // np.uint64(old.itemsize)
-            prefetch(old, ahead)
-            prefetch(new, ahead)
+        prefetch_lanes(old, start + far)
+        prefetch_lanes(new, start + far)
         bits = difference_bits(old, new, start)
         place = count
         count += count_ones(bits)

@@ -18,6 +18,7 @@ from .kernels import GAP_ESCAPE, STEP_ESCAPE
 
 LANES = 64  # elements compared, or steps joined, at a time
 WORD = 8  # bytes read or written at once
+LINE = 64  # bytes that memory moves at once
 GROUP = 8  # gaps joined at a time: as many 64-bit positions are one wide register
 I1, I8, I32, I64 = (ir.IntType(width) for width in (1, 8, 32, 64))
 
@@ -53,6 +54,13 @@ def _constants(kind: Any, numbers: Any) -> Any:
 def _splat(builder: Any, kind: Any, value: Any) -> Any:
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
     return builder.shuffle_vector(one, one, _constants(ir.VectorType(I32, kind.count), [0] * kind.count))
+
+
+def _ask(builder: Any, place: Any) -> None:
+    pointer = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    builder.call(function, [place, I32(0), I32(3), I32(1)])  # read, keep near, data
 
 
 @_generated
@@ -95,11 +103,20 @@ def prefetch(context: Any, array: Any, index: Any) -> Any:
     """Ask for array[index], to be read soon; harmless wherever it points."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        place = _pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
-        builder.call(function, [place, I32(0), I32(3), I32(1)])  # read, keep near, data
+        _ask(builder, _pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8))
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+@_generated
+def prefetch_lanes(context: Any, array: Any, index: Any) -> Any:
+    """The same of all lines of array[index : index + LANES]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first = _pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
+        for start in range(0, LANES * signature.args[0].dtype.bitwidth // 8, LINE):
+            _ask(builder, builder.gep(first, [I64(start)]))
         return context.get_dummy_value()
 
     return types.void(array, index), generate

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from ..errors import WireError
 from .kernels import Bits, Bytes
 
+Stream = bytes | memoryview
+
 GAP_BITS = 5  # of a middle gap: its byte then escapes once in thousands
 GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
 GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
@@ -32,14 +34,14 @@ def gap_shift(indices: NDArray[np.uint32]) -> int:
     return next((shift for shift in GAP_SHIFTS if shift >= noise), GAP_SHIFTS[-1])
 
 
-def squeezed(compressor: zstandard.ZstdCompressor, raw: bytes) -> bytes:
+def squeezed(compressor: zstandard.ZstdCompressor, raw: Stream) -> Stream:
     """A stream compressed, or as it is where that is not longer."""
     if len(raw) > 4 * SAMPLE_BYTES:
         middle = len(raw) // 2
         sample = raw[middle : middle + SAMPLE_BYTES]
         if len(compressor.compress(sample)) >= 0.98 * len(sample):
             return raw
-    packed = compressor.compress(raw) if raw else raw
+    packed = compressor.compress(raw) if len(raw) else b""
     return packed if len(packed) < len(raw) else raw
 
 
