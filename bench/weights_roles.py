@@ -109,7 +109,7 @@ class LiveTrainer(Role):
     def publish_dense(self) -> float:
         """The state as raw bytes; returns when it was begun. The version before is deleted, outside of this time."""
         if self._dense is not None:
-            self.run(self.store.drop(DENSE, [self._dense.link]))
+            self.run(self.store.drop(DENSE, [self._dense.link], self._epoch))
         self._dense = dense_manifest(self.layout, self._epoch, self.version)
         started_s = time.monotonic()
         self.run(self._send_dense(self._dense))

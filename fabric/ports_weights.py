@@ -73,6 +73,9 @@ class WeightStore(WeightBoard, Protocol):
 
         What older publishers left above the head is deleted: it was never published. So is what has lost chunks; the
         chunks of everything else stay from now on, whatever time they had.
+
+        Raises:
+            VersionConflict: yet another publisher took over meanwhile.
         """
         ...
 
@@ -135,6 +138,10 @@ class WeightStore(WeightBoard, Protocol):
         """
         ...
 
-    async def drop(self, run_id: str, links: Sequence[Link]) -> None:
-        """Delete versions: chunks first, then the manifest that names them."""
+    async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
+        """Delete versions: chunks first, then the manifest that names them.
+
+        Raises:
+            VersionConflict: the publisher of `epoch` is not in charge any more; what is held is another's to judge.
+        """
         ...

@@ -29,6 +29,7 @@ from ..fabric.rules.chain import Link
 from ..fabric.rules.publish import TAKEN_OVER, not_newer, refusal
 from ..fabric.weights.chain import fetch_bits
 from ..fabric.weights.codec import Bits
+from ..fabric.weights.held import readable
 from ..fabric.weights.layout import Layout
 from ..fabric.weights.manifest import BROKER, Head, WeightManifest
 from ..fabric.weights.snapshot import Identity, Prepared, Snapshot
@@ -37,6 +38,8 @@ from .tensors import ComparesOn, Named, collect_bits, devices_of
 from .upkeep import Upkeep
 
 log = logging.getLogger(__name__)
+
+VERSION_MAX = (1 << 53) - 1  # of whole numbers that a broker's scripts, which count in doubles, tell apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +133,11 @@ class Publisher:
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)):
             raise InputError(f"version is {version!r}, expected a whole number above the head's", version=version)
         version = int(version)
-        if version < 0:
-            raise InputError(f"version {version} is below 0: versions count up from 0", version=version)
+        if not 0 <= version <= VERSION_MAX:
+            raise InputError(
+                f"version {version} is not within 0 and {VERSION_MAX}: versions count up from 0, one for each step",
+                version=version,
+            )
         async with self._lock:
             layout, bits = await asyncio.to_thread(self._collect, named)
             await self._open(layout)
@@ -177,13 +183,15 @@ class Publisher:
             return
         epoch = await self._store.open_publisher(self._run_id)
         head = await self._store.head(self._run_id)
-        found = await self._store.manifests(self._run_id, await self._store.held(self._run_id))
-        manifests = [manifest for manifest in found if manifest is not None]
+        manifests = await self._held()
         self._upkeep.begin(manifests)
         self._layout = next((item.tensors for item in manifests if item.version == head.version), None)
         if self._layout is not None and self._layout.digest == layout.digest:
             self._snapshot = await self._resumed(head)
         self._epoch = epoch
+
+    async def _held(self) -> list[WeightManifest]:
+        return [*(await readable(self._store, self._run_id, await self._store.held(self._run_id))).values()]
 
     async def _resumed(self, head: Head) -> Snapshot | None:
         """The head as the broker holds it, to go on from with a delta; None where it cannot be read whole."""
@@ -210,8 +218,7 @@ class Publisher:
         self._epoch = 0
         # A new epoch, or receivers that hold a lost version take the next one of its number for the same.
         epoch = await self._store.open_publisher(self._run_id)
-        found = await self._store.manifests(self._run_id, await self._store.held(self._run_id))
-        self._upkeep.begin([manifest for manifest in found if manifest is not None])
+        self._upkeep.begin(await self._held())
         self._epoch = epoch
 
     async def _check_version(self, version: int, bits: Mapping[str, Bits]) -> PublishReport | None:

@@ -17,6 +17,7 @@ from ..fabric.errors import BrokerFull, ChainBroken, DigestMismatch, FabricError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.rules.chain import Jump, Link, garbage, jumps_due, keyframe_due, newest_keyframe
 from ..fabric.weights.fold import fold, may_fold
+from ..fabric.weights.held import readable
 from ..fabric.weights.manifest import BROKER, WeightManifest
 from ..fabric.weights.snapshot import Identity, Prepared, Snapshot
 
@@ -41,12 +42,13 @@ class Upkeep:
         self._is_elsewhere: set[Link] = set()  # of these, whose chunks a collective carried
         self._unfoldable: set[Jump] = set()  # jumps whose sources are gone, elsewhere, unreadable, or cut differently
         self._is_torn = False  # something that is held cannot be read
-        self._is_unsure = False  # whether something is held is not known
+        self._unsure: WeightManifest | None = None  # whether it is held is not known
 
     def begin(self, manifests: Iterable[WeightManifest]) -> None:
         """These are what the broker holds, and no others."""
         self._links, self._is_elsewhere, self._unfoldable = [], set(), set()
-        self._is_torn = self._is_unsure = False
+        self._is_torn = False
+        self._unsure = None
         for manifest in manifests:
             self.take(manifest)
 
@@ -66,7 +68,7 @@ class Upkeep:
         await self._tried(self._keep(prepared))
         jump_bytes = await self._tried(self._jump(identity))
         keyframe_bytes = await self._tried(self._keyframe(identity, snapshot))
-        await self._tried(self._drop(snapshot.version))
+        await self._tried(self._drop(snapshot.version, epoch))
         return UpkeepReport(keyframe_bytes=keyframe_bytes, jump_bytes=jump_bytes)
 
     async def _tried(self, step: Awaitable[int]) -> int:
@@ -78,9 +80,17 @@ class Upkeep:
 
     async def _look_again(self) -> int:
         """What the broker holds, where an answer of it was lost."""
-        if self._is_unsure:
-            found = await self._store.manifests(self._run_id, await self._store.held(self._run_id))
-            self.begin(manifest for manifest in found if manifest is not None)
+        unsure = self._unsure
+        if unsure is None:
+            return 0
+        found = await readable(self._store, self._run_id, await self._store.held(self._run_id))
+        links = {manifest.link for manifest in found.values()}
+        self.begin(manifest for manifest in found.values() if manifest.link != unsure.link)
+        if unsure.link in links:
+            self._unsure = unsure
+            await self._store.put_manifest(unsure)  # its chunks may have been left with a time to live
+            self._unsure = None
+            self.take(unsure)
         return 0
 
     async def _keep(self, prepared: Prepared) -> int:
@@ -140,17 +150,17 @@ class Upkeep:
         """Publish a manifest beside the delta of its version; returns its bytes."""
         manifest = prepared.manifest
         await check_room(self._store, manifest)
-        self._is_unsure = True  # until it is known to be there: what is not known is never deleted
+        self._unsure = manifest  # until it is known to be there: what is not known is never deleted
         await self._store.put_chunks(manifest, 0, prepared.chunks)
         await self._store.put_manifest(manifest)
         self.take(manifest)
-        self._is_unsure = False
+        self._unsure = None
         return manifest.payload_bytes
 
-    async def _drop(self, head: int) -> int:
+    async def _drop(self, head: int, epoch: int) -> int:
         held_versions = {holder.version for holder in await self._store.holders(self._run_id) if holder.version >= 0}
         dropped: Sequence[Link] = garbage(head, self._links, held_versions=held_versions)
-        await self._store.drop(self._run_id, dropped)
+        await self._store.drop(self._run_id, dropped, epoch)
         self._links = [link for link in self._links if link not in dropped]
         self._is_elsewhere.difference_update(dropped)
         return len(dropped)

@@ -74,7 +74,7 @@ RIGHTS: dict[str, Rights] = {
     "trainer": Rights(
         purpose="creates runs, pushes groups, takes completed ones, publishes weights",
         scripts="push_group acknowledge cancel_group rerun_stale open_publisher put_manifest advance_head set_head "
-        "late_groups close_group add_event clock holders offer",
+        "drop_version late_groups close_group add_event clock holders offer",
         commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hscan hdel hkeys set persist exists unlink "
         "mget get getrange xrevrange xread wait waitaof",
         reads=f"{STATUS_KEYS} {{weights}}:*",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -20,6 +21,7 @@ from ..errors import BrokerError
 from ..ports_weights import Range
 from ..rules.chain import Link
 from ..rules.publish import ALREADY, GRANTED, chunks_lost, refusal
+from ..weights.held import readable
 from ..weights.manifest import BROKER, Head, WeightManifest
 from .cluster_client import ClusterClient
 from .keys import ShardKeys, WeightKeys
@@ -44,10 +46,11 @@ class RedisWeightStore(RedisWeightBoard):
     async def open_publisher(self, run_id: str) -> int:
         with translate(self._client):
             epoch, version = await self._scripts.call("open_publisher", [WeightKeys(run_id).head], [])
-        found = await self.manifests(run_id, await self.held(run_id))
-        held = [manifest for manifest in found if manifest is not None]
-        lost = [manifest for manifest in held if manifest.version > version or not await self._is_kept(manifest)]
-        await self.drop(run_id, [manifest.link for manifest in lost])
+        held = await readable(self, run_id, await self.held(run_id))
+        lost = [
+            manifest for manifest in held.values() if manifest.version > version or not await self._is_kept(manifest)
+        ]
+        await self.drop(run_id, [manifest.link for manifest in lost], int(epoch))
         return int(epoch)
 
     async def _is_kept(self, manifest: WeightManifest) -> bool:
@@ -155,13 +158,21 @@ class RedisWeightStore(RedisWeightBoard):
             raise
         return min((room for room in rooms if room is not None), default=None)
 
-    async def drop(self, run_id: str, links: Sequence[Link]) -> None:
+    async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
         for link in links:
-            keys = _chunk_keys(run_id, link)
-            with translate(self._client):
-                for start in range(0, len(keys), BATCH_COUNT):
-                    await self._client.unlink(*keys[start : start + BATCH_COUNT])
-                await self._client.hdel(WeightKeys(run_id).manifests, f"{link.version}:{link.kind}")
+            chunk_keys = _chunk_keys(run_id, link)
+            last = max(0, len(chunk_keys) - 1) // BATCH_COUNT * BATCH_COUNT
+            for start in range(0, last + 1, BATCH_COUNT):
+                name = f"{link.version}:{link.kind}" if start == last else ""
+                await self._drop(run_id, link, epoch, chunk_keys[start : start + BATCH_COUNT], name)
+
+    async def _drop(self, run_id: str, link: Link, epoch: int, chunk_keys: Sequence[str], name: str) -> None:
+        keys = WeightKeys(run_id)
+        with translate(self._client):
+            answer = await self._scripts.call("drop_version", [keys.head, keys.manifests, *chunk_keys], [epoch, name])
+        code, head_version, head_epoch = (int(number) for number in answer)
+        if code != GRANTED:
+            raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head_version, epoch=head_epoch)
 
     async def _lost_count(self, keys: Sequence[str]) -> int:
         """How many chunks are not there."""

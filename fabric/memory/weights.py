@@ -10,7 +10,18 @@ from ..errors import BrokerFull
 from ..ids import check_name
 from ..ports_weights import ANSWER_BYTES_MAX, ANSWER_COUNT_MAX, HOLDER_COUNT_MAX, OFFER_BYTES_MAX, Range
 from ..rules.chain import Link
-from ..rules.publish import ALREADY, GRANTED, HeadFacts, chunks_lost, may_advance, may_put, refusal, round_full
+from ..rules.publish import (
+    ALREADY,
+    GRANTED,
+    HeadFacts,
+    chunks_lost,
+    may_advance,
+    may_drop,
+    may_put,
+    refusal,
+    round_full,
+)
+from ..weights.held import readable
 from ..weights.manifest import BROKER, Head, Holder, WeightManifest
 from ..wire import check_size
 from .state import MemoryBroker
@@ -54,9 +65,9 @@ class MemoryWeightStore:
         run = self._run(run_id)
         head = run.head
         run.head = HeadFacts(version=head.version, epoch=head.epoch + 1, kind=head.kind, moved_by=head.moved_by)
-        held = [WeightManifest.unpack(raw) for raw in run.manifests.values()]
-        lost = [each.link for each in held if each.version > head.version or not self._is_kept(run, each)]
-        await self.drop(run_id, lost)
+        held = await readable(self, run_id, await self.held(run_id))
+        lost = [each.link for each in held.values() if each.version > head.version or not self._is_kept(run, each)]
+        await self.drop(run_id, lost, run.head.epoch)
         return run.head.epoch
 
     async def head(self, run_id: str) -> Head:
@@ -131,9 +142,12 @@ class MemoryWeightStore:
             return None
         return max(0, self._bytes_max - sum(len(chunk) for run in self._runs.values() for chunk in run.chunks.values()))
 
-    async def drop(self, run_id: str, links: Sequence[Link]) -> None:
+    async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
         run = self._run(run_id)
         for link in links:
+            if (code := may_drop(run.head, epoch)) != GRANTED:
+                head = run.head
+                raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head.version, epoch=head.epoch)
             for index in range(link.chunk_count):
                 run.chunks.pop((link.version, link.kind, link.epoch, index), None)
             run.manifests.pop((link.version, link.kind), None)

@@ -45,8 +45,8 @@ class PassingStore:
     async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
         return await self.inner.chunk_ranges(manifest, ranges)
 
-    async def drop(self, run_id: str, links: Sequence[Link]) -> None:
-        await self.inner.drop(run_id, links)
+    async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
+        await self.inner.drop(run_id, links, epoch)
 
     async def hold(self, run_id: str, holder: Holder, ttl_s: float) -> None:
         await self.inner.hold(run_id, holder, ttl_s)

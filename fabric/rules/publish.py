@@ -1,4 +1,5 @@
-"""Who may publish which version. bus/lua/put_manifest.lua and advance_head.lua are the twins of these two decisions.
+"""Who may publish which version, and delete one. bus/lua/put_manifest.lua, advance_head.lua and drop_version.lua are
+the twins of these decisions.
 
 - A publisher holds an epoch; the highest epoch is in charge, and every write of another is refused.
 - The head only moves up, and a delta only onto its base.
@@ -59,6 +60,11 @@ def may_advance(head: HeadFacts, link: Link, *, is_known: bool) -> int:
     if link.kind == DELTA and link.base_version != head.version:
         return WRONG_BASE
     return GRANTED if is_known else NO_MANIFEST
+
+
+def may_drop(head: HeadFacts, epoch: int) -> int:
+    """Whether the publisher of `epoch` may delete a version."""
+    return GRANTED if epoch == head.epoch else TAKEN_OVER
 
 
 def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int) -> WeightError | BrokerError:

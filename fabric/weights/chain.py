@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChainBroken, DigestMismatch, VersionUnknown, WireError
+from ..errors import ChainBroken, DigestMismatch, VersionUnknown
 from ..ports_weights import WeightStore
 from ..rules.chain import KEYFRAME, Link, plan
 from .codec import Bits
+from .held import readable
 from .layout import Layout, TensorSpec
 from .manifest import WeightManifest
 from .stage import Stage, check_chunk
@@ -127,11 +128,7 @@ class ChainReader:
     async def _learn(self, names: Sequence[tuple[int, str]]) -> None:
         unknown = [name for name in names if name not in self._known]
         if unknown:
-            found = await self._store.manifests(self._run_id, unknown)
-            for name, manifest in zip(unknown, found, strict=True):
-                if manifest is not None:
-                    _check_name(manifest, self._run_id, name)
-                    self._known[name] = manifest
+            self._known |= await readable(self._store, self._run_id, unknown)
 
     def _links(self) -> list[Link]:
         return [item.link for item in self._known.values() if item.link not in self._unreadable]
@@ -187,15 +184,6 @@ async def fetch_weights(store: WeightStore, run_id: str, version: int | None = N
     """
     manifest, bits = await fetch_bits(store, run_id, version)
     return {spec.name: _as_array(spec, bits[spec.name]) for spec in manifest.tensors.tensors}
-
-
-def _check_name(manifest: WeightManifest, run_id: str, name: tuple[int, str]) -> None:
-    """Require the manifest that was asked for: a damaged one would bring its weights under another version."""
-    if (manifest.run_id, manifest.version, manifest.kind) != (run_id, *name):
-        raise WireError(
-            f"asked for version {name[0]} ({name[1]}) of run {run_id!r}, the store gave version {manifest.version}"
-            f" ({manifest.kind}) of {manifest.run_id!r}: fetch it again"
-        )
 
 
 def _as_array(spec: TensorSpec, bits: Bits) -> NDArray[Any]:

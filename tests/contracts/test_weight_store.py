@@ -27,9 +27,11 @@ from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.ports_weights import ANSWER_BYTES_MAX, OFFER_BYTES_MAX, WeightStore
 from rollfab.fabric.rules.chain import DELTA, JUMPS, KEYFRAME
 from rollfab.fabric.weights.chain import fetch_weights
+from rollfab.fabric.weights.held import readable
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.manifest import COLLECTIVE, Head, Holder
 from rollfab.fabric.weights.snapshot import Identity, Prepared, Snapshot
+from rollfab.trainer.publish import Publisher
 
 from .conftest import empty_broker
 
@@ -284,11 +286,101 @@ async def test_dropped_versions_are_gone(store: WeightStore) -> None:
     key = await publish(store, trainer, 0)
     delta = await publish(store, trainer, 1)
 
-    await store.drop(RUN, [key.manifest.link])
+    await store.drop(RUN, [key.manifest.link], key.manifest.epoch)
 
     assert await store.held(RUN) == [(1, DELTA)]
     assert await store.chunks(key.manifest, [0]) == [None]
     assert await store.chunks(delta.manifest, [0]) == delta.chunks
+
+
+async def test_a_publisher_that_was_replaced_deletes_nothing(store: WeightStore) -> None:
+    trainer = Trainer(await store.open_publisher(RUN))
+    key = await publish(store, trainer, 0)
+    await store.open_publisher(RUN)
+
+    with pytest.raises(VersionConflict, match="another publisher took over"):
+        await store.drop(RUN, [key.manifest.link], trainer.epoch)
+
+    assert await store.held(RUN) == [(0, KEYFRAME)]
+    assert await store.chunks(key.manifest, [0]) == key.chunks
+
+
+@only_redis
+async def test_a_publisher_that_stalls_while_it_opens_the_run_deletes_nothing_of_its_successor(stored: Stored) -> None:
+    # Given a trainer that takes a run over, and stalls before it has seen what is held
+    is_looking, may_look = asyncio.Event(), asyncio.Event()
+
+    class Stalling(RedisWeightStore):
+        async def held(self, run_id: str) -> list[tuple[int, str]]:
+            is_looking.set()
+            await may_look.wait()
+            return await super().held(run_id)
+
+    opening = asyncio.create_task(Stalling(stored.client).open_publisher(RUN))
+    await is_looking.wait()
+
+    # When another takes over and publishes
+    published = await publish(stored.store, Trainer(await stored.store.open_publisher(RUN)), 0)
+    may_look.set()
+
+    # Then
+    with pytest.raises(VersionConflict, match="another publisher took over"):
+        await opening
+    assert await stored.store.held(RUN) == [(0, KEYFRAME)]
+    assert await stored.store.chunks(published.manifest, [0]) == published.chunks
+
+
+async def test_a_manifest_that_cannot_be_read_keeps_nobody_from_publishing(stored: Stored) -> None:
+    # Given
+    store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
+    await publish(store, trainer, 0)
+    if stored.client is None:
+        store._run(RUN).manifests[(7, DELTA)] = b"torn"  # type: ignore[attr-defined]
+    else:
+        await stored.client.hset(WeightKeys(RUN).manifests, "7:delta", b"torn")
+
+    # When
+    trainer.epoch = await store.open_publisher(RUN)
+    await publish(store, trainer, 1)
+
+    # Then
+    assert [name for name in await store.held(RUN) if name[0] < 7] == [(0, KEYFRAME), (1, DELTA)]
+    assert [*await readable(store, RUN, await store.held(RUN))] == [(0, KEYFRAME), (1, DELTA)]
+    with pytest.raises(WireError):
+        await store.manifests(RUN, [(7, DELTA)])
+
+
+@only_redis
+async def test_a_jump_of_which_no_answer_came_stays_like_any_other(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a connection that breaks between a jump's manifest and the end of its chunks' time to live
+    weights = {"w": np.random.default_rng(1).integers(0, 2**16, 60_000, dtype=np.uint16)}
+    publisher, is_broken = Publisher(stored.store, RUN), False
+    keep = RedisWeightStore._keep
+
+    async def break_once(store: RedisWeightStore, keys: list[str]) -> int:
+        nonlocal is_broken
+        if not is_broken and any("jump" in key for key in keys):
+            is_broken = True
+            raise BrokerError("the connection broke")
+        return await keep(store, keys)
+
+    monkeypatch.setattr(RedisWeightStore, "_keep", break_once)
+    for version in range(9):
+        weights["w"][:30] += 1
+        await publisher.publish(weights, version)
+    (jump,) = await stored.store.manifests(RUN, [(8, JUMPS[0])])
+    assert is_broken and jump is not None
+    chunk = WeightKeys(RUN).chunk(8, f"{JUMPS[0]}.{jump.epoch}", 0)
+    assert await stored.client.pttl(chunk) > 0
+
+    # When the next version is published
+    weights["w"][:30] += 1
+    await publisher.publish(weights, 9)
+
+    # Then
+    assert await stored.client.pttl(chunk) == -1
 
 
 async def test_waiting_ends_with_the_version(store: WeightStore) -> None:
@@ -400,7 +492,7 @@ async def test_jumps_stand_beside_versions_up_to_the_head(store: WeightStore) ->
     assert kinds == [(3, DELTA, 2), (3, JUMPS[1], 1), (4, DELTA, 3), (4, JUMPS[0], 0)]
     assert await store.chunks(short.manifest, [0]) == short.chunks
     assert await store.head(RUN) == Head(4, trainer.epoch, DELTA, trainer.epoch)
-    await store.drop(RUN, [short.manifest.link])
+    await store.drop(RUN, [short.manifest.link], short.manifest.epoch)
     assert (await store.held(RUN))[3:] == names[:3]
     assert await store.chunks(short.manifest, [0]) == [None]
 
@@ -481,7 +573,7 @@ async def test_parts_of_chunks_are_read(store: WeightStore, monkeypatch: pytest.
     assert found == [chunk[start : start + length] for _, start, length in ranges]
     assert await store.chunk_ranges(manifest, []) == []
     assert await store.chunk_ranges(manifest, [(0, len(chunk), 9)]) == [None]
-    await store.drop(RUN, [manifest.link])
+    await store.drop(RUN, [manifest.link], manifest.epoch)
     assert await store.chunk_ranges(manifest, ranges) == [None] * 5
 
 

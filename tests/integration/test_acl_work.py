@@ -155,6 +155,10 @@ async def test_every_script_may_be_called_by_the_roles_that_have_it(
 async def publish(trainer: Part) -> None:
     for version in range(2):
         await Publisher(trainer.weights, "r1").publish({"w": np.full(9, version, np.float32)}, version)
+    (manifest,) = await trainer.weights.manifests("r1", (await trainer.weights.held("r1"))[:1])
+    assert manifest is not None
+    epoch = (await trainer.weights.head("r1")).epoch
+    await trainer.weights.drop("r1", [replace(manifest.link, version=99)], epoch)
 
 
 async def lend(who: dict[str, Part]) -> None:

@@ -149,7 +149,7 @@ async def test_deltas_are_fetched_once_too_and_what_is_gone_is_said(broker: Coun
     assert len(broker.fetched) == len(set(broker.fetched))
     for file in file_names(tmp_path / "node"):
         (tmp_path / "node" / file).unlink()
-    await broker.drop(RUN, [manifest.link])
+    await broker.drop(RUN, [manifest.link], manifest.epoch)
 
     assert await stores[0].chunks(manifest, [0]) == [None]
     for store in stores:

@@ -557,7 +557,7 @@ async def test_what_is_dropped_while_it_is_folded_is_refused_and_the_receiver_pl
             if training.version == 5:
                 await training.publish(noise=0.1)  # so much that a keyframe is due
                 links = [each.link for each in await self.manifests(RUN, await self.held(RUN)) if each is not None]
-                await self.drop(RUN, [link for link in links if link.version < 5])
+                await self.drop(RUN, [link for link in links if link.version < 5], links[0].epoch)
             return await super().chunk_ranges(manifest, ranges)
 
     async with relay(Dropping(broker), None):

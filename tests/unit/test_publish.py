@@ -14,10 +14,11 @@ import torch
 from rollfab.fabric.errors import BrokerError, BrokerFull, ChainBroken, InputError, LayoutMismatch, VersionConflict
 from rollfab.fabric.rules.chain import DELTA, JUMPS, KEYFRAME
 from rollfab.fabric.weights.chain import ChainReader, fetch_weights
+from rollfab.fabric.weights.held import readable
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.snapshot import Identity, Snapshot
 from rollfab.fabric.weights.stage import Stage, commit
-from rollfab.trainer.publish import Publisher
+from rollfab.trainer.publish import VERSION_MAX, Publisher
 from rollfab.trainer.tensors import collect_bits
 from tests.unit.faulty_weights import RUN, FaultyStore, assert_published, small_model, train
 
@@ -114,6 +115,18 @@ async def test_tied_tensors_are_refused_by_name(store: FaultyStore, publisher: P
 async def test_what_cannot_be_published_is_named(publisher: Publisher, named: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         await publisher.publish(named, 0)
+
+
+@pytest.mark.parametrize("version", [-1, 1 << 53, 1_700_000_000_123_456_789])
+async def test_a_version_that_the_broker_cannot_count_is_refused(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, version: int
+) -> None:
+    with pytest.raises(InputError, match="count up from 0"):
+        await publisher.publish(model.named_parameters(), version)
+
+    assert await store.held(RUN) == []
+    await publisher.publish(model.named_parameters(), VERSION_MAX)
+    assert (await store.head(RUN)).version == VERSION_MAX
 
 
 async def test_another_layout_is_refused_before_anything_is_written(
@@ -292,6 +305,26 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     assert sum(report.jump_bytes > 0 for report in reports) >= 3
     assert (3, DELTA) not in await store.held(RUN)
     weights["w"][:30] -= 1
+    np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
+
+
+async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore, publisher: Publisher) -> None:
+    # Given a delta that is torn and one that says it is another, and a jump over both
+    weights = {"w": np.random.default_rng(1).integers(0, 2**16, 60_000, dtype=np.uint16)}
+    for version in range(10):
+        weights["w"][:30] += 1
+        await publisher.publish(weights, version)
+    run = store._run(RUN)
+    run.manifests[(5, DELTA)] = b"torn"
+    run.manifests[(7, DELTA)] = run.manifests[(6, DELTA)]
+
+    names = [(6, DELTA), (5, DELTA), (7, DELTA), (8, DELTA)]
+    assert [*await readable(store, RUN, names)] == [(6, DELTA), (8, DELTA)]
+
+    # Then a newcomer finds its way, and so does a trainer that takes over
+    np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
+    weights["w"][:30] += 1
+    assert (await Publisher(store, RUN).publish(weights, 10)).kind == DELTA
     np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
 
 

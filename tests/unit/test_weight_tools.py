@@ -117,7 +117,7 @@ async def test_a_missing_chunk_is_a_fault_and_a_deleted_version_is_none(store: L
 
         async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
             if (manifest.version, manifest.kind) == (12, "delta"):
-                await self.drop(RUN, [manifest.link])
+                await self.drop(RUN, [manifest.link], manifest.epoch)
             return await super().chunks(manifest, indices)
 
     deleting = Deleting()

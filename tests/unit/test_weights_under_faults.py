@@ -112,10 +112,11 @@ async def test_a_manifest_that_was_damaged_on_the_way_is_fetched_again(wrong: di
 
     # When it is told something else than what was published
     store.wrong = wrong
-    with pytest.raises(WireError):
-        await receiver.update()
+    if "codec" in wrong:
+        with pytest.raises(WireError):
+            await receiver.update()
 
-    # Then it keeps nothing of that
+    # Then it keeps nothing of that; what names itself wrongly is asked for again at once
     assert await receiver.update()
     assert receiver.version == 1
     assert_holds(engine, model)

@@ -11,7 +11,7 @@ from unittest import mock
 from rollfab.fabric.memory import weights as twin
 from rollfab.fabric.rules.chain import KEYFRAME, Link
 from rollfab.fabric.rules.publish import HeadFacts, may_advance, may_put
-from rollfab.fabric.weights import chain, stage
+from rollfab.fabric.weights import chain, held, stage
 from rollfab.fabric.weights.manifest import WeightManifest
 from rollfab.fabric.weights.snapshot import apply_change
 from rollfab.trainer import upkeep
@@ -99,10 +99,10 @@ def links_in_use_dropped() -> list[Patch]:
 
 @plant
 def manifests_of_another_name_taken() -> list[Patch]:
-    def check_name(manifest: Any, run_id: str, name: tuple[int, str]) -> None:
-        return
+    def is_named(manifest: Any, run_id: str, name: tuple[int, str]) -> bool:
+        return True
 
-    return [(chain, "_check_name", check_name)]
+    return [(held, "_is_named", is_named)]
 
 
 @plant

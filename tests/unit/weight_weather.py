@@ -93,9 +93,9 @@ class StormStore(MemoryWeightStore):
         self._bytes_max = self.room
         return await super().room_bytes()
 
-    async def drop(self, run_id: str, links: Sequence[ChainLink]) -> None:
+    async def drop(self, run_id: str, links: Sequence[ChainLink], epoch: int) -> None:
         for link in links:
-            await super().drop(run_id, [link])
+            await super().drop(run_id, [link], epoch)
             await self._pause()
 
     def remember(self) -> tuple[Any, ...]:
