@@ -142,10 +142,8 @@ class WeightReceiver:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> FabricError | None:
         """Why the engine is not at the head; None while all is well."""
-        if self._error is None and self._task is not None and self._task.done() and not self._task.cancelled():
-            return self._task.exception()
         return self._error
 
     # ---- what others may copy: see relay.live.SnapshotSource
@@ -331,14 +329,22 @@ class WeightReceiver:
             try:
                 await self.update(self._options.poll_s)
                 self._error = None
-            except FabricError as error:
-                self._error = error
-                log.warning("weights.not_applied", extra={"run_id": self._run_id, "error": str(error)})
+            except Exception as error:  # noqa: BLE001  # no memory, no thread: later there may be
+                self._error = self._expected(error)
+                log.warning("weights.not_applied", extra={"run_id": self._run_id, "error": str(self._error)})
                 await self._take_part()  # what is missing may be on offer
                 exponent = min(self._failure_count, 16)
                 await self._clock.sleep(min(self._options.retry_s * 2**exponent, self._options.retry_s_max))
             else:
                 await self._take_part()
+
+    def _expected(self, error: Exception) -> FabricError:
+        """What went wrong, said as what is foreseen."""
+        if isinstance(error, FabricError):
+            return error
+        log.error("weights.failed", extra={"run_id": self._run_id}, exc_info=error)
+        self._failure_count += 1
+        return WeightError(f"bringing run {self._run_id!r} to its head failed: {type(error).__name__}: {error}")
 
     async def _take_part(self) -> None:
         """In a collective, if there is one. What goes wrong there is not the weights' trouble."""

@@ -19,6 +19,7 @@ from rollfab.fabric.rules.chain import DELTA, KEYFRAME
 from rollfab.fabric.weights.digest import state_sums
 from rollfab.fabric.weights.layout import Layout
 from rollfab.fabric.weights.manifest import Holder, WeightManifest
+from rollfab.fabric.weights.stage import Stage
 from rollfab.trainer.publish import Publisher
 from rollfab.workers.snapshots import PeerSource
 from rollfab.workers.weights import AtCommit, ReceiverOptions, WeightReceiver
@@ -176,6 +177,34 @@ async def test_a_follower_says_what_is_wrong_and_recovers(
         store.spoil.clear()
         assert await receiver.wait(1, timeout_s=5)
         assert_holds(engine, model)
+        await until(lambda: receiver.error is None)
+    finally:
+        await receiver.close()
+
+
+async def test_a_follower_survives_what_nobody_foresaw(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given
+    engine, may_stage = BitsEngine(model), False
+    receiver, begin = receiver_of(store, engine), Stage.begin
+
+    def without_memory(stage: Stage, manifest: WeightManifest) -> None:
+        if not may_stage:
+            raise MemoryError
+        begin(stage, manifest)
+
+    monkeypatch.setattr(Stage, "begin", without_memory)
+    receiver.start()
+    try:
+        # When there is no memory for a version
+        await publisher.publish(model.named_parameters(), 0)
+        await until(lambda: receiver.error is not None)
+        assert "MemoryError" in str(receiver.error)
+
+        # Then it comes when there is
+        may_stage = True
+        assert await receiver.wait(0, timeout_s=5)
         await until(lambda: receiver.error is None)
     finally:
         await receiver.close()
@@ -420,7 +449,7 @@ async def lost_keyframe(
     await publisher.publish(model.named_parameters(), 2)
     (keyframe,) = await store.manifests(RUN, [(0, KEYFRAME)])
     assert keyframe is not None
-    await store.drop(RUN, [keyframe.link])
+    await store.drop(RUN, [keyframe.link], keyframe.epoch)
     return manifest, bits
 
 
