@@ -4,7 +4,8 @@
   `engine.apply`, pauses it.
 - What cannot be fetched or verified is not applied: the engine stays at its version, `error` says why, and it is tried
   again, from a keyframe when the live weights themselves are in doubt.
-- A receiver that lags takes all missing versions in one commit, by whichever way is fewer bytes.
+- A receiver that lags takes all missing versions in one commit, by whichever way is fewer bytes. Where the way was
+  deleted while it was walked, it commits what has come, and goes on from there.
 - The first weights of a run, and those that heal a doubt, are read back from the engine and compared in full before
   they count as live; so are all, now and then. Between, the sums of the live state are carried along.
 - Where the engine's ranks stage their own parts (engines/ranks.py), versions are only gathered here for them.
@@ -255,7 +256,7 @@ class WeightReceiver:
         return engine.ranks if self._may_stage_by_ranks and isinstance(engine, HasRanks) else None
 
     async def _stage(self, head: Head) -> tuple[list[WeightManifest], Staged | StagedByRanks, Head]:
-        """The head by the store's chain, or else the newest version that another source has."""
+        """The head by the store's chain, or what there still is of it; else the newest version that others have."""
         have = None if self._is_in_doubt else self.version
         layout = self._engine.layout
         try:
@@ -271,7 +272,8 @@ class WeightReceiver:
                 folded = await self._catch_up.stage(manifests, make_stage)
                 if folded is not None:
                     return [folded[0]], folded[1], head
-            return manifests, await self._reader.stage(manifests, make_stage()), head
+            staged = await self._reader.stage(manifests, make_stage(), may_end_early=True)
+            return [each for each in manifests if each.version <= staged.version], staged, head
         except ChainBroken:
             above = -1 if have is None else have
             found = await stage_snapshot(self._sources, self._store, layout, run_id=self._run_id, above=above)

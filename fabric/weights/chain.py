@@ -86,25 +86,50 @@ class ChainReader:
         self._unreadable.clear()
         return self._manifests(plan(have, goal, self._links()))
 
-    async def stage(self, manifests: Sequence[WeightManifest], stage: ChunkSink[T]) -> T:
+    async def stage(
+        self, manifests: Sequence[WeightManifest], stage: ChunkSink[T], *, may_end_early: bool = False
+    ) -> T:
         """Fetch, check and stage versions. The stage's live weights are only read.
+
+        Args:
+            may_end_early: be content with the first of them, where a later one was deleted while they came: from there
+                on there is another way, and what has come need not come again.
 
         Raises:
             LayoutMismatch, ChainBroken, DigestMismatch, WireError: as Stage; nothing was written.
         """
         try:
-            for manifest in manifests:
-                await asyncio.to_thread(stage.begin, manifest)
-                await self._feed(manifest, stage)
+            for index, manifest in enumerate(manifests):
+                if not await self._staged(manifest, stage, may_be_gone=may_end_early and index > 0):
+                    break
                 await asyncio.to_thread(stage.end)
         except BaseException:
             self._known.clear()  # one of them may have been damaged on the way, or be of a head that was lost
             raise
         return await asyncio.to_thread(stage.finish)
 
-    async def _feed(self, manifest: WeightManifest, stage: ChunkSink[Any]) -> None:
-        """All chunks of a version, in order; the next are on their way while the last are decoded."""
-        await fetch_ahead(_batches(manifest), partial(self._fetch, manifest), partial(_feed, stage))
+    async def _staged(self, manifest: WeightManifest, stage: ChunkSink[Any], *, may_be_gone: bool) -> bool:
+        """All chunks of a version, in order; the next are on their way while the last are decoded.
+
+        False: its first ones are gone, as they may be; the stage knows nothing of it.
+        """
+        is_begun = False
+
+        def feed(chunks: Sequence[bytes]) -> None:
+            nonlocal is_begun
+            if not is_begun:
+                is_begun = True
+                stage.begin(manifest)
+            for chunk in chunks:
+                stage.feed(chunk)
+
+        try:
+            await fetch_ahead(_batches(manifest), partial(self._fetch, manifest), feed)
+        except ChainBroken:
+            if is_begun or not may_be_gone:
+                raise
+            return False
+        return True
 
     async def _fetch(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes]:
         """Chunks with the right digests.
@@ -229,11 +254,6 @@ def _sort_out(
         except DigestMismatch as error:
             failure = error
     return failure
-
-
-def _feed(stage: ChunkSink[Any], chunks: Sequence[bytes]) -> None:
-    for chunk in chunks:
-        stage.feed(chunk)
 
 
 def _ranges(versions: Sequence[int]) -> str:

@@ -107,6 +107,31 @@ async def test_a_newcomer_gets_keyframe_and_chain(
     assert_holds(engine, model)
 
 
+async def test_a_newcomer_keeps_what_has_come_where_the_way_behind_it_was_deleted_meanwhile(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given a keyframe that takes so long that the deltas behind it are gone when it is there
+    before = bits_of(model)
+    for version in range(3):
+        await publisher.publish(model.named_parameters(), version)
+        train(model, 1e-5)
+    engine = BitsEngine(small_model(1))
+    receiver = receiver_of(store, engine)
+    store.lose[(1, DELTA)] = 1000
+
+    # When
+    assert await receiver.update()
+
+    # Then it is live, and not fetched again when there is a way on
+    assert receiver.version == 0 and receiver.last is not None and receiver.last.kinds == (KEYFRAME,)
+    assert all((engine.bits[name] == bits).all() for name, bits in before.items())
+    fetched_count = store.fetched.count((0, KEYFRAME))
+    store.lose.clear()
+    assert await receiver.update()
+    assert receiver.version == 2
+    assert store.fetched.count((0, KEYFRAME)) == fetched_count
+
+
 async def test_a_receiver_that_kept_up_takes_the_delta_where_there_is_also_a_keyframe(
     store: FaultyStore, publisher: Publisher, model: torch.nn.Module
 ) -> None:
