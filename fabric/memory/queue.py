@@ -184,7 +184,7 @@ class MemoryTrajectoryQueue(RunPort):
         run.keep_rollout(run.groups[rollout.group_id], rollout)
         run.forget_turns(name)
         run.trajectories.logs.pop(name, None)
-        record.state = state
+        record.state, record.loss = state, 0
         if state == "scoring":
             run.trajectories.deadlines[name] = self._broker.now_ms() + self._score_ms
         else:
@@ -229,6 +229,8 @@ class MemoryTrajectoryQueue(RunPort):
         run.trajectories.logs.pop(trajectory_id, None)
         run.forget_rollout(run.groups[group_of(trajectory_id)], trajectory_id)
         record.worker = "-"
+        if record.state == "scoring":
+            record.loss = 0  # those were looks after its reward, no agents
         if run.spend_attempt(record, attempt_max, rerun_max):
             record.state = "ready"
             run.make_ready(run.trajectories, trajectory_id, was_held=True)
