@@ -42,7 +42,7 @@ class MemoryRolloutStream(RunPort):
         run.groups[group.group_id] = state
         run.weigh(state, size)
         if group.deadline_s is not None:
-            run.late[group.group_id] = self._broker.now_ms() + group.deadline_s * 1000
+            state.deadline_ms = run.late[group.group_id] = self._broker.now_ms() + group.deadline_s * 1000
         for job in group.jobs:
             run.trajectories.jobs[job.trajectory_id] = job
             run.trajectories.records[job.trajectory_id] = JobRecord()
@@ -84,6 +84,8 @@ class MemoryRolloutStream(RunPort):
             return False
         group_id = run.completed.pop(entry)
         group.state = "open"
+        if group.deadline_ms is not None:
+            run.late[group_id] = group.deadline_ms
         run.count("groups_completed", -1)
         dead = [each.trajectory_id for each in stale if not self._run_again(group, each.trajectory_id)]
         for rollout in stale:

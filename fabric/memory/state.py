@@ -73,6 +73,7 @@ class GroupState:
     size: int
     quorum: int
     priority: int
+    deadline_ms: float | None = None
     completed: int = 0
     failed: int = 0
     cancelled: int = 0

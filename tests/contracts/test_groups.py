@@ -32,6 +32,24 @@ async def settle(world: World, claim: TrajectoryClaim, *, version: int = 3) -> b
     return bool(await world.trajectories.settle(claim, rollout, is_scored=True))
 
 
+async def pass_time(world: World, duration_s: int) -> int:
+    """Time passes, by steps of a second: the broker's clock takes no longer ones. Returns how many groups it closed."""
+    closed = 0
+    for _ in range(duration_s):
+        await world.set_clock_ahead(1.0)
+        closed += await world.rollouts.reap()
+    return closed
+
+
+async def complete_too_stale(world: World) -> TrajectoryClaim:
+    """Complete a group of two, and have one of them fall behind; returns the claim that one had."""
+    old, fresh = await world.trajectories.claim("a1", 2)
+    assert await settle(world, old, version=3)
+    assert await settle(world, fresh, version=4)
+    await world.set_head(5)
+    return old
+
+
 async def claim_turns(world: World, worker_id: str, *, want: int = 1) -> Exchange:
     await lease(world, worker_id)
     return cast("Exchange", await world.turns.exchange(worker_id, want=want, lease_epoch=1, active_version=99))
@@ -203,6 +221,61 @@ async def test_a_rollout_that_is_always_too_stale_is_given_up_in_the_end(world: 
     assert len(delivery.group.failures) == 1
     (letter,) = await world.rollouts.dead_letters(10)
     assert "stale" in letter.reason
+
+
+async def test_a_group_that_is_run_again_keeps_its_deadline(world: World) -> None:
+    # Given a group with a deadline that was complete, and is open again because a rollout was too stale
+    await push(world, size=2, deadline_s=60.0)
+    old = await complete_too_stale(world)
+    assert not await world.rollouts.receive("t", 1, 0.01)
+    assert await world.rollouts.reap() == 0
+
+    # When the deadline passes while nobody has run that one again
+    assert await pass_time(world, 61) == 1
+
+    # Then the group comes with what it has
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert len(delivery.group.rollouts) == 1
+    assert delivery.group.cancelled == (old.job.trajectory_id,)
+    assert delivery.group.ended_by == "deadline"
+    assert not await world.trajectories.claim("a2", 1)
+    assert await world.rollouts.acknowledge(delivery)
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.memory_bytes, status.counters["groups_completed"]) == (0, 0, 1)
+
+
+async def test_a_deadline_that_passed_before_a_group_is_run_again_holds_at_once(world: World) -> None:
+    # Given a complete group whose deadline passes before the trainer asks for it
+    await push(world, size=2, deadline_s=20.0)
+    old = await complete_too_stale(world)
+    assert await pass_time(world, 21) == 0
+
+    # When it is taken back
+    assert not await world.rollouts.receive("t", 1, 0.01)
+
+    # Then the next look closes it with what it has
+    assert await world.rollouts.reap() == 1
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert len(delivery.group.rollouts) == 1
+    assert delivery.group.cancelled == (old.job.trajectory_id,)
+    assert delivery.group.ended_by == "deadline"
+
+
+async def test_a_group_that_is_given_up_as_too_stale_is_not_closed_again_at_its_deadline(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("bus.rollouts", "memory.rollouts"):
+        monkeypatch.setattr(f"rollfab.fabric.{module}.RERUN_COUNT_MAX", 1)
+    # Given a complete group with a deadline, a rollout of which is too stale and may not run again
+    await push(world, size=2, deadline_s=20.0)
+    old = await complete_too_stale(world)
+
+    # When the trainer asks, Then it is complete without that one, and its deadline means nothing any more
+    assert not await world.rollouts.receive("t", 1, 0.01)
+    assert await pass_time(world, 21) == 0
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert delivery.group.failures == (old.job.trajectory_id,)
+    assert delivery.group.ended_by == "all"
 
 
 async def test_a_redelivered_group_is_not_taken_back(world: World) -> None:

@@ -40,18 +40,20 @@ class TrajectoryChecker:
         self._facts = facts
         self._turns = turns
         self.trajectories: dict[str, Trajectory] = {}
-        self._late: dict[str, float] = {}
+        self._deadlines: dict[str, float] = {}
 
     def rollouts_push(self, process: Process, taken: list[bool], groups: Sequence[GroupPush]) -> None:
         for group, is_new in zip(groups, taken, strict=True):
             for job in group.jobs if is_new else ():
                 self.trajectories[job.trajectory_id] = Trajectory()
             if is_new and group.deadline_s is not None:
-                self._late[group.group_id] = self._facts.now_s() + group.deadline_s
+                self._deadlines[group.group_id] = self._facts.broker_ms() + group.deadline_s * 1000
 
     def rollouts_reap(self, process: Process, count: int) -> None:
-        for group_id in sorted(self._late, key=lambda name: self._late[name])[:count]:
-            self._facts.note(process.name, "deadline", group_id)
+        """Whatever is past its deadline is complete now: by this, or before, also if it was run again in between."""
+        past = [name for name, until in self._deadlines.items() if count and until <= self._facts.broker_ms()]
+        for group_id in past:
+            self._facts.note(process.name, "deadline", group_id, f"{count} closed of {len(past)}")
             self.close(group_id)
 
     def trajectories_claim(
@@ -190,7 +192,6 @@ class TrajectoryChecker:
 
     def close(self, group_id: str) -> None:
         """What of a group is not complete is not wanted any more."""
-        self._late.pop(group_id, None)
         for name, each in self.trajectories.items():
             if group_of(name) == group_id and each.scored_fence is None:
                 self._begin_again(name, each, each.attempt)

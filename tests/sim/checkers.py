@@ -29,12 +29,14 @@ class Facts:
     """What checkers share.
 
     Attributes:
+        broker_ms: what the broker's own clock shows: by it deadlines of groups are kept.
         weights: version → digest of the weights that were published as it.
         line: of the trace: (seconds, process, what happened, to what, details).
     """
 
     options: Options
     now_s: Callable[[], float]
+    broker_ms: Callable[[], float]
     broker: Process
     clock_trouble_s: float = 0.0
     head_version: int = -1

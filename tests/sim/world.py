@@ -66,14 +66,14 @@ class World:
         self.clock = VirtualClock(loop)
         self.broker = Process("broker", "broker")
         self.network = Network(Random(f"network {options.seed}"), options.trouble_fraction, options.travel_s)
-        self.facts = Facts(options, loop.time, self.broker)
+        self.fabric = SimFabric(self.clock)
+        self.facts = Facts(options, loop.time, self.fabric.broker.now_ms, self.broker)
         self.turns = TurnChecker(self.facts)
         self.trajectories = TrajectoryChecker(self.facts, self.turns)
         self.groups = GroupChecker(self.facts, self.trajectories)
         self.capacity = CapacityChecker(self.facts, self.turns)
         # Turns before trajectories: what a call did to turns is judged by who held them before it.
         self._checkers = Checkers([self.turns, self.trajectories, self.groups, self.capacity])
-        self.fabric = SimFabric(self.clock)
         self.rewards = roles.RewardQueue()
         self.links: dict[str, Link] = {}
         self.agents: dict[str, AgentWorker] = {}

@@ -35,7 +35,11 @@ redis.call('HINCRBY', KEYS[1], 'bytes', weight)
 redis.call('HSET', KEYS[10], 'size', size, 'quorum', ARGV[3], 'priority', ARGV[4], 'completed', 0, 'failed', 0,
   'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task)
 redis.call('HSET', KEYS[6], group_id, ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. ARGV[3])
-if ARGV[5] ~= '0' then redis.call('ZADD', KEYS[11], now_ms(KEYS[12]) + tonumber(ARGV[5]), group_id) end
+if ARGV[5] ~= '0' then
+  local deadline = now_ms(KEYS[12]) + tonumber(ARGV[5])
+  redis.call('ZADD', KEYS[11], deadline, group_id)
+  redis.call('HSET', KEYS[10], 'deadline', deadline)
+end
 call_in_parts('HSET', KEYS[7], jobs)
 write_records(KEYS[8], ids, records)
 make_ready({KEYS[2], KEYS[3], KEYS[4]}, KEYS[5], KEYS[6], ids, false)

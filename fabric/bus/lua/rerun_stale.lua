@@ -1,5 +1,6 @@
 -- rerun_stale(group_id, entry_id, rerun_count_max, then per trajectory: id, dead_letter)
 -- Rollouts of a complete group are too stale to be delivered: take the group back, and run them again.
+-- Its deadline holds again, also one that has passed: then whoever reaps next completes it with what it has.
 --   KEYS[1..19] see use/drop.lua   KEYS[20..22] ready streams   KEYS[23] bell   KEYS[24] dead hash
 -- Returns 1 the group is open again · 0 it is gone or was taken back before (nothing written)
 -- flags allow-oom
@@ -24,8 +25,9 @@ for i = 4, #ARGV, 2 do
     if r.state == 'ready' then again[#again + 1] = id else add_pair(dead, id, ARGV[i + 1]) end
   end
 end
-local g = redis.call('HMGET', KEYS[13], 'quorum', 'priority', 'completed')
+local g = redis.call('HMGET', KEYS[13], 'quorum', 'priority', 'completed', 'deadline')
 redis.call('HSET', KEYS[18], group_id, string.format('%s %d %s', g[2], g[1] - g[3], g[1]))
+if g[4] then redis.call('ZADD', KEYS[19], g[4], group_id) end
 make_ready({KEYS[20], KEYS[21], KEYS[22]}, KEYS[23], KEYS[18], again, true)
 call_in_parts('HSET', KEYS[24], dead)
 for _ = 1, #dead / 2 do
