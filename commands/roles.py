@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run that there is, and in each of its shards
 LEFTOVERS_S = 1.0
 
 
@@ -112,7 +113,8 @@ def run_agent(options: RoleOptions, *, environment_count: int, environment_timeo
         config = AgentConfig(
             worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
         )
-        async with _registry(options) as registry, await RedisFabric.open(options.url, client_name=worker_id) as ports:
+        opened = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
+        async with _registry(options) as registry, await opened as ports:
             asker = RewardAsker(open_queue(options.url), clock)
             with watching():
                 await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)

@@ -29,10 +29,11 @@ from .sentinel import LedClient
 from .translate import broker_name, translate
 from .url import Address, BrokerUrl, mask_url, read_url, resolve_url
 
-__all__ = ["open_broker", "check_broker", "translate", "broker_name", "resolve_url", "mask_url"]
+__all__ = ["open_broker", "CONNECTION_COUNT_MAX", "check_broker", "translate", "broker_name", "resolve_url", "mask_url"]
 
 log = logging.getLogger(__name__)
 
+CONNECTION_COUNT_MAX = 32
 LOADING_POLL_S = 0.25
 # Longest silence where another server may take over: a machine that is gone says nothing, and patience must outlast it.
 SILENCE_S = 6.0
@@ -42,7 +43,7 @@ async def open_broker(
     url: str,
     *,
     client_name: str,
-    max_connections: int = 32,
+    max_connections: int = CONNECTION_COUNT_MAX,
     socket_timeout_s: float = 15.0,
     patience_s: float = 10.0,
     open_patience_s: float = 2.0,

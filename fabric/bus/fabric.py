@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from ..records import RunConfig
 from .board import RedisLeaseBoard
-from .connection import check_broker, open_broker
+from .connection import CONNECTION_COUNT_MAX, check_broker, open_broker
 from .durability import Durability, check_durability
 from .rollouts import RedisRolloutStream
 from .trajectories import RedisTrajectoryQueue
@@ -28,7 +28,13 @@ class RedisFabric:
 
     @classmethod
     async def open(
-        cls, url: str, *, client_name: str, patience_s: float = 10.0, durability: Durability | None = None
+        cls,
+        url: str,
+        *,
+        client_name: str,
+        patience_s: float = 10.0,
+        durability: Durability | None = None,
+        max_connections: int = CONNECTION_COUNT_MAX,
     ) -> RedisFabric:
         """Connect and check the broker.
 
@@ -37,6 +43,7 @@ class RedisFabric:
             client_name: shown by CLIENT LIST at the broker; no spaces.
             patience_s: how long a command keeps trying while the broker is away.
             durability: what a push waits for (durability.py). Default: what the URL says, else "memory".
+            max_connections: see open_broker.
 
         Raises:
             ConfigError: the URL is not one of ours, or the broker cannot confirm that durability.
@@ -44,7 +51,7 @@ class RedisFabric:
         """
         parts = read_url(url)
         wanted = durability or parts.durability
-        client = await open_broker(url, client_name=client_name, patience_s=patience_s)
+        client = await open_broker(url, client_name=client_name, patience_s=patience_s, max_connections=max_connections)
         try:
             facts = await check_broker(client)
             check_durability(facts, wanted)
