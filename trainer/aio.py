@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -58,7 +58,8 @@ class AsyncFabric:
             run_id: 1-63 letters, digits, "-" or "_".
             model: preset, path or hub name; workers that hold it will serve the run. Needed to create.
             environment: what trajectories play in, as agent workers offer it. Needed to create.
-            **settings: other fields of RunConfig (staleness, reward, environment_options, sampling, …).
+            **settings: other fields of RunConfig (staleness, reward, environment_options, sampling, …). Of a run that
+                exists, and where not both of model and environment are given, these are changed and the others stay.
 
         Raises:
             RunUnknown: neither model nor environment given, and the run does not exist.
@@ -73,9 +74,14 @@ class AsyncFabric:
                 raise RunUnknown(
                     f"run {run_id!r} does not exist on this broker: give model=… and environment=… to create it"
                 )
-            return AsyncRun(self._ports, existing)
-        await self._check_environment(environment)
-        config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
+            given = {"model": model, "environment": environment}
+            settings |= {name: value for name, value in given.items() if value is not None}
+            if not settings:
+                return AsyncRun(self._ports, existing)
+            config = replace(existing, **settings)
+        else:
+            await self._check_environment(environment)
+            config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
         check_run(config)
         return AsyncRun(self._ports, await self._ports.board.create_run(config))
 

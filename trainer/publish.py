@@ -133,11 +133,10 @@ class Publisher:
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)):
             raise InputError(f"version is {version!r}, expected a whole number above the head's", version=version)
         version = int(version)
-        if not 0 <= version <= VERSION_MAX:
-            raise InputError(
-                f"version {version} is not within 0 and {VERSION_MAX}: versions count up from 0, one for each step",
-                version=version,
-            )
+        if version < 0:
+            raise InputError(f"version {version} is below 0: versions count up from 0", version=version)
+        if version > VERSION_MAX:
+            raise InputError(f"version {version} is above {VERSION_MAX}: versions count up from 0", version=version)
         async with self._lock:
             layout, bits = await asyncio.to_thread(self._collect, named)
             await self._open(layout)

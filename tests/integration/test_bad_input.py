@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -150,6 +152,20 @@ def test_a_run_is_not_reopened_with_other_settings(broker: Redis, fabric: Fabric
         ["run 'r' exists", "environment is 'frozenlake', not 'guess-the-number'", "another name, or delete it"],
         lambda: fabric.run("r", model="tiny", environment="guess-the-number"),
     )
+
+
+def test_of_a_run_that_exists_what_is_given_holds(broker: Redis, fabric: Fabric, run: Run) -> None:
+    refused: list[tuple[dict[str, Any], type[FabricError], str]] = [
+        ({"model": "small"}, RunMismatch, "model is 'tiny', not 'small'"),
+        ({"environment": "guess-the-number"}, RunMismatch, "environment is 'frozenlake'"),
+        ({"staleness": "two"}, InputError, "staleness"),
+        ({"environment": "frozenlake", "sampling": {"bogus": 1}}, InputError, "bogus"),
+    ]
+    for settings, error, text in refused:
+        check_refused(broker, error, [text], partial(fabric.run, "r", **settings))
+
+    assert fabric.run("r", staleness=2).config == replace(run.config, staleness=2)
+    assert fabric.run("r").config.staleness == 2
 
 
 def test_a_run_that_was_deleted_takes_no_tasks(broker: Redis, fabric: Fabric, run: Run) -> None:
