@@ -191,9 +191,9 @@ def reward(
 
 def _register() -> None:
     """Commands that live in files of their own."""
-    from . import acl, api, bench, data, doctor, lend, replay, status, train, weights, worker
+    from . import acl, api, bench, data, doctor, lend, replay, runs, status, train, weights, worker
 
-    for module in (worker, api, acl, status, lend, doctor, data, weights, train, replay):
+    for module in (worker, api, acl, status, lend, doctor, data, runs, weights, train, replay):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

@@ -126,7 +126,7 @@ RIGHTS: dict[str, Rights] = {
         writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "operator": Rights(
-        purpose="people at the command line: status, lend, dead, weights, deleting runs",
+        purpose="people at the command line: status, lend, dead, weights, runs",
         scripts="push_group clock holders add_event set_lend",
         commands=f"{STATUS} hset hkeys hscan hdel xread xrevrange scan unlink mget getrange get",
         reads="",

@@ -22,5 +22,5 @@ def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
     if differing:
         raise RunMismatch(
             f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. "
-            "Use another name, or delete it first"
+            f"Use another name, or delete it first: rollfab runs rm {wanted.run_id}"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.trainer.client import connect as rollfab_connect
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +91,21 @@ def test_the_doctor_lists_what_is_there() -> None:
     rows = json.loads(rollfab("doctor", "--json").stdout)
     assert {"Python", "GPU"} <= {row["what"] for row in rows}
     assert all(row["is_fine"] for row in rows if row["what"] == "Python")
+
+
+@pytest.mark.timeout(90)  # some processes, each a second or more to start
+def test_a_run_that_is_over_is_deleted(url: str) -> None:
+    with rollfab_connect(url) as fabric:
+        fabric.run("over", model="tiny", environment="frozenlake").submit([{"seed": 1}], group_size=4)
+        fabric.run("kept", model="tiny", environment="frozenlake")
+
+    listed = {row["run_id"]: row["depth"] for row in json.loads(rollfab("runs", "ls", "--json", url=url).stdout)}
+    assert (listed["over"], listed["kept"]) == (4, 0)
+    refused = rollfab("runs", "rm", "over", url=url)
+    assert (refused.returncode != 0, "4 trajectories" in refused.stderr) == (True, True)
+    assert rollfab("runs", "rm", "over", "--yes", url=url).stdout == "run over is deleted\n"
+
+    left = rollfab("runs", "ls", url=url).stdout
+    assert "kept" in left and "over" not in left
+    unknown = rollfab("runs", "rm", "over", "--yes", url=url)
+    assert unknown.returncode == 2 and "see rollfab runs ls" in unknown.stderr

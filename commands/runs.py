@@ -1,0 +1,75 @@
+"""`rollfab runs`: what runs there are, and deleting those that are over."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..fabric.bus.fabric import RedisFabric
+from ..fabric.errors import ConfigError, RunUnknown
+from ..fabric.wire import dump_json
+from .options import AsJson, Url, need_url
+from .status import with_ports
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    runs = typer.Typer(no_args_is_help=True, help="Runs: what there is, and deleting those that are over.")
+    app.add_typer(runs, name="runs")
+
+    @runs.command("ls")
+    def list_runs(url: Url = None, json: AsJson = False) -> None:
+        """List the runs, and what of each waits in the broker."""
+        rows = with_ports(need_url(url), _rows)
+        if json:
+            print(dump_json(rows).decode())
+        else:
+            Console().print(_table(rows) if rows else "there are no runs", highlight=False)
+
+    @runs.command("rm")
+    def remove_run(
+        run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
+        is_sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+        url: Url = None,
+    ) -> None:
+        """Delete a run with all that it has in the broker: work, groups nobody consumed, dead letters, weights."""
+        found = {row["run_id"]: row for row in with_ports(need_url(url), _rows)}
+        if run not in found:
+            raise RunUnknown(f"run {run!r} does not exist on this broker: see rollfab runs ls")
+        if not is_sure and not _agrees(found[run]):
+            raise ConfigError(f"run {run!r} was not deleted: say yes, or give --yes")
+        with_ports(need_url(url), lambda ports: ports.board.delete_run(run))
+        print(f"run {run} is deleted")
+
+
+def _agrees(row: dict[str, Any]) -> bool:
+    held = (
+        f"{row['depth']} trajectories, {row['groups_waiting']} groups that nobody consumed, {row['dead']} dead letters"
+    )
+    return typer.confirm(f"delete run {row['run_id']} with {held} and its weights?", err=True)
+
+
+async def _rows(ports: RedisFabric) -> list[dict[str, Any]]:
+    statuses = [await ports.board.run_status(name) for name in sorted(await ports.board.runs())]
+    return [
+        {
+            "run_id": status.config.run_id,
+            "model": status.config.model,
+            "environment": status.config.environment,
+            "head_version": status.head_version,
+            "depth": status.depth,
+            "groups_waiting": status.groups_waiting,
+            "dead": status.dead_count,
+        }
+        for status in statuses
+    ]
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("run", "model", "environment", "version", "trajectories", "groups waiting", "dead", box=None)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    return table
