@@ -9,6 +9,7 @@ One trajectory's life is episode.py's.
 - A claim that is lost ends its episode at once; whoever took it over goes on.
 - Claims are renewed over a connection of their own, also while their episode settles: nothing slow holds that up.
 - Runs share the places for environments by weight (places.py).
+- A run whose model has no tokenizer here costs itself alone (tokenizers.py): the others are served.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, ClaimLost, FabricError
 from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
 from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
-from .engines.transformers_tokenizer import load_tokenizer
+from ..fabric.tokenizer import Tokenizer
 from .environments.registry import Registry
 from .episode import Episode, Limits
 from .failures import dead_letter
 from .places import Places
+from .tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class AgentWorker:
         self._clock = clock
         self._ask_reward = ask_reward
         self._places = Places(config.environment_count)
+        self._tokenizers = Tokenizers(clock)
         self._agents: dict[str, RunAgent] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -90,6 +93,7 @@ class AgentWorker:
                 await self._clock.sleep(self._config.runs_s)
         finally:
             beat.cancel()
+            self._tokenizers.close()
             await asyncio.gather(beat, *(agent.close() for agent in self._agents.values()), return_exceptions=True)
 
     async def _follow_runs(self) -> None:
@@ -102,12 +106,16 @@ class AgentWorker:
             if name not in runs or agent.has_died():
                 await self._agents.pop(name).close()
                 self._places.leave(name)
+        self._tokenizers.keep(runs)
         for name, config in runs.items():
             if config.environment not in self._registry.offered():
                 continue
-            self._places.join(name, config.weight)
             if name not in self._agents:
-                self._agents[name] = RunAgent(self, config)
+                tokenizer = self._tokenizers.of(config)
+                if tokenizer is None:
+                    continue
+                self._agents[name] = RunAgent(self, config, tokenizer)
+            self._places.join(name, config.weight)
 
     async def _beat(self) -> None:
         while True:
@@ -119,6 +127,7 @@ class AgentWorker:
                 slot_count=self._config.environment_count,
                 running_count=self.running_count,
                 environments=self._registry.offered(),
+                error=self._tokenizers.error,
             )
             try:
                 await self._fabric.board.heartbeat(info)
@@ -145,7 +154,7 @@ class AgentWorker:
 class RunAgent:
     """The part of an agent worker that serves one run."""
 
-    def __init__(self, owner: AgentWorker, run: RunConfig) -> None:
+    def __init__(self, owner: AgentWorker, run: RunConfig, tokenizer: Tokenizer) -> None:
         self._places = owner.places
         self._fabric, self._registry, self._config, self._clock, self._ask_reward = owner.parts
         self._run = run
@@ -153,7 +162,7 @@ class RunAgent:
         self._held_trajectories = self._fabric.trajectories(run)  # renewals never queue behind another call
         self._rollouts = self._fabric.rollouts(run)
         self._turns = self._fabric.turns(run)
-        self._tokenizer = load_tokenizer(run.model)
+        self._tokenizer = tokenizer
         self.claims: dict[str, TrajectoryClaim] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
         self._settling: set[TrajectoryClaimId] = set()

@@ -22,11 +22,16 @@ def dead_letter(error: Exception, job: TrajectoryJob, *, run_id: str, worker_id:
         trajectory_id=job.trajectory_id,
         run_id=run_id,
         worker_id=worker_id,
-        reason=_plain(f"{type(error).__name__}: {error}")[:REASON_LENGTH_MAX],
+        reason=reason_of(error),
         traceback=_plain(told or "".join(traceback.format_exception(error)))[-TRACEBACK_LENGTH_MAX:],
         attempt=attempt,
         job=dataclasses.asdict(job),
     )
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one bounded text that can travel."""
+    return _plain(f"{type(error).__name__}: {error}")[:REASON_LENGTH_MAX]
 
 
 def _plain(text: str) -> str:

@@ -1,0 +1,141 @@
+"""The tokenizers of an agent's runs: one that loads, or cannot be loaded, costs its own run alone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+
+import pytest
+
+from rollfab.fabric.clock import SystemClock
+from rollfab.fabric.errors import ConfigError
+from rollfab.fabric.records import RunConfig
+from rollfab.fabric.tokenizer import CharTokenizer
+from rollfab.workers.engines import transformers_tokenizer
+from rollfab.workers.tokenizers import Tokenizers
+from tests.unit.test_agent import Setting, until
+
+HUB_MODEL = "someone/some-model"
+AWAY = ConfigError(f"model {HUB_MODEL!r} has no tokenizer that can be loaded")
+HUB_RUN = RunConfig(run_id="r0", model=HUB_MODEL, environment="frozenlake")
+
+
+class PlayedHub:
+    """Where tokenizers come from that are no preset's. error: what loading raises. is_open: until then it hangs."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.asked: list[str] = []
+
+    def load(self, model: str) -> CharTokenizer:
+        self.asked.append(model)
+        assert self.is_open.wait(5.0), "everything waits for the hub"
+        if self.error is not None:
+            raise self.error
+        return CharTokenizer()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> PlayedHub:
+    played = PlayedHub()
+    monkeypatch.setattr(transformers_tokenizer, "HubTokenizer", played.load)
+    return played
+
+
+class ImpatientClock(SystemClock):
+    """Notes how long it was to sleep, and does not."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    async def sleep(self, duration_s: float) -> None:
+        self.pauses.append(duration_s)
+        await asyncio.sleep(0)
+
+
+async def both_runs() -> tuple[Setting, Setting]:
+    """The run of the hub's model, and another; each has work."""
+    strange = Setting()
+    strange.run = HUB_RUN
+    good = Setting()
+    good.fabric = strange.fabric
+    for setting in (strange, good):
+        await setting.fabric.board.create_run(setting.run)
+        await setting.push()
+    return strange, good
+
+
+@pytest.mark.parametrize(
+    "error", [AWAY, ImportError("No module named 'transformers'"), RuntimeError("tokenizer.json is damaged")]
+)
+async def test_a_run_whose_tokenizer_cannot_be_loaded_ends_no_agent_and_is_named(
+    error: Exception, hub: PlayedHub
+) -> None:
+    # Given a run whose model is not to be had
+    hub.error = error
+    strange, good = await both_runs()
+    async with good.agent():
+        # When an agent finds it, then the other run is served
+        await until(lambda: good.held("r1") == ["g.0"])
+        # and the run that is not is named where workers are looked at, with the cause
+        await until(lambda: good.fabric.broker.workers["a1"][0].error)
+        told = good.fabric.broker.workers["a1"][0]
+        assert told.error == f"run 'r0' is not served: {type(error).__name__}: {error}"
+        assert strange.held("r0") == []
+
+
+async def test_a_tokenizer_that_takes_long_holds_up_neither_another_run_nor_leaving(hub: PlayedHub) -> None:
+    # Given a hub that does not answer
+    hub.is_open.clear()
+    _, good = await both_runs()
+    # When an agent finds a run that needs it, then it serves the other, and leaves when it is told to
+    async with good.agent():
+        await until(lambda: hub.asked and good.held("r1") == ["g.0"])
+    assert good.held("r1") == []
+    hub.is_open.set()
+
+
+async def test_a_run_without_a_tokenizer_keeps_no_places_from_others(hub: PlayedHub) -> None:
+    # Given a run that cannot be served, of the same weight
+    hub.error = AWAY
+    _, good = await both_runs()
+    await good.push(8, "more")
+    # When there is more work than places, then the other run has them all
+    async with good.agent(environment_count=4):
+        await until(lambda: len(good.held("r1")) == 4)
+
+
+async def test_loading_is_tried_again_with_growing_pauses_and_said_once(
+    hub: PlayedHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a model that is not there yet
+    hub.error = AWAY
+    clock = ImpatientClock()
+    tokenizers = Tokenizers(clock)
+    assert tokenizers.of(HUB_RUN) is None
+    await until(lambda: len(clock.pauses) >= 8)
+    assert clock.pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [record.message for record in caplog.records] == ["agent.run_not_served"]
+    # When it comes
+    hub.error = None
+    # Then it is loaded, and nothing is wrong any more
+    await until(lambda: tokenizers.of(HUB_RUN))
+    assert tokenizers.error is None
+
+
+async def test_a_run_that_is_gone_or_has_another_model_is_asked_for_no_more(hub: PlayedHub) -> None:
+    # Given two runs that cannot be served
+    hub.error = AWAY
+    tokenizers = Tokenizers(SystemClock())
+    other = dataclasses.replace(HUB_RUN, run_id="r9")
+    assert (tokenizers.of(HUB_RUN), tokenizers.of(other)) == (None, None)
+    await until(lambda: (tokenizers.error or "").endswith("; and 1 more"))
+    # When one is deleted, and the other made anew with a model that is there
+    mended = dataclasses.replace(HUB_RUN, model="tiny")
+    tokenizers.keep({"r0": mended})
+    # Then nothing is wrong
+    assert tokenizers.error is None
+    assert isinstance(tokenizers.of(mended), CharTokenizer)

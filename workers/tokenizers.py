@@ -1,0 +1,79 @@
+"""The tokenizers of the runs that an agent serves: loaded beside the event loop, each run's by itself.
+
+- A load may take seconds, or hang where a hub does not answer: no other run waits for it, and neither does leaving.
+- What cannot be loaded costs its own run alone. It is said once in the log, in every heartbeat until it succeeds, and
+  tried again with growing pauses: a model may yet be put where its name says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from ..fabric.clock import Clock
+from ..fabric.models import is_preset
+from ..fabric.records import RunConfig
+from ..fabric.tokenizer import Tokenizer
+from .engines.transformers_tokenizer import load_tokenizer
+from .environments.base import in_thread
+from .failures import reason_of
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # pause after a failure; doubles up to RETRY_S_MAX
+RETRY_S_MAX = 60.0
+
+
+class Tokenizers:
+    """Tokenizers by run, and why there is none."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._loads: dict[tuple[str, str], asyncio.Task[Tokenizer]] = {}  # (run_id, model)
+        self._errors: dict[tuple[str, str], str] = {}
+
+    def of(self, run: RunConfig) -> Tokenizer | None:
+        """The tokenizer of a run's model; None: it is not there yet, and asking has begun that."""
+        if is_preset(run.model):
+            return load_tokenizer(run.model)
+        key = (run.run_id, run.model)
+        if key not in self._loads:
+            self._loads[key] = asyncio.create_task(self._load(key))
+        load = self._loads[key]
+        return load.result() if load.done() else None
+
+    def keep(self, runs: Mapping[str, RunConfig]) -> None:
+        """Forget all that is of other runs."""
+        for key in self._loads.keys() - {(run.run_id, run.model) for run in runs.values()}:
+            self._loads.pop(key).cancel()
+            self._errors.pop(key, None)
+
+    def close(self) -> None:
+        """Load no more."""
+        self.keep({})
+
+    @property
+    def error(self) -> str | None:
+        """Why runs are not served: the first in full, and how many more there are."""
+        if not self._errors:
+            return None
+        (run_id, _), error = next(iter(self._errors.items()))
+        more = f"; and {len(self._errors) - 1} more" if len(self._errors) > 1 else ""
+        return f"run {run_id!r} is not served: {error}{more}"
+
+    async def _load(self, key: tuple[str, str]) -> Tokenizer:
+        run_id, model = key
+        pause_s = RETRY_S
+        while True:
+            try:
+                tokenizer = await in_thread(lambda: load_tokenizer(model))
+            except Exception as error:  # noqa: BLE001 - around whatever a library makes of what any run names
+                if key not in self._errors:
+                    log.error("agent.run_not_served", extra={"run_id": run_id, "error": reason_of(error)})
+                self._errors[key] = reason_of(error)
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
+            else:
+                self._errors.pop(key, None)
+                return tokenizer
