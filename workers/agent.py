@@ -26,6 +26,7 @@ from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, ClaimLost, FabricError
 from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
 from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
+from ..fabric.rules.runs import is_same_run
 from ..fabric.tokenizer import Tokenizer
 from .environments.registry import Registry
 from .episode import Episode, Limits
@@ -64,7 +65,7 @@ class AgentConfig:
     reap_s: float = 0.25
     """How often what others lost is taken back, and groups past their deadline are completed."""
     runs_s: float = 0.25
-    """How often new runs are looked for."""
+    """How often new runs, and changed settings of others, are looked for."""
 
 
 class AgentWorker:
@@ -103,7 +104,7 @@ class AgentWorker:
             log.warning("agent.broker_lost", extra={"error": str(error)})
             return
         for name, agent in list(self._agents.items()):
-            if name not in runs or agent.has_died():
+            if name not in runs or agent.has_died() or not agent.follow(runs[name]):
                 await self._agents.pop(name).close()
                 self._places.leave(name)
         self._tokenizers.keep(runs)
@@ -171,6 +172,17 @@ class RunAgent:
         self._has_asked = asyncio.Event()
         loops = (self._claim, self._push, self._receive, self._renew, self._reap)
         self._loops = [asyncio.create_task(self._patiently(loop)) for loop in loops]
+
+    def follow(self, run: RunConfig) -> bool:
+        """Take in settings that changed, for claims from now on: episodes under way go on as they began.
+
+        How often a trajectory may fail counts at once. False: it is another run, made anew under the same name.
+        """
+        if not is_same_run(self._run, run):
+            return False
+        if run != self._run:
+            self._run, self._trajectories = run, self._fabric.trajectories(run)
+        return True
 
     def has_died(self) -> bool:
         """Whether a loop ended by an error that is ours."""

@@ -100,7 +100,8 @@ class RolloutWorker:
             EngineError: the engine died; its turns were given back.
         """
         keeper, running = self._keeper, self._running
-        loops = (running.collect, running.look, self._listen, keeper.beat, keeper.listen, keeper.watch)
+        own = (self._listen, self._follow_run)
+        loops = (running.collect, running.look, *own, keeper.beat, keeper.listen, keeper.watch)
         helpers = [asyncio.create_task(work()) for work in loops]
         if self._yielding.has_guard:
             helpers.append(asyncio.create_task(self._yielding.follow(self._wake.set)))
@@ -340,6 +341,19 @@ class RolloutWorker:
         return min([free, *(bound for bound in bounds if bound is not None)])
 
     # ---- what happens by itself
+
+    async def _follow_run(self) -> None:
+        """Take in settings of the run that changed, for claims and commits from then on; no turn is given back."""
+        while True:
+            await self._clock.sleep(self._config.runs_s)
+            try:
+                runs = await self._fabric.board.runs() if self._run else {}
+            except FabricError as error:
+                log.warning("worker.settings_not_read", extra={"error": str(error)})
+                continue
+            config = runs.get(self._run.run_id) if self._run else None
+            if config is not None and self._receiver is not None:
+                self._run, self._receiver.at_commit = config, _at_commit(config)
 
     async def _listen(self) -> None:
         """Answer the doorbell while there is room; one ring, one exchange, so that other workers hear the next."""

@@ -21,6 +21,8 @@ class RolloutConfig:
     """serving: it offers nothing, and shows what it could."""
     heartbeat_s: float = 0.5
     """Also the longest time for which a change of lease goes unnoticed whose ring was lost."""
+    runs_s: float = 1.0
+    """How often changed settings of the run are looked for."""
     log_s: float = 0.5
     """How often running turns are renewed and their tokens saved; must be well below the claim time of 2 s."""
     poll_s: float = 0.25

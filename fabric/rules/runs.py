@@ -8,6 +8,11 @@ from ..records import RunConfig
 FIXED = ("model", "environment", "environment_options", "reward", "shard_count")  # the rest may change between starts
 
 
+def is_same_run(existing: RunConfig, wanted: RunConfig) -> bool:
+    """Whether they differ at most in what may change between starts."""
+    return all(getattr(existing, name) == getattr(wanted, name) for name in FIXED)
+
+
 def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
     """Refuse to continue a run under settings that would make its rollouts incomparable.
 

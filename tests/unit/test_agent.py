@@ -13,9 +13,9 @@ import pytest
 
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue
+from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
 from rollfab.fabric.memory.state import RunState
-from rollfab.fabric.ports import Exchange, TrajectoryClaim, TurnSettle
+from rollfab.fabric.ports import Exchange, TrajectoryClaim, TurnPush, TurnSettle
 from rollfab.fabric.records import Group, Lease, RunConfig, Span, TurnResult
 from rollfab.fabric.tokenizer import CharTokenizer
 from rollfab.trainer.aio import make_groups
@@ -91,6 +91,24 @@ class Setting:
                     logprobs=logprobs,
                 )
                 await turns.exchange("w", settles=[TurnSettle(claim=claim, result=result)])
+
+    async def start_again(self, **settings: Any) -> None:
+        """As a trainer that starts again with other settings; returns when an agent has looked for such."""
+        self.run = dataclasses.replace(self.run, **settings)
+        await self.fabric.board.create_run(self.run)
+        await self.looked_at()
+
+    async def looked_at(self) -> None:
+        """Wait until an agent has looked twice at what runs there are: it has done as the first look says."""
+        runs, looks = self.fabric.board.runs, []
+
+        async def watched() -> dict[str, RunConfig]:
+            looks.append(await runs())
+            return looks[-1]
+
+        self.fabric.board.runs = watched  # type: ignore[method-assign]
+        await until(lambda: len(looks) >= 2)
+        self.fabric.board.runs = runs  # type: ignore[method-assign]
 
     async def group(self) -> Group:
         (delivery,) = await self.fabric.rollouts(self.run).receive("trainer", 1, 1.0)
@@ -280,3 +298,65 @@ async def test_a_slow_call_does_not_hold_up_the_renewal_of_other_claims() -> Non
         # Then the other is still held by its first claim
         record = setting.fabric.broker.runs["r1"].trajectories.records["two.0"]
         assert (record.state, record.loss) == ("claimed", 0)
+
+
+async def test_changed_settings_count_for_claims_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an agent with a trajectory under way
+    temperatures: dict[str, float] = {}
+
+    async def push(self: Any, agent_id: str, pushes: Sequence[TurnPush]) -> list[str]:
+        temperatures.update({row.job.turn_id: row.job.sampling.temperature for row in pushes})
+        return await ask(self, agent_id, pushes)
+
+    ask = MemoryTurnQueue.push
+    monkeypatch.setattr(MemoryTurnQueue, "push", push)
+    setting = Setting()
+    setting.run = dataclasses.replace(setting.run, sampling={"temperature": 0.75})
+    await setting.begin()
+    await setting.push(1, "first")
+    async with setting.agent():
+        await setting.answer(1)
+        await until(lambda: "first.0.1" in temperatures)
+        # When the trainer starts again with other settings
+        await setting.start_again(sampling={"temperature": 0.25}, turn_count_max=2)
+        await setting.push(1, "second")
+        await setting.answer(len(TO_THE_GOAL) - 1 + 2)
+        stream, groups = setting.fabric.rollouts(setting.run), list[Group]()
+        while len(groups) < 2:
+            groups += [delivery.group for delivery in await stream.receive("trainer", 2, 1.0)]
+    # Then what was under way ends as it began, and what is claimed from then on has the new ones
+    ends = {group.group_id: (group.rollouts[0].finish_reason, group.rollouts[0].turn_count) for group in groups}
+    assert ends == {"first": ("terminated", len(TO_THE_GOAL)), "second": ("turns", 2)}
+    assert {temperatures[f"first.0.{index}"] for index in range(len(TO_THE_GOAL))} == {0.75}
+    assert {temperatures[f"second.0.{index}"] for index in range(2)} == {0.25}
+
+
+async def test_a_changed_number_of_attempts_counts() -> None:
+    # Given a run whose environment cannot be made, and an agent that serves it
+    setting = Setting()
+    setting.run = dataclasses.replace(setting.run, environment_options={"map": "nowhere"}, attempt_count_max=3)
+    await setting.begin()
+    async with setting.agent():
+        await setting.looked_at()
+        # When the trainer starts again and allows one attempt
+        await setting.start_again(attempt_count_max=1)
+        await setting.push()
+        # Then there is one
+        await setting.group()
+    assert setting.fabric.broker.runs["r1"].counters["attempts_failed"] == 1
+
+
+async def test_a_run_that_is_made_anew_under_its_name_is_served_as_what_it_is_now() -> None:
+    # Given an agent that serves a run
+    setting = await Setting().begin()
+    async with setting.agent():
+        await setting.looked_at()
+        # When it is deleted, and another made under its name before the agent looks again
+        await setting.fabric.board.delete_run("r1")
+        setting.run = dataclasses.replace(setting.run, environment="guess-the-number")
+        await setting.begin()
+        await setting.looked_at()
+        await setting.push()
+        # Then its trajectories are in the environment of that one
+        (claim,) = (await setting.claims()).claims
+        assert TEXT.decode(claim.job.prompt_ids) == "?"

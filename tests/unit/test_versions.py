@@ -164,6 +164,32 @@ async def test_the_receiver_commits_as_the_run_wishes(wishes: dict[str, object],
         assert stage.receivers[0].at_commit == expected
 
 
+@pytest.mark.parametrize("run", [dataclasses.replace(PURE, may_reuse_prefix=True), FINISHING])
+async def test_a_changed_wish_counts_from_the_next_commit_and_interrupts_no_turn(run: RunConfig) -> None:
+    # Given a turn that runs where turns go on
+    stage = Stage(RUN)
+    (name,) = await stage.ask(1)
+    await stage.lease(1, 1)
+    async with stage.worker(runs_s=0.01):
+        await until(lambda: stage.engine.turns)
+        (receiver,) = stage.receivers
+
+        # When the trainer starts again, and wants turns to finish
+        await stage.fabric.board.create_run(run)
+        await until(lambda: receiver.at_commit != AtCommit())
+        assert stage.engine.turns == [name]
+
+        # Then new weights wait for it, and nothing was given back
+        gate = receiver.gate()
+        committing = asyncio.create_task(gate.__aenter__())
+        await asyncio.sleep(0.1)
+        assert (committing.done(), stage.engine.turns) == (False, [name])
+        stage.engine.end()
+        await committing
+        await gate.__aexit__(None, None, None)
+        assert (stage.engine.aborted, stage.turns.returned, stage.receivers) == ([], [], [receiver])
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("turns_at_commit", "wait"), ("turns_at_commit", None), ("may_reuse_prefix", "yes")]
 )
