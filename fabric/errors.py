@@ -33,6 +33,7 @@ error survives pickling (job runners carry them between processes).
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 
@@ -153,3 +154,29 @@ class EngineTimeout(EngineError):
 
 class EngineUnsupported(EngineError):
     """This engine, on this device or server, has no such ability; the text says what would have it."""
+
+
+class FirstError:
+    """`with first_error:` around each of several parts: an error of ours in one keeps no other from its turn.
+
+    Cancellation and programmer errors pass at once.
+    """
+
+    def __init__(self) -> None:
+        self._error: FabricError | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, FabricError):
+            return False
+        self._error = self._error or error
+        return True
+
+    def raise_it(self) -> None:
+        """Raise the first error that there was, if there was one."""
+        if self._error is not None:
+            raise self._error

@@ -83,13 +83,14 @@ class TurnProgress:
 class Exchange:
     """What one round trip of a rollout worker brought.
 
-    claims: new turns. lost: ids whose claim is gone (abort them). refused: ids whose settling was stale.
-    has_lease: False when the broker knows no such lease. behind: head version, when the weights are too old to claim.
+    claims: new turns. lost: ids whose claim is gone (abort them). refused: ids whose settling was stale. unsettled: to
+    be handed in again. has_lease: False: the broker knows no such lease. behind: head, for weights too old to claim.
     """
 
     claims: list[TurnClaim] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    unsettled: set[str] = field(default_factory=set)
     has_lease: bool = True
     behind: int | None = None
 

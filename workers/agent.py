@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError, ClaimLost, FabricError
+from ..fabric.errors import BrokerError, ClaimLost, FabricError, FirstError
 from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
 from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
 from ..fabric.rules.runs import is_same_run
@@ -269,11 +269,16 @@ class RunAgent:
     async def _reap(self) -> None:
         while True:
             await self._clock.sleep(self._config.reap_s)
-            await self._rollouts.reap()
-            await self._turns.reap(self._config.worker_id)
-            reaped = await self._trajectories.reap(self._config.worker_id)
-            for trajectory_id, fence in reaped.scoring:
-                await self._ask_reward(self._run.run_id, trajectory_id, fence, is_again=True)
+            first_error = FirstError()
+            with first_error:
+                await self._rollouts.reap()
+            with first_error:
+                await self._turns.reap(self._config.worker_id)
+            with first_error:
+                reaped = await self._trajectories.reap(self._config.worker_id)
+                for trajectory_id, fence in reaped.scoring:
+                    await self._ask_reward(self._run.run_id, trajectory_id, fence, is_again=True)
+            first_error.raise_it()
 
     # ---- one trajectory
 

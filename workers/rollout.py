@@ -158,7 +158,7 @@ class RolloutWorker:
             lease_epoch=lease.lease_epoch if lease else 0,
             active_version=self._active_version(),
         )
-        self._running.forget(settles)
+        self._running.forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
         return outcome
 
     async def _take(self, outcome: Exchange) -> None:

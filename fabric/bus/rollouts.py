@@ -13,6 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..clock import Clock, SystemClock
+from ..errors import FirstError
 from ..ids import trajectory_id
 from ..ports import Delivery, GroupPush
 from ..records import DeadLetter, Group, Rollout, RunConfig, TrajectoryJob
@@ -211,12 +212,13 @@ class RedisRolloutStream:
             return bool(await self._scripts.call("cancel_group", names, [group_id, CONSUMED_COUNT_MAX]))
 
     async def reap(self) -> int:
-        closed = 0
+        closed, first_error = 0, FirstError()
         for keys in self._shards.all:
-            with translate():
+            with first_error, translate():
                 for name in await self._scripts.call("late_groups", [keys.late, keys.clock], [LATE_COUNT]):
                     group_id = name.decode()
                     closed += await self._scripts.call("close_group", ending_keys(keys, group_id), [group_id])
+        first_error.raise_it()
         return closed
 
     async def dead_letters(self, count: int) -> list[DeadLetter]:

@@ -2,6 +2,8 @@
 
 - A claim ends CLAIM_MS after its last renewal; then anyone's reap gives the trajectory to another agent.
 - What an earlier claim of the same attempt had settled comes with the new claim, so the environment can be replayed.
+- A shard that fails takes nothing from the others: what they gave is returned, and its error is raised by a call that
+  would return nothing. Thrown away, their claims would end as those of a lost agent do.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from ..errors import WireError
+from ..errors import FirstError, WireError
 from ..ids import group_of, turn_id
 from ..ports import Reaped, TrajectoryClaim
 from ..records import DeadLetter, Rollout, RunConfig, TrajectoryJob, TurnResult
@@ -41,17 +43,21 @@ class RedisTrajectoryQueue:
 
     async def claim(self, worker_id: str, want: int) -> list[TrajectoryClaim]:
         claims: list[TrajectoryClaim] = []
+        first_error = FirstError()
         for keys in self._shards.in_turn():
             if want <= len(claims):
                 break
             t = keys.trajectory
-            with translate():
+            with first_error, translate():
                 answer = await self._scripts.call(
                     "claim",
                     [*t.ready, t.job, t.record, t.deadline, t.held, t.log, keys.clock, keys.run, keys.completed],
                     [worker_id, want - len(claims), self._claim_ms, "-", 0],
                 )
-                claims += [await self._claim(worker_id, keys, row) for row in answer[1:]]
+                for row in answer[1:]:
+                    claims.append(await self._claim(worker_id, keys, row))
+        if not claims:
+            first_error.raise_it()
         return claims
 
     async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim:
@@ -180,24 +186,25 @@ class RedisTrajectoryQueue:
     async def reap(self, worker_id: str) -> Reaped:
         ready, dead = 0, 0
         scoring: list[tuple[str, int]] = []
+        first_error = FirstError()
         for keys in self._shards.all:
             t = keys.trajectory
-            with translate():
+            with first_error, translate():
                 rows = await self._scripts.call(
                     "reap",
                     [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock],
                     [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms, self._score_ms, SCORE_COUNT_MAX],
                 )
-            for what, name, fence, raw in rows:
-                trajectory_id = name.decode()
-                if what == b"scoring":
-                    scoring.append((trajectory_id, fence))
-                elif what.decode() in GIVEN_UP:
-                    dead += 1
-                    letter = given_up(self._run.run_id, worker_id, TrajectoryJob.decode(raw), GIVEN_UP[what.decode()])
-                    await self.fail(trajectory_id, fence, letter, is_final=True)
-                else:
-                    ready += 1
+                scoring += [(name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring"]
+                ready += sum(what == b"ready" for what, *_ in rows)
+                for what, name, fence, raw in rows:
+                    reason = GIVEN_UP.get(what.decode())
+                    if reason is not None:
+                        dead += 1
+                        letter = given_up(self._run.run_id, worker_id, TrajectoryJob.decode(raw), reason)
+                        await self.fail(name.decode(), fence, letter, is_final=True)
+        if not scoring:
+            first_error.raise_it()
         return Reaped(ready_count=ready, scoring=tuple(scoring), dead_count=dead)
 
     async def wait(self, timeout_s: float) -> None:

@@ -2,6 +2,8 @@
 
 - `exchange` is the heart: one round trip hands in what finished, extends what runs and takes what is ready.
 - A result goes to the inbox of the agent that waits *now*; an agent that takes a trajectory over inherits its turn.
+- A shard that fails takes nothing from the others: they are all asked, and what they gave is returned. Its error is
+  raised by a call that brings nothing which would be lost with it, claims above all.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
+from ..errors import FirstError
 from ..ports import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, RunConfig, TokenLog, TurnJob, TurnResult
 from ..rules.giving_up import LOSS_COUNT_MAX, lost_turn
@@ -86,7 +89,7 @@ class RedisTurnQueue:
         lease_epoch: int = 0,
         active_version: int = -1,
     ) -> Exchange:
-        outcome = Exchange()
+        outcome, first_error = Exchange(unsettled={row.claim.job.turn_id for row in settles}), FirstError()
         settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
         running = self._by_shard((row.claim.job.turn_id, row) for row in progress)
         for keys in self._shards.in_turn():
@@ -100,9 +103,13 @@ class RedisTurnQueue:
             if want > len(outcome.claims):
                 calls.append(("claim", self._claim_keys(keys), claiming))
             if calls:
-                with translate():
+                with first_error, translate():
                     answers = await self._scripts.call_many(calls)
-                await self._read(worker_id, calls, answers, settling.get(shard, []), running.get(shard, []), outcome)
+                    await self._read(
+                        worker_id, calls, answers, settling.get(shard, []), running.get(shard, []), outcome
+                    )
+        if not outcome.claims and not outcome.lost:
+            first_error.raise_it()
         return outcome
 
     def _claim_keys(self, keys: ShardKeys) -> list[str]:
@@ -135,10 +142,10 @@ class RedisTurnQueue:
         progress: Sequence[TurnProgress],
         outcome: Exchange,
     ) -> None:
-        for (name, *_), answer in zip(calls, answers, strict=True):
+        """The claims first: they are told of once. What is refused is raised after all else was read."""
+        for (name, *_), answer in reversed(list(zip(calls, answers, strict=True))):
             if isinstance(answer, Exception):
-                with translate():
-                    raise answer
+                continue
             if name == "claim":
                 _read_claims(answer, outcome)
             elif name == "renew":
@@ -147,6 +154,7 @@ class RedisTurnQueue:
                 ]
             else:
                 await self._read_settles(worker_id, settles, answer, outcome)
+        checked(list(answers))
 
     async def _read_settles(
         self, worker_id: str, settles: Sequence[TurnSettle], answer: Sequence[Any], outcome: Exchange
@@ -158,6 +166,7 @@ class RedisTurnQueue:
                 call = self._settle_call(worker_id, self._shards.of(row.claim.job.turn_id), [readdressed])
                 with translate():
                     code = (await self._scripts.call(*call))[0]
+            outcome.unsettled.discard(row.claim.job.turn_id)
             if code == 0:
                 outcome.refused.append(row.claim.job.turn_id)
 
@@ -175,19 +184,21 @@ class RedisTurnQueue:
 
     async def reap(self, worker_id: str) -> Reaped:
         ready, dead = 0, 0
+        first_error = FirstError()
         for keys in self._shards.all:
             u = keys.turn
-            with translate():
+            with first_error, translate():
                 rows = await self._scripts.call(
                     "reap",
                     [*waking_keys(keys, u), u.record, u.deadline, u.held, u.job, keys.counters, keys.clock],
                     [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms],
                 )
-            ready += sum(row[0] == b"ready" for row in rows)
-            lost = [_give_up(row) for row in rows if row[0] == b"lost"]
-            dead += len(lost)
-            if lost:
-                await self.exchange(worker_id, settles=lost)
+                ready += sum(row[0] == b"ready" for row in rows)
+                lost = [_give_up(row) for row in rows if row[0] == b"lost"]
+                dead += len(lost)
+                if lost:
+                    await self.exchange(worker_id, settles=lost)
+        first_error.raise_it()
         return Reaped(ready_count=ready, dead_count=dead)
 
     async def wait(self, timeout_s: float) -> None:
@@ -202,7 +213,8 @@ def _read_claims(answer: Sequence[Any], outcome: Exchange) -> None:
     elif code == -1:
         outcome.behind = int(rows[0])
     else:
-        outcome.claims += [_claim(row) for row in rows]
+        for row in rows:
+            outcome.claims.append(_claim(row))
 
 
 def _claim(row: Sequence[Any]) -> TurnClaim:

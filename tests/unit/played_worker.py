@@ -195,10 +195,14 @@ class WatchedTurns(MemoryTurnQueue):
         self.exchanges: list[tuple[int, int]] = []
         self.returned: list[tuple[str, bool]] = []  # turn, and whether it stalled
         self.refusal_count = 0  # releases that shall fail
+        self.failing: set[str] = set()  # turns on a shard that does not settle
 
     async def exchange(self, worker_id: str, **asked: Any) -> Exchange:
-        found = await super().exchange(worker_id, **asked)
-        self.exchanges.append((len(asked.get("settles", ())), len(found.claims)))
+        rows = asked.pop("settles", ())
+        settles = [row for row in rows if row.claim.job.turn_id not in self.failing]
+        found = await super().exchange(worker_id, settles=settles, **asked)
+        found.unsettled = {row.claim.job.turn_id for row in rows if row not in settles}
+        self.exchanges.append((len(rows), len(found.claims)))
         return found
 
     async def release(self, worker_id: str, progress: Sequence[Any], *, is_stalled: bool = False) -> None:

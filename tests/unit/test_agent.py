@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.clock import SystemClock
+from rollfab.fabric.errors import BrokerError
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
+from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.memory.state import RunState
 from rollfab.fabric.ports import Exchange, TrajectoryClaim, TurnPush, TurnSettle
 from rollfab.fabric.records import Group, Lease, RunConfig, Span, TurnResult
@@ -162,6 +164,25 @@ async def test_another_agent_goes_on_where_the_first_left_off() -> None:
         (rollout,) = (await setting.group()).rollouts
     assert (rollout.reward, rollout.turn_count) == (1.0, 6)
     assert setting.fabric.broker.runs["r1"].counters["turns_settled"] == 6  # none was made twice
+
+
+async def test_what_was_lost_is_taken_back_though_groups_cannot_be_looked_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(self: object) -> int:
+        raise BrokerError("a shard is away")
+
+    # Given a trajectory of an agent that is gone, and a broker that cannot say which groups are late
+    setting = await Setting().begin()
+    await setting.push()
+    monkeypatch.setattr(MemoryRolloutStream, "reap", fail)
+    (claim,) = await setting.fabric.trajectories(setting.run).claim("gone", 1)
+    records = setting.fabric.broker.runs["r1"].trajectories
+    records.deadlines[claim.job.trajectory_id] = 0
+    # When another agent looks after the run
+    async with setting.agent(reap_s=0.01):
+        # Then it takes the trajectory over
+        await until(lambda: records.held == {"a1": 1})
 
 
 async def test_a_result_that_was_lost_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,26 @@ async def test_slots_that_come_free_are_filled_in_the_exchange_that_hands_in() -
     assert [len(each.completion_ids) for each in results] == [3, 3]
 
 
+async def test_what_a_failing_shard_did_not_take_is_handed_in_again() -> None:
+    # Given two turns that end, one of them on a shard that fails, and others that wait
+    stage = Stage()
+    names = await stage.ask(4)
+    await stage.lease(1, 3)
+    stage.turns.failing = {names[0]}
+    async with stage.worker():
+        await until(lambda: len(stage.engine.token_counts) == 3)
+        stage.engine.end()
+        await until(lambda: stage.engine.turns == [names[3]])
+        assert sorted(each.turn_id for each in await stage.turns.results("a", 1.0)) == names[1:3]
+
+        # When the shard is well again
+        stage.turns.failing = set()
+
+        # Then it gets the result
+        (result,) = await stage.turns.results("a", 5.0)
+    assert (result.turn_id, result.finish_reason) == (names[0], "length")
+
+
 async def test_a_new_epoch_of_the_same_lease_interrupts_nothing() -> None:
     # Given a turn that runs, and another worker's slots that would be free
     stage = Stage()
