@@ -135,9 +135,9 @@ class LeaseView(Model):
     is_standing: bool
     """It holds until another lease replaces it."""
     lease_until_ms: int | None
-    """By the broker's clock; null when standing."""
+    """By the clock of the run's shard, which no other agrees with; null when standing."""
     remaining_ms: int | None
-    """By this machine's clock, for display; null when standing."""
+    """When it was read; null when standing."""
 
 
 class RunView(Model):

@@ -19,6 +19,7 @@ from ..fabric.ports import Fabric, RunStatus
 from ..fabric.ports_weights import WeightStore
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.rules.hours import minute_of_week
+from ..fabric.rules.lease import has_ended
 from ..fabric.rules.tax import sharing_totals
 from ..fabric.sharing import ALL, LendSetting
 from .config import ApiConfig
@@ -171,8 +172,8 @@ class StatusReader:
         self._weights.keep(configs)
         readings = [each for each in await _for_each(sorted(configs), self._read_run) if each is not None]
         wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
-        found = (lease_view(lease, wall_ms) for each in readings for lease in each.leases.values())
-        leases = [lease for lease in found if lease is not None]
+        found = (lease for each in readings for lease in each.leases.values())
+        leases = [lease_view(lease) for lease in found if not has_ended(lease)]
         heads = {each.status.config.run_id: each.status.head_version for each in readings}
         facts = _WorkerFacts(lends, leases, heads, said.reasons, minute_of_week(broker_ms))
         workers = self._worker_views(infos, facts)

@@ -30,20 +30,16 @@ GENERATING = ("dedicated", "serving")
 COUNTERS = ("trajectories_completed", "turns_settled", "tokens")
 
 
-def lease_view(lease: Lease, wall_ms: int) -> LeaseView | None:
-    """A lease, or None for one that has ended."""
-    until_ms = lease.lease_until_ms
-    remaining_ms = None if until_ms is None else until_ms - wall_ms
-    if remaining_ms is not None and remaining_ms <= 0:
-        return None
+def lease_view(lease: Lease) -> LeaseView:
+    """A lease that has not ended."""
     return LeaseView(
         worker_id=lease.worker_id,
         run_id=lease.run_id,
         lease_epoch=lease.lease_epoch,
         slot_count=lease.slot_count,
-        is_standing=until_ms is None,
-        lease_until_ms=until_ms,
-        remaining_ms=remaining_ms,
+        is_standing=lease.lease_until_ms is None,
+        lease_until_ms=lease.lease_until_ms,
+        remaining_ms=lease.remaining_ms,
     )
 
 

@@ -151,14 +151,13 @@ class Survey:
     """All that a capacity plan is made of but what serving teams said. workers: with the age of the last heartbeat, ms.
 
     assignments: worker → the run whose leases it looks at. leases: by run, then by worker; one that is not the same on
-    all shards of its run shows with no slots. now_ms: the broker's clock, which leases end by; wall_ms: its machine's.
+    all shards of its run shows with no slots. wall_ms: the broker machine's time.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]]
     assignments: Mapping[str, str]
     runs: Mapping[str, RunStatus]
     leases: Mapping[str, Mapping[str, Lease]]
-    now_ms: int = 0
     wall_ms: int = 0
 
 

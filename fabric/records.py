@@ -271,7 +271,8 @@ class WorkerInfo(Record):
 class Lease:
     """The right to run up to `slot_count` turns of one run on one worker until a time.
 
-    `lease_until_ms` is the broker's clock; None: standing, until another lease replaces it.
+    `lease_until_ms` is its shard's clock, and to be compared with no other; None: standing, until another lease
+    replaces it.
     """
 
     worker_id: str
@@ -279,7 +280,7 @@ class Lease:
     lease_epoch: int
     slot_count: int
     lease_until_ms: int | None
-    remaining_ms: int | None = None  # when it was read
+    remaining_ms: int | None = None  # when it was read; 0: it had ended, None: standing
     reason: str = ""
 
 

@@ -15,7 +15,7 @@ from ..fabric.ports import RunStatus, Survey
 from ..fabric.records import WorkerInfo
 from ..fabric.rules.capacity import Grant, RunFacts, WorkerFacts
 from ..fabric.rules.hours import minute_of_week
-from ..fabric.rules.lease import lease_left
+from ..fabric.rules.lease import has_ended
 from ..fabric.rules.lending import LendTerms, terms
 from ..fabric.sharing import LendSetting
 
@@ -86,7 +86,7 @@ class Census:
             name: run_id
             for run_id, leases in survey.leases.items()
             for name, lease in leases.items()
-            if lease_left(lease, survey.now_ms)
+            if not has_ended(lease)
         }
         offers = _Offers(lends, minute_of_week(wall_ms))
         return [

@@ -25,7 +25,7 @@ from ..fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow
 from ..fabric.ports import LeaseBoard, Survey
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.rules.capacity import CapacityRule, Grant, RunFacts, plan, settle
-from ..fabric.rules.lease import lease_left
+from ..fabric.rules.lease import has_ended
 from .census import Census
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Controller:
                 news.add(ending.lease_epoch)
             if grant.run_id is None:
                 continue
-            is_same = mine is not None and _stands(mine, grant, term, survey.now_ms)
+            is_same = mine is not None and _stands(mine, grant, term)
             is_told = survey.assignments.get(grant.worker_id) == grant.run_id
             if is_same and is_told and grant.is_standing:
                 continue
@@ -222,10 +222,10 @@ def _by_worker(survey: Survey) -> dict[str, list[Lease]]:
     return found
 
 
-def _stands(lease: Lease, grant: Grant, term: int, now_ms: int) -> bool:
+def _stands(lease: Lease, grant: Grant, term: int) -> bool:
     """Whether a lease is what was granted; one that has ended is granted anew, under an epoch of its own."""
     is_whole = lease.slot_count == grant.slot_count
-    return is_whole and term_of(lease) >= term and lease_left(lease, now_ms) is not None
+    return is_whole and term_of(lease) >= term and not has_ended(lease)
 
 
 def _left_behind(workers: Mapping[str, WorkerInfo], survey: Survey) -> list[Lease]:

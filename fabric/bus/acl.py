@@ -51,7 +51,7 @@ LEAVE = "hexists hdel zrem hgetall"
 STATUS = "get hgetall hmget hget hvals hlen xlen zcard zrange"
 STATUS_KEYS = (
     "{rf}:runs {rf}:workers {rf}:heartbeats {rf}:lends {rf}:sharing {rf}:plan {rf}:clock {run}:run "
-    "{run}:counters {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* {run}:trajectory:held "
+    "{run}:clock {run}:counters {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* {run}:trajectory:held "
     "{run}:trajectory:deadline "
     "{run}:turn:ready:* {run}:turn:held"
 )

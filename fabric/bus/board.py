@@ -19,7 +19,7 @@ from ..errors import ConfigError, RunUnknown
 from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
-from ..rules.lease import lease_left
+from ..rules.lease import has_ended
 from ..rules.lending import CLEAR, changed, check_subject, concerns, setting_of, subjects_of, switch_facts
 from ..rules.runs import check_same_run
 from ..sharing import LendSetting, SharingReport
@@ -138,7 +138,8 @@ class RedisLeaseBoard(RedisLeases):
                 return None
             shard = ShardKeys(run.decode(), 0)
             now_ms, raw = await self._scripts.call("read_lease", [shard.leases, shard.clock], [info.worker_id])
-        return lease_left(lease_row(info.worker_id, run.decode(), raw), now_ms) if raw else None
+        lease = lease_row(info.worker_id, run.decode(), raw, now_ms) if raw else None
+        return None if lease is None or has_ended(lease) else lease
 
     async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
         with translate():

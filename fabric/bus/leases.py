@@ -20,6 +20,7 @@ from ..lease_plan import LeaseChange, LeasePlan, term_of
 from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
+from ..rules.lease import has_ended
 from ..wire import check_size, dump_json
 from . import keys as names
 from .channel import checked
@@ -69,9 +70,10 @@ class RedisLeases:
             for _, keys in parts:
                 pipeline.hgetall(keys.leases)
                 queue_status(pipeline, keys)
-            # The clock comes after the heartbeats, or a worker's age might be less than nothing.
+            # The clocks come after the heartbeats, or a worker's age might be less than nothing.
             answers = list(await pipeline.execute())
-            now_ms, wall_ms = await self._scripts.call("clock", [names.CLOCK], [])
+            clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]
+            (now_ms, wall_ms), *shown = checked(await self._scripts.call_many([("clock", [key], []) for key in clocks]))
         infos, beats, assigned = answers[0], dict(answers[1]), answers[2]
         self._seen = {name: self._seen_row(name, raw) for name, raw in infos.items()}
         return Survey(
@@ -79,9 +81,8 @@ class RedisLeases:
                 _text(name): (info, max(0, now_ms - int(beats.get(name, 0)))) for name, (_, info) in self._seen.items()
             },
             assignments={_text(name): _text(run_id) for name, run_id in assigned.items()},
-            now_ms=now_ms,
             wall_ms=wall_ms,
-            **_by_run(configs, parts, answers[3:]),
+            **_by_run(configs, parts, answers[3:], [shard_ms for shard_ms, _ in shown]),
         )
 
     def _seen_row(self, name: bytes, raw: bytes) -> tuple[bytes, WorkerInfo]:
@@ -158,8 +159,10 @@ class RedisLeases:
 
     async def leases(self, run_id: str) -> dict[str, Lease]:
         with translate():
-            rows = await self._client.hgetall(ShardKeys(run_id, 0).leases)
-        return _leases(run_id, rows)
+            keys = ShardKeys(run_id, 0)
+            rows = await self._client.hgetall(keys.leases)
+            now_ms, _ = await self._scripts.call("clock", [keys.clock], [])
+        return _leases(run_id, rows, now_ms)
 
     async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:
         keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.SHARING, names.LEASE_EPOCH]
@@ -210,12 +213,15 @@ def _leases_call(keys: ShardKeys, term: int, changes: Sequence[LeaseChange]) -> 
     return ("set_leases", [keys.leases, keys.clock, keys.lease_term], args)
 
 
-def _leases(run_id: str, rows: Mapping[bytes, bytes]) -> dict[str, Lease]:
-    return {name.decode(): lease_row(name.decode(), run_id, raw) for name, raw in rows.items()}
+def _leases(run_id: str, rows: Mapping[bytes, bytes], now_ms: int) -> dict[str, Lease]:
+    return {name.decode(): lease_row(name.decode(), run_id, raw, now_ms) for name, raw in rows.items()}
 
 
 def _by_run(
-    configs: Sequence[RunConfig], parts: Sequence[tuple[RunConfig, ShardKeys]], answers: list[Any]
+    configs: Sequence[RunConfig],
+    parts: Sequence[tuple[RunConfig, ShardKeys]],
+    answers: list[Any],
+    clocks: Sequence[int],
 ) -> dict[str, Any]:
     """Status and leases of each run, of what its shards answered: leases, and then what queue_status asks."""
     size = len(answers) // len(parts) if parts else 0
@@ -223,18 +229,19 @@ def _by_run(
     shards: dict[str, list[dict[str, Any]]] = {config.run_id: [] for config in configs}
     for index, (config, _) in enumerate(parts):
         rows, *rest = answers[index * size : (index + 1) * size]
-        leases[config.run_id].append(_leases(config.run_id, rows))
+        leases[config.run_id].append(_leases(config.run_id, rows, clocks[index]))
         shards[config.run_id].append(read_status(rest))
     runs: dict[str, RunStatus] = {config.run_id: sum_up(config, shards[config.run_id]) for config in configs}
     return {"runs": runs, "leases": {run_id: _agreed(by_shard) for run_id, by_shard in leases.items()}}
 
 
 def _agreed(by_shard: Sequence[Mapping[str, Lease]]) -> dict[str, Lease]:
-    """Leases of one run as all its shards have them; one that a shard has lost, or has another of, is of no slots."""
+    """Leases of one run as all its shards have them; one that is not the same everywhere is of no slots."""
     found: dict[str, Lease] = {}
     for name in dict.fromkeys(name for leases in by_shard for name in leases):
         held = [leases[name] for leases in by_shard if name in leases]
         newest = max(held, key=lambda lease: lease.lease_epoch)
-        is_whole = len(held) == len(by_shard) and len({(each.lease_epoch, each.slot_count) for each in held}) == 1
+        kinds = {(each.lease_epoch, each.slot_count, has_ended(each)) for each in held}
+        is_whole = len(held) == len(by_shard) and len(kinds) == 1
         found[name] = newest if is_whole else replace(newest, slot_count=0)
     return found

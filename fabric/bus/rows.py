@@ -16,6 +16,7 @@ from ..agreement import Agreement, Alarm, AlarmRule
 from ..errors import InputError, WireError
 from ..lease_plan import LeasePlan
 from ..records import Lease, WorkerInfo
+from ..rules.lease import time_left
 from ..rules.lending import check_setting, setting_of
 from ..sharing import ALL, LendSetting, SharingReport
 from ..weights.manifest import Head, Holder
@@ -82,16 +83,22 @@ def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str,
         return entry_id.decode(), UNREADABLE, {"error": str(error)}
 
 
-def lease_row(worker_id: str, run_id: str, raw: bytes) -> Lease:
-    """A lease from "lease_epoch slot_count lease_until_ms" (0: standing).
+def lease_row(worker_id: str, run_id: str, raw: bytes, now_ms: int) -> Lease:
+    """A lease from "lease_epoch slot_count lease_until_ms" (0: standing), at the `now_ms` of the shard that had it.
 
     Raises:
         WireError: it is not written so.
     """
     with _reading(f"the lease of worker {worker_id} on run {run_id}"):
-        epoch, slots, until_ms = (int(word) for word in raw.split())
+        epoch, slots, last = (int(word) for word in raw.split())
+    until_ms = last or None
     return Lease(
-        worker_id=worker_id, run_id=run_id, lease_epoch=epoch, slot_count=slots, lease_until_ms=until_ms or None
+        worker_id=worker_id,
+        run_id=run_id,
+        lease_epoch=epoch,
+        slot_count=slots,
+        lease_until_ms=until_ms,
+        remaining_ms=time_left(until_ms, now_ms),
     )
 
 

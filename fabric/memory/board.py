@@ -9,7 +9,7 @@ from typing import Any
 from ..agreement import Agreement
 from ..ports import RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
-from ..rules.lease import lease_left
+from ..rules.lease import has_ended
 from ..rules.lending import CLEAR, changed, check_subject, concerns, setting_of, subjects_of, switch_facts
 from ..rules.runs import check_same_run
 from ..sharing import LendSetting, SharingReport
@@ -63,7 +63,6 @@ class MemoryLeaseBoard(MemoryLeases):
             assignments=dict(self._broker.assignments),
             runs={name: await self.run_status(name) for name in self._broker.runs},
             leases={name: await self.leases(name) for name in self._broker.runs},
-            now_ms=int(now),
             wall_ms=self._broker.clock.wall_ms(),
         )
 
@@ -76,7 +75,8 @@ class MemoryLeaseBoard(MemoryLeases):
         state = self._broker.runs.get(run_id) if run_id else None
         if state is None or info.worker_id not in state.leases:
             return None
-        return lease_left(self._lease(info.worker_id, state), int(self._broker.now_ms()))
+        lease = self._lease(info.worker_id, state)
+        return None if has_ended(lease) else lease
 
     async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:
         now = self._broker.now_ms()

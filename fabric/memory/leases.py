@@ -9,6 +9,7 @@ from ..errors import RunUnknown
 from ..lease_plan import LeaseChange, LeasePlan, term_of
 from ..limits import EVENT_BYTES_MAX
 from ..records import Lease
+from ..rules.lease import time_left
 from ..wire import check_size, dump_json
 from .state import Leader, MemoryBroker, RunState
 
@@ -82,13 +83,15 @@ class MemoryLeases:
         return {name: self._lease(name, state) for name in state.leases}
 
     def _lease(self, worker_id: str, state: RunState) -> Lease:
-        epoch, slots, until_ms = state.leases[worker_id]
+        epoch, slots, last = state.leases[worker_id]
+        until_ms = int(last) or None
         return Lease(
             worker_id=worker_id,
             run_id=state.config.run_id,
             lease_epoch=epoch,
             slot_count=slots,
-            lease_until_ms=int(until_ms) or None,
+            lease_until_ms=until_ms,
+            remaining_ms=time_left(until_ms, int(self._broker.now_ms())),
         )
 
     async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:

@@ -1,15 +1,19 @@
-"""What is left of a lease."""
+"""What is left of a lease.
+
+Every shard has a clock of its own, and they drift apart: what is left is counted once, where a lease is read, by the
+clock of the shard that it was read from.
+"""
 
 from __future__ import annotations
-
-import dataclasses
 
 from ..records import Lease
 
 
-def lease_left(lease: Lease, now_ms: int) -> Lease | None:
-    """The lease with its remaining time at the broker's `now_ms`; None when it has ended."""
-    if lease.lease_until_ms is None:
-        return lease
-    remaining_ms = lease.lease_until_ms - now_ms
-    return dataclasses.replace(lease, remaining_ms=remaining_ms) if remaining_ms > 0 else None
+def time_left(lease_until_ms: int | None, now_ms: int) -> int | None:
+    """Milliseconds left at its shard's `now_ms`; 0: it has ended, None: it is standing."""
+    return None if lease_until_ms is None else max(0, lease_until_ms - now_ms)
+
+
+def has_ended(lease: Lease) -> bool:
+    """Whether a lease was over when it was read."""
+    return lease.remaining_ms == 0

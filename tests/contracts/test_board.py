@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -137,6 +138,10 @@ def change(term: int, number: int, worker_id: str = "w1", *, slots: int = 4, **f
     return LeaseChange(lease=made, **facts)  # type: ignore[arg-type]
 
 
+def unclocked(leases: Mapping[str, Lease]) -> dict[str, Lease]:
+    return {name: dataclasses.replace(lease, remaining_ms=None) for name, lease in leases.items()}
+
+
 async def test_a_plan_is_carried_out_at_once_and_read_at_once(world: World) -> None:
     # Given two workers
     board = world.board
@@ -153,7 +158,9 @@ async def test_a_plan_is_carried_out_at_once_and_read_at_once(world: World) -> N
     assert survey.assignments == {"w1": "r1", "w2": "r1"}
     assert {name: age_ms < 5_000 for name, (_, age_ms) in survey.workers.items()} == {"w1": True, "w2": True}
     assert survey.runs["r1"] == await board.run_status("r1")
-    assert survey.leases["r1"] == await board.leases("r1")
+    leases = await board.leases("r1")
+    assert 0 < leases["w2"].remaining_ms <= survey.leases["r1"]["w2"].remaining_ms <= 5_000
+    assert unclocked(survey.leases["r1"]) == unclocked(leases)
     # And one is extended while the other ends, in one call
     ending = change(3, 4, is_end=True)
     assert await board.change_leases(3, [timed, ending], survey.assignments) == [True, True]

@@ -79,6 +79,22 @@ async def test_a_lease_ends_in_time_though_the_clock_was_set(world: World, step_
     raise AssertionError("the lease did not end")
 
 
+async def test_a_lease_is_read_with_what_is_left_of_it_until_it_has_ended(world: World) -> None:
+    # Given a standing lease and one of 200 ms
+    await lease(world, "w1")
+    await lease(world, "w2", ms=200)
+    await world.set_clock_ahead(-HOUR_S)
+    # When they are read, then it shows what is left, whatever time it is on the broker's machine
+    for leases in ((await world.board.survey()).leases["r1"], await world.board.leases("r1")):
+        assert leases["w1"].remaining_ms is None
+        assert 0 < leases["w2"].remaining_ms <= 200
+    # And when its time is over, then nothing is left of it
+    await lease(world, "w1")  # a controller is about: those who only read do not move the clock on
+    await asyncio.sleep(EXPIRED_S)
+    for leases in ((await world.board.survey()).leases["r1"], await world.board.leases("r1")):
+        assert (leases["w1"].remaining_ms, leases["w2"].remaining_ms) == (None, 0)
+
+
 async def test_a_step_forward_takes_no_worker_for_dead(world: World) -> None:
     await world.board.heartbeat(info("w1"))
     await world.set_clock_ahead(HOUR_S)

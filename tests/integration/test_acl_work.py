@@ -79,9 +79,9 @@ class Part:
         self.trajectories = RedisTrajectoryQueue(client, RUN)
         self.turns = RedisTurnQueue(client, RUN)
 
-    async def beat(self, role: str) -> None:
-        """Say that it lives."""
-        await self.board.heartbeat(WorkerInfo(worker_id=self.name, role=role, pid=1, host="box"))
+    async def beat(self, role: str) -> Lease | None:
+        """Say that it lives; returns its lease."""
+        return await self.board.heartbeat(WorkerInfo(worker_id=self.name, role=role, pid=1, host="box"))
 
 
 @pytest.fixture
@@ -206,7 +206,8 @@ async def carry_otherwise(trainer: Part, worker: Part) -> None:
 
 
 async def exchange(worker: Part, **options: Any) -> Exchange:
-    lease = (await worker.board.leases("r1"))[worker.name]
+    lease = await worker.beat("dedicated")
+    assert lease is not None
     return await worker.turns.exchange(worker.name, lease_epoch=lease.lease_epoch, active_version=1, **options)
 
 
@@ -289,7 +290,8 @@ async def lose_workers(who: dict[str, Part]) -> None:
     (claim,) = await claims(agent, 1)
     job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name)
     await agent.turns.push(agent.name, [TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)])
-    lease = (await worker.board.leases("r1"))[worker.name]
+    lease = await worker.beat("dedicated")
+    assert lease is not None
     dead_count = 0
     while not dead_count:
         turns = RedisTurnQueue(worker.client, RUN, claim_ms=1)

@@ -18,7 +18,10 @@ from rollfab.api.keys import hash_key
 from rollfab.api.server import open_socket
 from rollfab.api.weights import WeightReader
 from rollfab.commands.weights import list_versions
+from rollfab.fabric.bus.connection import open_broker
 from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.bus.keys import ShardKeys
+from rollfab.fabric.bus.scripts import Scripts
 from rollfab.fabric.errors import ConfigError
 from rollfab.fabric.lease_plan import LeasePlan, PlanRow
 from rollfab.fabric.records import Lease
@@ -148,6 +151,23 @@ async def test_a_lease_that_has_ended_is_not_shown(api: ApiWorld) -> None:
     await api.fabric.board.set_lease(lease, 50)
     await asyncio.sleep(0.1)
     assert (await api.json("v1/leases"))["leases"] == []
+
+
+async def test_a_lease_is_shown_though_the_clock_of_its_run_is_behind(api: ApiWorld, broker_url: str) -> None:
+    # Given a run whose clock is behind the machine's, as it is after a pause of the broker
+    client = await open_broker(broker_url, client_name="tests")
+    keys = ShardKeys("r1", 0)
+    now_ms, wall_ms = await Scripts(client).call("clock", [keys.clock], [])
+    await client.set(keys.clock, f"{wall_ms} {now_ms - 60_000}")
+    await client.aclose()
+    # When a worker is lent for a while
+    await api.beat("serving-1", "serving", slot_count=8)
+    lease = Lease(worker_id="serving-1", run_id="r1", lease_epoch=5, slot_count=6, lease_until_ms=None)
+    await api.fabric.board.set_lease(lease, 30_000)
+    # Then its lease is shown, with what is left of it
+    (shown,) = (await api.json("v1/leases"))["leases"]
+    assert 0 < shown["remaining_ms"] <= 30_000
+    assert (await api.json("v1/workers"))["workers"][0]["lease"]["lease_epoch"] == 5
 
 
 async def test_an_unknown_run_is_a_clear_404(api: ApiWorld) -> None:

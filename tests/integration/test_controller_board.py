@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,10 @@ from rollfab.fabric.bus.connection import open_broker
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.bus.fabric import RedisFabric
 from rollfab.fabric.bus.keys import ShardKeys
+from rollfab.fabric.bus.scripts import Scripts
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.records import RunConfig, WorkerInfo
+from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller import Controller, ControllerConfig
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
@@ -62,6 +66,58 @@ async def test_a_standing_lease_that_one_shard_lost_is_written_again(url: str, f
     await leading.tick(1)
     assert [await client.hget(key, "d1") for key in rows] == found
     await client.aclose()
+
+
+async def test_leases_of_a_run_whose_clock_is_behind_go_on_as_they_are(url: str, fabric: RedisFabric) -> None:
+    # Given a run that nobody looked at for a while, so that the clocks of its shards are behind the fabric's
+    client = await open_broker(url, client_name="tests")
+    await behind(client, 60_000)
+    await client.hset(ShardKeys("r1", 0).run, "head_version", 0)
+    await fabric.rollouts(RUN).push(make_groups([{}] * 8, 8))
+    await fabric.board.set_lend("*", "on")
+    await fabric.board.heartbeat(dataclasses.replace(WORKER, worker_id="s1", role="serving"))
+    # When a controller lends a worker for it, and plans on
+    leading = controller(fabric)
+    await leading.tick(1)
+    first = await fabric.board.heartbeat(dataclasses.replace(WORKER, worker_id="s1", role="serving"))
+    for _ in range(3):
+        await leading.tick(1)
+    # Then its lease goes on under its epoch, and is granted once
+    assert first is not None
+    lease = (await fabric.board.leases("r1"))["s1"]
+    assert (lease.lease_epoch, lease.slot_count) == (first.lease_epoch, first.slot_count)
+    granted = [facts for _, kind, facts in await fabric.board.events("0", 100, 0.01) if kind == "lease.granted"]
+    assert [facts["worker_id"] for facts in granted].count("s1") == 1
+    await client.aclose()
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_a_lease_that_has_ended_on_one_shard_is_granted_anew(url: str, fabric: RedisFabric, shard: int) -> None:
+    # Given a lease whose time is over on one shard, whose clock went on while the others stood
+    client = await open_broker(url, client_name="tests")
+    await client.hset(ShardKeys("r1", 0).run, "head_version", 0)
+    await fabric.rollouts(RUN).push(make_groups([{}] * 8, 8))
+    await fabric.board.set_lend("*", "on")
+    await fabric.board.heartbeat(dataclasses.replace(WORKER, worker_id="s1", role="serving"))
+    leading = controller(fabric)
+    await leading.tick(1)
+    before = (await fabric.board.leases("r1"))["s1"]
+    await behind(client, -60_000, shards=[shard])
+    assert (await fabric.board.survey()).leases["r1"]["s1"].slot_count == 0
+    # When the controller plans again
+    await leading.tick(1)
+    # Then it is whole again, under another epoch
+    lease = (await fabric.board.survey()).leases["r1"]["s1"]
+    assert (lease.lease_epoch > before.lease_epoch, lease.slot_count) == (True, before.slot_count)
+    await client.aclose()
+
+
+async def behind(client: Any, by_ms: int, shards: Sequence[int] = range(RUN.shard_count)) -> None:
+    """Put clocks of the run's shards back; by less than nothing: forward."""
+    for shard in shards:
+        keys = ShardKeys("r1", shard)
+        now_ms, wall_ms = await Scripts(client).call("clock", [keys.clock], [])
+        await client.set(keys.clock, f"{wall_ms} {now_ms - by_ms}")
 
 
 async def test_rows_under_another_worker_s_name_stop_no_controller(url: str, fabric: RedisFabric) -> None:

@@ -72,8 +72,8 @@ async def test_a_run_that_was_deleted_and_begins_again_is_a_new_one() -> None:
 
 def test_a_lease_whose_time_is_over_is_none() -> None:
     lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=5_000)
-    for now_ms, is_lent in ((4_999, True), (5_000, False)):
-        survey = replace(NOTHING, leases={"r1": {"w": lease}}, now_ms=now_ms)
+    for left_ms, is_lent in ((1, True), (0, False)):
+        survey = replace(NOTHING, leases={"r1": {"w": replace(lease, remaining_ms=left_ms)}})
         (found,) = Census().workers([WORKER], survey, {}, now_s=1.0, wall_ms=0)
         assert found.is_lent is is_lent
 
