@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import mmap
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,20 @@ async def diff_checkpoint(store: WeightStore, run_id: str, version: int, path: P
     """Compare a version with a checkpoint on disk, bit by bit.
 
     Raises:
-        InputError: as read_checkpoint. VersionUnknown, ChainBroken, DigestMismatch: as fetch_bits.
+        InputError: as read_checkpoint, or no tensor is on both sides.
+        VersionUnknown, ChainBroken, DigestMismatch: as fetch_bits.
     """
     manifest, bits = await fetch_bits(store, run_id, version)
     specs = manifest.tensors.tensors
     there, unknown = await asyncio.to_thread(read_checkpoint, path, manifest.tensors)
     both = [spec for spec in specs if spec.name in there]
+    if not both:
+        has = ", ".join(unknown[:3]) or "nothing"
+        raise InputError(
+            f"{path} has none of the tensors of run {run_id!r}: it has {has}, published is {specs[0].name}, …; give a"
+            " checkpoint of that model",
+            path=str(path),
+        )
     rows = [await asyncio.to_thread(diff_tensor, spec, bits[spec.name], there[spec.name]) for spec in both]
     return CheckpointDiff(rows, [spec.name for spec in specs if spec.name not in there], unknown)
 
@@ -93,7 +102,7 @@ def _open(file: Path) -> tuple[mmap.mmap, dict[str, Any], int]:
 def _bits(file: Path, mapped: mmap.mmap, start: int, spec: TensorSpec, entry: Any) -> Bits:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        is_whole = 0 <= begin <= end <= len(mapped) - start
+        is_whole = 0 <= operator.index(begin) <= operator.index(end) <= len(mapped) - start
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"{file}: the entry of tensor {spec.name!r} cannot be read", path=str(file)) from error
     if dtype != NAMES[spec.dtype] or shape != spec.shape:

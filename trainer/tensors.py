@@ -60,6 +60,10 @@ def pairs_of(named: Named) -> list[tuple[str, Any]]:
     for name, _ in pairs:
         if not isinstance(name, str):
             raise InputError(f"a tensor's name is {name!r}: names are texts")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"a tensor's name is {name!r}: it cannot be written as UTF-8") from None
     return pairs
 
 
@@ -81,7 +85,7 @@ def _from_torch(name: str, tensor: Any, compares_on: ComparesOn) -> tuple[Tensor
         )
     spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     storage = (str(tensor.device), tensor.data_ptr(), spec.byte_count)
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if compares_on == "device" or (compares_on == "auto" and tensor.device.type != "cpu"):
         return spec, integers(tensor), storage
     return spec, on_host(integers(tensor.cpu())), storage

@@ -180,6 +180,11 @@ def test_a_checkpoint_that_cannot_be_compared_is_named(url: str, tmp_path: Path)
     wide = Layout((TensorSpec("norm", "float32", (64,)), TensorSpec("w", "float32", (200, 100))))
     save_bits(file, wide, {**bits, "w": np.zeros(20000, np.uint32)})
     assert "has 'w' as F32[200, 100], published is w bfloat16[200, 100]" in refused(file)
+    save_bits(file, Layout((TensorSpec("other", "float32", (64,)),)), {"other": np.zeros(64, np.uint32)})
+    assert f"has none of the tensors of run {RUN!r}: it has other" in refused(file)
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [200, 100], "data_offsets": [0.0, 40000.0]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(40000))
+    assert "the entry of tensor 'w' cannot be read" in refused(file)
 
 
 def test_names_on_one_side_only_are_listed(url: str, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ async def test_every_kind_of_tensor_is_published_exactly(store: FaultyStore, pub
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(0, 3),
         "transposed": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
+        "negative view": torch.view_as_complex(torch.randn(3, 2)).conj().imag,
     }
 
     await publisher.publish(tensors, 0)
@@ -72,7 +73,7 @@ async def test_every_kind_of_tensor_is_published_exactly(store: FaultyStore, pub
     assert found["f32"].dtype == np.float32
     assert found["transposed"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     for name, tensor in tensors.items():
-        expected = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        expected = tensor.contiguous().resolve_neg().reshape(-1).view(torch.uint8).numpy()
         assert found[name].shape == tuple(tensor.shape)
         np.testing.assert_array_equal(found[name].reshape(-1).view(np.uint8), expected)
 
@@ -107,6 +108,7 @@ async def test_tied_tensors_are_refused_by_name(store: FaultyStore, publisher: P
     [
         ([("w", torch.zeros(1)), ("w", torch.ones(1))], LayoutMismatch, "'w' appears twice"),
         ({}, InputError, "no tensors"),
+        ({"w\ud800": torch.zeros(1)}, InputError, "cannot be written as UTF-8"),
         ({"w": [1.0, 2.0]}, InputError, "'w' is a list"),
         ({"w": torch.zeros(3, dtype=torch.complex64)}, LayoutMismatch, "complex64"),
         ({"w": torch.zeros(3, device="meta")}, InputError, "not a plain dense tensor"),
