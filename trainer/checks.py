@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -21,6 +21,7 @@ from ..fabric.seeds import SEED_MAX, is_seed
 from ..fabric.wire import check_size, dump_json
 
 SHARD_COUNT_MAX = 1024
+FLOAT_MAX = sys.float_info.max
 
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 
@@ -103,7 +104,7 @@ def _check_wishes(
 ) -> None:
     if quorum is not None:
         _require("groups", "quorum", quorum, _whole(1, group_size))
-    _require("groups", "priority", priority, ("0 (first), 1 or 2 (last)", lambda value: value in (0, 1, 2)))
+    _require("groups", "priority", priority, ("the whole number 0 (first), 1 or 2 (last)", _whole(0, 2)[1]))
     if deadline_s is not None:
         _require("groups", "deadline", deadline_s, ("seconds above 0", lambda value: _is_number(value) and value > 0))
 
@@ -152,7 +153,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= FLOAT_MAX
 
 
 def _whole(least: int, most: int | None = None) -> Check:

@@ -101,6 +101,7 @@ BAD_RUNS: dict[str, tuple[str, dict[str, Any], type[FabricError], list[str]]] = 
     "text for a number": ("r", {**RUN, "staleness": "one"}, InputError, ["run 'r': staleness is 'one'", "number"]),
     "NaN weight": ("r", {**RUN, "weight": float("nan")}, InputError, ["run 'r': weight is nan"]),
     "infinite weight": ("r", {**RUN, "weight": float("inf")}, InputError, ["run 'r': weight is inf"]),
+    "weight above every float": ("r", {**RUN, "weight": 10**400}, InputError, ["run 'r': weight is 1000"]),
     "no attempts": ("r", {**RUN, "attempt_count_max": 0}, InputError, ["attempt_count_max is 0"]),
     "part of a shard": ("r", {**RUN, "shard_count": 1.5}, InputError, ["shard_count is 1.5", "number"]),
     "no shards": ("r", {**RUN, "shard_count": 0}, InputError, ["shard_count is 0"]),
@@ -220,6 +221,11 @@ BAD_GROUPS: dict[str, tuple[dict[str, Any], type[FabricError], list[str]]] = {
     "too few names": ({"group_ids": ["a"]}, InputError, ["1 group_ids for 2 tasks"]),
     "one name twice": ({"group_ids": ["a", "a"]}, InputError, ["group_ids", "'a'", "twice"]),
     "a bad name": ({"group_ids": ["a", "b.0"]}, ConfigError, ["group 'b.0' is not a valid name"]),
+    "a priority with a point": ({"priority": 1.0}, InputError, [r"priority is 1\.0", "whole number 0 "]),
+    "a priority of numpy's": ({"priority": np.int64(1)}, InputError, ["priority is", "whole number 0 "]),
+    "a priority that is no number": ({"priority": True}, InputError, ["priority is True", "whole number 0 "]),
+    "a priority after the last": ({"priority": 3}, InputError, ["priority is 3"]),
+    "a deadline above every float": ({"deadline": 10**400}, InputError, ["deadline is 1000", "seconds above 0"]),
     "text instead of names": ({"group_ids": "ab"}, InputError, ["group_ids", "'ab'", "list"]),
 }
 
