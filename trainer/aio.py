@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import EnvironmentUnknown, FabricError, QueueFull, RunUnknown
+from ..fabric.errors import EnvironmentUnknown, QueueFull, RunUnknown
 from ..fabric.ids import check_name
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
@@ -184,7 +184,7 @@ class AsyncRun:
         consumer: str = "trainer",
         count: int | None = None,
         keep: str | Keep | None = None,
-        refill: Iterator[Mapping[str, Any]] | None = None,
+        refill: Iterable[Mapping[str, Any]] | None = None,
     ) -> Groups:
         """Completed groups as they come. See `Groups` for when they are acknowledged.
 
@@ -194,13 +194,14 @@ class AsyncRun:
             count: end after this many groups.
             keep: "varied" (rewards differ), or a function of a group. What it refuses is dropped: acknowledged, and
                 neither handed out nor counted.
-            refill: tasks; the next one replaces each dropped group.
+            refill: tasks; the next one replaces each dropped group. A list begins anew with each call, an iterator
+                goes on.
 
         Raises:
             InputError: there is no filter of that name.
         """
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep))
-        return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=refill))
+        return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=iter(refill)))
 
     async def publish(
         self, named: Any, *, version: int, group: Any = None, compares_on: ComparesOn = "auto"
@@ -363,19 +364,21 @@ class Groups:
 
     async def _drop(self, delivery: Delivery) -> None:
         """Replace a group that is not wanted, then forget it; in this order, so that nothing is lost in between."""
-        group = delivery.group
+        try:
+            await self._replace(delivery.group)
+            await self._ledger.acknowledge(delivery)
+        except BaseException:
+            self._ledger.put_back(delivery)
+            raise
+        self.dropped_count += 1
+
+    async def _replace(self, group: Group) -> None:
         task = None if self._refill is None else next(self._refill.tasks, None)
         if self._refill is not None and task is not None:
             size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
             quorum = len(group.rollouts) if group.ended_by == "quorum" else None
             name = self._refill.name_of(group.group_id)
-            try:
-                await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
-            except FabricError:
-                self._ledger.put_back(delivery)
-                raise
-        await self._ledger.acknowledge(delivery)
-        self.dropped_count += 1
+            await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
 
     async def __aenter__(self) -> Groups:
         await self._hand.acknowledge()

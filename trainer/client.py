@@ -137,7 +137,7 @@ class Run:
         consumer: str = "trainer",
         count: int | None = None,
         keep: str | Callable[[Group], bool] | None = None,
-        refill: Iterator[Mapping[str, Any]] | None = None,
+        refill: Iterable[Mapping[str, Any]] | None = None,
     ) -> Groups:
         """Completed groups as they come: `for group in run.groups()`, or `with run.groups(count=16) as groups`.
 

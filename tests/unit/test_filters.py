@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rollfab.fabric.errors import InputError, QueueFull
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.records import Group, RunConfig
-from rollfab.trainer.aio import Groups, Hand, View
+from rollfab.trainer.aio import AsyncRun, Groups, Hand, View
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
 from rollfab.trainer.ledger import Ledger
@@ -105,6 +108,63 @@ async def test_a_group_that_cannot_be_replaced_comes_again() -> None:
     # When its replacement is refused, Then that is said, and the group is still there
     with pytest.raises(QueueFull):
         await anext(Groups(ledger, Hand(ledger), view, Refill(tasks=iter([{}]))))
+    again = await ledger.receive("t", 0.01)
+    assert again is not None
+    assert again.group.group_id == "dull"
+
+
+async def test_a_list_of_tasks_refills_as_an_iterator_does() -> None:
+    fabric = MemoryFabric()
+    await fabric.board.create_run(RUN)
+    run = AsyncRun(fabric, RUN)  # type: ignore[arg-type]
+    await run.submit([{}, {}], group_ids=["dull", "dull-too"])
+    await settle(fabric, {})
+
+    assert [each async for each in run.groups(timeout=0.05, keep="varied", refill=[{"task_id": "next"}])] == []
+
+    waiting = await fabric.trajectories(RUN).claim("a1", 10)
+    assert [(each.job.trajectory_id, each.job.task_id) for each in waiting] == [("dull-r1.0", "next")]
+
+
+async def test_a_group_comes_again_where_the_tasks_to_refill_from_fail() -> None:
+    # Given a group that is not wanted, and tasks that raise
+    fabric = MemoryFabric()
+    await fabric.board.create_run(RUN)
+    ledger = Ledger(fabric.rollouts(RUN))
+    await ledger.push(make_groups([{}], 1, ["dull"]))
+    await settle(fabric, {})
+
+    def broken() -> Iterator[dict[str, Any]]:
+        raise OSError("the file of tasks is gone")
+        yield {}
+
+    # When it is dropped, Then that is said, and the group is still there
+    view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
+    with pytest.raises(OSError, match="tasks is gone"):
+        await anext(Groups(ledger, Hand(ledger), view, Refill(tasks=broken())))
+    again = await ledger.receive("t", 0.01)
+    assert again is not None
+    assert again.group.group_id == "dull"
+
+
+async def test_a_group_whose_dropping_is_interrupted_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a trainer that is interrupted while it pushes the replacement
+    fabric = MemoryFabric()
+    await fabric.board.create_run(RUN)
+    ledger = Ledger(fabric.rollouts(RUN))
+    await ledger.push(make_groups([{}], 1, ["dull"]))
+    await settle(fabric, {})
+
+    async def interrupted(_: object) -> None:
+        raise asyncio.CancelledError
+
+    view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "push", interrupted)
+        with pytest.raises(asyncio.CancelledError):
+            await anext(Groups(ledger, Hand(ledger), view, Refill(tasks=iter([{}]))))
+
+    # When it goes on, Then the group is still there
     again = await ledger.receive("t", 0.01)
     assert again is not None
     assert again.group.group_id == "dull"
