@@ -1,6 +1,7 @@
 """The reference training loop: submit, collect, learn, publish, and survive a kill at any point.
 
-- Group names are made of the run's seed and a count, so a restarted loop repeats its pushes without effect.
+- Group names are made of the training's seed, its first version and a count, so a restarted loop repeats its pushes
+  without effect, and one that begins anew on the same run gets groups of its own.
 - A step is one transaction: its groups are acknowledged after the weights are published and the checkpoint is written.
   Killed before that, the same groups come again; killed after it, the checkpoint knows them and skips them.
 - The checkpoint replaces its predecessor in one rename.
@@ -36,6 +37,7 @@ class Progress:
 
     step: int = 0
     version: int = 0
+    first_version: int = 0  # tells this training from those before it on the run
     submitted_count: int = 0
     trained_ids: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -79,23 +81,27 @@ class TrainingLoop:
         return self.progress
 
     def _restore(self) -> None:
-        """Load the checkpoint, and make sure that the head is the model we hold."""
-        progress = self.progress
-        if self._path.exists():
+        """Load the checkpoint, and make sure that the head is the model we hold; what that changed is saved at once."""
+        head = self._run.head_version()
+        is_new = not self._path.exists()
+        if is_new:
+            self.progress.first_version = head + 1
+        else:
             state = torch.load(self._path, weights_only=True)
             self._grpo.load_state_dict(state["grpo"])
-            progress = self.progress = Progress(**state["progress"])
-        head = self._run.head_version()
-        if head != progress.version or not self._path.exists():
-            progress.version = head + 1
+            self.progress = Progress(**state["progress"])
+        if is_new or head != self.progress.version:
+            self.progress.version = head + 1
             self._publish()
+            self._save()
 
     def _submit(self) -> None:
         """Keep `1 + staleness` steps' groups in flight; pushing the same names again changes nothing."""
         settings, progress = self._settings, self.progress
         goal = min(progress.step + 1 + settings.staleness, settings.step_count) * settings.group_count
         first = progress.step * settings.group_count
-        names = [f"{self._run.run_id}-{self._seed}-{index}" for index in range(first, goal)]
+        series = f"{self._run.run_id}-{self._seed}" + (f"-{progress.first_version}" if progress.first_version else "")
+        names = [f"{series}-{index}" for index in range(first, goal)]
         if names:
             self._run.submit(self._tasks(len(names), first), group_size=settings.group_size, group_ids=names)
         progress.submitted_count = max(progress.submitted_count, goal)
