@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..fabric.errors import QueueError
+from ..fabric.errors import JobDead, QueueError
 from ..fabric.records import Group
 from .client import Run
 from .grpo import Grpo, GrpoSettings, build_model
@@ -132,7 +132,19 @@ class TrainingLoop:
         return False
 
     def _learn(self, groups: list[Group]) -> None:
+        """Take one step, publish it and save it.
+
+        Raises:
+            JobDead: no rollout of these groups is left to learn from.
+        """
         progress = self.progress
+        if not any(group.rollouts for group in groups):
+            run_id = self._run.run_id
+            raise JobDead(
+                f"run {run_id!r}: every trajectory of step {progress.step + 1} failed, there is nothing to learn from: "
+                f"`rollfab dead ls --run {run_id}` says why",
+                run_id=run_id,
+            )
         seen = self._grpo.look(groups)
         agreement = self._run.compare(groups, seen.logprobs(), version=progress.version)
         metrics = {**self._grpo.step(seen, progress.version), **agreement.metrics()}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rollfab.fabric.errors import JobDead
 from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.records import RunConfig, Span
+from rollfab.fabric.ports import TrajectoryClaim
+from rollfab.fabric.records import DeadLetter, RunConfig, Span
 from rollfab.trainer import loop as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
@@ -23,13 +25,29 @@ from tests.rollouts import rollout_of
 CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=0)
 
 
+def letter_of(claim: TrajectoryClaim) -> DeadLetter:
+    return DeadLetter(
+        trajectory_id=claim.job.trajectory_id,
+        run_id="r1",
+        worker_id="a1",
+        reason="no such reward",
+        traceback="",
+        attempt=0,
+        job=dict(vars(claim.job)),
+    )
+
+
 class Played:
-    """A run in memory, and an agent that ends every trajectory at once. names: groups that it was given, in order."""
+    """A run in memory, and an agent that ends every trajectory at once.
+
+    names: groups that it was given, in order. failing: which trajectories of a group fail.
+    """
 
     def __init__(self, loop: _Loop) -> None:
         self._loop = loop
         self._fabric = MemoryFabric()
         self.names: list[str] = []
+        self.failing: Collection[int] = ()
         self._is_over = False
         loop.call(self._fabric.board.create_run(CONFIG))
         self._agent = asyncio.run_coroutine_threadsafe(self._play(), loop._loop)
@@ -40,6 +58,9 @@ class Played:
             for claim in await queue.claim("a1", 100):
                 if claim.job.index == 0:
                     self.names.append(claim.job.group_id)
+                if claim.job.index in self.failing:
+                    await queue.fail(claim.job.trajectory_id, claim.fence, letter_of(claim), is_final=True)
+                    continue
                 head = (await self._fabric.weights.head("r1")).version
                 made = rollout_of(claim.job, reward=float(claim.job.index))
                 await queue.settle(claim, dataclasses.replace(made, spans=(Span(0, 2, "w1", head),)), is_scored=True)
@@ -120,3 +141,18 @@ def test_a_checkpoint_of_before_trainings_were_told_apart_goes_on(played: Played
 
     assert played.train(tmp_path, 2).step == 2
     assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
+
+
+def test_a_step_whose_every_rollout_failed_says_where_to_look(played: Played, tmp_path: Path) -> None:
+    played.failing = (0, 1)
+
+    with pytest.raises(JobDead, match=r"every trajectory of step 1 failed.*`rollfab dead ls --run r1` says why"):
+        played.train(tmp_path, 1)
+
+
+def test_a_step_learns_from_the_rollouts_that_did_not_fail(played: Played, tmp_path: Path) -> None:
+    played.failing = (0,)
+
+    progress = played.train(tmp_path, 1)
+
+    assert (progress.step, progress.rollout_count, progress.failed_count) == (1, 2, 2)
