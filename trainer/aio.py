@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import EnvironmentUnknown, QueueFull, RunUnknown
+from ..fabric.errors import ConfigError, EnvironmentUnknown, QueueFull, RunUnknown
 from ..fabric.ids import check_name
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
@@ -29,7 +30,7 @@ from ..fabric.weights.chain import fetch_weights
 from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, make_groups
 from .filters import Keep, Refill, find_filter
-from .ledger import Ledger
+from .ledger import Hand, Ledger
 from .publish import AnyPublisher, PublishReport, make_publisher
 from .tensors import ComparesOn
 
@@ -274,25 +275,6 @@ class AsyncRun:
         return await self._ports.board.run_status(self.run_id)
 
 
-class Hand:
-    """The group that a plain `for` loop is working on, not yet acknowledged."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._delivery: Delivery | None = None
-
-    def take(self, delivery: Delivery) -> None:
-        """Hold a group until the loop shows that it is done with it."""
-        assert self._delivery is None
-        self._delivery = delivery
-
-    async def acknowledge(self) -> None:
-        """The loop went on, so it is done with its group."""
-        delivery, self._delivery = self._delivery, None
-        if delivery is not None:
-            await self._ledger.acknowledge(delivery)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Which groups a loop wants, and how long it waits for each."""
@@ -396,11 +378,22 @@ class Groups:
                 self._ledger.put_back(delivery)
 
 
-async def connect(url: str, *, client_name: str = "trainer") -> AsyncFabric:
-    """Connect to a broker by URL: redis://, rediss://, unix://, redis+sentinel://, or any node of a cluster.
+async def connect(url: str | None = None, *, client_name: str = "trainer") -> AsyncFabric:
+    """Connect to a broker; none is started here.
+
+    Args:
+        url: redis://, rediss://, unix:// or redis+sentinel://; any node of a cluster. Default: the environment's
+            ROLLFAB_URL.
 
     Raises:
-        ConfigError: not such a URL.
+        ConfigError: not such a URL, or none is known.
         BrokerError: unreachable, refused, too old, or it would evict keys.
     """
+    url = url or os.environ.get("ROLLFAB_URL")
+    if not url:
+        raise ConfigError(
+            "no broker: give its URL, or set ROLLFAB_URL; `rollfab up` starts one, and only `rollfab.connect()` a "
+            "private one",
+            setting="url",
+        )
     return AsyncFabric(await RedisFabric.open(url, client_name=client_name), url)

@@ -88,6 +88,25 @@ class Ledger:
                 return  # what is there must be consumed first; the next round asks again
 
 
+class Hand:
+    """The group that a plain `for` loop is working on, not yet acknowledged."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._delivery: Delivery | None = None
+
+    def take(self, delivery: Delivery) -> None:
+        """Hold a group until the loop shows that it is done with it."""
+        assert self._delivery is None
+        self._delivery = delivery
+
+    async def acknowledge(self) -> None:
+        """The loop went on, so it is done with its group."""
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            await self._ledger.acknowledge(delivery)
+
+
 def _bound(memory: dict[str, GroupPush] | dict[str, None]) -> None:
     """Forget the oldest above GROUP_COUNT_MAX."""
     while len(memory) > GROUP_COUNT_MAX:

@@ -208,11 +208,18 @@ def test_the_import_name_exports_what_it_says() -> None:
     import rollfab
     import rollfab.aio
 
-    assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == {"connect", "__version__"}
+    assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == {"aio", "connect", "__version__"}
     assert callable(rollfab.connect)
     assert callable(rollfab.aio.connect)
     with pytest.raises(AttributeError, match=r"rollfab.*'conect'"):
         _ = rollfab.conect
+
+
+def test_the_import_name_alone_leads_to_both_clients() -> None:
+    said = "import rollfab; print(rollfab.aio.connect.__module__, rollfab.connect.__module__)"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, cwd=ROOT / "src", check=False)
+
+    assert done.stdout.split() == ["rollfab.trainer.aio", "rollfab.trainer.client"], done.stderr
 
 
 def test_every_entry_point_leads_somewhere() -> None:

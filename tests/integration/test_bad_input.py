@@ -383,3 +383,20 @@ def test_a_bad_broker_url_is_refused_soon_and_no_password_is_shown(case: str) ->
         assert text in str(caught.value)
     assert "hunter2" not in str(caught.value)
     assert time.monotonic() - started_s < 5.0
+
+
+async def test_an_asyncio_client_takes_the_url_of_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFAB_URL", url)
+
+    async with await rollfab.aio.connect() as fabric:
+        assert fabric.url == url
+
+
+@pytest.mark.parametrize("known", [None, ""])
+async def test_an_asyncio_client_that_knows_no_url_says_so(known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLFAB_URL", raising=False)
+    if known is not None:
+        monkeypatch.setenv("ROLLFAB_URL", known)
+
+    with pytest.raises(ConfigError, match="no broker: give its URL, or set ROLLFAB_URL"):
+        await rollfab.aio.connect()

@@ -12,10 +12,10 @@ import pytest
 from rollfab.fabric.errors import InputError, QueueFull
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.records import Group, RunConfig
-from rollfab.trainer.aio import AsyncRun, Groups, Hand, View
+from rollfab.trainer.aio import AsyncRun, Groups, View
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
-from rollfab.trainer.ledger import Ledger
+from rollfab.trainer.ledger import Hand, Ledger
 from tests.rollouts import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")

@@ -37,7 +37,7 @@ NEEDED = {  # call → the argument that makes it harmless
 }
 
 ALLOWED = {
-    ("src/rollfab/__init__.py", "import_module"): "a constant: `rollfab.connect` is loaded when it is first used",
+    ("src/rollfab/__init__.py", "import_module"): "constants: `connect` and `aio` are loaded when first used",
     ("workers/environments/registry.py", "import_module"): "targets of --environment and --reward of this very process",
     ("workers/environments/registry.py", "point.load"): "entry points of packages that the operator installed",
     (
