@@ -138,7 +138,7 @@ def up(
 @app.command()
 def broker(
     data: Annotated[str, typer.Option(help="Directory to keep.")] = "rollfab-data",
-    port: Annotated[int | None, typer.Option(help="Loopback port. Default: a unix socket.")] = None,
+    port: Annotated[int | None, typer.Option(help="Loopback port. Default: a unix socket.", min=1, max=65535)] = None,
 ) -> None:
     """Run a private broker until Ctrl-C and print its URL."""
     from .up import run_broker

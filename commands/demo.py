@@ -17,6 +17,7 @@ from rich.live import Live
 
 from ..fabric.bus.embedded import EmbeddedBroker
 from ..fabric.bus.fabric import RedisFabric
+from ..fabric.directories import make_directory
 from ..fabric.errors import FabricError
 from ..fabric.wire import dump_json, load_json
 from .demo_view import DemoState, draw, draw_curve, summarise
@@ -65,8 +66,7 @@ class Script:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; returns the exit code."""
-    directory = Path(options.output)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = make_directory(Path(options.output), "--output")
     for name in ("summary.json", "reward.png"):
         (directory / name).unlink(missing_ok=True)
     console = Console(stderr=options.is_json)

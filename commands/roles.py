@@ -26,7 +26,7 @@ from ..api.config import ApiConfig
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError, FabricError
-from ..fabric.ids import new_worker_id
+from ..fabric.ids import check_name, new_worker_id
 from ..fabric.records import WorkerInfo
 from ..workers.engines.base import Engine
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
@@ -56,8 +56,12 @@ class RoleOptions:
     """NAME=module:attr pairs that this process may import."""
 
     def worker_id(self, role: str) -> str:
-        """The name this process goes by on the broker."""
-        return self.name or new_worker_id(role)
+        """The name this process goes by on the broker.
+
+        Raises:
+            ConfigError: the one given cannot be part of a key.
+        """
+        return check_name("worker", self.name or new_worker_id(role))
 
 
 def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:

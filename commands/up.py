@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..fabric.bus.embedded import EmbeddedBroker
 from ..fabric.bus.url import mask_url
+from ..fabric.directories import make_directory
 from .supervisor import Supervisor
 
 
@@ -58,9 +59,14 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
 
 
 def run_up(options: UpOptions) -> int:
-    """Start everything and keep it running until Ctrl-C."""
+    """Start everything and keep it running until Ctrl-C.
+
+    Raises:
+        ConfigError: an option cannot be met; nothing was started.
+    """
     console = Console()
     directory = Path(options.data)
+    make_directory(directory / "logs", "--data")
     options = options if options.port else dataclasses.replace(options, port=free_port())
     broker = None if options.url else EmbeddedBroker.start(directory / "broker")
     url = options.url or (broker.url if broker else "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..fabric.directories import make_directory
 from ..fabric.errors import InputError
 from ..fabric.wire import dump_json
 from .client import connect
@@ -36,6 +37,7 @@ def run_training(options: TrainOptions) -> dict[str, Any]:
 
     Raises:
         InputError: no settings are known for that environment.
+        ConfigError: the output cannot be a directory.
     """
     settings = PRESETS.get(options.environment)
     if settings is None:
@@ -45,8 +47,7 @@ def run_training(options: TrainOptions) -> dict[str, Any]:
         )
     if options.steps is not None:
         settings = dataclasses.replace(settings, step_count=options.steps)
-    directory = Path(options.output)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = make_directory(Path(options.output), "--output")
     if options.is_fresh:
         (directory / CHECKPOINT).unlink(missing_ok=True)
     torch.set_num_threads(1)

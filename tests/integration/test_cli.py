@@ -50,6 +50,37 @@ def test_wrong_usage_is_exit_code_two(url: str) -> None:
     assert (done.returncode, "expected on, observe, off" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("role", "name"), [("controller", "a b"), ("agent", "a b"), ("worker", "a b"), ("reward", "a b"), ("worker", "x*")]
+)
+@pytest.mark.timeout(30)
+def test_a_name_that_cannot_be_part_of_a_key_is_refused(url: str, role: str, name: str) -> None:
+    done = rollfab(role, "--name", name, url=url)
+    assert done.returncode == 2
+    assert f"worker {name!r} is not a valid name: use 1 to 63 letters" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("port", ["-1", "0", "70000"])
+def test_a_broker_takes_only_ports_that_there_are(port: str, tmp_path: Path) -> None:
+    done = rollfab("broker", "--data", str(tmp_path / "data"), "--port", port)
+    assert done.returncode == 2
+    assert "Invalid value for '--port'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "option"), [("train", "--output"), ("demo", "--output"), ("up", "--data")])
+@pytest.mark.timeout(30)
+def test_a_file_where_a_directory_belongs_is_named(url: str, tmp_path: Path, command: str, option: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    done = rollfab(command, option, str(file), url=url)
+    assert done.returncode == 2
+    assert f"error: {option}: the directory" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert file.read_text() == "kept"
+
+
 def test_status_is_one_object(url: str) -> None:
     done = rollfab("status", "--json", url=url)
     assert done.returncode == 0
