@@ -18,6 +18,7 @@ from pathlib import Path
 
 STOP_TIMEOUT_S = 8.0
 PAUSE_S_MAX = 10.0
+LAST_WORDS_LINE_COUNT = 5
 
 
 @dataclass
@@ -31,9 +32,13 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     start_count: int = 0
     start_at_s: float = 0.0
+    start_at_byte: int = 0
+    """Of its log."""
     pause_s: float = 0.25
     exit_code: int | None = None
     """Of its last end."""
+    last_words: str = ""
+    """What it printed last before that end, and nothing of an earlier life."""
     is_mourned: bool = False
     """Whether that end was reported."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -54,6 +59,7 @@ class Child:
         self.is_mourned = False
         self.start_at_s = time.monotonic()
         with self.log_path.open("ab") as output:
+            self.start_at_byte = output.tell()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rollfab", *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -63,11 +69,12 @@ class Child:
                 process_group=0,  # an interrupt from the terminal reaches us alone; we stop children in order
             )
 
-    def tail(self, line_count: int = 12) -> str:
+    def tail(self, line_count: int = 12, *, since_byte: int = 0) -> str:
         """The last lines of its log."""
         if not self.log_path.exists():
             return ""
-        return "\n".join(self.log_path.read_text("utf-8", "replace").splitlines()[-line_count:])
+        text = self.log_path.read_bytes()[since_byte:].decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-line_count:])
 
 
 class Supervisor:
@@ -107,6 +114,7 @@ class Supervisor:
             code = child.process.returncode
             if not child.is_mourned:
                 child.exit_code, child.is_mourned = code, True
+                child.last_words = child.tail(LAST_WORDS_LINE_COUNT, since_byte=child.start_at_byte)
                 died.append(child)
                 lived_s = time.monotonic() - child.start_at_s
                 child.pause_s = 0.25 if lived_s > PAUSE_S_MAX else min(child.pause_s * 2, PAUSE_S_MAX)

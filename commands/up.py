@@ -14,6 +14,7 @@ from rich.console import Console
 from ..fabric.bus.embedded import EmbeddedBroker
 from ..fabric.bus.url import mask_url
 from ..fabric.directories import make_directory
+from ..fabric.errors import ConfigError
 from .supervisor import Supervisor
 
 
@@ -64,6 +65,10 @@ def run_up(options: UpOptions) -> int:
     Raises:
         ConfigError: an option cannot be met; nothing was started.
     """
+    from ..workers.environments.registry import Registry
+
+    Registry(options.environments, options.rewards)  # else every agent would refuse them, again and again
+    _check_port(options.port)
     console = Console()
     directory = Path(options.data)
     make_directory(directory / "logs", "--data")
@@ -83,7 +88,7 @@ def run_up(options: UpOptions) -> int:
             while not stop.wait(0.5):
                 for child in supervisor.watch():
                     console.print(f"[yellow]{child.name} ended with code {child.exit_code} and is started again[/]")
-                    console.print(child.tail(5), markup=False, highlight=False)
+                    console.print(child.last_words, markup=False, highlight=False)
                 if broker is not None and not broker.is_running:
                     console.print("[bold red]error:[/] the private broker has ended; its data is kept: start again")
                     return 1
@@ -110,6 +115,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _check_port(port: int) -> None:
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except OSError as error:
+        raise ConfigError(
+            f"--port {port}: the page cannot listen on 127.0.0.1:{port}: {error.strerror}; "
+            "choose another port, or --port 0 for a free one",
+            port=port,
+        ) from error
 
 
 def _stop_event() -> threading.Event:

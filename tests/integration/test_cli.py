@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollfab import __version__ as rollfab_version
+from rollfab.commands.supervisor import Supervisor
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.trainer.client import connect as rollfab_connect
 
@@ -79,6 +83,49 @@ def test_a_file_where_a_directory_belongs_is_named(url: str, tmp_path: Path, com
     assert f"error: {option}: the directory" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "says"),
+    [
+        ("--environment", "bad", "--environment 'bad' does not name code: write --environment NAME=module:attr"),
+        (
+            "--environment",
+            "w=/nowhere/python:m:W",
+            "virtual environment, --environment NAME=/venv/bin/python:module:attr",
+        ),
+        ("--reward", "bad", "--reward 'bad' does not name code: write --reward NAME=module:attr"),
+        ("--reward", "r=python:m:f", "a reward function is written --reward NAME=module:attr"),
+    ],
+    ids=["environment", "interpreter", "reward", "reward-with-interpreter"],
+)
+def test_up_starts_nothing_that_its_agents_would_refuse(tmp_path: Path, option: str, given: str, says: str) -> None:
+    done = rollfab("up", "--data", str(tmp_path / "data"), "--port", "0", option, given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in " ".join(done.stderr.split())
+    assert not (tmp_path / "data").exists()
+
+
+def test_up_starts_nothing_without_a_port_for_its_page(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = rollfab("up", "--data", str(tmp_path / "data"), "--port", str(port))
+    assert (done.returncode, done.stdout) == (2, "")
+    said = " ".join(done.stderr.split())
+    assert f"--port {port}: the page cannot listen" in said
+    assert "choose another port, or --port 0 for a free one" in said
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_last_words_of_a_role_are_of_its_last_life(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as supervisor:
+        child = supervisor.add("role", ["version"])
+        while child.start_count < 2 or child.is_running:
+            supervisor.watch()
+            time.sleep(0.01)
+        supervisor.watch()
+        assert child.tail().splitlines()[:2] == [rollfab_version] * 2
+        assert child.last_words == rollfab_version
 
 
 def test_status_is_one_object(url: str) -> None:

@@ -49,7 +49,10 @@ class Registry:
     def __init__(
         self, environments: Iterable[str] = (), rewards: Iterable[str] = (), *, pool: PoolConfig | None = None
     ) -> None:
-        self._targets = {ENVIRONMENTS: _parse(environments), REWARDS: _parse(rewards)}
+        self._targets = {
+            ENVIRONMENTS: _parse("--environment", environments),
+            REWARDS: _parse("--reward", rewards),
+        }
         self._pool = ProcessPool(pool)
         _check_interpreters(self._targets)
         self._programs: dict[str, Program] = {}
@@ -184,14 +187,14 @@ class Registry:
         return EnvironmentUnknown(text, environment=name) if group == ENVIRONMENTS else ConfigError(text, name=name)
 
 
-def _parse(pairs: Iterable[str]) -> dict[str, Program]:
+def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
     """name → what it names."""
     targets: dict[str, Program] = {}
     for pair in pairs:
         name, _, rest = pair.partition("=")
         *python, module, attribute = rest.rsplit(":", 2) if ":" in rest else ("", "")
         if not (name and module and attribute.isidentifier() and python != [""]):
-            raise ConfigError(f"{pair!r} does not name code: write NAME=module:attr", name=name)
+            raise ConfigError(f"{option} {pair!r} does not name code: write {option} NAME=module:attr", name=name)
         targets[name] = Program(f"{module}:{attribute}", python[0] if python else None)
     return targets
 
@@ -204,12 +207,12 @@ def _check_interpreters(targets: Mapping[str, Mapping[str, Program]]) -> None:
                 continue
             if group != ENVIRONMENTS:
                 raise ConfigError(
-                    f"{name}={program.python}:…: a reward function is written NAME=module:attr", name=name
+                    f"{name}={program.python}:…: a reward function is written --reward NAME=module:attr", name=name
                 )
             if shutil.which(program.python) is None:
                 raise ConfigError(
                     f"environment {name!r}: {program.python} is not an interpreter that can be run: "
-                    "name the python of its virtual environment, NAME=/venv/bin/python:module:attr",
+                    "name the python of its virtual environment, --environment NAME=/venv/bin/python:module:attr",
                     name=name,
                 )
 
