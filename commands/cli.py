@@ -18,7 +18,7 @@ from .. import __version__
 from ..fabric.errors import ConfigError, FabricError
 from .child import follow_parent
 from .logs import set_up_logs
-from .options import Allowed, AsJson, EngineName, EngineWords, Name, Port, Rewards, Url, need_url
+from .options import Allowed, AsJson, EngineName, EngineWords, Name, Port, Rewards, Url, need_seconds, need_url
 
 app = typer.Typer(
     name="rollfab",
@@ -169,7 +169,7 @@ def agent(
     options = RoleOptions(
         url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
     )
-    run_agent(options, environment_count=environments, environment_timeout_s=timeout)
+    run_agent(options, environment_count=environments, environment_timeout_s=need_seconds("--timeout", timeout))
 
 
 @app.command()
@@ -186,7 +186,7 @@ def reward(
     options = RoleOptions(
         url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
     )
-    run_reward(options, reward_timeout_s=timeout)
+    run_reward(options, reward_timeout_s=need_seconds("--timeout", timeout))
 
 
 def _register() -> None:

@@ -65,6 +65,13 @@ def test_a_name_that_cannot_be_part_of_a_key_is_refused(url: str, role: str, nam
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("role", "given"), [("agent", "0"), ("agent", "-1"), ("agent", "nan"), ("reward", "inf")])
+def test_a_timeout_that_cannot_pass_is_refused(url: str, role: str, given: str) -> None:
+    done = rollfab(role, "--timeout", given, url=url)
+    assert done.returncode == 2
+    assert f"--timeout is {given}: give a finite number of seconds above 0" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("port", ["-1", "0", "70000"])
 def test_a_broker_takes_only_ports_that_there_are(port: str, tmp_path: Path) -> None:
     done = rollfab("broker", "--data", str(tmp_path / "data"), "--port", port)
