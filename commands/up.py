@@ -95,7 +95,8 @@ def run_up(options: UpOptions) -> int:
     finally:
         if broker is not None:
             broker.stop()
-    console.print("stopped; queued work and weights are kept in " + str(directory))
+    if broker is not None:
+        console.print("stopped; queued work and weights are kept in " + str(directory))
     return 0
 
 

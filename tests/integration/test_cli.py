@@ -124,6 +124,25 @@ def test_up_starts_nothing_without_a_port_for_its_page(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["own-broker", "given-broker"])
+@pytest.mark.timeout(60)
+def test_up_says_that_it_keeps_work_only_where_the_broker_was_its_own(url: str, tmp_path: Path, is_ours: bool) -> None:
+    words = ["up", "--data", str(tmp_path / "data"), "--port", "0", "--dedicated", "0", "--agents", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "ROLLFAB_URL"}
+    place = {} if is_ours else {"ROLLFAB_URL": url}
+    with subprocess.Popen(
+        [sys.executable, "-m", "rollfab", *words], stdout=subprocess.PIPE, text=True, env={**environment, **place}
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert "rollfab is up" in process.stdout.readline()
+        finally:
+            process.terminate()
+        said = process.communicate(timeout=30)[0]
+    assert process.returncode == 0
+    assert ("queued work and weights are kept in" in said) is is_ours
+
+
 def test_the_last_words_of_a_role_are_of_its_last_life(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         child = supervisor.add("role", ["version"])
