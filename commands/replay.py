@@ -40,7 +40,7 @@ ServerUrl = Annotated[str, typer.Option("--url", help="The server, OpenAI-compat
 Key = Annotated[
     str | None,
     typer.Option(
-        "--api-key", envvar="ROLLFAB_SERVER_KEY", show_envvar=False, help="Its key. [env: ROLLFAB_SERVER_KEY]"
+        "--api-key", envvar="ROLLFAB_SERVER_KEY", show_envvar=False, help="Its key. \\[env: ROLLFAB_SERVER_KEY]"
     ),
 ]
 Positive = 1e-6

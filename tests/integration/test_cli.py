@@ -154,6 +154,16 @@ def test_the_last_words_of_a_role_are_of_its_last_life(tmp_path: Path) -> None:
         assert child.last_words == rollfab_version
 
 
+@pytest.mark.parametrize(
+    ("command", "variable"), [("status", "ROLLFAB_URL"), ("up", "ROLLFAB_URL"), ("replay", "ROLLFAB_SERVER_KEY")]
+)
+def test_the_help_names_the_variable_once(command: str, variable: str) -> None:
+    said = rollfab(command, "--help").stdout
+    assert said.count(variable) == 1
+    assert f"[env: {variable}]" in " ".join(said.replace("│", " ").split())
+    assert "\\" not in said
+
+
 def test_status_is_one_object(url: str) -> None:
     done = rollfab("status", "--json", url=url)
     assert done.returncode == 0
