@@ -88,15 +88,18 @@ class RedisTrajectoryQueue:
         for row in rows:
             by_shard.setdefault(self._shards.index_of(row[0].job.trajectory_id), []).append(row)
         lost: list[str] = []
+        first_error = FirstError()
         for shard, part in by_shard.items():
             keys = self._shards.all[shard]
             t = keys.trajectory
             args: list[Any] = [worker_id, self._claim_ms]
             for claim, log in part:
                 args += [claim.job.trajectory_id, claim.fence, log]
-            with translate():
+            with first_error, translate():
                 kept = await self._scripts.call("renew", [t.record, t.deadline, t.log, keys.clock], args)
-            lost += [claim.job.trajectory_id for (claim, _), is_kept in zip(part, kept, strict=True) if not is_kept]
+                lost += [claim.job.trajectory_id for (claim, _), is_kept in zip(part, kept, strict=True) if not is_kept]
+        if not lost:
+            first_error.raise_it()
         return lost
 
     async def settle(self, claim: TrajectoryClaim, rollout: Rollout, *, is_scored: bool) -> bool:

@@ -204,6 +204,23 @@ async def test_claims_of_the_other_shards_are_taken_back_and_the_failure_is_told
     assert (await stage.board.run_status("r1")).groups_waiting == 2
 
 
+async def test_claims_on_the_other_shards_are_renewed(stage: Stage) -> None:
+    # Given an agent that holds something on every shard, the failing one first
+    await stage.push("a", (0, 1, 2))
+    claims = await stage.trajectories.claim("a1", 8)
+    claims.sort(key=lambda claim: shard_of(claim.job.group_id, 3) != FAILING)
+    await stage.break_shard()
+    # When it goes on renewing for longer than a claim lasts, and another one looks after what was lost
+    for _ in range(6):
+        with pytest.raises(BrokerError):
+            await stage.trajectories.renew("a1", claims)
+        await asyncio.sleep(EXPIRED_S / 5)
+    with pytest.raises(BrokerError):
+        await stage.trajectories.reap("a2")
+    # Then it still holds what is on the others
+    assert await stage.trajectories.renew("a1", claims[1:]) == []
+
+
 async def test_rewards_of_the_other_shards_are_asked_for_again(stage: Stage) -> None:
     # Given trajectories that wait for a reward which nobody computes
     names = await stage.push("a", (0, 2))
