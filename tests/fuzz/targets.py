@@ -338,7 +338,7 @@ def read_rows(data: bytes) -> None:
     entry_id, kind, facts = event_row(b"1-0", {b"kind": data[:9], b"facts": data})
     assert entry_id + kind and isinstance(facts, dict)
     event_row(b"1-0", {data[:5]: data})
-    lease = lease_row("w", "r", data)
+    lease = lease_row("w", "r", data, 5)
     assert lease.slot_count + lease.lease_epoch is not None
 
 
