@@ -64,11 +64,12 @@ class MemoryWeightStore:
     async def open_publisher(self, run_id: str) -> int:
         run = self._run(run_id)
         head = run.head
-        run.head = HeadFacts(version=head.version, epoch=head.epoch + 1, kind=head.kind, moved_by=head.moved_by)
+        epoch = head.epoch + 1
+        run.head = HeadFacts(version=head.version, epoch=epoch, kind=head.kind, moved_by=head.moved_by)
         held = await readable(self, run_id, await self.held(run_id))
         lost = [each.link for each in held.values() if each.version > head.version or not self._is_kept(run, each)]
-        await self.drop(run_id, lost, run.head.epoch)
-        return run.head.epoch
+        await self.drop(run_id, lost, epoch)
+        return epoch
 
     async def head(self, run_id: str) -> Head:
         head = self._run(run_id).head
