@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError, ClaimLost, FabricError, FirstError
+from ..fabric.errors import BrokerError, ClaimLost, FabricError, FirstError, WireError
 from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
 from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
 from ..fabric.rules.runs import is_same_run
@@ -100,8 +100,8 @@ class AgentWorker:
     async def _follow_runs(self) -> None:
         try:
             runs = await self._fabric.board.runs()
-        except BrokerError as error:
-            log.warning("agent.broker_lost", extra={"error": str(error)})
+        except (BrokerError, WireError) as error:  # away, or with a row that is none: those that are served go on
+            log.warning("agent.runs_not_read", extra={"error": str(error)})
             return
         for name, agent in list(self._agents.items()):
             if name not in runs or agent.has_died() or not agent.follow(runs[name]):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.clock import SystemClock
-from rollfab.fabric.errors import BrokerError
+from rollfab.fabric.errors import BrokerError, WireError
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
 from rollfab.fabric.memory.rollouts import MemoryRolloutStream
@@ -381,3 +381,22 @@ async def test_a_run_that_is_made_anew_under_its_name_is_served_as_what_it_is_no
         # Then its trajectories are in the environment of that one
         (claim,) = (await setting.claims()).claims
         assert TEXT.decode(claim.job.prompt_ids) == "?"
+
+
+async def test_a_row_of_runs_that_cannot_be_read_ends_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an agent that serves a run
+    setting = await Setting().begin()
+    async with setting.agent():
+        await setting.looked_at()
+        # When something else is written among the runs
+        is_read = asyncio.Event()
+
+        async def runs() -> dict[str, RunConfig]:
+            is_read.set()
+            raise WireError("RunConfig: no such field")
+
+        monkeypatch.setattr(setting.fabric.board, "runs", runs)
+        await is_read.wait()
+        # Then the run is served as before
+        await setting.push()
+        assert len((await setting.claims()).claims) == 1
