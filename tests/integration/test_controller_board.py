@@ -68,14 +68,19 @@ async def test_a_standing_lease_that_one_shard_lost_is_written_again(url: str, f
     await client.aclose()
 
 
-async def test_leases_of_a_run_whose_clock_is_behind_go_on_as_they_are(url: str, fabric: RedisFabric) -> None:
-    # Given a run that nobody looked at for a while, so that the clocks of its shards are behind the fabric's
-    client = await open_broker(url, client_name="tests")
-    await behind(client, 60_000)
+async def want_a_serving_worker(client: Any, fabric: RedisFabric) -> None:
+    """There is work, and a worker that may be lent for it."""
     await client.hset(ShardKeys("r1", 0).run, "head_version", 0)
     await fabric.rollouts(RUN).push(make_groups([{}] * 8, 8))
     await fabric.board.set_lend("*", "on")
     await fabric.board.heartbeat(dataclasses.replace(WORKER, worker_id="s1", role="serving"))
+
+
+async def test_leases_of_a_run_whose_clock_is_behind_go_on_as_they_are(url: str, fabric: RedisFabric) -> None:
+    # Given a run that nobody looked at for a while, so that the clocks of its shards are behind the fabric's
+    client = await open_broker(url, client_name="tests")
+    await behind(client, 60_000)
+    await want_a_serving_worker(client, fabric)
     # When a controller lends a worker for it, and plans on
     leading = controller(fabric)
     await leading.tick(1)
@@ -95,10 +100,7 @@ async def test_leases_of_a_run_whose_clock_is_behind_go_on_as_they_are(url: str,
 async def test_a_lease_that_has_ended_on_one_shard_is_granted_anew(url: str, fabric: RedisFabric, shard: int) -> None:
     # Given a lease whose time is over on one shard, whose clock went on while the others stood
     client = await open_broker(url, client_name="tests")
-    await client.hset(ShardKeys("r1", 0).run, "head_version", 0)
-    await fabric.rollouts(RUN).push(make_groups([{}] * 8, 8))
-    await fabric.board.set_lend("*", "on")
-    await fabric.board.heartbeat(dataclasses.replace(WORKER, worker_id="s1", role="serving"))
+    await want_a_serving_worker(client, fabric)
     leading = controller(fabric)
     await leading.tick(1)
     before = (await fabric.board.leases("r1"))["s1"]
