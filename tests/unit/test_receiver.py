@@ -16,6 +16,7 @@ from rollfab.fabric.relay.frames import make_address
 from rollfab.fabric.relay.server import RelayServer
 from rollfab.fabric.relay.store import RelayedStore
 from rollfab.fabric.rules.chain import DELTA, KEYFRAME
+from rollfab.fabric.weights import chain, snapshot
 from rollfab.fabric.weights.digest import state_sums
 from rollfab.fabric.weights.layout import Layout
 from rollfab.fabric.weights.manifest import Holder, WeightManifest
@@ -130,6 +131,29 @@ async def test_a_newcomer_keeps_what_has_come_where_the_way_behind_it_was_delete
     assert await receiver.update()
     assert receiver.version == 2
     assert store.fetched.count((0, KEYFRAME)) == fetched_count
+
+
+async def test_a_version_of_which_a_part_has_come_is_not_left_out(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a delta of several chunks, fetched one by one, of which the last is lost
+    monkeypatch.setattr(snapshot, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chain, "FETCH_BYTES_MAX", 1)
+    for version in range(2):
+        await publisher.publish(model.named_parameters(), version)
+        train(model, 1e-3)
+    (delta,) = await store.manifests(RUN, [(1, DELTA)])
+    assert delta is not None and len(delta.chunk_bytes) > 1
+    store._run(RUN).chunks.pop((1, DELTA, delta.epoch, len(delta.chunk_bytes) - 1))
+    engine = BitsEngine(small_model(1))
+    before = {name: bits.copy() for name, bits in engine.bits.items()}
+
+    # When a newcomer has staged the keyframe and the first part of the delta
+    with pytest.raises(ChainBroken):
+        await receiver_of(store, engine).update()
+
+    # Then nothing was written
+    assert all((engine.bits[name] == bits).all() for name, bits in before.items())
 
 
 async def test_a_receiver_that_kept_up_takes_the_delta_where_there_is_also_a_keyframe(
