@@ -20,6 +20,7 @@ SNAPSHOT_BYTES_MAX = 8 * MIB  # as JSON; written once per turn
 EVENT_BYTES_MAX = 64 * KIB  # as JSON; ten thousand are kept
 HTTP_BODY_BYTES_MAX = 8 * MIB  # a context of PROMPT_TOKENS_MAX as text
 KEYS_FILE_BYTES_MAX = MIB  # some thousand keys of the api
+TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # of sampling, beside 0 (greedy); vLLM raises what is lower to 0.01
 
 # Class of record → bytes. One that is not listed may have OTHER_RECORD_BYTES_MAX.
 RECORD_BYTES_MAX = {

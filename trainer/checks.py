@@ -13,7 +13,7 @@ from zlib import crc32
 
 from ..fabric.errors import InputError
 from ..fabric.ids import check_name, new_group_id, trajectory_id
-from ..fabric.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX
+from ..fabric.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN
 from ..fabric.ports import GroupPush
 from ..fabric.records import RunConfig, TrajectoryJob, check_task
 from ..fabric.rules.carrier import CARRIERS
@@ -190,7 +190,10 @@ _CHECKS: dict[str, Check] = {
     "weight": ("a number above 0", lambda value: _is_number(value) and value > 0),
 }
 _SAMPLING: dict[str, Check] = {
-    "temperature": ("a number of at least 0", lambda value: _is_number(value) and value >= 0),
+    "temperature": (
+        f"0 (greedy) or a number from {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}",
+        lambda value: _is_number(value) and (value == 0 or TEMPERATURE_MIN <= value <= TEMPERATURE_MAX),
+    ),
     "max_tokens": _whole(1),
     "stop_texts": ("a list of texts", _is_texts),
     "seed": (f"a whole number from 0 to {SEED_MAX}", is_seed),

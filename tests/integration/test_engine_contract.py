@@ -578,6 +578,18 @@ async def test_what_is_no_seed_is_refused_with_what_would_be(engine: Engine) -> 
     assert engine.stats().running_count == engine.stats().waiting_count == 0
 
 
+async def test_a_temperature_that_no_engine_samples_at_is_refused_and_harms_nobody(engine: Engine) -> None:
+    engine.generate(greedy("beside", 20))
+    for temperature in (1e-40, 0.005, -1.0, 1e9, float("nan"), float("inf")):
+        request = GenerationRequest(
+            request_id="r", prompt_ids=PROMPT, sampling=Sampling(temperature=temperature, max_tokens=1)
+        )
+        with pytest.raises(EngineError, match=r"'r' has temperature .* 0 \(greedy\) or 0.01 to 100"):
+            engine.generate(request)
+    (beside,) = await gather(engine, 1)
+    assert beside == "beside"
+
+
 async def until_paused_by(engine: Engine, *reasons: str) -> None:
     for _ in range(1000):
         if engine.stats().paused_by == reasons:

@@ -70,15 +70,19 @@ BROKEN = (None, np.full(104 * 64, 0x7FC00000, dtype=np.uint32))
 TORN = (np.array([0, 10**9]), np.zeros(2, dtype=np.uint32))
 
 
-async def test_a_crash_ends_everything_with_an_error_and_hangs_nobody() -> None:
+async def test_a_crash_ends_everything_with_an_error_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await started()
     for i in range(6):  # four run, two wait
         engine.generate(ask(f"{i}"))
     await until_it_runs(engine, "3")
-    await engine.apply(Staged(1, model__embed_tokens__weight=BROKEN))
+
+    def crash(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr("rollfab.workers.engines.transformers_sampler.draw", crash)
     ended = await gather(engine, 6)
     assert {generation.finish_reason for generation in ended} == {"error"}
-    assert all("not numbers" in (generation.error or "") for generation in ended)
+    assert all("out of order" in (generation.error or "") for generation in ended)
     by_id = {generation.request_id: generation for generation in ended}
     assert len(by_id["0"].completion_ids) == len(by_id["0"].logprobs) > 0, "what it had made is still handed out"
     assert by_id["0"].versions == ((0, len(by_id["0"].completion_ids), -1),)
@@ -88,6 +92,35 @@ async def test_a_crash_ends_everything_with_an_error_and_hangs_nobody() -> None:
         await engine.pause("test")
     assert await engine.abort(["0"]) == [] and await engine.finished(0.01) == []
     await engine.close()
+
+
+async def test_requests_without_a_distribution_end_alone_with_what_they_had_made() -> None:
+    engine = await started()
+    engine.generate(ask("runs"))
+    await until_it_runs(engine, "runs")
+    await engine.apply(Staged(1, model__embed_tokens__weight=BROKEN))
+    engine.generate(ask("one token", max_tokens=1))
+    ended = {generation.request_id: generation for generation in await gather(engine, 2)}
+    assert all(each.finish_reason == "error" and "not numbers" in (each.error or "") for each in ended.values())
+    assert len(ended["runs"].completion_ids) == len(ended["runs"].logprobs) > 0, "the tokens before are handed out"
+    assert np.isfinite(ended["runs"].logprobs).all() and len(ended["one token"].completion_ids) == 0
+    assert engine.stats().running_count == engine.stats().waiting_count == 0
+
+    await engine.apply(Staged(2, model__embed_tokens__weight=(None, np.zeros(104 * 64, dtype=np.uint32))))
+    engine.generate(ask("healed", max_tokens=3))
+    (healed,) = await gather(engine, 1)
+    assert healed.finish_reason == "length" and np.isfinite(healed.logprobs).all()
+    await engine.close()
+
+
+def test_a_row_without_a_distribution_leaves_its_neighbours_alone() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [torch.nan, 1.0, 2.0], [torch.inf, 0.0, 0.0], [0.0, 1.0, 2.0]])
+    temperatures, uniform = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.full((4,), 0.5, dtype=torch.float64)
+
+    tokens, logprobs = draw(logits, temperatures, uniform)
+
+    assert tokens.tolist() == [2, 0, 0, 2]
+    assert torch.isnan(logprobs).tolist() == [False, True, True, False]
 
 
 async def test_a_torn_write_fails_the_engine_rather_than_generating_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...fabric.errors import EngineError
+from ...fabric.limits import TEMPERATURE_MAX, TEMPERATURE_MIN
 from ...fabric.records import Int32
 from .base import GenerationRequest
 from .seeds import check_seed
@@ -14,9 +15,11 @@ def context_of(request: GenerationRequest, *, context_tokens_max: int, vocabular
     """Prompt and prior tokens, int32 (T,).
 
     Raises:
-        EngineError: nothing can follow them in this engine, they are not of its vocabulary, or its seed is none.
+        EngineError: nothing can follow them in this engine, they are not of its vocabulary, or its seed or temperature
+            is none.
     """
     check_seed(request)
+    check_temperature(request)
     prior = request.prior_ids
     ids = np.concatenate([request.prompt_ids, prior]) if prior.size else request.prompt_ids
     if not 0 < ids.size < context_tokens_max:
@@ -34,3 +37,18 @@ def context_of(request: GenerationRequest, *, context_tokens_max: int, vocabular
             request_id=request.request_id,
         )
     return ids
+
+
+def check_temperature(request: GenerationRequest) -> None:
+    """Require a temperature that every engine samples at as it is written.
+
+    Raises:
+        EngineError: names the request and its temperature.
+    """
+    temperature = request.sampling.temperature
+    if temperature != 0 and not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX:  # NaN is in no interval
+        raise EngineError(
+            f"request {request.request_id!r} has temperature {temperature!r}, this engine takes 0 (greedy) or"
+            f" {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}",
+            request_id=request.request_id,
+        )

@@ -9,6 +9,7 @@
   says otherwise). Requests that kept theirs through a commit never offer them: `_stale_ids` says who they are.
   Forgetting the hashes alone would not do, because the library hashes a request's old blocks again when it fills its
   next one.
+- A request whose logits are no numbers ends with an error; the others go on.
 - A request whose KV is computed again goes the library's own way of those that were evicted: all its tokens become the
   prompt of an equal one, which keeps their log-probabilities.
 - Batches are never prepared ahead (`use_async_batching` off): between two steps no token is in flight, so the count of
@@ -19,6 +20,7 @@ Leans on private pieces of transformers 5.23; the engine's contract tests fail i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,6 +37,10 @@ from .transformers_request import Admission
 from .transformers_sampler import RowReader, Sampler
 
 ASK_S = 0.002  # between two questions to a hook that allows nothing
+BROKEN = (
+    "its logits are not numbers: these weights cannot continue this prompt. Look at the published weights for NaN and"
+    " infinity, or take a wider dtype"
+)
 
 
 class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
@@ -233,7 +239,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._admit()  # only a step takes what the library was given here: until then it could not be aborted
         step_count = self.current_batch
         more: bool = super()._generation_loop_body(batch_processor, bootstrapping)
-        ended = [self._end(output) for output in self.output_router.take()]
+        ended = [self._end(output) for output in self.output_router.take()] + self._end_broken()
         if self._options.hook is not None and self.current_batch > step_count:
             self._options.hook.after_step(self._moment(), ended)
         if ended:
@@ -307,8 +313,23 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._forget(output.request_id, len(tokens))
         if output.status == RequestStatus.FAILED:
             return admission.generation("error", tokens, output.logprobs, output.error)
+        if math.isnan(output.logprobs[-1]):
+            return admission.generation("error", tokens[:-1], output.logprobs[:-1], BROKEN)
         reason = "stop" if tokens[-1] in admission.stop_ids else "length"
         return admission.generation(reason, tokens, output.logprobs)
+
+    def _end_broken(self) -> list[Generation]:
+        """End requests that run and whose last logits were no numbers, with the tokens before."""
+        scheduler, ended = self._processor.scheduler, []
+        for request_id, state in list(scheduler.active_requests.items()):
+            if state.logprobs and math.isnan(state.logprobs[-1]):
+                tokens, logprobs = _made(state)
+                scheduler.set_request_cancellation(request_id)
+                self._forget(request_id, len(tokens))
+                ended.append(self._admitted.pop(request_id).generation("error", tokens[:-1], logprobs[:-1], BROKEN))
+        if ended:
+            scheduler.clear_cancelled_requests()
+        return ended
 
     def _forget(self, request_id: str, token_count: int) -> None:
         self._stale_ids.discard(request_id)

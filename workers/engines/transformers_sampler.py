@@ -3,6 +3,7 @@
 - The log-probability is exact: scores minus logsumexp, in float32, under the distribution the token is drawn from
   (softmax of logits / temperature). It is finite for every token that can be drawn. The library takes the log of a
   rounded softmax instead, which loses digits and ends at -inf.
+- A row whose logits are no numbers gets token 0 with log-probability NaN, and fails alone (transformers_loop.py).
 - Temperature 0 is greedy: the largest logit, ties to the lowest id. Its log-probability is the one at temperature 1,
   because under the greedy distribution itself it would always be 0 and say nothing.
 - A request with a seed draws the number that seeds.uniforms names for (seed, place of the token in its completion, the
@@ -94,18 +95,17 @@ def draw(
     float64 so that a large vocabulary keeps its tail. torch.multinomial draws V numbers per row: 64 x 104 take 200 us
     with it, 95 us so.
 
-    Raises:
-        RuntimeError: a row has no distribution, because its logits are NaN or infinite.
+    A row without a distribution, because its logits are NaN or infinite, gets token 0 and log-probability NaN.
     """
     is_greedy_N = temperatures_N <= 0
     scale_N = torch.where(is_greedy_N, 1.0, temperatures_N)
     logs_N_V = torch.log_softmax(logits_N_V / scale_N.unsqueeze(-1), dim=-1)
     sums_N_V = logs_N_V.exp().cumsum(dim=-1, dtype=torch.float64)
-    if not sums_N_V[:, -1].isfinite().all():
-        raise RuntimeError("logits are not numbers: the model's weights are broken")
+    is_broken_N = ~sums_N_V[:, -1].isfinite()
     wanted_N_1 = uniform_N.unsqueeze(-1) * sums_N_V[:, -1:]
     drawn_N_1 = torch.searchsorted(sums_N_V, wanted_N_1, right=True)  # right: never an empty step
     drawn_N_1.clamp_(max=logs_N_V.size(-1) - 1)  # the product may round up to the whole sum
     best_N_1 = logits_N_V.argmax(dim=-1, keepdim=True)
     tokens_N_1 = torch.where(is_greedy_N.unsqueeze(-1), best_N_1, drawn_N_1)
-    return tokens_N_1.squeeze(-1), logs_N_V.gather(1, tokens_N_1).squeeze(-1)
+    logprobs_N = logs_N_V.gather(1, tokens_N_1).squeeze(-1)
+    return tokens_N_1.squeeze(-1).masked_fill_(is_broken_N, 0), logprobs_N.masked_fill_(is_broken_N, torch.nan)
