@@ -46,6 +46,12 @@ class ApiConfig:
     """Seconds of silence after which an event stream sends a comment, [0.1, 300]."""
     event_reader_count_max: int = 100
     """Event streams open at once; one more is refused."""
+    connection_count_max: int = 512
+    """Connections open at once, [1, 100000]; above it those that have sent no whole request make room."""
+    request_timeout_s: float = 30.0
+    """Seconds in which a request must arrive whole, head and body, [0.1, 3600]."""
+    write_timeout_s: float = 20.0
+    """Seconds without reading after which a client is dropped, [0.1, 3600]."""
 
     def __post_init__(self) -> None:
         """Forget plain keys."""
@@ -68,6 +74,14 @@ def check_config(config: ApiConfig) -> ApiConfig:
         raise ConfigError(
             f"api port {config.port} does not exist: use 1 to 65535, or 0 for a free one", port=config.port
         )
+    for name, least, most in (
+        ("connection_count_max", 1, 100_000),
+        ("request_timeout_s", 0.1, 3600),
+        ("write_timeout_s", 0.1, 3600),
+    ):
+        value = getattr(config, name)
+        if not least <= value <= most:
+            raise ConfigError(f"the api's {name} is {value!r}, expected {least} to {most}", name=name)
     if config.tls_key and not config.tls_certificate:
         raise ConfigError("the api has a TLS key without a certificate: give both")
     if not config.has_keys and not is_loopback(config.host):

@@ -17,6 +17,7 @@ import uvicorn
 from ..fabric.errors import ConfigError
 from .app import make_app
 from .config import ApiConfig, check_config, is_loopback
+from .connections import bounded_protocol
 from .status import Ports
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ async def serve(
         url = url_of(config.host, listening.getsockname()[1], is_tls=config.tls_certificate is not None)
         settings = uvicorn.Config(
             app,
+            http=bounded_protocol(config),
+            ws="none",
             ssl_certfile=config.tls_certificate,
             ssl_keyfile=config.tls_key,
             log_config=None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...fabric.errors import InputError
 from ..context import Context
@@ -23,15 +24,20 @@ def router(context: Context) -> APIRouter:
     reader_count = 0
 
     async def stream(after: str | None) -> AsyncIterator[bytes]:
-        nonlocal reader_count
-        reader_count += 1
-        try:
-            yield f"retry: {RECONNECT_MS}\n: rollfab events\n\n".encode()
-            async for batch in context.tail.stream(after, context.config.keep_alive_s):
-                rows = [f"id: {event.event_id}\ndata: {event.model_dump_json()}\n\n" for event in batch]
-                yield "".join(rows).encode() or b": still here\n\n"
-        finally:
-            reader_count -= 1
+        yield f"retry: {RECONNECT_MS}\n: rollfab events\n\n".encode()
+        async for batch in context.tail.stream(after, context.config.keep_alive_s):
+            rows = [f"id: {event.event_id}\ndata: {event.model_dump_json()}\n\n" for event in batch]
+            yield "".join(rows).encode() or b": still here\n\n"
+
+    class Reserved(StreamingResponse):
+        """A stream whose place was taken when it was granted, and is given up however it ends."""
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal reader_count
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                reader_count -= 1
 
     @routes.get(
         "/events",
@@ -43,6 +49,7 @@ def router(context: Context) -> APIRouter:
         after: Annotated[str | None, Query(description="where there is no Last-Event-ID; 0: all that is kept")] = None,
     ) -> StreamingResponse:
         """What happens, as it happens; after `Last-Event-ID` where one is given, else from now on."""
+        nonlocal reader_count
         start = last_event_id or after
         if start is not None and not EVENT_ID.match(start):
             raise InputError(
@@ -52,6 +59,8 @@ def router(context: Context) -> APIRouter:
         if reader_count >= limit:
             text = f"{limit} event streams are open, which is the limit: close one, or ask /v1/status instead"
             raise Refused(503, "TooManyReaders", text, limit=limit)
-        return StreamingResponse(stream(start), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        answer = Reserved(stream(start), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        reader_count += 1  # last: nothing is awaited from the look at the limit to here
+        return answer
 
     return routes

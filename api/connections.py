@@ -1,0 +1,165 @@
+"""HTTP connections under bounds, so that slow, silent and many clients cost themselves alone.
+
+- A request must be here, head and body, within `request_timeout_s` of its first byte, or of the connection's start.
+- A client must read its answer: one that takes less than WRITE_STEP_BYTES within `write_timeout_s` is dropped.
+- Above `connection_count_max` the oldest connection without a whole request makes room for a new one; where all are at
+  work, the new one is refused with 503.
+- Keep-alive connections without a request end after uvicorn's own five seconds.
+
+The header's size is bounded by h11 (64 KiB), the body's by body.py, event streams by their own count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from .config import ApiConfig
+
+log = logging.getLogger(__name__)
+
+WRITE_STEP_BYTES = 64 << 10  # asyncio's own high-water mark: who takes less within the time takes nothing
+REFUSALS = {
+    408: b"the request did not arrive whole in time: send it at once",
+    503: b"every connection of this api is at work: try again in a second",
+}
+PHRASES = {408: b"Request Timeout", 503: b"Service Unavailable"}
+
+
+def bounded_protocol(limits: ApiConfig) -> type[asyncio.Protocol]:
+    """What uvicorn makes of each connection."""
+
+    class Protocol(BoundedProtocol):
+        def __init__(
+            self,
+            config: Config,
+            server_state: ServerState,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            super().__init__(config, server_state, app_state, _loop)
+            self.limits = limits
+
+    return Protocol
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. limits: set by `bounded_protocol`."""
+
+    limits: ApiConfig
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._arriving: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection in, if there is room for it."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connection_count_max and not self._make_room():
+            log.warning("api.connection_refused", extra={"limit": self.limits.connection_count_max})
+            self._refuse(503)
+            return
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timers."""
+        self._stop_arriving()
+        self._stop_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, and look whether the request is whole."""
+        self._expect()
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """Answered; a request that was sent ahead may have begun."""
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        """More waits to be read than the client takes."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stop_writing()
+        super().resume_writing()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a whole request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+    def _expect(self) -> None:
+        if self._arriving is None and not self.is_at_work:
+            self._arriving = self.loop.call_later(self.limits.request_timeout_s, self._give_up)
+
+    def _look(self) -> None:
+        """Stop the clock of a request that is whole, or where none is under way: keep-alive has its own."""
+        is_begun = self.cycle is not None and not self.cycle.response_complete
+        if self.is_at_work or (not is_begun and self.cycle is not None and not self.conn.trailing_data[0]):
+            self._stop_arriving()
+
+    def _give_up(self) -> None:
+        self._arriving = None
+        if self.transport.is_closing():
+            return
+        log.info("api.request_too_slow", extra={"timeout_s": self.limits.request_timeout_s})
+        self._refuse(408)
+
+    def _refuse(self, status: int) -> None:
+        """Answer, where no answer has begun, and close."""
+        if self.conn.our_state is h11.IDLE or self.conn.our_state is h11.SEND_RESPONSE:
+            text = REFUSALS[status]
+            head = b"HTTP/1.1 %d %s\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, PHRASES[status], len(text)) + text)
+        self.transport.close()
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited longest without a whole request; False: all are at work."""
+        waiting = [each for each in self.connections if isinstance(each, BoundedProtocol) and each is not self]
+        idle = [each for each in waiting if not each.is_at_work]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda each: each._arriving.when() if each._arriving else 0.0)
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def _watch_reader(self) -> None:
+        self._stop_writing()
+        left_bytes = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(self.limits.write_timeout_s, self._check_reader, left_bytes)
+
+    def _check_reader(self, left_bytes: int) -> None:
+        if left_bytes - self.transport.get_write_buffer_size() >= WRITE_STEP_BYTES:
+            self._watch_reader()
+            return
+        log.warning("api.slow_reader_dropped", extra={"timeout_s": self.limits.write_timeout_s})
+        self.transport.abort()
+
+    def _stop_arriving(self) -> None:
+        if self._arriving is not None:
+            self._arriving.cancel()
+        self._arriving = None
+
+    def _stop_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        self._writing = None
