@@ -14,7 +14,7 @@
 - The secret itself never travels here. Peers learn it with the address, from the broker: who may read weights there may
   read them here. Bytes travel in the clear, as they do to a broker without TLS: keep relays inside a trusted network.
 - Every wait has an end: a peer that sends nothing for `stall_s` is lost. A server that is busy says so meanwhile.
-- Nothing is allocated on a header's word beyond the bound of its frame.
+- Nothing is allocated on a header's word beyond the bound of its frame; before its proof a client may send AUTH alone.
 """
 
 from __future__ import annotations

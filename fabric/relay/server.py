@@ -36,7 +36,9 @@ from .frames import (
     frame,
     make_address,
     proof,
+    read_body,
     read_frame,
+    read_head,
     send,
     while_busy,
 )
@@ -168,10 +170,12 @@ class RelayServer:
         await self._send(writer, frame(Word.HELLO, HELLO.pack(MAGIC, VERSION, nonce)))
         try:
             async with asyncio.timeout(self._options.patience_s):
-                word, data = await read_frame(reader, self._options.patience_s)
+                word, size = await read_head(reader, self._options.patience_s)
+                is_proof = (word, size) == (Word.AUTH, BYTES_MAX[Word.AUTH])  # of a stranger nothing else is read
+                data = await read_body(reader, size, self._options.patience_s) if is_proof else b""
         except TimeoutError as error:
             raise PeerLost("a child did not prove itself in time") from error
-        if word != Word.AUTH or not hmac.compare_digest(data, proof(self._secret, nonce)):
+        if not hmac.compare_digest(data, proof(self._secret, nonce)):
             log.warning("relay.refused", extra={"peer": str(writer.get_extra_info("peername"))})
             await self._refuse(writer, "the secret is not the one in this relay's address: ask the broker again")
             return False

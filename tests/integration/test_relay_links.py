@@ -230,6 +230,20 @@ async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     return PROOF_BYTES
 
 
+@pytest.mark.parametrize("word", [each for each in Word if each != Word.AUTH])
+async def test_of_a_stranger_nothing_is_read_but_a_proof(broker: CountingStore, tmp_path: Path, word: Word) -> None:
+    async with linked(broker, tmp_path) as link:
+        host, port, _ = read_address(link.address)
+        reader, writer = await asyncio.open_connection(host, port)
+        await reader.readexactly(FRAME.size + BYTES_MAX[Word.HELLO])
+
+        writer.write(FRAME.pack(word, BYTES_MAX[word]))  # and nothing of what it announces
+
+        assert FRAME.unpack(await reader.readexactly(FRAME.size))[0] == Word.REFUSED
+        assert b"secret" in await asyncio.wait_for(reader.read(), 5)
+        writer.transport.abort()
+
+
 class CountedStore(RelayedStore):
     """Counts how often a child asked."""
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,11 @@ from rollfab.fabric.records import Sampling
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.workers.engines.base import EngineLimits, GenerationRequest, TurnsAtCommit, Writes
 from rollfab.workers.engines.vllm.arena import Mirror
+from rollfab.workers.engines.vllm.checkpoint import save_bits
 from rollfab.workers.engines.vllm.config import VllmConfig
 from rollfab.workers.engines.vllm.door import Abilities, Ask, Chunk, ModelFacts, Pulse
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from rollfab.workers.engines.vllm.server_weights import ReloadedWeights
 from rollfab.workers.serving.guard import GuardOrders
 
 LAYOUT = Layout((TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,))))
@@ -282,3 +287,42 @@ async def test_a_commit_that_was_refused_whole_changes_nothing(engine: VllmEngin
     with pytest.raises(LayoutMismatch, match="twice"):
         await engine.apply(Staged(1, {"b": (np.array([2, 2]), np.zeros(2, dtype=np.uint32))}))
     assert engine.stats().active_version == -1 and engine.weight_bits()["b"].tolist() == [0, 0, 0, 0]
+
+
+class PlayedServer:
+    """Fake vLLM server on this machine: looks at the checkpoints that it is told to load."""
+
+    url = "http://localhost:1"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Path, int, int]] = []  # a checkpoint's directory, its mode, the mode of what holds it
+
+    async def ask(self, method: str, path: str, body: Any = None, **_: Any) -> dict[str, Any]:
+        if path == "/collective_rpc":
+            self._look(Path(body["kwargs"]["weights_path"]))
+        return {"success": True}
+
+    def _look(self, directory: Path) -> None:
+        self.seen.append((directory, directory.stat().st_mode & 0o777, directory.parent.stat().st_mode & 0o777))
+        assert (directory / "model.safetensors").stat().st_size > 0
+
+
+async def test_checkpoints_for_a_server_cannot_be_found_by_other_users(tmp_path: Path) -> None:
+    bits = {spec.name: np.zeros(spec.element_count, np.uint32) for spec in LAYOUT.tensors}
+    save_bits(tmp_path / "model.safetensors", LAYOUT, bits)
+    model = SimpleNamespace(
+        layout=LAYOUT, root=str(tmp_path), checkpoint_files=lambda: [tmp_path / "model.safetensors"]
+    )
+    server = PlayedServer()
+    weights = ReloadedWeights(server, model, ())  # type: ignore[arg-type]
+
+    await weights.open()
+    await weights.write({"a": (None, np.ones(6, np.uint32))}, 3)
+
+    assert len(server.seen) == 2
+    for directory, mode, outer_mode in server.seen:
+        assert (mode, outer_mode) == (0o755, 0o711), "the server, maybe another user, reads what it was told of"
+        assert re.search(r"-[0-9a-f]{32}$", directory.name), "and nobody guesses the name"
+        assert not directory.exists(), "it is gone once it is loaded"
+    assert server.seen[0][0].name[-32:] != server.seen[1][0].name[-32:]
+    await weights.close()

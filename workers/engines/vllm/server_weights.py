@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -144,7 +145,7 @@ class ReloadedWeights:
             EngineError: it does not; it is as it was.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="rollfab-weights-"))
-        self._directory.chmod(0o755)  # the server may be another user's
+        self._directory.chmod(0o711)  # the server may be another user's: who knows a name in it may read, none may list
         bits = {spec.name: np.empty(spec.element_count, spec.bits_dtype) for spec in self.layout.tensors}
         await asyncio.to_thread(_read_files, self._model, self.layout, bits)
         norms = [spec for spec in self.layout.tensors if len(spec.shape) == 1 and "norm" in spec.name]
@@ -169,7 +170,7 @@ class ReloadedWeights:
 
     async def _load(self, layout: Layout, bits: Mapping[str, Bits], name: str) -> None:
         assert self._directory is not None, "the weights are not open"
-        directory = self._directory / name
+        directory = self._directory / f"{name}-{secrets.token_hex(16)}"
         try:
             await asyncio.to_thread(_save, directory, layout, bits)
         except OSError as error:
@@ -196,6 +197,7 @@ class ReloadedWeights:
 
 def _save(directory: Path, layout: Layout, bits: Mapping[str, Bits]) -> None:
     directory.mkdir(mode=0o755)
+    directory.chmod(0o755)  # whatever the umask is: its name is the secret
     save_bits(directory / "model.safetensors", layout, bits)
 
 
