@@ -160,6 +160,8 @@ async def _interrupt(stage: Stage, dice: np.random.Generator, *, is_kill: bool) 
     await asyncio.sleep(dice.uniform(*REVOKE_AFTER_S))
     at_ns = stage.kill(giver) if is_kill else await stage.revoke(giver)
     await stage.asker.collect(turns)
+    if not is_kill:
+        await stage.until_counted(made_before + turns.token_count)
     await asyncio.sleep(QUIET_S)
     found = [
         HandOver(turn=line["turn"], handover_ms=(line["first_ns"] - at_ns) / 1e6, prior_count=line["prior_count"])

@@ -147,3 +147,15 @@ class Stage:
     def token_count(self) -> int:
         """Tokens that all engines have made so far."""
         return token_count(self._directory)
+
+    async def until_counted(self, count: int) -> None:
+        """Return once witnesses have written down `count` tokens: on a busy machine they may be late.
+
+        Raises:
+            FabricError: they did not.
+        """
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while (found := self.token_count()) < count:
+            if time.monotonic() >= until_s:
+                raise FabricError(f"the engines' witnesses count {found} tokens, {count} came: their figures are wrong")
+            await asyncio.sleep(LOOK_S)

@@ -2,7 +2,9 @@
 
 - The worker is the one of every day: the same loop, the same engine, the same broker. A thread beside it looks at the
   engine and writes what it sees into files, through the page cache, so that SIGKILL loses nothing of it.
-- `<pid>.tokens`: how many tokens the engine has made, at most LOOK_S old.
+- `<pid>.tokens`: how many tokens the engine has made, at most LOOK_S old. It is written as one machine word, since
+  another process reads it at any time: byte by byte, a reader would now and then find 0, and take all tokens so far for
+  new ones.
 - `<pid>.resumed`: a line for every turn that came with tokens of an earlier claim: its id, how many tokens it had, when
   the engine was asked for it and when its first new token was there, by the machine's monotonic clock. Turns without
   such tokens are watched too, with a count of 0.
@@ -13,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import struct
 import threading
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..workers.engines.base import GenerationRequest
 from ..workers.engines.transformers import TransformersConfig, TransformersEngine
 
 LOOK_S = 0.002
-COUNT = struct.Struct("<q")
+COUNT_BYTES = 8
 
 
 def run_witness(options: RoleOptions, *, role: str, slot_count: int, directory: Path) -> None:
@@ -65,18 +66,15 @@ class WitnessedEngine(TransformersEngine):
         super().generate(request)
 
     def _watch(self) -> None:
-        count_path = self._directory / f"{os.getpid()}.tokens"
-        count_path.write_bytes(bytes(COUNT.size))
         with (
-            count_path.open("r+b") as file,
-            mmap.mmap(file.fileno(), COUNT.size) as count,
+            SharedCount(self._directory / f"{os.getpid()}.tokens") as count,
             (self._directory / f"{os.getpid()}.resumed").open("ab", buffering=0) as lines,
         ):
             while not self._is_closing.wait(LOOK_S):
-                COUNT.pack_into(count, 0, self.stats().token_count)
+                count.set(self.stats().token_count)
                 for line in self._first_tokens():
                     lines.write(orjson.dumps(line) + b"\n")
-            COUNT.pack_into(count, 0, self.stats().token_count)
+            count.set(self.stats().token_count)
 
     def _first_tokens(self) -> list[dict[str, Any]]:
         found = []
@@ -92,10 +90,43 @@ class WitnessedEngine(TransformersEngine):
         return found
 
 
+class SharedCount:
+    """A number that one process writes, while others read it from the file with `read_count`."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(COUNT_BYTES))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), COUNT_BYTES)
+        self._word = memoryview(self._map).cast("q")
+
+    def set(self, value: int) -> None:
+        """Replace the number, in one store."""
+        self._word[0] = value
+
+    def __enter__(self) -> SharedCount:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._word.release()
+        self._map.close()
+
+
+def read_count(path: Path) -> int:
+    """The number in a SharedCount's file, read in one load; 0 while the file is being made."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < COUNT_BYTES:
+            return 0
+        with (
+            mmap.mmap(file.fileno(), COUNT_BYTES, prot=mmap.PROT_READ) as found,
+            memoryview(found) as view,
+            view.cast("q") as word,
+        ):
+            return word[0]
+
+
 def token_count(directory: Path) -> int:
     """Tokens that all engines that ever ran with this directory have made."""
-    counts = [COUNT.unpack(path.read_bytes())[0] for path in directory.glob("*.tokens") if path.stat().st_size]
-    return sum(counts)
+    return sum(map(read_count, directory.glob("*.tokens")))
 
 
 def first_tokens(directory: Path) -> list[dict[str, Any]]:
