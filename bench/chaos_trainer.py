@@ -126,7 +126,7 @@ class _Trainer:
 def flaw(group: Group, group_size: int, turn_count: int) -> str:
     """What is wrong with a delivered group; empty when nothing is."""
     if group.failures:
-        return f"dead letters {', '.join(group.failures)}"
+        return "dead letters " + ", ".join(f"{name}: {reason}" for name, reason in group.failures)
     names = [rollout.trajectory_id for rollout in group.rollouts]
     if names != [f"{group.group_id}.{index}" for index in range(group_size)]:
         return f"trajectories {', '.join(names)}"

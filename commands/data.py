@@ -100,7 +100,7 @@ def _group_row(group: Group) -> dict[str, Any]:
     return {
         "group_id": group.group_id,
         "task_id": group.task_id,
-        "failures": list(group.failures),
+        "failures": [each._asdict() for each in group.failures],
         "cancelled": list(group.cancelled),
         "ended_by": group.ended_by,
         "redelivered": group.redelivered,

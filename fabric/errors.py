@@ -10,7 +10,7 @@ FabricError
 ├─ WireError(ValueError)            bytes we cannot read
 │   └─ SchemaUnknown
 ├─ BrokerError                      the broker refused, is unreachable, or is not fit
-│   └─ BrokerFull                   out of memory at the broker; nothing was written
+│   └─ BrokerFull                   out of memory at the broker, which takes nothing new in
 ├─ QueueError
 │   ├─ QueueFull                    retry later; carries depth and limit
 │   ├─ ClaimLost                    someone else holds the job now; drop the work
@@ -93,7 +93,7 @@ class BrokerError(FabricError):
 
 
 class BrokerFull(BrokerError):
-    """The broker is at its memory limit; nothing was written."""
+    """The broker is at its memory limit, and did not carry out the write that met it."""
 
 
 class QueueError(FabricError):
@@ -101,11 +101,14 @@ class QueueError(FabricError):
 
 
 class QueueFull(QueueError):
-    """The queue is at its bound; facts: depth, limit. Retry after consuming."""
+    """The queue is at its bound; facts: depth, limit, need (of what did not fit). Retry after consuming.
+
+    Of a submit, this and every other error also have group_ids (all of it), taken, refused and doubtful.
+    """
 
 
 class ClaimLost(QueueError):
-    """Someone else holds the job now; drop the work. Facts: job_id, fence."""
+    """Someone else holds the job now; drop the work. Facts: job_id."""
 
 
 class JobDead(QueueError):

@@ -123,11 +123,25 @@ class GroupPush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """A complete group as received, with what acknowledging it takes."""
+    """A complete group as received, with what acknowledging it takes. holder: who received it."""
 
     group: Group
     shard: int
     entry_id: str
+    holder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerBeat:
+    """The answer to a consumer's sign of life.
+
+    taken_count: groups that it took over from others. was_lost: what it held before was taken over by others.
+    namesakes: other live clients that consume under its name.
+    """
+
+    taken_count: int = 0
+    was_lost: bool = False
+    namesakes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,11 +261,27 @@ class RolloutStream(Protocol):
     """Groups of one run, as a trainer sees them."""
 
     async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
-        """Take groups in; False for those already known. Raises QueueFull with nothing of that group written."""
+        """Take groups in, each whole or not at all; False for those already known.
+
+        Raises:
+            FabricError: some were refused (QueueFull, BrokerFull, RunUnknown), or their answer was lost. Facts: taken,
+            refused and doubtful name them; without these, nobody knows.
+        """
+        ...
+
+    async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
+        """Say that this client consumes under a name: what it received is its own for `duration_s` from now.
+
+        It takes over what others have not acknowledged: with its first beat that of clients of its name, which it
+        follows, and with every beat that of consumers whose time is over. That is received next, marked redelivered.
+        """
         ...
 
     async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
-        """Complete groups; first those this consumer received but did not acknowledge, marked redelivered."""
+        """Complete groups; first those that it holds but did not acknowledge, marked redelivered.
+
+        A group that is too stale is not delivered, however often it was before: it runs again.
+        """
         ...
 
     def put_back(self, delivery: Delivery) -> None:
@@ -259,7 +289,11 @@ class RolloutStream(Protocol):
         ...
 
     async def acknowledge(self, delivery: Delivery) -> bool:
-        """The group was used; False when it was acknowledged or cancelled before."""
+        """The group was used; False when it was acknowledged or cancelled before.
+
+        Raises:
+            ClaimLost: another consumer took it over, or it runs again. Nothing was written.
+        """
         ...
 
     async def cancel(self, group_id: str) -> bool: ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,18 +211,26 @@ class DeadLetter(Record):
     job: dict[str, Any]
 
 
+class Failure(NamedTuple):
+    """A trajectory that was given up, and why: its dead letter's reason."""
+
+    trajectory_id: str
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """The trajectories of one task, complete: what `Run.groups` yields.
 
-    `failures` names trajectories that ended in the dead letters; they are never scored as reward 0. `cancelled` names
-    those that were not needed any more. `ended_by`: all (every trajectory ended), quorum, or deadline.
+    `failures` are trajectories that ended in the dead letters, with the reasons; they are never scored as reward 0.
+    `cancelled` names those that were not needed any more. `ended_by`: all (every trajectory ended), quorum or deadline.
+    `redelivered`: somebody received it before, and may have used it.
     """
 
     group_id: str
     task_id: str
     rollouts: tuple[Rollout, ...]
-    failures: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
     cancelled: tuple[str, ...] = ()
     ended_by: str = "all"
     redelivered: bool = False

@@ -27,7 +27,17 @@ from tests.key_table import unaccounted
 
 ROOT = Path(__file__).parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-KEPT_KEYS = {"run", "clock", "counters", "leases", "lease_term", "consumed", "dead", "completed"}  # of a done run
+KEPT_KEYS = {
+    "run",
+    "clock",
+    "counters",
+    "leases",
+    "lease_term",
+    "consumed",
+    "consumers",
+    "dead",
+    "completed",
+}  # of a done run
 
 T = TypeVar("T")
 

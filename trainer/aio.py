@@ -4,6 +4,7 @@ This is the one implementation, asynchronous; client.py is the same surface for 
 
 - A push acknowledged here survives the death of any process; repeating it (same group ids) changes nothing.
 - A group is acknowledged when the loop body that received it has ended; a group that was not comes again.
+- What a client holds is its own while its event loop runs; of a client that is silent, others take it over.
 - Bad input is refused here, before anything is written.
 """
 
@@ -21,20 +22,22 @@ from numpy.typing import NDArray
 
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError, EnvironmentUnknown, QueueFull, RunUnknown
+from ..fabric.errors import ConfigError, EnvironmentUnknown, FabricError, QueueFull, RunUnknown
 from ..fabric.ids import check_name
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
 from ..fabric.records import Group, RunConfig
+from ..fabric.rules.push import too_many_open
 from ..fabric.weights.chain import fetch_weights
 from .agreement_report import AgreementReporter
-from .checks import check_run, check_settings, make_groups
+from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
-from .ledger import Hand, Ledger
+from .ledger import TAKEOVER_S, Hand, Ledger, Submission
 from .publish import AnyPublisher, PublishReport, make_publisher
 from .tensors import ComparesOn
 
 PUSH_RETRY_S = 0.1
+ANSWER_S = 2.0  # a push that is cancelled is waited for so long, to say what it took in
 POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
 
 
@@ -43,6 +46,7 @@ class AsyncFabric:
 
     def __init__(self, ports: RedisFabric, url: str) -> None:
         self._ports = ports
+        self._open_ledgers: set[Ledger] = set()
         self.url = url
 
     async def run(
@@ -78,13 +82,13 @@ class AsyncFabric:
             given = {"model": model, "environment": environment}
             settings |= {name: value for name, value in given.items() if value is not None}
             if not settings:
-                return AsyncRun(self._ports, existing)
+                return AsyncRun(self._ports, existing, self._open_ledgers)
             config = replace(existing, **settings)
         else:
             await self._check_environment(environment)
             config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
         check_run(config)
-        return AsyncRun(self._ports, await self._ports.board.create_run(config))
+        return AsyncRun(self._ports, await self._ports.board.create_run(config), self._open_ledgers)
 
     async def _check_environment(self, name: str) -> None:
         offered = set(installed("rollfab.environments"))
@@ -103,6 +107,8 @@ class AsyncFabric:
 
     async def close(self) -> None:
         """Close the connection; runs and their work stay."""
+        for ledger in list(self._open_ledgers):
+            ledger.close()
         await self._ports.close()
 
     async def __aenter__(self) -> AsyncFabric:
@@ -117,11 +123,12 @@ class AsyncFabric:
 class AsyncRun:
     """One training job's namespace: its tasks, its groups, its weights."""
 
-    def __init__(self, ports: RedisFabric, config: RunConfig) -> None:
+    def __init__(self, ports: RedisFabric, config: RunConfig, open_ledgers: set[Ledger] | None = None) -> None:
+        """open_ledgers: where what holds groups is noted, for whoever closes the connection."""
         self._ports = ports
         self.config = config
         self._publisher: AnyPublisher | None = None
-        self._ledger = Ledger(ports.rollouts(config))
+        self._ledger = Ledger(ports.rollouts(config), run_id=config.run_id, open_ledgers=open_ledgers)
         self._hand = Hand(self._ledger)
         self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
 
@@ -158,25 +165,80 @@ class AsyncRun:
 
         Raises:
             InputError, PayloadTooLarge: names the task; nothing of this call was pushed.
-            QueueFull: still full after `timeout`; groups before the one that did not fit were pushed.
-        """
-        await self._hand.acknowledge()
-        groups = make_groups(tasks, group_size, group_ids, quorum=quorum, priority=priority, deadline_s=deadline)
-        deadline_s = asyncio.get_running_loop().time() + timeout
-        for start in range(0, len(groups), 64):
-            await self._push(groups[start : start + 64], deadline_s)
-        return [group.group_id for group in groups]
+            QueueFull: still full after `timeout`, or a group is larger than the run's limit.
+            BrokerError, RunUnknown: as they say.
 
-    async def _push(self, groups: list[GroupPush], deadline_s: float) -> None:
+            All but InputError say in their text, and in `facts`, what was taken in: group_ids (all of this call),
+            taken, refused, doubtful (their answer was lost). An interrupt or a cancelling has it as a note. Repeating
+            the call with these group_ids takes in what is not.
+        """
+        wishes = {"quorum": quorum, "priority": priority, "deadline_s": deadline}
+        return await self.submit_noting(Submission(), tasks, group_size, group_ids, timeout_s=timeout, **wishes)
+
+    async def submit_noting(
+        self,
+        submission: Submission,
+        tasks: Iterable[Mapping[str, Any]],
+        group_size: int,
+        group_ids: Sequence[str] | None,
+        *,
+        timeout_s: float,
+        **wishes: Any,
+    ) -> list[str]:
+        """As `submit`; how far it came is noted in `submission`, for a caller that is interrupted meanwhile."""
+        groups = make_groups(tasks, group_size, group_ids, **wishes)
+        submission.group_ids = [group.group_id for group in groups]
+        try:
+            await self._hand.acknowledge()
+            self._check_sizes(groups)
+            deadline_s = asyncio.get_running_loop().time() + timeout_s
+            for start in range(0, len(groups), 64):
+                await self._push(groups[start : start + 64], deadline_s, submission)
+        except FabricError as error:
+            raise submission.explain(error) from error
+        except BaseException as error:
+            submission.note_on(error)
+            raise
+        return submission.group_ids
+
+    def _check_sizes(self, groups: Sequence[GroupPush]) -> None:
+        """Refuse, before the first write, what would never fit."""
+        limit = self.config.trajectory_count_max // self.config.shard_count
+        largest = max((len(group.jobs) for group in groups), default=0)
+        if largest > limit:
+            raise too_many_open(self.run_id, 0, limit, largest)
+
+    async def _push(self, groups: list[GroupPush], deadline_s: float, submission: Submission) -> None:
         while True:
             try:
-                await self._ledger.push(groups)
+                await self._push_once(groups, submission)
                 return
             except QueueFull as error:
-                is_hopeless = max(len(group.jobs) for group in groups) > error.facts["limit"]
+                is_hopeless = error.facts.get("need", 0) > error.facts["limit"]
                 if is_hopeless or asyncio.get_running_loop().time() >= deadline_s:
                     raise
                 await asyncio.sleep(PUSH_RETRY_S)
+
+    async def _push_once(self, groups: list[GroupPush], submission: Submission) -> None:
+        """Push, and note what is in. A push under way is waited for when this is cancelled: its answer says what is."""
+        names = [group.group_id for group in groups]
+        push = asyncio.ensure_future(self._ledger.push(groups))
+        try:
+            await asyncio.shield(push)
+            submission.note_taken(names)
+        except FabricError as error:
+            submission.note_error(error, names)
+            raise
+        except asyncio.CancelledError:
+            submission.note_doubtful(names)
+            await asyncio.wait((push,), timeout=ANSWER_S)
+            if not push.done():
+                push.cancel()
+            elif (found := push.exception()) is None:
+                submission.note_taken(names)
+            elif isinstance(found, FabricError):
+                submission.note_sure(found)
+            raise
 
     def groups(
         self,
@@ -186,22 +248,28 @@ class AsyncRun:
         count: int | None = None,
         keep: str | Keep | None = None,
         refill: Iterable[Mapping[str, Any]] | None = None,
+        takeover: float = TAKEOVER_S,
     ) -> Groups:
         """Completed groups as they come. See `Groups` for when they are acknowledged.
 
         Args:
             timeout: seconds without any group after which the iteration ends; None: wait for ever.
-            consumer: who consumes; several processes of one trainer use different names.
+            consumer: who consumes; several processes of one trainer use different names. A process that starts under
+                a name gets at once what the one before it left, so two that live under one name are warned of.
             count: end after this many groups.
             keep: "varied" (rewards differ), or a function of a group. What it refuses is dropped: acknowledged, and
                 neither handed out nor counted.
             refill: tasks; the next one replaces each dropped group. A list begins anew with each call, an iterator
                 goes on.
+            takeover: seconds without a sign of life of this process after which any other consumer of the run may
+                have the groups in its hands, marked `redelivered`. It gives them by itself, however long a training
+                step takes, as long as its event loop runs.
 
         Raises:
-            InputError: there is no filter of that name.
+            InputError: there is no filter of that name, or another argument makes no sense.
         """
-        view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep))
+        check_view(consumer, takeover)
+        view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
         return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=iter(refill)))
 
     async def publish(
@@ -283,6 +351,7 @@ class View:
     consumer: str
     count: int | None
     keep: Keep
+    takeover: float = TAKEOVER_S
 
 
 class Groups:
@@ -328,7 +397,7 @@ class Groups:
         end_s = loop.time() + timeout_s
         while True:
             left_s = min(POLL_S, end_s - loop.time())
-            found = await self._ledger.receive(self._view.consumer, max(left_s, 0.001))
+            found = await self._ledger.receive(self._view.consumer, max(left_s, 0.001), takeover_s=self._view.takeover)
             if found is not None and self._is_wanted(found):
                 return found
             if found is not None:

@@ -21,6 +21,7 @@ from ..fabric.seeds import SEED_MAX, is_seed
 from ..fabric.wire import check_size, dump_json
 
 SHARD_COUNT_MAX = 1024
+CONSUMER_LENGTH_MAX = 200
 FLOAT_MAX = sys.float_info.max
 
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
@@ -66,6 +67,17 @@ def check_run(config: RunConfig) -> None:
         dump_json(config.environment_options)
     except InputError as error:
         raise InputError(f"{where}: environment_options: {error}") from error
+
+
+def check_view(consumer: str, takeover_s: float) -> None:
+    """Require a consumer's name and time that make sense.
+
+    Raises:
+        InputError: names the argument, its value and what is expected.
+    """
+    is_name = isinstance(consumer, str) and bool(consumer.strip()) and len(consumer) <= CONSUMER_LENGTH_MAX
+    _require("groups", "consumer", consumer, (f"a name of 1 to {CONSUMER_LENGTH_MAX} characters", lambda _: is_name))
+    _require("groups", "takeover", takeover_s, ("seconds above 0", lambda value: _is_number(value) and value > 0))
 
 
 def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = None, **wishes: Any) -> list[GroupPush]:

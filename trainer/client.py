@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.embedded import EmbeddedBroker
+from ..fabric.errors import FabricError
 from ..fabric.ports import RunStatus
 from ..fabric.records import Group, RunConfig
 from . import aio
+from .ledger import TAKEOVER_S, Submission
 from .publish import PublishReport
 from .tensors import ComparesOn
 
@@ -117,18 +119,20 @@ class Run:
         group_ids: Sequence[str] | None = None,
         timeout: float = 60.0,
     ) -> list[str]:
-        """Push one group of `group_size` trajectories per task; returns their group ids."""
-        return self._loop.call(
-            self._run.submit(
-                tasks,
-                group_size=group_size,
-                quorum=quorum,
-                priority=priority,
-                deadline=deadline,
-                group_ids=group_ids,
-                timeout=timeout,
-            )
-        )
+        """Push one group of `group_size` trajectories per task; returns their group ids.
+
+        Whatever ends it early says what was taken in: see `AsyncRun.submit`.
+        """
+        submission = Submission()
+        wishes = {"quorum": quorum, "priority": priority, "deadline_s": deadline}
+        work = self._run.submit_noting(submission, tasks, group_size, group_ids, timeout_s=timeout, **wishes)
+        try:
+            return self._loop.call(work)
+        except FabricError:
+            raise
+        except BaseException as error:
+            submission.note_on(error)
+            raise
 
     def groups(
         self,
@@ -138,15 +142,17 @@ class Run:
         count: int | None = None,
         keep: str | Callable[[Group], bool] | None = None,
         refill: Iterable[Mapping[str, Any]] | None = None,
+        takeover: float = TAKEOVER_S,
     ) -> Groups:
         """Completed groups as they come: `for group in run.groups()`, or `with run.groups(count=16) as groups`.
 
         `keep` drops groups that teach nothing ("varied": those whose rewards are all equal), `refill` replaces them.
+        `takeover` seconds after this process was heard of last, other consumers may have what is in its hands.
         """
-        return Groups(
-            self._loop,
-            self._run.groups(timeout=timeout, consumer=consumer, count=count, keep=keep, refill=refill),
+        found = self._run.groups(
+            timeout=timeout, consumer=consumer, count=count, keep=keep, refill=refill, takeover=takeover
         )
+        return Groups(self._loop, found)
 
     def publish(self, named: Any, version: int, group: Any = None, compares_on: ComparesOn = "auto") -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact. group: of a sharded model."""

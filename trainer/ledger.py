@@ -1,4 +1,4 @@
-"""What this client has pushed and acknowledged, so that a broker which forgot its last writes is told again.
+"""What this client has pushed, holds and has acknowledged, beside a broker that may forget, and other consumers.
 
 A replica that takes over, or a disk that lost power, may lack the last moments of what was answered with "done".
 Pushes are known by their ids and acknowledged groups by theirs, so saying both again changes nothing where nothing
@@ -6,41 +6,77 @@ was lost:
 
 - While no group comes, everything pushed here and not yet received is pushed again, every PUSH_AGAIN_S.
 - A group that was acknowledged here and comes again is acknowledged again, and not handed out.
+- An acknowledgement that did not reach the broker is said again before anything else is received.
 
-Both memories are bounded, and end with the process: a trainer that starts again repeats its own pushes.
+Groups that are in hand here stay so as long as this process lives: every few seconds it says that it does. Whoever
+does not say so for `takeover_s` loses them to other consumers, and is told when it acknowledges one.
+
+Of a submit that is refused or interrupted it says how far it came.
+
+Memories are bounded, and end with the process: a trainer that starts again repeats its own pushes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import math
 from collections.abc import Sequence
 
-from ..fabric.errors import BrokerError, QueueFull
+from ..fabric.errors import BrokerError, ClaimLost, FabricError, QueueFull
 from ..fabric.ports import Delivery, GroupPush, RolloutStream
+from ..fabric.records import Group
+
+log = logging.getLogger(__name__)
 
 PUSH_AGAIN_S = 15.0
 PUSH_COUNT = 64  # groups a call
 GROUP_COUNT_MAX = 20_000
+REASON_LENGTH_MAX = 300  # of a failure, in a warning
+TAKEOVER_S = 60.0
+BEAT_S_MAX = 5.0
+BEATS_MIN = 4  # signs of life that would have to be lost before others take over
 
 
 class Ledger:
-    """A run's rollout stream, with a memory."""
+    """A run's rollout stream, with a memory. open_ledgers: those that hold something, for whoever closes them."""
 
-    def __init__(self, rollouts: RolloutStream) -> None:
+    def __init__(self, rollouts: RolloutStream, *, run_id: str = "", open_ledgers: set[Ledger] | None = None) -> None:
         self._rollouts = rollouts
+        self._run_id = run_id
+        self._open_ledgers = set[Ledger]() if open_ledgers is None else open_ledgers
         self._open: dict[str, GroupPush] = {}
         self._used: dict[str, None] = {}
+        self._unsaid: dict[tuple[int, str], Delivery] = {}  # used, while the broker could not be told
+        self._in_hand: dict[tuple[int, str], str] = {}  # entry → the consumer that it was received by
+        self._lost: set[tuple[int, str]] = set()  # of these, what others have taken over, as was said
+        self._takeover_s: dict[str, float] = {}  # by consumer
+        self._beat_at_s: dict[str, float] = {}
+        self._warned_names: set[str] = set()
+        self.failed_group_count = 0  # received, with nothing but failures
         self._quiet_since_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def push(self, groups: Sequence[GroupPush]) -> None:
-        """Push groups. Raises QueueFull, as RolloutStream.push."""
-        await self._rollouts.push(groups)
-        for group in groups:
-            self._open[group.group_id] = group
-        _bound(self._open)
+        """Push groups. Raises FabricError, as RolloutStream.push."""
+        taken: set[str] = set()
+        try:
+            await self._rollouts.push(groups)
+            taken = {group.group_id for group in groups}
+        except FabricError as error:
+            taken = set(error.facts.get("taken", ()))
+            raise
+        finally:
+            self._open.update((group.group_id, group) for group in groups if group.group_id in taken)
+            _bound(self._open)
 
-    async def receive(self, consumer: str, timeout_s: float) -> Delivery | None:
+    async def receive(self, consumer: str, timeout_s: float, *, takeover_s: float = TAKEOVER_S) -> Delivery | None:
         """The next complete group that was not used before; None when none came in time."""
+        await self._say_again()
+        self._takeover_s[consumer] = takeover_s
+        await self._beat(consumer)
         found = await self._rollouts.receive(consumer, 1, timeout_s)
         if not found:
             await self._rollouts.reap()
@@ -49,29 +85,62 @@ class Ledger:
         self._quiet_since_s = None
         (delivery,) = found
         self._open.pop(delivery.group.group_id, None)
+        self._hold(delivery, consumer)
         if delivery.group.group_id in self._used:
-            await self._rollouts.acknowledge(delivery)
+            await self.acknowledge(delivery)
             return None
+        self._note_failed(delivery.group)
         return delivery
 
     async def acknowledge(self, delivery: Delivery) -> None:
-        """The group was used."""
+        """The group was used. Where others took it over meanwhile this does not count, and is warned of."""
+        key = (delivery.shard, delivery.entry_id)
         self._used[delivery.group.group_id] = None
         _bound(self._used)
+        is_repeated = key in self._unsaid
+        self._unsaid[key] = delivery  # until the broker has answered
+        lost: ClaimLost | None = None
         try:
-            await self._rollouts.acknowledge(delivery)
-        except BrokerError:
-            self._rollouts.put_back(delivery)  # it comes again, and is acknowledged then
-            raise
+            is_counted = await self._rollouts.acknowledge(delivery)
+        except ClaimLost as error:
+            is_counted, lost = False, error
+        del self._unsaid[key]
+        if not is_counted and not is_repeated:
+            await self._tell_lost(key, lost)
+        self._in_hand.pop(key, None)
+        self._lost.discard(key)
+
+    async def _tell_lost(self, key: tuple[int, str], error: ClaimLost | None) -> None:
+        """An acknowledgement does not count. Warn, unless this process cancelled the group, or it was said already."""
+        if key in self._in_hand:
+            with contextlib.suppress(BrokerError):
+                await self._beat(self._in_hand[key], is_due=True)  # tells whether others took over
+        if error is not None and key not in self._lost:
+            log.warning("%s", error.message, extra={"run_id": self._run_id})
 
     def put_back(self, delivery: Delivery) -> None:
-        """The group was not used after all."""
-        self._rollouts.put_back(delivery)
+        """The group was not used after all, unless it was and the broker is yet to be told."""
+        key = (delivery.shard, delivery.entry_id)
+        if key not in self._unsaid:
+            self._in_hand.pop(key, None)
+            self._lost.discard(key)
+            self._rollouts.put_back(delivery)
 
     async def cancel(self, group_id: str) -> bool:
         """Drop a group."""
         self._open.pop(group_id, None)
         return await self._rollouts.cancel(group_id)
+
+    def close(self) -> None:
+        """Give no more signs of life."""
+        for each in (self._timer, self._task):
+            if each is not None:
+                each.cancel()
+        self._open_ledgers.discard(self)
+
+    async def _say_again(self) -> None:
+        for delivery in list(self._unsaid.values()):
+            await self.acknowledge(delivery)
 
     async def _push_again(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -86,6 +155,143 @@ class Ledger:
                 await self._rollouts.push(groups[start : start + PUSH_COUNT])
             except QueueFull:
                 return  # what is there must be consumed first; the next round asks again
+
+    def _note_failed(self, group: Group) -> None:
+        """Warn of the first group that has nothing but failures, and of the tenth, hundredth, …: the others count."""
+        if group.rollouts or not group.failures:
+            return
+        self.failed_group_count += 1
+        if math.log10(self.failed_group_count) % 1 == 0:
+            log.warning(
+                "run %r: every trajectory of group %r failed (the %s such group received here), the first because: %s. "
+                "See `rollfab dead ls --run %s`",
+                self._run_id,
+                group.group_id,
+                "first" if self.failed_group_count == 1 else f"{self.failed_group_count}th",
+                _line(group.failures[0].reason),
+                self._run_id,
+                extra={"run_id": self._run_id, "failed_group_count": self.failed_group_count},
+            )
+
+    # ---- signs of life
+
+    def _hold(self, delivery: Delivery, consumer: str) -> None:
+        self._in_hand[delivery.shard, delivery.entry_id] = consumer
+        if self._timer is None:
+            self._open_ledgers.add(self)
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Not a task that sleeps: a program that ends without closing its connection would be told of it."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(min(map(self._pause_s, self._in_hand.values())), self._start)
+
+    def _start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+
+    async def _keep(self) -> None:
+        """Say that this process lives, and again later while something is in hand."""
+        try:
+            for consumer in sorted(set(self._in_hand.values())):
+                await self._beat(consumer)
+            await self._say_again()
+        except FabricError as error:
+            log.warning("run %r: no sign of life could be given: %s", self._run_id, error.message)
+        if self._in_hand:
+            self._set_timer()
+        else:
+            self._timer = None
+            self._open_ledgers.discard(self)
+
+    def _pause_s(self, consumer: str) -> float:
+        return min(BEAT_S_MAX, self._takeover_s[consumer] / BEATS_MIN)
+
+    async def _beat(self, consumer: str, *, is_due: bool = False) -> None:
+        """Say so, if it is due; warn of what was taken over, and once of whoever else consumes under this name."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._beat_at_s.get(consumer, 0.0) and not is_due:
+            return
+        beat = await self._rollouts.beat(consumer, self._takeover_s[consumer])
+        self._beat_at_s[consumer] = now_s + 0.9 * self._pause_s(consumer)  # or every second pause would bring none
+        lost = [key for key, name in self._in_hand.items() if name == consumer and key not in self._lost]
+        if beat.was_lost and lost:
+            self._lost.update(lost)
+            log.warning(
+                'run %r: %d groups in the hands of this process, consumer "%s", were taken over by another consumer, '
+                "and its acknowledgements of them do not count: this process gave no sign of life for %g s, or another "
+                "one started under its name. Give groups(takeover=…) more seconds or keep the event loop free while it "
+                "trains; give every process a consumer=… of its own",
+                self._run_id,
+                len(lost),
+                consumer,
+                self._takeover_s[consumer],
+                extra={"run_id": self._run_id},
+            )
+        if beat.namesakes and consumer not in self._warned_names:
+            self._warned_names.add(consumer)
+            log.warning(
+                'run %r: another live process (%s) consumes as "%s", too: the newer one takes over the groups in the '
+                "older one's hands, and they are used twice. Give every process a name of its own: groups(consumer=…)",
+                self._run_id,
+                ", ".join(beat.namesakes),
+                consumer,
+                extra={"run_id": self._run_id},
+            )
+
+
+class Submission:
+    """How far a submit has come: what it says when it is refused or interrupted."""
+
+    def __init__(self) -> None:
+        self.group_ids: list[str] = []
+        self._taken: dict[str, None] = {}
+        self._doubtful: dict[str, None] = {}
+
+    def note_taken(self, group_ids: Sequence[str]) -> None:
+        """These groups are in."""
+        for name in group_ids:
+            self._taken[name] = None
+            self._doubtful.pop(name, None)
+
+    def note_doubtful(self, group_ids: Sequence[str]) -> None:
+        """These groups may be in."""
+        self._doubtful.update(dict.fromkeys(name for name in group_ids if name not in self._taken))
+
+    def note_error(self, error: FabricError, group_ids: Sequence[str]) -> None:
+        """A push of these groups raised; one that does not say what is in leaves all of them in doubt."""
+        self.note_doubtful(group_ids)
+        self.note_sure(error)
+
+    def note_sure(self, error: FabricError) -> None:
+        """What the error of a push is sure of."""
+        self.note_taken(error.facts.get("taken", ()))
+        for name in error.facts.get("refused", ()):
+            self._doubtful.pop(name, None)
+
+    def sentence(self) -> str:
+        """For people: what is in, and what to do."""
+        count, total = len(self._taken), len(self.group_ids)
+        if not count and not self._doubtful:
+            return "nothing of this submit was taken in"
+        doubt = f", {len(self._doubtful)} more may have been" if self._doubtful else ""
+        advice = "" if count == total else ": repeat it with the same group_ids, what is in stays as it is"
+        return f"{count} of {total} groups of this submit were taken in{doubt}{advice}"
+
+    def note_on(self, error: BaseException) -> None:
+        """Say it on what interrupted the submit."""
+        if self.sentence() not in getattr(error, "__notes__", ()):
+            error.add_note(self.sentence())
+
+    def explain(self, error: FabricError) -> FabricError:
+        """The error of a refused submit. Facts: group_ids, all of them; taken, doubtful and refused."""
+        refused = [name for name in self.group_ids if name not in self._taken and name not in self._doubtful]
+        facts = {
+            "group_ids": list(self.group_ids),
+            "taken": list(self._taken),
+            "doubtful": list(self._doubtful),
+            "refused": refused,
+        }
+        return type(error)(f"{error.message}; {self.sentence()}", **{**error.facts, **facts})
 
 
 class Hand:
@@ -105,6 +311,12 @@ class Hand:
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
             await self._ledger.acknowledge(delivery)
+
+
+def _line(text: str) -> str:
+    """Text of somebody's code as part of a line: short, and without what a terminal would obey."""
+    line = " ".join(text.split())[:REASON_LENGTH_MAX]
+    return "".join(each if each.isprintable() else "?" for each in line)
 
 
 def _bound(memory: dict[str, GroupPush] | dict[str, None]) -> None:

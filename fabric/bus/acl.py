@@ -73,13 +73,14 @@ HELD_KEYS = "{weights}:head {weights}:manifests {weights}:holders {weights}:hold
 RIGHTS: dict[str, Rights] = {
     "trainer": Rights(
         purpose="creates runs, pushes groups, takes completed ones, publishes weights",
-        scripts="push_group acknowledge cancel_group rerun_stale open_publisher put_manifest advance_head set_head "
-        "drop_version late_groups close_group add_event clock holders offer",
+        scripts="push_group beat_consumer acknowledge cancel_group rerun_stale open_publisher put_manifest "
+        "advance_head set_head drop_version late_groups close_group add_event clock holders offer",
         commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hscan hdel hkeys set persist exists unlink "
         "mget get getrange xrevrange xread wait waitaof",
         reads=f"{STATUS_KEYS} {{weights}}:*",
-        writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:dead {run}:consumed "
-        "{run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* {run}:turn:* {weights}:*",
+        writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
+        "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
+        "{run}:turn:* {weights}:*",
     ),
     "agent": Rights(
         purpose="drives trajectories, asks for turns, asks for rewards",

@@ -6,6 +6,7 @@ from types import TracebackType
 
 from redis.asyncio import Redis
 
+from ..ids import new_worker_id
 from ..records import RunConfig
 from .board import RedisLeaseBoard
 from .connection import CONNECTION_COUNT_MAX, check_broker, open_broker
@@ -23,6 +24,7 @@ class RedisFabric:
     def __init__(self, client: Redis, *, durability: Durability = "memory", has_reward_queue: bool = True) -> None:
         self._client = client
         self._durability = durability
+        self._client_id = new_worker_id("client")
         self.board = RedisLeaseBoard(client, has_reward_queue=has_reward_queue)
         self.weights = RedisWeightStore(client)
 
@@ -67,7 +69,7 @@ class RedisFabric:
         return RedisTurnQueue(self._client, run)
 
     def rollouts(self, run: RunConfig) -> RedisRolloutStream:
-        return RedisRolloutStream(self._client, run, durability=self._durability)
+        return RedisRolloutStream(self._client, run, durability=self._durability, client_id=self._client_id)
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -32,13 +32,17 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
   rf:{run.s}:lease_term     STRING the highest term that has written leases here. Controller.
   rf:{run.s}:group:<id>     HASH   size, quorum, priority, completed, failed, cancelled (trajectories that ended so),
-                                   state (open | complete), ended_by, bytes, task (JSON), deadline if it has one.
+                                   state (open | complete), ended_by, bytes, task (JSON), deadline if it has one,
+                                   redelivered if it was taken back from somebody who may have used it.
                                    Deleted by acknowledge or cancel.
   rf:{run.s}:open           HASH   group_id → "priority missing quorum" of groups not complete. Field deleted then.
   rf:{run.s}:late           ZSET   group_id → its deadline. Member deleted when it is complete or cancelled, and
                                    there again when it is taken back to be run again.
   rf:{run.s}:rollouts:<id>  HASH   trajectory_id → Rollout. As above.
-  rf:{run.s}:completed      STREAM group: complete groups, consumer group "trainer". Entry deleted by acknowledge.
+  rf:{run.s}:completed      STREAM group: complete groups, consumer group "trainer", consumers "name/client". Entry
+                                   deleted by acknowledge.
+  rf:{run.s}:consumers      ZSET   "name/client" → until when what it received is its own. Member deleted, with the
+                                   stream's consumer, by whoever takes its groups over.
   rf:{run.s}:dead           HASH   trajectory_id → DeadLetter. Deleted by retry or discard.
   rf:{run.s}:consumed       ZSET   group_id → when it was acknowledged or cancelled, the newest CONSUMED_COUNT_MAX.
 
@@ -132,6 +136,7 @@ class ShardKeys:
         self.leases = f"{self.base}:leases"
         self.lease_term = f"{self.base}:lease_term"
         self.completed = f"{self.base}:completed"
+        self.consumers = f"{self.base}:consumers"
         self.dead = f"{self.base}:dead"
         self.consumed = f"{self.base}:consumed"
         self.trajectory = self._jobs("trajectory")

@@ -1,24 +1,28 @@
 """Groups on Redis: pushed by a trainer, delivered when complete, gone when acknowledged.
 
-- Delivery is a consumer group: what a consumer received but did not acknowledge comes again, first, marked so.
-- Back-pressure is an error: a push above the run's bound writes nothing and says so.
+- Delivery is a consumer group, whose consumers are clients: "name/client". What a client received but did not
+  acknowledge is its own while it gives signs of life, and comes again to whoever takes it over, marked so.
+- Whoever holds a group may end it: nobody else's acknowledgement counts, nor anybody else's taking back of what is too
+  stale.
+- A group is looked at for staleness at every delivery.
+- Back-pressure is an error: a group above the run's bound is not taken in, and the error says which are.
 - A push is acknowledged when it is as safe as `durability` asks (durability.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 
 from ..clock import Clock, SystemClock
-from ..errors import FirstError
-from ..ids import trajectory_id
-from ..ports import Delivery, GroupPush
-from ..records import DeadLetter, Group, Rollout, RunConfig, TrajectoryJob
-from ..rules.giving_up import RERUN_COUNT_MAX, given_up, is_stale, too_stale
-from ..rules.push import DEAD_COUNT_MAX, no_such_run, too_many_bytes, too_many_dead, too_many_open
+from ..errors import BrokerError, FabricError, FirstError
+from ..ids import new_worker_id, trajectory_id
+from ..ports import ConsumerBeat, Delivery, GroupPush
+from ..records import DeadLetter, Failure, Group, Rollout, RunConfig, TrajectoryJob
+from ..rules.giving_up import NO_LETTER, RERUN_COUNT_MAX, given_up, is_stale, not_held, too_stale
+from ..rules.push import DEAD_COUNT_MAX, no_such_run, outcome, too_many_bytes, too_many_dead, too_many_open
 from ..wire import dump_json, load_json
 from .channel import Command, checked, stream_entries
 from .connection import translate
@@ -28,7 +32,8 @@ from .scripts import Call, Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
-PENDING_COUNT = 1_000
+PENDING_COUNT = 64  # of these looked at together
+TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
 LATE_COUNT = 64  # groups closed at their deadline by one call
 
 
@@ -36,8 +41,16 @@ class RedisRolloutStream:
     """RolloutStream (see ports) of one run."""
 
     def __init__(
-        self, client: Redis, run: RunConfig, *, clock: Clock | None = None, durability: Durability = "memory"
+        self,
+        client: Redis,
+        run: RunConfig,
+        *,
+        clock: Clock | None = None,
+        durability: Durability = "memory",
+        client_id: str | None = None,
     ) -> None:
+        """client_id: what tells consumers of one name apart. Default: a new one."""
+        self._client_id = client_id or new_worker_id("client")
         self._client: Any = client  # its stubs do not know that replies are bytes
         self._scripts = Scripts(client)
         self._run = run
@@ -46,29 +59,30 @@ class RedisRolloutStream:
         self._durability = durability
         self._in_hand: set[tuple[int, bytes]] = set()  # received here, neither acknowledged nor put back
         self._look_back_at_s: dict[str, float] = {}
+        self._known_names: set[str] = set()  # that this client has consumed under
 
     async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
         answers = await self._push([self._push_call(group) for group in groups])
-        taken: list[bool] = []
-        for answer in answers:
-            if isinstance(answer, Exception):
-                with translate():
-                    raise answer
-            self._check(answer)
-            taken.append(answer[0] == 1)
-        return taken
+        names = [group.group_id for group in groups]
+        doubtful = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, FabricError)]
+        return outcome(dict(zip(names, map(self._verdict, answers), strict=True)), doubtful)
 
     async def _push(self, calls: Sequence[Call]) -> list[Any]:
-        if self._durability == "memory":
-            with translate():
-                return await self._scripts.call_many(calls)
+        """Answers in order; an error of ours where the round trip failed, so that nobody knows."""
         by_run_key: dict[str, list[int]] = {}  # one barrier for each shard
         for index, (_, names, _) in enumerate(calls):
-            by_run_key.setdefault(names[0], []).append(index)
+            by_run_key.setdefault(names[0] if self._durability != "memory" else "", []).append(index)
         answers: list[Any] = [None] * len(calls)
         for part in by_run_key.values():
-            with translate():
-                found = await call_durably(self._scripts, [calls[index] for index in part], self._durability)
+            wanted = [calls[index] for index in part]
+            try:
+                with translate():
+                    if self._durability == "memory":
+                        found = await self._scripts.call_many(wanted)
+                    else:
+                        found = await call_durably(self._scripts, wanted, self._durability)
+            except BrokerError as error:
+                found = [error] * len(part)
             for index, answer in zip(part, found, strict=True):
                 answers[index] = answer
         return answers
@@ -87,21 +101,56 @@ class RedisRolloutStream:
             args += [job.trajectory_id, job.encode()]
         return "push_group", names, args
 
-    def _check(self, answer: Sequence[int]) -> None:
-        refusals = {-1: too_many_open, -3: too_many_dead, -4: too_many_bytes}
-        if answer[0] in refusals:
-            raise refusals[answer[0]](self._run.run_id, *answer[1:])
-        if answer[0] == -2:
-            raise no_such_run(self._run.run_id)
+    def _verdict(self, answer: Any) -> bool | FabricError:
+        """Whether the group was new, or why it is not in."""
+        if isinstance(answer, FabricError):
+            return answer
+        if isinstance(answer, Exception):
+            return _translated(answer)
+        refusals: dict[int, Callable[..., FabricError]] = {
+            -1: too_many_open,
+            -2: no_such_run,
+            -3: too_many_dead,
+            -4: too_many_bytes,
+        }
+        refusal = refusals.get(answer[0])
+        return bool(answer[0]) if refusal is None else refusal(self._run.run_id, *answer[1:])
+
+    async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
+        is_new = consumer not in self._known_names
+        taken_count, was_lost, namesakes, first_error = 0, False, dict[str, None](), FirstError()
+        for keys in self._shards.all:
+            args: list[Any] = [consumer, self._client_id, int(duration_s * 1000), int(is_new), TAKE_COUNT]
+            count = TAKE_COUNT
+            while count >= TAKE_COUNT:
+                count = 0
+                with first_error, translate():
+                    names = [keys.completed, keys.consumers, keys.clock]
+                    count, is_unknown, *found = await self._scripts.call("beat_consumer", names, args)
+                    was_lost |= bool(is_unknown) and not is_new
+                    namesakes.update(dict.fromkeys(name.decode().rpartition("/")[2] for name in found))
+                taken_count += count
+        if taken_count:
+            self._look_back_at_s.clear()
+        first_error.raise_it()
+        self._known_names.add(consumer)
+        return ConsumerBeat(taken_count=taken_count, was_lost=was_lost, namesakes=tuple(namesakes))
 
     async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
         if self._look_back_at_s.get(consumer, 0.0) <= self._clock.now_s():
-            self._look_back_at_s[consumer] = self._clock.now_s() + LOOK_BACK_S
-            owed = [row for row in await self._read(consumer, PENDING_COUNT, "0", None) if row[:2] not in self._in_hand]
-            if owed:
-                return await self._deliveries(owed[:count], is_again=True)
+            at_most = len(self._in_hand) + PENDING_COUNT
+            held = await self._read(consumer, at_most, "0", None)
+            owed = [row for row in held if row[:2] not in self._in_hand]
+            found: list[Delivery] = []
+            while owed and not found:  # what is too stale runs again, and is not found
+                found = await self._deliveries(owed[:count], consumer, is_again=True)
+                del owed[:count]
+            if found:
+                return found
+            if len(held) < at_most:  # else there may be more
+                self._look_back_at_s[consumer] = self._clock.now_s() + LOOK_BACK_S
         fresh = await self._read(consumer, count, ">", None) or await self._read(consumer, count, ">", timeout_s)
-        return await self._deliveries(fresh, is_again=False)
+        return await self._deliveries(fresh, consumer, is_again=False)
 
     def put_back(self, delivery: Delivery) -> None:
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
@@ -113,7 +162,7 @@ class RedisRolloutStream:
         """Entries of the completed streams as (shard, entry id, group id); no group id: it was deleted meanwhile."""
         names = [keys.completed for keys in self._shards.all]
         block = () if timeout_s is None else ("BLOCK", max(1, int(timeout_s * 1000)))
-        command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, consumer, "COUNT", count, *block)
+        command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, self._holder(consumer), "COUNT", count, *block)
         with translate():
             (answer,) = checked(
                 await self._scripts.channel.ask_alone([(*command, "STREAMS", *names, *[after] * len(names))])
@@ -123,7 +172,11 @@ class RedisRolloutStream:
             for name, entry_id, fields in stream_entries(answer)
         ]
 
-    async def _deliveries(self, rows: list[tuple[int, bytes, str]], *, is_again: bool) -> list[Delivery]:
+    def _holder(self, consumer: str) -> str:
+        """This client's name as a consumer in the broker."""
+        return f"{consumer}/{self._client_id}"
+
+    async def _deliveries(self, rows: list[tuple[int, bytes, str]], consumer: str, *, is_again: bool) -> list[Delivery]:
         commands: list[Command] = []
         for shard, _, group_id in rows:
             keys = self._shards.all[shard]
@@ -140,12 +193,13 @@ class RedisRolloutStream:
             if b"ended_by" not in facts[::2]:  # read from a primary that is gone: the new one has it open, and ends it
                 continue
             group = await self._group(group_id, facts, made, is_again=is_again)
-            stale = [] if is_again else self._stale(group, int(head))  # what comes again was fresh when it first came
+            delivery = Delivery(group=group, shard=shard, entry_id=entry_id.decode(), holder=self._holder(consumer))
+            stale = self._stale(group, int(head))
             if stale:
-                await self._rerun(shard, entry_id, group, stale, int(head))
+                await self._rerun(delivery, stale, int(head), is_again=is_again)
                 continue
             self._in_hand.add((shard, entry_id))
-            found.append(Delivery(group=group, shard=shard, entry_id=entry_id.decode()))
+            found.append(delivery)
         return found
 
     def _stale(self, group: Group, head: int) -> list[Rollout]:
@@ -153,9 +207,9 @@ class RedisRolloutStream:
             return []
         return [each for each in group.rollouts if is_stale(each.policy_version, head, self._run.staleness)]
 
-    async def _rerun(self, shard: int, entry_id: bytes, group: Group, stale: Sequence[Rollout], head: int) -> None:
-        keys, run_id = self._shards.all[shard], self._run.run_id
-        args: list[Any] = [group.group_id, entry_id, RERUN_COUNT_MAX]
+    async def _rerun(self, delivery: Delivery, stale: Sequence[Rollout], head: int, *, is_again: bool) -> None:
+        keys, run_id, group_id = self._shards.all[delivery.shard], self._run.run_id, delivery.group.group_id
+        args: list[Any] = [group_id, delivery.entry_id, delivery.holder, int(is_again), RERUN_COUNT_MAX]
         with translate():
             jobs = await self._client.hmget(keys.trajectory.job, [each.trajectory_id for each in stale])
             for rollout, raw in zip(stale, jobs, strict=True):
@@ -163,7 +217,7 @@ class RedisRolloutStream:
                     reason = too_stale(rollout.policy_version, head)
                     letter = given_up(run_id, "-", TrajectoryJob.decode(raw), reason)
                     args += [rollout.trajectory_id, letter.encode()]
-            await self._scripts.call("rerun_stale", rerun_keys(keys, group.group_id), args)
+            await self._scripts.call("rerun_stale", rerun_keys(keys, group_id), args)
 
     async def _group(self, group_id: str, raw_facts: list[bytes], made: list[bytes], *, is_again: bool) -> Group:
         """A group of its hashes, each as fields and values in turn."""
@@ -171,19 +225,28 @@ class RedisRolloutStream:
         rollouts = {name.decode(): Rollout.decode(raw) for name, raw in zip(made[::2], made[1::2], strict=True)}
         names = [trajectory_id(group_id, index) for index in range(int(facts[b"size"]))]
         missing = [name for name in names if name not in rollouts]
-        failed: set[str] = set()
-        if missing and int(facts[b"failed"]):
-            with translate():
-                records = await self._client.hmget(self._shards.of(group_id).trajectory.record, missing)
-            failed = {name for name, raw in zip(missing, records, strict=True) if raw and raw.startswith(b"failed ")}
+        failures = await self._failures(group_id, missing) if missing and int(facts[b"failed"]) else ()
+        failed = {each.trajectory_id for each in failures}
         return Group(
             group_id=group_id,
             task_id=load_json(facts[b"task"])["task_id"],
             rollouts=tuple(rollouts[name] for name in names if name in rollouts),
-            failures=tuple(name for name in missing if name in failed),
+            failures=failures,
             cancelled=tuple(name for name in missing if name not in failed),
             ended_by=facts[b"ended_by"].decode(),
-            redelivered=is_again,
+            redelivered=is_again or b"redelivered" in facts,
+        )
+
+    async def _failures(self, group_id: str, missing: Sequence[str]) -> tuple[Failure, ...]:
+        """Those of a group's trajectories without a rollout that were given up, and why."""
+        keys = self._shards.of(group_id)
+        commands: list[Command] = [("HMGET", keys.trajectory.record, *missing), ("HMGET", keys.dead, *missing)]
+        with translate():
+            records, letters = checked(await self._scripts.channel.ask_many(commands))
+        return tuple(
+            Failure(name, DeadLetter.decode(letter).reason if letter else NO_LETTER)
+            for name, record, letter in zip(missing, records, letters, strict=True)
+            if record and record.startswith(b"failed ")
         )
 
     async def _drop(self, shard: int, entry_id: bytes) -> None:
@@ -200,9 +263,11 @@ class RedisRolloutStream:
             code = await self._scripts.call(
                 "acknowledge",
                 [*names, keys.run, keys.counters, keys.consumed, keys.trajectory.job, keys.clock],
-                [delivery.entry_id, group_id, CONSUMED_COUNT_MAX],
+                [delivery.entry_id, delivery.holder, group_id, CONSUMED_COUNT_MAX],
             )
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
+        if code < 0:
+            raise not_held(self._run.run_id, group_id)
         return bool(code)
 
     async def cancel(self, group_id: str) -> bool:
@@ -236,6 +301,15 @@ class RedisRolloutStream:
     async def discard(self, trajectory_id: str) -> bool:
         with translate():
             return bool(await self._client.hdel(self._shards.of(trajectory_id).dead, trajectory_id))
+
+
+def _translated(error: Exception) -> FabricError:
+    """A broker's answer as an error of ours."""
+    try:
+        with translate():
+            raise error
+    except FabricError as found:
+        return found
 
 
 def stream_rows(answer: Any) -> list[tuple[str, list[Any]]]:

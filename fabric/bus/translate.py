@@ -26,7 +26,7 @@ REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
     (
         exceptions.OutOfMemoryError,
         "full",
-        "is at its memory limit and wrote nothing: consume or delete finished work, or raise maxmemory there",
+        "is at its memory limit and takes nothing new in: consume or delete finished work, or raise maxmemory there",
     ),
     (
         exceptions.AuthenticationError,

@@ -79,6 +79,7 @@ class GroupState:
     cancelled: int = 0
     state: str = "open"
     ended_by: str = "all"
+    is_redelivered: bool = False  # somebody may have used it before it was taken back
     bytes_held: int = 0
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     rollout_bytes: dict[str, int] = field(default_factory=dict)
@@ -106,7 +107,8 @@ class RunState:
     completed_next: int = 0
     completed_names: dict[int, str] = field(default_factory=dict)  # entries received and not yet acknowledged
     completed_bell: asyncio.Event = field(default_factory=asyncio.Event)
-    pending: dict[int, str] = field(default_factory=dict)
+    pending: dict[int, str] = field(default_factory=dict)  # the consumer that holds each, "name/client"
+    consumers: dict[str, float] = field(default_factory=dict)  # until when what each received is its own
     consumed: set[str] = field(default_factory=set)
     dead: dict[str, DeadLetter] = field(default_factory=dict)
     leases: dict[str, tuple[int, int, float]] = field(default_factory=dict)

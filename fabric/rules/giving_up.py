@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..errors import ClaimLost
 from ..records import DeadLetter, TrajectoryJob
 
 LOSS_COUNT_MAX = 5  # workers that one job may cost before it is taken for the cause
@@ -14,6 +15,8 @@ GIVEN_UP = {
     "lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
     "unscored": "nobody has computed its reward for half an hour: is a reward worker running?",
 }
+
+NO_LETTER = "its dead letter was retried or discarded since"
 
 
 def lost_turn(turn_id: str) -> str:
@@ -32,6 +35,15 @@ def too_stale(policy_version: int, head_version: int) -> str:
 def is_stale(policy_version: int, head_version: int, staleness: int) -> bool:
     """Whether tokens of a version are too old to be trained on; -1: there are none."""
     return policy_version >= 0 and head_version - policy_version > staleness
+
+
+def not_held(run_id: str, group_id: str) -> ClaimLost:
+    """A group is to be acknowledged by somebody who lost it meanwhile."""
+    return ClaimLost(
+        f"group {group_id!r} of run {run_id!r} is not acknowledged: another consumer took it over, or it runs again",
+        run_id=run_id,
+        job_id=group_id,
+    )
 
 
 def given_up(run_id: str, worker_id: str, job: TrajectoryJob, reason: str) -> DeadLetter:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from ..errors import QueueFull, RunUnknown
+from collections.abc import Mapping, Sequence
+
+from ..errors import FabricError, QueueFull, RunUnknown
 
 DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this bounds them to tens of megabytes
 
 
-def too_many_open(run_id: str, depth: int, limit: int) -> QueueFull:
-    """The run holds as many trajectories as it may."""
+def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
+    """The run holds as many trajectories as it may beside `need` more."""
     return QueueFull(
-        f"run {run_id!r} holds {depth} trajectories not yet consumed, its limit is {limit}: "
+        f"run {run_id!r} holds {depth} trajectories not yet consumed, its limit is {limit}, and the group has {need}: "
         "consume groups, or raise trajectory_count_max",
         depth=depth,
         limit=limit,
+        need=need,
     )
 
 
-def too_many_bytes(run_id: str, size: int, limit: int) -> QueueFull:
-    """The run holds as much as it may."""
+def too_many_bytes(run_id: str, size: int, limit: int, need: int) -> QueueFull:
+    """The run holds as much as it may beside `need` bytes more."""
     return QueueFull(
-        f"run {run_id!r} holds {size} bytes of jobs and rollouts not yet consumed, its limit is {limit}: "
-        "consume groups, or raise memory_bytes_max",
+        f"run {run_id!r} holds {size} bytes of jobs and rollouts not yet consumed, its limit is {limit}, and the group "
+        f"has {need}: consume groups, or raise memory_bytes_max",
         depth=size,
         limit=limit,
+        need=need,
     )
 
 
@@ -40,3 +44,26 @@ def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
 def no_such_run(run_id: str) -> RunUnknown:
     """The run was never created, or was deleted."""
     return RunUnknown(f"run {run_id!r} does not exist on this broker: create it with fabric.run(…)", run_id=run_id)
+
+
+def outcome(answers: Mapping[str, bool | FabricError], doubtful: Sequence[str] = ()) -> list[bool]:
+    """What a push of several groups returns.
+
+    Args:
+        answers: by group, in the order of the push: whether it was new, or why it is not in.
+        doubtful: groups of which nobody knows whether they are in, since the answer was lost or not confirmed.
+
+    Raises:
+        FabricError: the first one. Facts: taken, refused and doubtful, the ids of groups that are in (new, or known
+            before), that are not, and that may be.
+    """
+    errors = {name: answer for name, answer in answers.items() if isinstance(answer, FabricError)}
+    if not errors:
+        return [answer is True for answer in answers.values()]
+    first = next(iter(errors.values()))
+    facts = {
+        "taken": [name for name in answers if name not in errors],
+        "refused": [name for name in errors if name not in doubtful],
+        "doubtful": list(doubtful),
+    }
+    raise type(first)(first.message, **{**first.facts, **facts}) from first

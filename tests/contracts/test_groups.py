@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from rollfab.fabric.errors import QueueFull
+from rollfab.fabric.errors import ClaimLost, QueueFull
 from rollfab.fabric.ids import shard_of
 from rollfab.fabric.ports import Exchange, TrajectoryClaim, TurnProgress
-from rollfab.fabric.records import Span, TokenLog
+from rollfab.fabric.records import Failure, Span, TokenLog
 
 from .conftest import World
 from .test_queue import EXPIRED_S, group_of_size, lease, letter_of, rollout_of, turn_of
@@ -98,8 +98,18 @@ async def test_failures_do_not_hold_up_a_quorum_that_can_not_be_reached(world: W
 
     # Then the group comes with what there is
     (delivery,) = await world.rollouts.receive("t", 1, 1.0)
-    assert delivery.group.failures == (bad.job.trajectory_id,)
+    assert delivery.group.failures == (Failure(bad.job.trajectory_id, "it raised"),)
     assert delivery.group.ended_by == "all"
+
+
+async def test_a_failure_has_a_reason_though_its_dead_letter_is_gone(world: World) -> None:
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    name = claim.job.trajectory_id
+    assert await world.trajectories.fail(name, claim.fence, letter_of(claim), is_final=True) == "dead"
+    assert await world.rollouts.discard(name)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert delivery.group.failures == (Failure(name, "its dead letter was retried or discarded since"),)
 
 
 async def test_a_group_is_complete_at_its_deadline_with_what_it_has(world: World) -> None:
@@ -274,24 +284,175 @@ async def test_a_group_that_is_given_up_as_too_stale_is_not_closed_again_at_its_
     assert not await world.rollouts.receive("t", 1, 0.01)
     assert await pass_time(world, 21) == 0
     (delivery,) = await world.rollouts.receive("t", 1, 1.0)
-    assert delivery.group.failures == (old.job.trajectory_id,)
+    (failure,) = delivery.group.failures
+    assert failure.trajectory_id == old.job.trajectory_id
+    assert failure.reason.startswith("stale")
     assert delivery.group.ended_by == "all"
 
 
-async def test_a_redelivered_group_is_not_taken_back(world: World) -> None:
-    # Given a group that was delivered while it was fresh
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
-    await settle(world, claim, version=3)
+async def complete(world: World, *names: str, version: int = 3) -> None:
+    for name in names:
+        await push(world, name, size=1)
+    for claim in await world.trajectories.claim("a1", len(names)):
+        assert await settle(world, claim, version=version)
+
+
+def at(world: World, how: str) -> tuple[Any, str]:
+    """Who receives next, and under which name."""
+    return (world.rollouts, "t") if how == "put back" else (world.again, "t" if how == "restarted" else "other")
+
+
+@pytest.mark.parametrize("how", ["put back", "restarted", "taken over"])
+async def test_a_group_that_is_too_stale_when_it_comes_again_runs_again(world: World, how: str) -> None:
+    # Given a group that was delivered while it was fresh, and not acknowledged
+    await complete(world, "g1")
+    await world.rollouts.beat("t", 2.0)
     (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    world.rollouts.put_back(delivery)
 
-    # When the trainer comes back after the head went on
-    await world.set_head(9)
+    # When it would come again after the head went on, wherever
+    await world.set_head(5)
+    await pass_time(world, 3)
+    stream, name = at(world, how)
+    await stream.beat(name, 60.0)
+    assert not await stream.receive(name, 1, 0.01)
 
-    # Then it gets the group that it may have trained on already
-    (again,) = await world.again.receive("t", 1, 1.0)
+    # Then it runs again, and comes with fresh tokens, marked, for somebody may have used it
+    (claim,) = await world.trajectories.claim("a2", 1)
+    assert await settle(world, claim, version=5)
+    (again,) = await stream.receive(name, 1, 1.0)
     assert again.group.redelivered
-    assert again.group.group_id == delivery.group.group_id
+    assert [each.policy_version for each in again.group.rollouts] == [5]
+    assert await stream.acknowledge(again)
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.memory_bytes, status.counters["groups_consumed"]) == (0, 0, 1)
+
+
+async def test_a_group_in_hand_is_not_run_again_there(world: World) -> None:
+    await complete(world, "g1")
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    await world.set_head(9)
+    await world.rollouts.beat("t", 60.0)
+    assert not await world.rollouts.receive("t", 1, 0.01)
+    assert not await world.trajectories.claim("a2", 1)
+    assert await world.rollouts.acknowledge(delivery)
+
+
+async def test_groups_of_a_silent_consumer_are_taken_over_and_it_is_told(world: World) -> None:
+    # Given a consumer that received five groups, and one that did not
+    names = [f"g{index}" for index in range(5)]
+    await complete(world, *names)
+    await world.rollouts.beat("dead", 2.0)
+    held = [delivery for _ in names for delivery in await world.rollouts.receive("dead", 1, 1.0)]
+    assert (await world.again.beat("other", 60.0)).taken_count == 0
+    assert not await world.again.receive("other", 5, 0.01)
+
+    # When it has been silent for longer than it said
+    await pass_time(world, 3)
+
+    # Then another one gets them all, at once, marked, and its acknowledgements count; the first one's do not
+    assert (await world.again.beat("other", 60.0)).taken_count == 5
+    with pytest.raises(ClaimLost, match="another consumer"):
+        await world.rollouts.acknowledge(held[0])
+    taken = [delivery for _ in names for delivery in await world.again.receive("other", 1, 0.01)]
+    assert sorted(each.group.group_id for each in taken) == names
+    assert all(each.group.redelivered for each in taken)
+    for delivery in taken:
+        assert await world.again.acknowledge(delivery)
+    assert not await world.rollouts.acknowledge(held[1])
+    assert (await world.rollouts.beat("dead", 60.0)).was_lost
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.counters["groups_consumed"]) == (0, 5)
+
+
+async def test_groups_of_a_consumer_that_gives_signs_of_life_stay_its_own(world: World) -> None:
+    await complete(world, "g1")
+    await world.rollouts.beat("slow", 2.0)
+    (delivery,) = await world.rollouts.receive("slow", 1, 1.0)
+    for _ in range(5):
+        await pass_time(world, 1)
+        assert not (await world.rollouts.beat("slow", 2.0)).was_lost
+        assert (await world.again.beat("other", 2.0)).taken_count == 0
+    assert not await world.again.receive("other", 1, 0.01)
+    assert await world.rollouts.acknowledge(delivery)
+
+
+async def test_a_consumer_that_never_said_how_long_it_lives_is_given_that_time_from_when_it_is_noticed(
+    world: World,
+) -> None:
+    await complete(world, "g1")
+    assert await world.rollouts.receive("old", 1, 1.0)
+    assert (await world.again.beat("other", 2.0)).taken_count == 0
+    await pass_time(world, 3)
+    assert (await world.again.beat("other", 2.0)).taken_count == 1
+
+
+async def test_a_client_follows_its_namesakes_at_once_and_both_learn_of_each_other(world: World) -> None:
+    # Given a client that holds groups
+    await complete(world, "g1", "g2")
+    assert (await world.rollouts.beat("t", 60.0)).namesakes == ()
+    held = [delivery for _ in range(2) for delivery in await world.rollouts.receive("t", 1, 1.0)]
+
+    # When another one starts under the same name
+    beat = await world.again.beat("t", 60.0)
+
+    # Then it has what they left
+    assert (beat.taken_count, beat.namesakes) == (2, ())
+    assert len([delivery for _ in held for delivery in await world.again.receive("t", 1, 1.0)]) == 2
+
+    # And if the first one lives after all, both learn of each other, and neither takes more from the other
+    first, second = await world.rollouts.beat("t", 60.0), await world.again.beat("t", 60.0)
+    assert first.was_lost
+    assert not second.was_lost
+    assert len(first.namesakes) == len(second.namesakes) == 1
+    assert first.namesakes != second.namesakes
+    assert (first.taken_count, second.taken_count) == (0, 0)
+
+
+async def test_a_group_that_was_taken_over_and_taken_back_is_not_acknowledged_by_whoever_lost_it(world: World) -> None:
+    # Given a group whose holder is silent, and that another one takes over and finds too stale
+    await complete(world, "g1")
+    await world.rollouts.beat("dead", 1.0)
+    (lost,) = await world.rollouts.receive("dead", 1, 1.0)
+    await pass_time(world, 2)
+    await world.set_head(5)
+    await world.again.beat("other", 60.0)
+    assert not await world.again.receive("other", 1, 0.01)
+
+    # When the first one acknowledges it, while it runs and when it is complete again
+    with pytest.raises(ClaimLost):
+        await world.rollouts.acknowledge(lost)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await settle(world, claim, version=5)
+    with pytest.raises(ClaimLost):
+        await world.rollouts.acknowledge(lost)
+
+    # Then it has changed nothing
+    (delivery,) = await world.again.receive("other", 1, 1.0)
+    assert await world.again.acknowledge(delivery)
+    assert (await world.board.run_status("r1")).depth == 0
+
+
+async def test_a_refused_push_says_which_groups_are_in(world: World) -> None:
+    # Given a run with room for some of these groups, the second of which is the largest
+    names = neighbours(world, 4)
+    sizes = dict(zip(names, (9, 15, 9, 9), strict=True))
+    with pytest.raises(QueueFull, match="trajectory_count_max") as caught:
+        await world.rollouts.push([group_of_size(name, size) for name, size in sizes.items()])
+
+    # Then what it says is so
+    taken = [names[0], names[2]]
+    assert caught.value.facts["taken"] == taken
+    assert caught.value.facts["refused"] == [names[1], names[3]]
+    assert caught.value.facts["doubtful"] == []
+    assert caught.value.facts["need"] == 15
+    claims = await world.trajectories.claim("a1", 60)
+    assert sorted({claim.job.group_id for claim in claims}) == sorted(taken)
+
+    # And repeating it changes nothing of what is in
+    with pytest.raises(QueueFull):
+        await world.rollouts.push([group_of_size(name, size) for name, size in sizes.items()])
+    assert (await world.board.run_status("r1")).depth == 18
 
 
 async def test_a_run_that_keeps_stale_rollouts_delivers_them(world: World) -> None:

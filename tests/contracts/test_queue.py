@@ -13,6 +13,7 @@ from rollfab.fabric.ids import trajectory_id, turn_id
 from rollfab.fabric.ports import GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.records import (
     DeadLetter,
+    Failure,
     Lease,
     Rollout,
     Sampling,
@@ -154,6 +155,7 @@ async def test_an_unacknowledged_group_comes_again_to_a_restarted_trainer_and_sa
     await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
     (first,) = await world.rollouts.receive("trainer", 1, 0.5)
     # When the trainer dies before it acknowledges, and another process takes its name
+    assert (await world.again.beat("trainer", 60.0)).taken_count == 1
     (again,) = await world.again.receive("trainer", 1, 0.5)
     # Then the same group arrives, marked, and only one of the two acknowledgements counts
     assert again.group.group_id == first.group.group_id
@@ -309,7 +311,7 @@ async def test_a_failed_attempt_starts_again_and_the_last_one_is_a_dead_letter(w
     await world.trajectories.settle(other, rollout_of(other), is_scored=True)
     (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
     assert len(delivery.group.rollouts) == 1
-    assert delivery.group.failures == (first.job.trajectory_id,)
+    assert delivery.group.failures == (Failure(first.job.trajectory_id, "it raised"),)
     (letter,) = await world.rollouts.dead_letters(10)
     assert letter.traceback == "Traceback …"
     assert await world.rollouts.discard(letter.trajectory_id)
@@ -324,7 +326,9 @@ async def test_a_trajectory_that_costs_too_many_agents_is_given_up(world: World)
         reaped = await world.trajectories.reap("reaper")
     assert reaped.dead_count == 1
     (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
-    assert delivery.group.failures == ("g1.0",)
+    (failure,) = delivery.group.failures
+    assert failure.trajectory_id == "g1.0"
+    assert "5 agent workers died" in failure.reason
 
 
 async def test_scoring_completes_once_and_is_asked_for_again_when_nobody_answers(world: World) -> None:

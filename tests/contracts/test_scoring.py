@@ -61,7 +61,7 @@ async def test_a_reward_is_given_up_only_after_many_askings(world: World, monkey
     (letter,) = await world.rollouts.dead_letters(10)
     assert "is a reward worker running?" in letter.reason
     (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
-    assert delivery.group.failures == ("g1.0",)
+    assert delivery.group.failures == (("g1.0", letter.reason),)
 
 
 async def test_a_trajectory_that_has_its_reward_waits_for_none(world: World) -> None:

@@ -263,8 +263,12 @@ async def play_trajectories(who: dict[str, Part]) -> None:
     assert (
         await agent.trajectories.fail(again.job.trajectory_id, again.fence, letter_of(again), is_final=True) == "dead"
     )
-    (delivery,) = await trainer.rollouts.receive("trainer", 1, 1.0)
-    assert await trainer.rollouts.acknowledge(delivery)
+    await trainer.rollouts.beat("trainer", 60.0)
+    assert await trainer.rollouts.receive("trainer", 1, 1.0)
+    after = RedisRolloutStream(trainer.client, RUN)
+    assert (await after.beat("trainer", 60.0)).taken_count == 1
+    (delivery,) = await after.receive("trainer", 1, 1.0)
+    assert await after.acknowledge(delivery)
     assert len(await trainer.rollouts.dead_letters(9)) == 2
     assert await trainer.rollouts.discard(broken.job.trajectory_id)
     for role, name in ((agent, "c"), (trainer, "h")):

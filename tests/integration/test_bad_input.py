@@ -4,6 +4,8 @@ nothing half-applied."""
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -400,3 +402,22 @@ async def test_an_asyncio_client_that_knows_no_url_says_so(known: str | None, mo
 
     with pytest.raises(ConfigError, match="no broker: give its URL, or set ROLLFAB_URL"):
         await rollfab.aio.connect()
+
+
+def test_a_submit_that_is_interrupted_while_it_waits_says_what_was_taken_in(fabric: Fabric, broker: Redis) -> None:
+    # Given a run with room for four groups, and a submit of ten that waits for more room
+    run = fabric.run("small", model="tiny", environment="frozenlake", trajectory_count_max=4)
+    names = [f"g{index}" for index in range(10)]
+    threading.Timer(1.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+
+    # When Ctrl-C is pressed, Then what it says is so
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run.submit([{}] * 10, group_ids=names)
+    (note,) = caught.value.__notes__
+    assert note.startswith("4 of 10 groups of this submit were taken in: repeat it with the same group_ids")
+    assert run.status().depth == 4
+
+    # And the connection goes on
+    with pytest.raises(QueueFull, match="4 of 10 groups of this submit were taken in"):
+        run.submit([{}] * 10, group_ids=names, timeout=0.1)
+    assert run.status().counters["groups_submitted"] == 4

@@ -25,6 +25,7 @@ from rollfab.fabric.records import (
     TurnResult,
     WorkerInfo,
 )
+from rollfab.trainer.aio import AsyncRun
 from tests.redis_server import redis_server
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
@@ -146,3 +147,17 @@ def test_only_what_takes_work_in_is_refused_at_the_limit() -> None:
     scripts = Path(__file__).parents[2] / "fabric" / "bus" / "lua"
     found = {path.stem for path in scripts.glob("*.lua") if "allow-oom" not in load_script(path.stem).split("\n")[0]}
     assert found == refused
+
+
+@pytest.mark.timeout(60)
+async def test_a_submit_that_meets_a_full_broker_says_what_it_took_in(ports: RedisFabric) -> None:
+    run = AsyncRun(ports, RUN)
+    names = [f"g{index}" for index in range(500)]
+    with pytest.raises(BrokerFull, match=r"\d+ of 500 groups of this submit were taken in") as caught:
+        await run.submit([{"text": "x" * TASK_BYTES}] * 500, group_ids=names)
+    facts = caught.value.facts
+    status = await ports.board.run_status("r1")
+    assert 0 < status.depth == len(facts["taken"]) < 500
+    assert facts["doubtful"] == []
+    claims = await ports.trajectories(RUN).claim("a1", 500)
+    assert sorted(claim.job.group_id for claim in claims) == sorted(facts["taken"])

@@ -22,6 +22,7 @@ class Pushed:
 
     jobs: tuple[TrajectoryJob, ...]
     delivered_count: int = 0
+    holder: str = ""  # the process that received it last
     used_by: str | None = None
     end: str = ""  # consumed or cancelled
 
@@ -63,8 +64,8 @@ class GroupChecker:
             is_again = each.delivered_count > 0
             require(group.redelivered == is_again, f"group {group.group_id}: redelivered is {group.redelivered}")
             each.delivered_count += 1
-            if not is_again:
-                self._check_fresh(group)
+            each.holder = process.name
+            self._check_fresh(group)
             self._check_group(group, each)
 
     def use(self, process: Process, group_id: str) -> None:
@@ -78,8 +79,12 @@ class GroupChecker:
             require(not each.end, f"group {delivery.group.group_id}: acknowledged after it was {each.end}")
             is_used = each.used_by is not None
             require(is_used, f"group {delivery.group.group_id}: acknowledged before the trainer was done with it")
+            require(
+                each.holder == process.name,
+                f"group {delivery.group.group_id}: acknowledged by {process.name}, {each.holder} holds it",
+            )
             each.end = "consumed"
-            self.failures.update(dict.fromkeys(delivery.group.failures))
+            self.failures.update(dict.fromkeys(each.trajectory_id for each in delivery.group.failures))
             self._facts.note(process.name, "acknowledge", delivery.group.group_id)
         else:
             require(each.end, f"group {delivery.group.group_id}: not acknowledged, though it is neither used nor gone")
@@ -106,7 +111,7 @@ class GroupChecker:
     def _check_group(self, group: Group, each: Pushed) -> None:
         names = [rollout.trajectory_id for rollout in group.rollouts]
         expected = sorted(job.trajectory_id for job in each.jobs)
-        found = sorted([*names, *group.failures, *group.cancelled])
+        found = sorted([*names, *(each.trajectory_id for each in group.failures), *group.cancelled])
         require(found == expected, f"group {group.group_id}: holds {found}, pushed were {expected}")
         jobs = {job.trajectory_id: job for job in each.jobs}
         for rollout in group.rollouts:

@@ -258,6 +258,23 @@ def stale_rollouts_delivered() -> list[Patch]:
 
 
 @plant
+def stale_rollouts_delivered_again() -> list[Patch]:
+    """Nobody looks how old a rollout is by the time its group comes again."""
+    original = MemoryRolloutStream._rerun_stale
+
+    def only_at_first(self: Any, entry: int) -> bool:
+        return entry in self.run.completed and original(self, entry)
+
+    return [(MemoryRolloutStream, "_rerun_stale", only_at_first)]
+
+
+@plant
+def late_acknowledgement_counts() -> list[Patch]:
+    """A trainer that was replaced may acknowledge what its successor holds."""
+    return [(MemoryRolloutStream, "_may_end", lambda self, entry, holder: True)]
+
+
+@plant
 def old_leader_obeyed() -> list[Patch]:
     """A controller that was replaced may still write leases."""
     original = MemoryLeases._change
@@ -279,8 +296,8 @@ def acknowledged_before_use() -> list[Patch]:
     """The trainer acknowledges a group when it receives it."""
     original = Ledger.receive
 
-    async def receive(self: Any, consumer: str, timeout_s: float) -> Any:
-        delivery = await original(self, consumer, timeout_s)
+    async def receive(self: Any, consumer: str, timeout_s: float, **wishes: Any) -> Any:
+        delivery = await original(self, consumer, timeout_s, **wishes)
         if delivery is not None:
             await self._rollouts.acknowledge(delivery)
         return delivery
@@ -304,7 +321,12 @@ def push_not_idempotent() -> list[Patch]:
 def redelivery_not_marked() -> list[Patch]:
     """A group that comes again looks like new."""
     original = MemoryRolloutStream._delivery
-    return [(MemoryRolloutStream, "_delivery", lambda self, entry, *, is_again: original(self, entry, is_again=False))]
+
+    def unmarked(self: Any, entry: int, holder: str, *, is_again: bool) -> Any:
+        self.run.groups[self._name_of(entry)].is_redelivered = False
+        return original(self, entry, holder, is_again=False)
+
+    return [(MemoryRolloutStream, "_delivery", unmarked)]
 
 
 @plant

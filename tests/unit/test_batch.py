@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.records import Group, Rollout, Span
+from rollfab.fabric.records import Failure, Group, Rollout, Span
 from rollfab.trainer.batch import group_advantages, pad_groups
 
 
@@ -36,7 +36,7 @@ def rollout(
     )
 
 
-def group(*rollouts: Rollout, failures: tuple[str, ...] = ()) -> Group:
+def group(*rollouts: Rollout, failures: tuple[Failure, ...] = ()) -> Group:
     return Group(group_id="g", task_id="t", rollouts=rollouts, failures=failures)
 
 
@@ -70,7 +70,7 @@ def test_each_group_is_its_own_yardstick() -> None:
 
 
 def test_a_group_without_rollouts_adds_no_rows() -> None:
-    failed = group(failures=("g.0", "g.1"))
+    failed = group(failures=(Failure("g.0", "it raised"), Failure("g.1", "it raised")))
     batch = pad_groups([failed, group(rollout([1], [2], [1], reward=3.0)), failed])
     assert len(batch) == 1
     assert batch.advantages_B.tolist() == [0.0]
@@ -83,7 +83,7 @@ def test_a_rollout_without_its_reward_is_never_taken_for_zero() -> None:
 
 def test_nothing_but_failures_is_no_batch() -> None:
     with pytest.raises(AssertionError, match="failed"):
-        pad_groups([group(failures=("g.0",))])
+        pad_groups([group(failures=(Failure("g.0", "it raised"),))])
 
 
 def test_rows_keep_together() -> None:

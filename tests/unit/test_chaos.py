@@ -18,7 +18,7 @@ from rollfab.bench.chaos_relay import Relay
 from rollfab.bench.chaos_report import PROMISES, complain
 from rollfab.bench.chaos_schedule import BAGS, BROKER, LONG_S, ROLES, faults
 from rollfab.bench.chaos_trainer import flaw
-from rollfab.fabric.records import Group, Rollout
+from rollfab.fabric.records import Failure, Group, Rollout
 
 CLAIM_S = 2.0
 
@@ -315,13 +315,13 @@ def test_a_group_is_checked_whole() -> None:
             completion_mask=np.ones(4, np.uint8),
         )
 
-    def group(*rollouts: Rollout, failures: tuple[str, ...] = ()) -> Group:
+    def group(*rollouts: Rollout, failures: tuple[Failure, ...] = ()) -> Group:
         return Group(group_id="g", task_id="t", rollouts=rollouts, failures=failures)
 
     assert flaw(group(rollout(0), rollout(1)), 2, 2) == ""
     assert flaw(group(rollout(0)), 2, 2)
     assert flaw(group(rollout(0), rollout(0)), 2, 2)
-    assert "dead letters g.1" in flaw(group(rollout(0), failures=("g.1",)), 2, 2)
+    assert "g.1: it raised" in flaw(group(rollout(0), failures=(Failure("g.1", "it raised"),)), 2, 2)
     assert flaw(group(rollout(0), rollout(1, turns=1)), 2, 2)
     assert flaw(group(rollout(0), rollout(1, reward=0.0)), 2, 2)
 

@@ -5,8 +5,8 @@
 --   KEYS[9] counters       KEYS[10] group hash (created)      KEYS[11] late zset    KEYS[12] clock
 --   KEYS[13] consumed zset groups already acknowledged  (read: a repeated push stays without effect)
 --   KEYS[14] dead hash     (read: who lets dead letters pile up is stopped here)
--- Returns {1} taken · {0} known already · {-1, depth, depth_max} · {-2} no such run · {-3, dead_count, dead_count_max} ·
--- {-4, bytes, bytes_max}; below 0 nothing is written
+-- Returns {1} taken · {0} known already · {-1, depth, depth_max, size} · {-2} no such run ·
+-- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
 -- use batch record look time ring
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
 if redis.call('EXISTS', KEYS[10]) == 1 or redis.call('ZSCORE', KEYS[13], group_id) then
@@ -19,7 +19,7 @@ if not limits[2] then return {-2} end
 local depth, depth_max = tonumber(limits[1]), tonumber(limits[2])
 local bytes, bytes_max = tonumber(limits[3]), tonumber(limits[4])
 local dead_count = redis.call('HLEN', KEYS[14])
-if depth + size > depth_max then return {-1, depth, depth_max} end
+if depth + size > depth_max then return {-1, depth, depth_max, size} end
 if dead_count >= tonumber(ARGV[7]) then return {-3, dead_count, tonumber(ARGV[7])} end
 
 local ids, jobs, records, weight = {}, {}, {}, #task
@@ -28,7 +28,7 @@ for i = 8, #ARGV, 2 do
   add_pair(jobs, ARGV[i], ARGV[i + 1])
   weight = weight + #ARGV[i + 1]
 end
-if bytes + weight > bytes_max then return {-4, bytes, bytes_max} end
+if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
 
 redis.call('HINCRBY', KEYS[1], 'depth', size)
 redis.call('HINCRBY', KEYS[1], 'bytes', weight)
