@@ -4,6 +4,8 @@
   without effect, and one that begins anew on the same run gets groups of its own.
 - A step is one transaction: its groups are acknowledged after the weights are published and the checkpoint is written.
   Killed before that, the same groups come again; killed after it, the checkpoint knows them and skips them.
+- A step whose every trajectory failed is an error, once: the checkpoint counts it as done, so that a training which is
+  started again goes on with the next step instead of the same error.
 - The checkpoint replaces its predecessor in one rename.
 """
 
@@ -90,6 +92,8 @@ class TrainingLoop:
             state = torch.load(self._path, weights_only=True)
             self._grpo.load_state_dict(state["grpo"])
             self.progress = Progress(**state["progress"])
+            for name in self.progress.trained_ids[-self._settings.group_count :]:  # perhaps not acknowledged any more:
+                self._run.cancel(name)  # the new head may be too far ahead of them, and nobody needs them run again
         if is_new or head != self.progress.version:
             self.progress.version = head + 1
             self._publish()
@@ -139,21 +143,15 @@ class TrainingLoop:
         """
         progress = self.progress
         if not any(group.rollouts for group in groups):
-            run_id = self._run.run_id
-            raise JobDead(
-                f"run {run_id!r}: every trajectory of step {progress.step + 1} failed, there is nothing to learn from: "
-                f"`rollfab dead ls --run {run_id}` says why",
-                run_id=run_id,
-            )
+            self._note_done(groups)
+            self._save()
+            raise self._all_failed(groups)
         seen = self._grpo.look(groups)
         agreement = self._run.compare(groups, seen.logprobs(), version=progress.version)
         metrics = {**self._grpo.step(seen, progress.version), **agreement.metrics()}
-        progress.step += 1
+        self._note_done(groups)
         progress.version += 1
         progress.rewards.append(metrics["reward_mean"])
-        progress.rollout_count += sum(len(group.rollouts) for group in groups)
-        progress.failed_count += sum(len(group.failures) for group in groups)
-        progress.trained_ids = [*progress.trained_ids, *(group.group_id for group in groups)][-REMEMBERED_GROUPS:]
         published = self._publish()
         self._save()
         self._report(
@@ -165,6 +163,25 @@ class TrainingLoop:
                 "payload_bytes": published.payload_bytes,
                 "dense_bytes": published.dense_bytes,
             }
+        )
+
+    def _note_done(self, groups: list[Group]) -> None:
+        """A step has nothing more to take from these groups."""
+        progress = self.progress
+        progress.step += 1
+        progress.rollout_count += sum(len(group.rollouts) for group in groups)
+        progress.failed_count += sum(len(group.failures) for group in groups)
+        progress.trained_ids = [*progress.trained_ids, *(group.group_id for group in groups)][-REMEMBERED_GROUPS:]
+
+    def _all_failed(self, groups: list[Group]) -> JobDead:
+        run_id, failures = self._run.run_id, [each for group in groups for each in group.failures]
+        reason = f", the first because: {failures[0].reason}" if failures else " or was cancelled"
+        return JobDead(
+            f"run {run_id!r}: every trajectory of step {self.progress.step} failed{reason}. There is nothing to learn "
+            f"from: `rollfab dead ls --run {run_id}` says why. The checkpoint counts the step as done: started again, "
+            "the training goes on with the next one",
+            run_id=run_id,
+            failures=[each._asdict() for each in failures],
         )
 
     def _publish(self) -> PublishReport:

@@ -143,11 +143,45 @@ def test_a_checkpoint_of_before_trainings_were_told_apart_goes_on(played: Played
     assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
 
 
-def test_a_step_whose_every_rollout_failed_says_where_to_look(played: Played, tmp_path: Path) -> None:
+def test_a_step_whose_every_rollout_failed_is_an_error_once(played: Played, tmp_path: Path) -> None:
+    # Given a step whose trajectories all fail
     played.failing = (0, 1)
 
-    with pytest.raises(JobDead, match=r"every trajectory of step 1 failed.*`rollfab dead ls --run r1` says why"):
-        played.train(tmp_path, 1)
+    # Then training ends with the reason and where to look
+    words = r"every trajectory of step 1 failed.*because: no such reward.*`rollfab dead ls --run r1` says why"
+    with pytest.raises(JobDead, match=words) as caught:
+        played.train(tmp_path, 2)
+    assert caught.value.facts["failures"][0] == {"trajectory_id": "r1-0-0.0", "reason": "no such reward"}
+
+    # And when it starts again it goes on with the next step
+    played.failing = ()
+    progress = played.train(tmp_path, 2)
+    assert (progress.step, progress.rollout_count, progress.failed_count) == (2, 4, 4)
+    assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
+
+
+def test_groups_that_were_trained_on_but_not_acknowledged_are_not_run_again(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a training that is killed after its checkpoint was written, and before its groups are acknowledged
+    save = TrainingLoop._save
+
+    def save_and_die(self: TrainingLoop) -> None:
+        save(self)
+        if self.progress.step == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_save", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            played.train(tmp_path, 2)
+
+    # When it goes on, with a head that they are too stale for
+    progress = played.train(tmp_path, 2)
+
+    # Then nothing of them was generated again
+    assert (progress.step, progress.rollout_count, progress.duplicated_count) == (2, 8, 0)
+    assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
 
 
 def test_a_step_learns_from_the_rollouts_that_did_not_fail(played: Played, tmp_path: Path) -> None:
