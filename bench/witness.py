@@ -62,8 +62,10 @@ class WitnessedEngine(TransformersEngine):
         await super().close()
 
     def generate(self, request: GenerationRequest) -> None:
-        self._asked[request.request_id] = (len(request.prior_ids), time.monotonic_ns())
+        asked_ns = time.monotonic_ns()
         super().generate(request)
+        # Now that the engine knows it: the watcher takes what it does not know for ended, and writes no line of it.
+        self._asked[request.request_id] = (len(request.prior_ids), asked_ns)
 
     def _watch(self) -> None:
         with (
