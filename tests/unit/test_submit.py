@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollfab.fabric.errors import BrokerError, BrokerFull, FabricError, QueueFull, RunUnknown
+from rollfab.fabric.errors import BrokerError, BrokerFull, FabricError, InputError, QueueFull, RunUnknown
 from rollfab.fabric.memory import rollouts as twin
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.memory.rollouts import MemoryRolloutStream
@@ -192,3 +192,11 @@ async def test_what_was_refused_is_not_pushed_later_by_itself(monkeypatch: pytes
     for _ in range(3):
         assert [each async for each in run.groups(timeout=0.01)] == []
     assert len(held(fabric)) == 100
+
+
+@pytest.mark.parametrize("wishes", [{"consumer": ""}, {"consumer": 3}, {"takeover": 0}, {"takeover": float("nan")}])
+async def test_a_consumer_that_makes_no_sense_is_refused(wishes: dict[str, Any]) -> None:
+    _, run = await open_run()
+    (name,) = wishes
+    with pytest.raises(InputError, match=f"groups: {name} is .*expected"):
+        run.groups(**wishes)
