@@ -40,6 +40,8 @@ class LendSettingView(Model):
     reason: str
     said_at_ms: int
     """By the broker's clock."""
+    names: list[str]
+    """Of * that is on: the pools and workers that it is said of; later ones observe."""
 
 
 class LendRequest(BaseModel):
@@ -62,13 +64,14 @@ class LendRequest(BaseModel):
         default=None, max_length=WINDOW_COUNT_MAX, description='When, UTC: "mon-fri 22:00-06:00"; null or none: always'
     )
     reason: str = Field(default="", max_length=TEXT_LENGTH_MAX, description="Why; kept with the switch")
+    future: bool = Field(default=False, description="The name may be one that nobody has yet")
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> LendRequest:
         said = self.model_fields_set
         if any(name in said and getattr(self, name) is None for name in ("value", "mode")):
             raise ValueError("null is no value and no mode: leave it out")
-        if not said - {"reason"}:
+        if not said - {"reason", "future"}:
             raise ValueError("say a value, a mode, a bound or hours")
         if {"value"} < said & {"value", "mode", "slot_count_max"}:
             raise ValueError("value says mode and slots itself: leave those out, or value")
@@ -76,7 +79,7 @@ class LendRequest(BaseModel):
 
     def changes(self) -> dict[str, Any]:
         """The fields of a setting that it changes."""
-        found = {name: getattr(self, name) for name in self.model_fields_set - {"value"}}
+        found = {name: getattr(self, name) for name in self.model_fields_set - {"value", "future"}}
         if "value" in self.model_fields_set:
             is_lent = self.value not in ("observe", "off")
             slots = {"slot_count_max": self.value if isinstance(self.value, int) else None} if is_lent else {}
@@ -94,6 +97,14 @@ class Lend(Model):
     value: str
     worker_ids: list[str]
     """Serving workers alive now that it holds for."""
+    lending_ids: list[str]
+    """Those of them that may lend now."""
+    taken_ids: list[str]
+    """Those that ran turns and may lend no more."""
+    turn_count: int
+    """Turns that ran there."""
+    waiting: dict[str, int]
+    """Those that have not said yet that nothing runs, with the turns that they told last."""
     setting: LendSettingView | None = None
     """Null: nothing is said of it any more."""
 

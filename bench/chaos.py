@@ -42,7 +42,7 @@ from .chaos_schedule import BROKER
 from .chaos_trainer import RUN_ID, journal_path
 from .harness import Report
 from .lively import lively_weights
-from .witness import token_count
+from .witness import POOL, token_count
 
 START_TIMEOUT_S = 120.0  # importing torch several times on a busy machine
 DRAIN_S = 90.0  # longer than the longest safety net: a turn without a result is asked for again after a minute
@@ -188,7 +188,7 @@ def _open_run(cast: Cast, load: Workload) -> None:
     async def create() -> None:
         async with await RedisFabric.open(cast.broker.url, client_name="chaos") as ports:
             await ports.board.create_run(config)
-            await ports.board.set_lend("*", "on")
+            await ports.board.set_lend(f"pool:{POOL}", "on")
 
     asyncio.run(create())
     with connect(cast.broker.url) as fabric:

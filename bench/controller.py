@@ -35,6 +35,7 @@ from ..fabric.lease_plan import EPOCHS_PER_TERM
 from ..fabric.ports import Survey
 from ..fabric.records import Lease
 from ..fabric.rules.capacity import CapacityRule, Grant, RunFacts, plan, settle
+from ..fabric.rules.lending import lent_by_name
 from ..fabric.sharing import ALL, LendSetting
 from ..workers.census import Census
 from ..workers.controller import Controller, ControllerConfig
@@ -42,7 +43,6 @@ from .controller_stage import MODEL, RUN_COUNT, SLOT_COUNT, Stage, run_config, s
 from .harness import Report, number, percentile, run_bench, show
 
 SEED = 7
-LEND_ALL = {ALL: LendSetting(mode="on")}
 WARM_COUNT = 5  # ticks that are not counted: the first ones grant every lease
 FAILOVER_MAX_S = 20.0
 NAMES = ("first", "second")
@@ -100,13 +100,14 @@ def plan_times_ms(worker_count: int, plan_count: int) -> list[tuple[float, float
     gc.freeze()  # as the controller process does once it has started
     random, rule, census = Random(SEED), CapacityRule(), Census()
     infos = [stirred(info, random) for info in worker_infos(worker_count)]
+    lends = {ALL: lent_by_name(ALL, LendSetting(mode="on"), infos)}
     grants: list[Grant] = []
     owed: dict[str, float] = {}
     found = []
     for tick in range(plan_count + WARM_COUNT):
         now_s = tick * 0.25
         infos = [stirred(info, random) if random.random() < 0.25 else info for info in infos]
-        facts = census.workers(infos, _survey(grants), LEND_ALL, now_s=now_s, wall_ms=0)
+        facts = census.workers(infos, _survey(grants), lends, now_s=now_s, wall_ms=0)
         runs = [_demand(index, worker_count, random) for index in range(RUN_COUNT)]
         begun_s, core_s = time.perf_counter(), time.thread_time()
         owed = settle(owed, grants, runs, 0.25, rule)

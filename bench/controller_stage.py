@@ -86,8 +86,8 @@ class Stage:
             await board.create_run(run)
             await Publisher(self.fabric.weights, run.run_id).publish({"w": np.zeros(8, np.float32)}, 0)
             await self.work(run, max(1, len(self.infos) * SLOT_COUNT // len(runs)))
-        await board.set_lend("*", "on")
         await self.beat(len(self.infos))
+        await board.set_lend("*", "on")
 
     async def work(self, run: RunConfig, count: int) -> None:
         """So many trajectories more."""

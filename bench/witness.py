@@ -26,9 +26,11 @@ from ..commands.engines import EngineOptions
 from ..commands.roles import RoleOptions, run_worker
 from ..workers.engines.base import GenerationRequest
 from ..workers.engines.transformers import TransformersConfig, TransformersEngine
+from ..workers.serving.options import ServingOptions
 
 LOOK_S = 0.002
 COUNT_BYTES = 8
+POOL = "bench"  # of serving workers, by which they are lent whenever they start
 
 
 def run_witness(options: RoleOptions, *, role: str, slot_count: int, directory: Path) -> None:
@@ -37,6 +39,7 @@ def run_witness(options: RoleOptions, *, role: str, slot_count: int, directory: 
         options,
         role=role,
         engine=EngineOptions(model="tiny", slot_count=slot_count),
+        serving=ServingOptions(pool=POOL if role == "serving" else ""),
         make_engine=lambda engine, _: WitnessedEngine(engine.for_transformers(), directory),
     )
 

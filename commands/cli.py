@@ -99,7 +99,7 @@ def up(
     url: Url = None,
     model: Annotated[str, typer.Option(help="Preset, path or hub name that the workers hold.")] = "tiny",
     dedicated: Annotated[int, typer.Option(help="Dedicated workers.", min=0)] = 1,
-    serving: Annotated[int, typer.Option(help="Serving workers, lent by `rollfab lend on`.", min=0)] = 0,
+    serving: Annotated[int, typer.Option(help="Serving workers, lent by `rollfab lend on --pool local`.", min=0)] = 0,
     agents: Annotated[int, typer.Option(help="Agent workers.", min=0)] = 1,
     slots: Annotated[int, typer.Option(help="Turns a worker runs at once.", min=1)] = 64,
     engine: EngineName = "transformers",

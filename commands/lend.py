@@ -2,6 +2,9 @@
 
 - on, observe, off and limit change what is said of one worker, one pool, or all; caps and hours stay until they are
   changed themselves. clear: nothing is said of it any more. A number of slots is `on --slots N`.
+- What may lend more is never said of all by leaving names out: it takes --worker, --pool or --all. `off` takes nothing.
+- A name that nobody has is refused; --future: it is one that is still to come.
+- The answer says what was taken back, as its workers tell it.
 - The switch needs the broker alone: workers obey it within milliseconds, with every controller dead.
 - Wrong usage is exit code 2.
 """
@@ -18,7 +21,10 @@ import typer
 from rich.console import Console
 
 from ..fabric.bus.fabric import RedisFabric
+from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError, InputError
+from ..fabric.ids import did_you_mean
+from ..fabric.lending import switch
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.rules.hours import minute_of_week
 from ..fabric.rules.lending import CLEAR, MODES, changed, check_subject, terms
@@ -34,6 +40,7 @@ VIEWS = ("status", "log", "report")
 NONE = "none"  # takes a cap or the hours away
 PAGE_COUNT = 1000
 READ_COUNT_MAX = 5_000  # events that one look at the log goes through
+TAKEN_BACK_S = 5.0  # how long the answer waits for what workers give back
 LOGGED = ("lend.", "lease.")  # kinds of events
 
 
@@ -46,6 +53,10 @@ def _lend(
     action: Annotated[str, typer.Argument(help="on, observe, off, limit, clear; status, log, report; or slots.")],
     worker: Annotated[str | None, typer.Option(help="One serving worker. Default: all.")] = None,
     pool: Annotated[str | None, typer.Option(help="One pool of serving workers. Default: all.")] = None,
+    everyone: Annotated[
+        bool, typer.Option("--all", help="All: on for those known now, observe, off and limits for later ones too.")
+    ] = False,
+    future: Annotated[bool, typer.Option("--future", help="The name may be one that nobody has yet.")] = False,
     slots: Annotated[str | None, typer.Option(help='At most so many turns at once, or "none".')] = None,
     compute: Annotated[str | None, typer.Option(help='Share of the device\'s time, like 0.3, or "none".')] = None,
     memory: Annotated[str | None, typer.Option(help='Share of the KV cache, like 0.2, or "none".')] = None,
@@ -62,11 +73,11 @@ def _lend(
 ) -> None:
     """Lend serving workers' spare time to rollouts, or take it back; see what it costs and gives."""
     try:
-        subject = _subject(worker, pool)
         changes = _changes(action, {"slots": slots, "compute": compute, "memory": memory}, hours)
         if changes and action in VIEWS:
             raise InputError(f"lend {action} takes no caps or hours: `rollfab lend limit` sets them")
         changed(None, {**changes, "reason": reason})
+        subject = _subject(action, worker, pool, is_all=everyone)
     except InputError as error:
         raise ConfigError(str(error)) from error
 
@@ -75,11 +86,16 @@ def _lend(
             return await _log(ports, count, limit)
         if action == "report":
             return await _report(ports)
-        if action != "status":
-            await _switch(ports, subject, {**changes, "reason": reason, "said_by": _user()})
-        return await _status(ports)
+        if action == "status":
+            return await _status(ports)
+        said = {**changes, "reason": reason, "said_by": _user()}
+        done = await switch(ports.board, SystemClock(), subject, said, is_future=future, wait_s=TAKEN_BACK_S)
+        return {**await _status(ports), "switched": {"subject": subject, **asdict(done)}}
 
-    seen = with_ports(need_url(url), work)
+    try:
+        seen = with_ports(need_url(url), work)
+    except InputError as error:  # a name that nobody has
+        raise ConfigError(str(error)) from error
     if json:
         print(dump_json(seen).decode())
         return
@@ -90,9 +106,15 @@ def _lend(
 # ---------------------------------------------------------------- what was typed
 
 
-def _subject(worker: str | None, pool: str | None) -> str:
-    if worker is not None and pool is not None:
-        raise InputError("--worker and --pool name different things: give one of them, or none for all")
+def _subject(action: str, worker: str | None, pool: str | None, *, is_all: bool) -> str:
+    if (worker is not None) + (pool is not None) + is_all > 1:
+        raise InputError("--worker, --pool and --all name different things: give one of them")
+    may_lend_more = action in ("on", CLEAR) or action.isdigit()
+    if may_lend_more and worker is None and pool is None and not is_all:
+        raise InputError(
+            f"lend {action}: say whose: --pool NAME, --worker NAME, or --all for those known now; "
+            "`rollfab lend status` lists them"
+        )
     return check_subject(f"{POOL}{pool}" if pool is not None else worker if worker is not None else ALL)
 
 
@@ -104,7 +126,10 @@ def _changes(action: str, caps: Mapping[str, str | None], hours: list[str] | Non
     elif action in (*MODES, CLEAR):
         found = {"mode": action}
     elif action not in (*SWITCHES, *VIEWS):
-        raise InputError(f"lend {action!r}: expected {', '.join((*MODES, *VIEWS))}, limit, clear, or a number of slots")
+        words = (*MODES, *VIEWS, "limit", CLEAR)
+        raise InputError(
+            f"lend {action!r}: expected {', '.join(words)}, or a number of slots; {did_you_mean(action, words)}"
+        )
     if caps["slots"] is not None:
         found["slot_count_max"] = _number("--slots", caps["slots"], int)
     for name in ("compute", "memory"):
@@ -135,10 +160,6 @@ def _user() -> str:
 
 
 # ---------------------------------------------------------------- what is asked of the broker
-
-
-async def _switch(ports: RedisFabric, subject: str, changes: dict[str, Any]) -> None:
-    await ports.board.change_lend(subject, changes)
 
 
 async def _status(ports: RedisFabric) -> dict[str, Any]:

@@ -15,16 +15,43 @@ __all__ = ["draw_log", "draw_report", "draw_status"]
 
 
 def draw_status(seen: dict[str, Any]) -> Group:
-    """What was said, and what it comes to on every serving worker."""
+    """What was said, what a switch just did, and what it comes to on every serving worker."""
     said = [Text(f"{subject_text(subject)}: {_setting(row)}") for subject, row in seen["lends"].items()]
     if not said:
-        said = [Text("nothing was said yet: serving workers only observe. `rollfab lend on` lends them")]
+        said = [Text("nothing was said yet: serving workers only observe. `rollfab lend on --pool NAME` lends them")]
+    if "switched" in seen:
+        said += [Text(line, style="bold") for line in _switched(seen["switched"])]
     table = Table(title="serving workers", title_justify="left", header_style="bold")
     for heading in ("worker", "pool", "lend", "why", "lease", "turns", "guard", "open", "headroom", "probe"):
         table.add_column(heading, overflow="fold")
     for row in seen["serving_workers"]:
         table.add_row(*map(Text, _worker(row)))
     return Group(*said, *([table] if table.row_count else [Text("no serving worker is known to the broker")]))
+
+
+def _switched(row: dict[str, Any]) -> list[str]:
+    """What the switch came to: who may lend, and what was given back."""
+    whom, may_lend = row["worker_ids"], row["lending_ids"]
+    lines = [f"{subject_text(row['subject'])}, now: {_count(len(may_lend), 'worker')} of {len(whom)} may lend"]
+    if row["taken_ids"]:
+        lines.append(
+            f"taken back: {_count(len(row['taken_ids']), 'worker')}, {_count(row['turn_count'], 'running turn')} "
+            f"({', '.join(row['taken_ids'])}), looked at for {row['waited_s']:.1f} s"
+        )
+    elif row["setting"]["mode"] in ("off", "observe") and whom:
+        lines.append("nothing had to be taken back: no turn ran there")
+    for name, (count, age_ms) in sorted(row["waiting"].items()):
+        lines.append(
+            f"not yet: {name} told last, {age_ms / 1000:.1f} s ago, that {_count(count, 'turn')} ran; "
+            "it has not answered the switch yet: `rollfab lend status` shows when it has"
+        )
+    if row["setting"]["mode"] == "on" and len(may_lend) < len(whom):
+        lines.append("what holds the others back is said below, under why")
+    return lines
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _setting(row: dict[str, Any]) -> str:
@@ -36,7 +63,10 @@ def _setting(row: dict[str, Any]) -> str:
         if share is not None:
             bounds.append(f"at most {share:.0%} of {what}")
     bounds += [f"{text} UTC" for text in row["hours"]]
-    who = f"  (said by {row['said_by']})" if row["said_by"] else ""
+    if row["mode"] == "on" and row["names"]:
+        bounds.append("of " + ", ".join(map(subject_text, row["names"])))
+    at = datetime.datetime.fromtimestamp(row["said_at_ms"] / 1000, datetime.UTC)
+    who = f"  (said by {row['said_by']}, {at:%Y-%m-%d %H:%M:%S} UTC)" if row["said_by"] else ""
     return ", ".join(bounds) + (f"  {row['reason']}" if row["reason"] else "") + who
 
 

@@ -22,7 +22,8 @@ class LendSetting(Record):
 
     mode: "on"; "observe" (measure and show what could be lent, lend nothing); "off" (also revokes, at once).
     slot_count_max, compute_fraction_max (of the device's time), memory_fraction_max (of the KV cache): hard caps; None:
-    none. hours: when it may be lent, as "mon-fri 22:00-06:00" in UTC; none: always.
+    none. hours: when it may be lent, as "mon-fri 22:00-06:00" in UTC; none: always. names: of "*" that is on, the pools
+    ("pool:NAME") and workers without one that were known when it was said; "on" is said of these alone.
     """
 
     KIND: ClassVar[int] = 10
@@ -35,6 +36,7 @@ class LendSetting(Record):
     said_by: str = ""
     reason: str = ""
     said_at_ms: int = 0
+    names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

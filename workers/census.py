@@ -17,7 +17,7 @@ from ..fabric.rules.capacity import Grant, RunFacts, WorkerFacts
 from ..fabric.rules.hours import minute_of_week
 from ..fabric.rules.lease import has_ended
 from ..fabric.rules.lending import LendTerms, terms
-from ..fabric.sharing import LendSetting
+from ..fabric.sharing import ALL, LendSetting
 
 __all__ = ["ROLES", "Census"]
 
@@ -170,16 +170,18 @@ class _Offers:
     def __init__(self, lends: Mapping[str, LendSetting], minute: int) -> None:
         self._lends = lends
         self._minute = minute
-        self._found: dict[tuple[str, str], LendTerms] = {}
+        self._named = frozenset(lends[ALL].names) if ALL in lends else frozenset()
+        self._found: dict[tuple[str, str, bool], LendTerms] = {}
 
     def of(self, info: WorkerInfo) -> tuple[int | None, str]:
         """Slots that a worker may be lent for, and why no more; None: it is dedicated."""
         if info.role == "dedicated":
             return None, ""
         name = info.worker_id if info.worker_id in self._lends else ""
-        found = self._found.get((name, info.pool))
+        key = (name, info.pool, info.worker_id in self._named)
+        found = self._found.get(key)
         if found is None:
-            found = self._found[name, info.pool] = terms(self._lends, name, info.pool, self._minute)
+            found = self._found[key] = terms(self._lends, info.worker_id, info.pool, self._minute)
         if not found.may_lend:
             return 0, found.reason
         limit = info.slot_count if found.slot_count_max is None else min(found.slot_count_max, info.slot_count)

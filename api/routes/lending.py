@@ -8,15 +8,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from ...fabric.rules.lending import CLEAR, concerns
+from ...fabric.clock import SystemClock
+from ...fabric.errors import InputError
+from ...fabric.lending import switch
+from ...fabric.rules.lending import CLEAR
 from ...fabric.rules.tax import sharing_totals, with_taxes
-from ...fabric.sharing import ALL, POOL
+from ...fabric.sharing import POOL
 from ..context import Context
 from ..guard import who
 from ..lending import lending_worker, setting_view, value_of
 from ..problems import Refused
 from ..schemas import Problem
 from ..schemas_lending import Lend, Lending, LendRequest, Plan, PlanView, Sharing, SharingTotals, SharingView
+
+TAKEN_BACK_S = 2.0  # how long an answer waits for what workers give back
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +39,14 @@ def router(context: Context) -> APIRouter:
     async def lend(worker_id: str, body: LendRequest, request: Request) -> Lend:
         """Lend a serving worker's spare capacity, bound it, or take it back at once; needs no controller.
 
-        The worker "*" stands for all, also those that come later. Of what is said of a worker, its pool and all, the
-        strictest holds: "off" for all is off everywhere.
+        The worker "*" stands for all. Of what is said of a worker, its pool and all, the strictest holds: "off" for all
+        is off everywhere, also for those that come later. "on" for all is said of those that are known now.
         """
-        if worker_id != ALL:
-            known = await context.ports.board.workers()
-            _check_serving(worker_id, known[worker_id][0].role if worker_id in known else None)
         return await _switch(context, worker_id, body, request)
 
     @routes.post("/pools/{pool}/lend", responses=ERRORS, tags=["control"])
     async def lend_pool(pool: str, body: LendRequest, request: Request) -> Lend:
         """The same for all serving workers of a pool."""
-        known = await context.ports.board.workers()
-        if not pool or all(info.role != "serving" or info.pool != pool for info, _ in known.values()):
-            text = f"no serving worker is in a pool {pool!r}: /v1/lending lists those that are known, with their pools"
-            raise Refused(404, "PoolUnknown", text, pool=pool)
         return await _switch(context, f"{POOL}{pool}", body, request)
 
     @routes.get("/lending", tags=["read"])
@@ -75,21 +73,34 @@ def router(context: Context) -> APIRouter:
 
 
 async def _switch(context: Context, subject: str, body: LendRequest, request: Request) -> Lend:
-    board = context.ports.board
     changes = {**body.changes(), "said_by": who(context.config, request.headers)}
-    setting = await board.change_lend(subject, changes)
+    board = context.ports.board
+    try:
+        done = await switch(board, SystemClock(), subject, changes, is_future=body.future, wait_s=TAKEN_BACK_S)
+    except InputError as error:
+        raise _refused(subject, error) from error
     context.status.forget()
+    setting = done.setting
     facts = {"worker_id": subject, "value": value_of(setting), "said_by": setting.said_by, "reason": setting.reason}
     log.info("lend.switched", extra=facts)
-    concerned = [name for name, (info, _) in (await board.workers()).items() if concerns(subject, info)]
-    view = None if setting.mode == CLEAR else setting_view(subject, setting)
-    return Lend(worker_id=subject, value=value_of(setting), worker_ids=sorted(concerned), setting=view)
+    return Lend(
+        worker_id=subject,
+        value=value_of(setting),
+        worker_ids=done.worker_ids,
+        lending_ids=done.lending_ids,
+        taken_ids=done.taken_ids,
+        turn_count=done.turn_count,
+        waiting={name: count for name, (count, _) in done.waiting.items()},
+        setting=None if setting.mode == CLEAR else setting_view(subject, setting),
+    )
 
 
-def _check_serving(worker_id: str, role: str | None) -> None:
-    if role is None:
-        text = f"worker {worker_id!r} is not known to the broker: /v1/workers lists those that are"
-        raise Refused(404, "WorkerUnknown", text, worker_id=worker_id)
-    if role != "serving":
-        text = f"worker {worker_id!r} is a {role} worker: only serving workers are lent and taken back"
-        raise Refused(422, "NotLendable", text, worker_id=worker_id, role=role)
+def _refused(subject: str, error: InputError) -> Exception:
+    """A name that cannot be switched, as HTTP says it; anything else as it is."""
+    if "role" in error.facts:
+        return Refused(422, "NotLendable", str(error), worker_id=subject, role=error.facts["role"])
+    if "known" not in error.facts:
+        return error
+    if subject.startswith(POOL):
+        return Refused(404, "PoolUnknown", str(error), pool=subject.removeprefix(POOL))
+    return Refused(404, "WorkerUnknown", str(error), worker_id=subject)

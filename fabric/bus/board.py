@@ -20,7 +20,16 @@ from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
-from ..rules.lending import CLEAR, changed, check_subject, concerns, setting_of, subjects_of, switch_facts
+from ..rules.lending import (
+    CLEAR,
+    changed,
+    check_subject,
+    concerns,
+    lent_by_name,
+    setting_of,
+    subjects_of,
+    switch_facts,
+)
 from ..rules.runs import check_same_run
 from ..sharing import LendSetting, SharingReport
 from ..wire import check_size, dump_json
@@ -170,7 +179,7 @@ class RedisLeaseBoard(RedisLeases):
         return RunConfig.decode(raw)
 
     async def set_lend(self, subject: str, value: LendSetting | str) -> None:
-        await self._say(subject, setting_of(subject, value))
+        await self._say(subject, setting_of(subject, value), is_named_anew=True)
 
     async def change_lend(self, subject: str, changes: Mapping[str, Any]) -> LendSetting:
         check_subject(subject)
@@ -178,22 +187,23 @@ class RedisLeaseBoard(RedisLeases):
             with translate():
                 row = await self._client.hget(names.LENDS, subject)
             said = changed(None if row is None else lend_row(row), changes)
-            if await self._say(subject, said, row or b""):
-                return said
+            if found := await self._say(subject, said, row or b"", is_named_anew="mode" in changes):
+                return found
 
-    async def _say(self, subject: str, said: LendSetting, *before: bytes) -> bool:
-        """before: the row that this changes; False: somebody else has changed it meanwhile (nothing written)."""
+    async def _say(self, subject: str, said: LendSetting, *before: bytes, is_named_anew: bool) -> LendSetting | None:
+        """before: the row that this changes; None: somebody else has changed it meanwhile (nothing written)."""
         with translate():
             infos = await self._client.hgetall(names.WORKERS)
             now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
             said = replace(said, said_at_ms=now_ms)
             rows = {name.decode("utf-8", "replace"): worker_row(name, raw) for name, raw in infos.items()}
+            said = lent_by_name(subject, said, rows.values()) if is_named_anew else said
             concerned = [name for name, info in rows.items() if concerns(subject, info)]
             facts = check_size("event lend.switched", dump_json(switch_facts(subject, said)), EVENT_BYTES_MAX)
             keys = [names.LENDS, names.EVENTS, *map(names.lease_bell, concerned)]
             row = b"" if said.mode == CLEAR else said.encode()
             args: list[Argument] = [subject, row, facts, names.BELL_TTL_MS, names.EVENT_COUNT_MAX, *before]
-            return bool(await self._scripts.call("set_lend", keys, args))
+            return said if await self._scripts.call("set_lend", keys, args) else None
 
     async def lends(self) -> dict[str, LendSetting]:
         with translate():

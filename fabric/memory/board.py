@@ -10,7 +10,7 @@ from ..agreement import Agreement
 from ..ports import RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
-from ..rules.lending import CLEAR, changed, check_subject, concerns, setting_of, subjects_of, switch_facts
+from ..rules.lending import CLEAR, changed, check_subject, concerns, lent_by_name, setting_of, subjects_of, switch_facts
 from ..rules.runs import check_same_run
 from ..sharing import LendSetting, SharingReport
 from .leases import MemoryLeases
@@ -91,15 +91,19 @@ class MemoryLeaseBoard(MemoryLeases):
         await self._broker.wait(self._broker.lease_bell(worker_id), timeout_s)
 
     async def set_lend(self, subject: str, value: LendSetting | str) -> None:
-        await self._say(subject, setting_of(subject, value))
+        await self._say(subject, self._named(subject, setting_of(subject, value)))
 
     async def change_lend(self, subject: str, changes: Mapping[str, Any]) -> LendSetting:
         check_subject(subject)
         said = changed(self._broker.lends.get(subject), changes)
-        await self._say(subject, said)
-        return said
+        if "mode" in changes:
+            said = self._named(subject, said)
+        return await self._say(subject, said)
 
-    async def _say(self, subject: str, said: LendSetting) -> None:
+    def _named(self, subject: str, said: LendSetting) -> LendSetting:
+        return lent_by_name(subject, said, [info for info, _ in self._broker.workers.values()])
+
+    async def _say(self, subject: str, said: LendSetting) -> LendSetting:
         """Nothing is awaited before it is written: nobody comes in between."""
         said = replace(said, said_at_ms=int(self._broker.now_ms()))
         if said.mode == CLEAR:
@@ -110,6 +114,7 @@ class MemoryLeaseBoard(MemoryLeases):
             if concerns(subject, info):
                 self._broker.lease_bell(name).set()
         await self.add_event("lend.switched", switch_facts(subject, said))
+        return said
 
     async def lends(self) -> dict[str, LendSetting]:
         return dict(self._broker.lends)

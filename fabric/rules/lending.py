@@ -2,6 +2,8 @@
 
 - The strictest word holds: off before observe before on; the smallest of each cap; hours to which all agree.
 - Nothing said at all is observe: nothing is lent before a team says so, and what could be lent is measured.
+- "On" for all is said by name, of the pools and workers that are known then: who comes later observes until it is lent
+  itself. "Observe", "off" and caps for all hold for those who come later too.
 - A cap of 0 is off. Outside of its hours a setting is observe. What cannot be understood is off.
 
 Who keeps the settings is the board's; who obeys them is workers/lease.py's, at every heartbeat and ring.
@@ -10,12 +12,12 @@ Who keeps the settings is the board's; who obeys them is workers/lease.py's, at 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError
-from ..ids import NAME
+from ..ids import NAME, did_you_mean
 from ..records import WorkerInfo
 from ..sharing import ALL, POOL, LendSetting
 from .hours import is_within, parse_hours
@@ -26,9 +28,11 @@ __all__ = [
     "MODES",
     "LendTerms",
     "changed",
+    "check_known",
     "check_setting",
     "check_subject",
     "concerns",
+    "lent_by_name",
     "setting_of",
     "subject_text",
     "subjects_of",
@@ -72,24 +76,34 @@ def terms(settings: Mapping[str, LendSetting], worker_id: str, pool: str, minute
         settings: what was said, by subject; those of other subjects are passed over.
         pool: the worker's; empty: none.
     """
-    said = [(subject, settings[subject]) for subject in subjects_of(worker_id, pool) if subject in settings]
-    if not said:
-        return LendTerms(mode="observe", reason="nothing was said of it yet: `rollfab lend on` lends it")
+    subjects = subjects_of(worker_id, pool)
+    said = [(subject, settings[subject]) for subject in subjects if subject in settings]
     judged = [(*_judge(setting, minute_of_week), subject, setting) for subject, setting in said]
-    mode, why, subject, setting = max(judged, key=lambda row: MODES.index(row[0]))  # of equals the most particular
+    judged = [row for row in judged if row[0] != "on" or row[2] != ALL or not set(row[3].names).isdisjoint(subjects)]
     slots = _smallest(setting.slot_count_max for _, setting in said)
+    mode, reason = "observe", _nothing_said(pool, came_later=bool(said))
+    if judged:
+        mode, why, subject, setting = max(judged, key=lambda row: MODES.index(row[0]))  # of equals the most particular
+        reason = _reason(subject, why, setting)
     return LendTerms(
         mode=mode,
         slot_count_max=None if slots is None else int(slots),
         compute_fraction_max=_smallest(setting.compute_fraction_max for _, setting in said),
         memory_fraction_max=_smallest(setting.memory_fraction_max for _, setting in said),
-        reason=_reason(subject, why, setting),
+        reason=reason,
     )
 
 
 def subjects_of(worker_id: str, pool: str) -> tuple[str, ...]:
     """Whatever is said of one of these is said of this worker, the most particular first."""
     return (worker_id, f"{POOL}{pool}", ALL) if pool else (worker_id, ALL)
+
+
+def lent_by_name(subject: str, said: LendSetting, infos: Iterable[WorkerInfo]) -> LendSetting:
+    """What is said, with the names of those whom "on" for all is said of now: pools, and workers that are in none."""
+    is_lent = subject == ALL and said.mode == "on"
+    serving = [info for info in infos if info.role == "serving"] if is_lent else []
+    return replace(said, names=sorted({f"{POOL}{each.pool}" if each.pool else each.worker_id for each in serving}))
 
 
 def concerns(subject: str, info: WorkerInfo) -> bool:
@@ -139,6 +153,36 @@ def check_subject(subject: str) -> str:
             "(1 to 63 letters, digits, '-' or '_')"
         )
     return subject
+
+
+def check_known(subject: str, infos: Iterable[WorkerInfo], settings: Iterable[str]) -> None:
+    """Refuse a name that nobody has.
+
+    Args:
+        infos: the workers that live.
+        settings: subjects of which something was said already.
+
+    Raises:
+        InputError: no serving worker or pool is called so, and nothing was said of it; the text has the nearest names.
+    """
+    workers = {info.worker_id: info for info in infos}
+    serving = [info for info in workers.values() if info.role == "serving"]
+    subjects = {ALL, *settings, *(name for info in serving for name in subjects_of(info.worker_id, info.pool))}
+    if subject in subjects:
+        return
+    if subject in workers:
+        raise InputError(
+            f"worker {subject!r} is a {workers[subject].role} worker: only serving workers are lent and taken back",
+            role=workers[subject].role,
+        )
+    is_pool = subject.startswith(POOL)
+    known = [name.removeprefix(POOL) for name in subjects if name.startswith(POOL) == is_pool and name != ALL]
+    name, kind = subject.removeprefix(POOL), "pool" if is_pool else "serving worker"
+    raise InputError(
+        f"no {kind} {name!r} is known to the broker, and nothing was switched: {did_you_mean(name, known)}. "
+        "If it is still to come, say so with --future (over HTTP: future)",
+        known=sorted(known),
+    )
 
 
 def check_setting(setting: LendSetting) -> LendSetting:
@@ -205,6 +249,12 @@ def _reason(subject: str, why: str, setting: LendSetting) -> str:
     by = f", said by {setting.said_by}" if setting.said_by else ""
     reason = f": {setting.reason}" if setting.reason else ""
     return f"{subject_text(subject)}: {why}{by}{reason}"
+
+
+def _nothing_said(pool: str, *, came_later: bool) -> str:
+    whom = f"--pool {pool}" if pool else "--worker NAME"
+    why = "it came after all others were lent" if came_later else "nothing was said of it yet"
+    return f"{why}: `rollfab lend on {whom}` lends it"
 
 
 def _smallest(caps: Any) -> float | None:

@@ -462,7 +462,10 @@ async def test_a_pool_has_bounds_hours_and_a_reason_and_keeps_them_when_it_is_sw
 
     answer = await api.http.post("v1/pools/chat/lend", json={"mode": "clear"})
     assert (answer.json()["setting"], (await api.json("v1/lending"))["settings"]) == (None, [])
-    assert (await api.http.post("v1/pools/chit/lend", json={"mode": "off"})).json()["error"] == "PoolUnknown"
+    refused = (await api.http.post("v1/pools/chit/lend", json={"mode": "off"})).json()
+    assert (refused["error"], "did you mean chat?" in str(refused)) == ("PoolUnknown", True)
+    meant = await api.http.post("v1/pools/chit/lend", json={"mode": "off", "future": True})
+    assert (meant.status_code, meant.json()["worker_ids"], meant.json()["turn_count"]) == (200, [], 0)
     kinds = [(event["facts"]["value"], event["facts"]["reason"]) for event in (await events_of(api, 5))]
     assert kinds == [("on", "trial"), ("off", "incident"), ("on", ""), ("on", ""), ("clear", "")]
 

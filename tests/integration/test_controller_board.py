@@ -72,8 +72,8 @@ async def want_a_serving_worker(client: Any, fabric: RedisFabric) -> None:
     """There is work, and a worker that may be lent for it."""
     await client.hset(ShardKeys("r1", 0).run, "head_version", 0)
     await fabric.rollouts(RUN).push(make_groups([{}] * 8, 8))
-    await fabric.board.set_lend("*", "on")
     await fabric.board.heartbeat(dataclasses.replace(WORKER, worker_id="s1", role="serving"))
+    await fabric.board.set_lend("*", "on")
 
 
 async def test_leases_of_a_run_whose_clock_is_behind_go_on_as_they_are(url: str, fabric: RedisFabric) -> None:

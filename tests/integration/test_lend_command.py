@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +17,7 @@ from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.bus.fabric import RedisFabric
 from rollfab.fabric.errors import ConfigError
 from rollfab.fabric.records import Lease, RunConfig, WorkerInfo
+from rollfab.fabric.rules.lending import terms
 from rollfab.fabric.sharing import SharingReport
 
 pytestmark = pytest.mark.redis
@@ -27,6 +29,7 @@ class Desk:
     def __init__(self, url: str, fabric: RedisFabric) -> None:
         self.url = url
         self.fabric = fabric
+        self.infos: dict[str, WorkerInfo] = {}
 
     async def run(self, *words: str) -> str:
         """What a command prints. Raises what it raises."""
@@ -41,7 +44,17 @@ class Desk:
 
     async def beat(self, worker_id: str, **facts: Any) -> None:
         info = {"role": "serving", "pid": 1, "host": "h", "slot_count": 8, **facts}
-        await self.fabric.board.heartbeat(WorkerInfo(worker_id=worker_id, **info))
+        self.infos[worker_id] = WorkerInfo(worker_id=worker_id, **info)
+        await self.fabric.board.heartbeat(self.infos[worker_id])
+
+    async def live(self) -> None:
+        """Its workers say that they live, until it is cancelled; those that may not lend run nothing."""
+        while True:
+            for name, info in list(self.infos.items()):
+                said, _ = await self.fabric.board.lends_of(name, info.pool)
+                may_lend = terms(said, name, info.pool, 0).may_lend
+                await self.fabric.board.heartbeat(info if may_lend else dataclasses.replace(info, running_count=0))
+            await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +69,10 @@ async def desk(broker: EmbeddedBroker) -> AsyncIterator[Desk]:
     await client.flushall()
     await client.aclose()
     async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
-        yield Desk(broker.url, fabric)
+        desk = Desk(broker.url, fabric)
+        living = asyncio.create_task(desk.live())
+        yield desk
+        living.cancel()
 
 
 async def test_bounds_outlive_a_switch_and_the_strictest_word_holds(desk: Desk) -> None:
@@ -74,7 +90,7 @@ async def test_bounds_outlive_a_switch_and_the_strictest_word_holds(desk: Desk) 
     assert {name: row["mode"] for name, row in rows.items()} == {"w1": "off", "w2": "off"}
     assert "incident 7" in rows["w1"]["reason"]
     # And lent again, then the bounds are as they were
-    rows = {row["worker_id"]: row["terms"] for row in (await desk.json("on"))["serving_workers"]}
+    rows = {row["worker_id"]: row["terms"] for row in (await desk.json("on", "--all"))["serving_workers"]}
     assert rows["w1"].items() >= {
         "mode": "on", "slot_count_max": 2, "compute_fraction_max": 0.3, "memory_fraction_max": 0.2
     }.items()  # fmt: skip
@@ -88,11 +104,68 @@ async def test_bounds_outlive_a_switch_and_the_strictest_word_holds(desk: Desk) 
     assert lends["pool:chat"]["memory_fraction_max"] == 0.2
 
 
+async def test_a_name_that_nobody_has_is_refused_and_changes_nothing(desk: Desk) -> None:
+    await desk.beat("w1", pool="chat")
+    await desk.beat("d1", role="dedicated")
+    await desk.run("on", "--pool", "chat")
+    for words, text in (
+        (
+            ("off", "--pool", "caht"),
+            "no pool 'caht' is known to the broker, and nothing was switched: did you mean chat",
+        ),
+        (("on", "--pool", "other"), "there are chat"),
+        (("limit", "--worker", "w2", "--slots", "1"), "there are w1"),
+        (("off", "--worker", "d1"), "'d1' is a dedicated worker"),
+    ):
+        with pytest.raises(ConfigError) as caught:  # exit code 2
+            await desk.run(*words)
+        assert text in str(caught.value)
+    assert set((await desk.json("status"))["lends"]) == {"pool:chat"}
+    # Unless it is meant; and of a name of which something is said, more can be said
+    await desk.run("on", "--pool", "caht", "--future")
+    await desk.run("off", "--pool", "caht")
+    assert (await desk.json("status"))["lends"]["pool:caht"]["mode"] == "off"
+
+
+async def test_a_pool_that_comes_later_observes_though_all_was_lent(desk: Desk) -> None:
+    await desk.beat("w1", pool="chat")
+    await desk.run("on", "--all")
+    await desk.beat("w2", pool="batch")
+    seen = await desk.json("status")
+    modes = {row["worker_id"]: row["terms"]["mode"] for row in seen["serving_workers"]}
+    assert modes == {"w1": "on", "w2": "observe"}
+    assert seen["lends"]["*"]["names"] == ["pool:chat"]
+    assert "of pool chat" in " ".join((await desk.run("status")).split())
+
+
+async def test_the_answer_says_what_was_taken_back_and_who_has_not_answered(desk: Desk) -> None:
+    # Given two workers that run lent turns, and one that is not lent
+    await desk.beat("w1", pool="chat", running_count=5)
+    await desk.beat("w2", pool="chat", running_count=2)
+    await desk.beat("w3", pool="batch")
+    await desk.run("on", "--pool", "chat")
+    # When they are taken back, then the answer has what they gave back, once they said so
+    switched = (await desk.json("off", "--reason", "incident"))["switched"]
+    assert (switched["taken_ids"], switched["turn_count"], switched["waiting"]) == (["w1", "w2"], 7, {})
+    assert "@" in switched["setting"]["said_by"] and switched["setting"]["said_at_ms"] > 0
+    again = " ".join((await desk.run("off")).split())
+    assert "nothing had to be taken back" in again and "said by" in again
+    # And one that does not answer is named
+    await desk.run("clear", "--all")
+    await desk.run("on", "--pool", "chat")
+    await desk.beat("w1", pool="chat", running_count=3)
+    silent = desk.infos.pop("w1")
+    await desk.fabric.board.heartbeat(silent)
+    shown = " ".join((await desk.run("off", "--pool", "chat")).split())
+    assert "taken back: 2 workers, 5 running turns" in shown
+    assert "not yet: w1 told last" in shown and "that 3 turns ran" in shown
+
+
 async def test_the_log_tells_who_switched_what_and_why_and_what_was_lent(desk: Desk) -> None:
     board = desk.fabric.board
     await desk.beat("w1")
     await desk.beat("d1", role="dedicated")
-    await desk.run("on", "--reason", "trial")
+    await desk.run("on", "--all", "--reason", "trial")
     for name in ("w1", "d1"):
         facts = {"worker_id": name, "run_id": "r1", "slot_count": 4, "lease_epoch": 1, "reason": "20 open"}
         await board.add_event("lease.granted", facts)
@@ -111,7 +184,7 @@ async def test_the_log_tells_who_switched_what_and_why_and_what_was_lent(desk: D
 
 async def test_the_log_goes_through_a_bounded_number_of_the_newest_events(desk: Desk) -> None:
     # Given a switch, more events of other kinds than one page has, and another switch
-    await desk.run("on", "--reason", "first")
+    await desk.run("on", "--all", "--reason", "first")
     await desk.fabric.board.add_events([("trainer.step", {"step": step}) for step in range(1_200)])
     await desk.run("off", "--reason", "second")
     # When one looks at all, at a part, and for one alone
@@ -177,6 +250,11 @@ async def test_the_report_compares_requests_with_rollouts_and_without(desk: Desk
     [
         (["maybe"], "expected on, observe, off"),
         (["on", "--worker", "a", "--pool", "b"], "give one of them"),
+        (["off", "--all", "--pool", "b"], "give one of them"),
+        (["obsreve"], "did you mean observe"),
+        (["on"], "--pool NAME, --worker NAME, or --all"),
+        (["4"], "--pool NAME, --worker NAME, or --all"),
+        (["clear"], "--pool NAME, --worker NAME, or --all"),
         (["on", "--pool", "a b"], "nothing that can be lent"),
         (["on", "--slots", "many"], "--slots is 'many'"),
         (["limit", "--compute", "1.5"], "must be from 0 to 1"),

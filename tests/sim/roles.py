@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 RUN_ID = "sim"
+POOL = "spare"  # of the serving workers, by which they are lent whenever they start
 RECEIVER = ReceiverOptions(poll_s=1.0, retry_s=0.1, retry_s_max=1.0, audit_every=1)
 
 Role = Callable[["World", Link, asyncio.Event], Awaitable[None]]
@@ -68,6 +69,7 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
     config = RolloutConfig(
         worker_id=name,
         role=link.process.role,
+        pool=POOL if link.process.role == "serving" else "",
         model="tiny",
         slot_count=options.slot_count,
         log_s=options.log_s,

@@ -169,7 +169,7 @@ class World:
 
     async def set_lend(self, value: str) -> None:
         """The operator's switch."""
-        await self.fabric.board.set_lend("*", value)
+        await self.fabric.board.set_lend(f"pool:{roles.POOL}", value)
 
     async def end(self) -> None:
         """Nobody runs on, and nothing that they still do reaches the broker."""

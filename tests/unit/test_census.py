@@ -85,8 +85,8 @@ async def test_a_lease_that_ran_out_is_granted_anew_under_another_epoch() -> Non
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
     broker.runs["r1"].head_version = 0
     broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(20)], [], [])
-    await board.set_lend("*", "on")
     await board.heartbeat(replace(WORKER, role="serving"))
+    await board.set_lend("*", "on")
     controller = Controller(board, ControllerConfig(worker_id="c1"), SystemClock())
     await controller.tick(1)
     epoch, slots, _ = broker.runs["r1"].leases["w"]

@@ -244,7 +244,8 @@ async def test_demand_goes_to_an_engine_that_is_awake_and_stays_where_one_is_bei
     # Given demand for one of two serving workers, of which the first sleeps
     setting = await Setting().begin()
     setting.demand(6)
-    await setting.board.set_lend("*", "on")
+    for name in ("a", "b"):
+        await setting.board.set_lend(name, "on")
     infos = {
         name: WorkerInfo(worker_id=name, role="serving", pid=1, host="h", model="m", slot_count=4, wake_ms=1500)
         for name in ("a", "b")

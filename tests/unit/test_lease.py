@@ -339,13 +339,13 @@ async def test_turns_of_a_worker_that_is_taken_back_return_with_their_tokens_and
     # Given a serving worker at work, and nobody who leads
     stage = Stage()
     await stage.ask(3)
-    await stage.fabric.board.set_lend("*", "on")
+    await stage.fabric.board.set_lend(WORKER, "on")
     await stage.lease(1, 2)
     async with stage.worker(role="serving", heartbeat_s=3600.0):
         await until(lambda: len(stage.engine.turns) == 2)
         stage.engine.step(4)
         # When its team wants it back
-        await stage.fabric.board.set_lend("*", "off")
+        await stage.fabric.board.set_lend(WORKER, "off")
         await until(lambda: len(stage.ready) == 3)
         # Then what it made is kept for whoever goes on, and it takes nothing though its lease stands
         assert {len(log.completion_ids) for log in stage.table.logs.values()} == {7}
@@ -353,6 +353,6 @@ async def test_turns_of_a_worker_that_is_taken_back_return_with_their_tokens_and
         await asyncio.sleep(0.2)
         assert (stage.engine.turns, len(stage.ready), stage.engine.pauses) == ([], 3, {"switch"})
         # Until it lends again
-        await stage.fabric.board.set_lend("*", "on")
+        await stage.fabric.board.set_lend(WORKER, "on")
         await until(lambda: len(stage.engine.turns) == 2)
         assert stage.engine.pauses == set()

@@ -13,7 +13,17 @@ from rollfab.fabric.bus.rows import lend_row, sharing_row
 from rollfab.fabric.errors import InputError
 from rollfab.fabric.records import WorkerInfo
 from rollfab.fabric.rules.hours import is_within, minute_of_week, parse_hours
-from rollfab.fabric.rules.lending import CAPS, changed, check_setting, concerns, setting_of, switch_facts, terms
+from rollfab.fabric.rules.lending import (
+    CAPS,
+    changed,
+    check_known,
+    check_setting,
+    concerns,
+    lent_by_name,
+    setting_of,
+    switch_facts,
+    terms,
+)
 from rollfab.fabric.sharing import LendSetting, SharingReport
 
 SUBJECTS = ("w1", "pool:chat", "*")
@@ -27,6 +37,7 @@ settings = st.builds(
     compute_fraction_max=st.none() | st.floats(0, 1),
     memory_fraction_max=st.none() | st.floats(0, 1),
     hours=st.lists(st.sampled_from(HOURS), max_size=2),
+    names=st.lists(st.sampled_from(("w1", "pool:chat", "w2", "pool:batch")), max_size=2),
 )
 said = st.dictionaries(st.sampled_from((*SUBJECTS, "w2", "pool:batch")), settings)
 
@@ -38,7 +49,7 @@ def holds(said_of: dict[str, LendSetting], minute: int = 0, pool: str = "chat") 
 def test_nothing_said_is_observe_and_what_is_said_of_others_changes_nothing() -> None:
     found = terms({"w2": LendSetting(mode="on"), "pool:batch": LendSetting(mode="off")}, "w1", "chat", 0)
     assert (found.mode, found.may_lend) == ("observe", False)
-    assert "rollfab lend on" in found.reason
+    assert "rollfab lend on --pool chat" in found.reason
 
 
 @given(said, st.integers(0, 10079))
@@ -51,11 +62,13 @@ def test_off_anywhere_wins_and_no_cap_is_ever_exceeded(said_of: dict[str, LendSe
         caps = [getattr(each, name) for each in own if getattr(each, name) is not None]
         assert getattr(found, name) == min(caps, default=None)
         assert not (0 in caps and found.may_lend)
-    is_lent = own != [] and all(
+    is_lent = all(
         each.mode == "on" and is_within(each.hours, minute) and 0 not in [getattr(each, name) for name in CAPS]
         for each in own
     )
-    assert found.may_lend == is_lent
+    grants = [each for subject, each in said_of.items() if subject in ("w1", "pool:chat")]
+    grants += [each for subject, each in said_of.items() if subject == "*" and {"w1", "pool:chat"} & set(each.names)]
+    assert found.may_lend == (is_lent and grants != [])
     assert found.reason
 
 
@@ -72,12 +85,56 @@ def test_one_word_more_never_allows_more(
 
 
 def test_the_reason_names_who_said_what_of_whom() -> None:
-    words = {"*": LendSetting(mode="on", said_by="ann"), "w1": LendSetting(mode="off", said_by="bo", reason="hot")}
+    words = {
+        "*": LendSetting(mode="on", said_by="ann", names=["w9"]),
+        "w1": LendSetting(mode="off", said_by="bo", reason="hot"),
+    }
     assert terms(words, "w1", "", 0).reason == "w1: off, said by bo: hot"
     assert terms(words, "w9", "", 0).reason == "all serving workers: on, said by ann"
     night = {"pool:chat": LendSetting(mode="on", hours=["22:00-06:00"])}
     assert terms(night, "w1", "chat", 720).reason == "pool chat: outside of its hours (22:00-06:00 UTC)"
     assert terms({"w1": LendSetting(mode="on", slot_count_max=0)}, "w1", "", 0).reason == "w1: slot_count_max is 0"
+
+
+def test_on_for_all_is_said_of_those_that_are_known_then_and_off_of_later_ones_too() -> None:
+    there = [
+        WorkerInfo(worker_id=name, role=role, pid=1, host="h", pool=pool)
+        for name, role, pool in (("w1", "serving", "chat"), ("w2", "serving", ""), ("d1", "dedicated", ""))
+    ]
+    lent = {"*": lent_by_name("*", LendSetting(mode="on", compute_fraction_max=0.3), there)}
+    assert lent["*"].names == ["pool:chat", "w2"]
+    assert [terms(lent, *each, 0).mode for each in (("w1", "chat"), ("w9", "chat"), ("w2", ""))] == ["on"] * 3
+    for later in (("w3", ""), ("w3", "batch"), ("w1", "batch"), ("d1", "")):
+        found = terms(lent, *later, 0)
+        assert (found.mode, found.compute_fraction_max) == ("observe", 0.3)
+        assert "came after" in found.reason
+    # A later one is lent by its own name, under the caps of all, and what restricts all holds for it
+    found = terms({**lent, "pool:batch": LendSetting(mode="on")}, "w3", "batch", 0)
+    assert (found.mode, found.compute_fraction_max) == ("on", 0.3)
+    for mode in ("off", "observe"):
+        assert lent_by_name("*", LendSetting(mode=mode), there).names == []
+        assert terms({"*": LendSetting(mode=mode), "w3": LendSetting(mode="on")}, "w3", "batch", 0).mode == mode
+    # What was kept before names were says on of nobody
+    assert terms({"*": LendSetting(mode="on")}, "w1", "chat", 0).mode == "observe"
+
+
+def test_a_name_that_nobody_has_is_refused_with_the_nearest_ones() -> None:
+    infos = [
+        WorkerInfo(worker_id=name, role=role, pid=1, host="h", pool=pool)
+        for name, role, pool in (("w1", "serving", "chat"), ("w2", "serving", ""), ("d1", "dedicated", ""))
+    ]
+    for known in ("*", "pool:chat", "w1", "w2", "pool:said"):
+        check_known(known, infos, ["pool:said"])
+    for unknown, text in (
+        ("pool:caht", "did you mean chat"),
+        ("pool:w1", "there are chat, said"),
+        ("chat", "there are w1, w2"),
+        ("d1", "dedicated worker"),
+    ):
+        with pytest.raises(InputError, match=text):
+            check_known(unknown, infos, ["pool:said"])
+    with pytest.raises(InputError, match="there are none"):
+        check_known("pool:chat", [], [])
 
 
 def test_a_setting_that_is_not_understood_is_off() -> None:

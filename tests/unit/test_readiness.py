@@ -120,7 +120,7 @@ def test_a_team_that_says_off_has_the_memory_soon_whatever_lease_there_is() -> N
     async def work() -> None:
         stage, engine, memory = new_stage()
         await stage.ask(1)
-        await stage.fabric.board.set_lend("*", "on")
+        await stage.fabric.board.set_lend(WORKER, "on")
         await stage.lease(1, 1)
         async with stage.worker("serving"):
             await asyncio.sleep(5.0)
