@@ -16,9 +16,22 @@ from rich.markup import escape
 
 from .. import __version__
 from ..fabric.errors import ConfigError, FabricError
+from ..fabric.text import printable
 from .child import follow_parent
 from .logs import set_up_logs
-from .options import Allowed, AsJson, EngineName, EngineWords, Name, Port, Rewards, Url, need_seconds, need_url
+from .options import (
+    Allowed,
+    AsJson,
+    EngineName,
+    EngineWords,
+    Name,
+    Port,
+    Rewards,
+    Url,
+    need_seconds,
+    need_url,
+    with_commands,
+)
 
 app = typer.Typer(
     name="rollfab",
@@ -44,13 +57,24 @@ def main() -> None:
         logging.getLogger("rollfab").setLevel(logging.DEBUG if is_debug else logging.WARNING)
     try:
         app(args=arguments)
-    except FabricError as error:
-        if is_debug:
-            raise
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if is_debug:
+            raise
+        _tell(error)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _tell(error: Exception) -> None:
+    """One error in a line or two; where it comes from is told with --debug."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif not isinstance(error, FabricError):  # nobody foresaw it
+        text = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}; --debug shows where"
+    line = f"[bold red]error:[/] {escape(printable(with_commands(text)))}"
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
 
 def _warn_of_password(arguments: list[str]) -> None:
@@ -96,6 +120,7 @@ def demo(
 
 @app.command()
 def up(
+    context: typer.Context,
     url: Url = None,
     model: Annotated[str, typer.Option(help="Preset, path or hub name that the workers hold.")] = "tiny",
     dedicated: Annotated[int, typer.Option(help="Dedicated workers.", min=0)] = 1,
@@ -115,8 +140,10 @@ def up(
 
     check_engine_options(EngineOptions(engine=engine, model=model, words=tuple(words or ())))
     require_engine(engine)
+    source = context.get_parameter_source("url")
     options = UpOptions(
         url=url,
+        is_url_given=source is not None and source.name == "COMMANDLINE",
         model=model,
         dedicated=dedicated,
         serving=serving,

@@ -12,6 +12,7 @@ from ..fabric.errors import InputError, RunUnknown, WireError
 from ..fabric.ids import new_group_id, trajectory_id
 from ..fabric.ports import GroupPush
 from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
+from ..fabric.text import did_you_mean, one_line, printable
 from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
 from .options import AsJson, Url, need_url
@@ -121,14 +122,14 @@ def _register_dead(app: typer.Typer) -> None:
             print(dump_json(rows).decode())
             return
         for letter in letters:
-            print(f"{letter.trajectory_id}  attempt {letter.attempt + 1}  {letter.reason}")
+            print(f"{letter.trajectory_id}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
 
     @dead.command("show")
     def show_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
         """Show one dead letter with its task and traceback."""
         letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
-        print(f"{letter.trajectory_id}: {letter.reason}")
-        print(f"task: {dump_json(letter.job['task']).decode()}\n{letter.traceback}")
+        print(f"{letter.trajectory_id}: {one_line(letter.reason)}")
+        print(f"task: {one_line(dump_json(letter.job['task']).decode())}\n{printable(letter.traceback)}")
 
     _register_discard(dead)
 
@@ -159,7 +160,7 @@ def _register_discard(dead: typer.Typer) -> None:
             return await ports.rollouts(await _run(ports, run)).discard(trajectory)
 
         if not with_ports(need_url(url), work):
-            raise InputError(f"no dead letter {trajectory!r} in this run; `rollfab dead ls` lists them")
+            raise InputError(f"no dead letter {trajectory!r} in run {run!r}; `rollfab dead ls --run {run}` lists them")
         print("forgotten")
 
 
@@ -170,7 +171,7 @@ async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:
 async def _run(ports: RedisFabric, run: str) -> RunConfig:
     runs = await ports.board.runs()
     if run not in runs:
-        raise RunUnknown(f"run {run!r} does not exist on this broker; there are: {', '.join(sorted(runs)) or 'none'}")
+        raise RunUnknown(f"run {run!r} does not exist on this broker; {did_you_mean(run, runs)}")
     return runs[run]
 
 

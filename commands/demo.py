@@ -21,9 +21,10 @@ from ..fabric.directories import make_directory
 from ..fabric.errors import FabricError
 from ..fabric.wire import dump_json, load_json
 from .demo_view import DemoState, draw, draw_curve, summarise
+from .options import command
 from .status import snapshot
 from .supervisor import Supervisor
-from .up import UpOptions, free_port, start_roles
+from .up import POOL, UpOptions, free_port, start_roles
 
 RUN_ID = "demo"
 DEADLINE_S = 900.0
@@ -147,11 +148,11 @@ async def _look(ports: RedisFabric, state: DemoState, after: str) -> str:
 async def _act(ports: RedisFabric, supervisor: Supervisor, state: DemoState, act: str | None) -> None:
     """Do one thing on purpose."""
     if act in ("lend_on", "lend_again"):
-        state.say("the serving team lends its GPU:  rollfab lend on")
-        await ports.board.set_lend("*", "on")
+        state.say(f"the serving team lends its GPU:  rollfab lend on --pool {POOL}")
+        await ports.board.set_lend(f"pool:{POOL}", "on")
     elif act == "lend_off":
         state.say("the serving team wants its GPU back:  rollfab lend off")
-        await ports.board.set_lend("*", "off")
+        await ports.board.set_lend(f"pool:{POOL}", "off")
     elif act == "kill":
         claimed = await _wait_for_claims(ports)
         pid = supervisor.kill("dedicated-0")
@@ -199,8 +200,8 @@ def _tell(console: Console, summary: dict[str, Any], directory: Path, curve: Pat
         "",
         f"reward curve   {curve}",
         f"logs           {directory / 'logs'}/",
-        "your trainer   rollfab up, then follow README.md, “Bring your own”",
-        "your harm      rollfab demo --environment guess-the-number; kill any process while it runs",
+        f"your trainer   {command('up')}, then follow README.md, “Bring your own”",
+        f"your harm      {command('demo')} --environment guess-the-number; kill any process while it runs",
     )
     for line in lines:
         console.print(line, highlight=False)

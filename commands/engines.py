@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ..fabric.errors import ConfigError
-from ..fabric.models import is_preset
+from ..fabric.models import check_model_name, is_preset
 from ..workers.engines.base import Engine
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def check_engine_options(options: EngineOptions) -> None:
     for is_wrong, what, why in rows:
         if is_wrong:
             raise ConfigError(f"{what} {why}", option=what)
+    if not has_server:  # whose model may be called anything
+        check_model_name(options.model)
 
 
 def require_engine(engine: str) -> None:

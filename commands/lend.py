@@ -23,13 +23,13 @@ from rich.console import Console
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError, InputError
-from ..fabric.ids import did_you_mean
 from ..fabric.lending import switch
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.rules.hours import minute_of_week
 from ..fabric.rules.lending import CLEAR, MODES, changed, check_subject, terms
 from ..fabric.rules.tax import sharing_totals, with_taxes
 from ..fabric.sharing import ALL, POOL, LendSetting
+from ..fabric.text import did_you_mean
 from ..fabric.wire import dump_json
 from .lend_view import draw_log, draw_report, draw_status
 from .options import AsJson, Url, need_url

@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import Any
 
+from ..fabric.text import one_line, printable
+
 PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "vllm_process_name"}
 NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers")
 
@@ -15,13 +17,17 @@ class FactsFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line; tracebacks follow it as always."""
-        line = super().formatMessage(record)
+        line = one_line(super().formatMessage(record))
         facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
         return " ".join([line, *(f"{name}={_short(value)}" for name, value in facts.items())])
 
+    def formatException(self, ei: Any) -> str:
+        """A traceback quotes what users' code raised."""
+        return printable(super().formatException(ei))
+
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = one_line(repr(value))
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 

@@ -1,21 +1,45 @@
-"""`rollfab up` and `rollfab broker`: the roles on one machine, for one's own trainer."""
+"""`rollfab up` and `rollfab broker`: the roles on one machine, for one's own trainer.
+
+- What cannot work is refused before anything is started; "up" is said once every role does its work.
+- A role that keeps dying is given up with its last words: before "up" that is the end of all of them, with exit code 1;
+  after it the others go on, and the exit code at the end is 1.
+- Ctrl-C is answered at once; a second one ends everything at once. The private broker ends with its owner in any case.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import socket
 import threading
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
+from rich.markup import escape
 
-from ..fabric.bus.embedded import EmbeddedBroker
-from ..fabric.bus.url import mask_url
+from ..fabric.bus.embedded import EmbeddedBroker, is_private
+from ..fabric.bus.fabric import RedisFabric
+from ..fabric.bus.url import is_local, mask_url
+from ..fabric.clock import SystemClock
 from ..fabric.directories import make_directory
-from ..fabric.errors import ConfigError
-from .supervisor import Supervisor
+from ..fabric.errors import BrokerError, ConfigError, FabricError
+from ..fabric.records import WorkerInfo
+from ..fabric.text import one_line, printable
+from .options import command
+from .status import with_ports
+from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
+
+LOOK_S = 0.1
+FIRST_NEWS_S, NEWS_S = 3.0, 10.0  # while roles start
+LIVES_MAX = 3
+LINE_LENGTH_MAX = 300
+POOL = "local"  # of the serving workers: lent by this name, whenever they are started again
+GONE = ("unreachable", "resolve", "timeout", "lost")  # reasons for which nobody is there, rather than somebody else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +54,8 @@ class UpOptions:
     slot_count: int
     data: str
     port: int
+    is_url_given: bool = True
+    """By --url; else the environment had it, perhaps from an earlier life."""
     engine: str = "transformers"
     engine_words: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
@@ -51,6 +77,7 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
         for index in range(count):
             name = f"{role}-{index}"
             words = ["--role", role, "--model", options.model, "--slots", str(options.slot_count)]
+            words += ["--pool", POOL] if role == "serving" else []
             if options.engine == "vllm":
                 log = supervisor.log_directory / f"{name}.vllm.log"
                 words += ["--engine", "vllm", "--engine-log", str(log), "--", *options.engine_words]
@@ -64,6 +91,7 @@ def run_up(options: UpOptions) -> int:
 
     Raises:
         ConfigError: an option cannot be met; nothing was started.
+        BrokerError: the broker that was given cannot be used; nothing was started.
     """
     from ..workers.environments.registry import Registry
 
@@ -71,41 +99,205 @@ def run_up(options: UpOptions) -> int:
     _check_port(options.port)
     console = Console()
     directory = Path(options.data)
+    given = _given_broker(options, directory / "broker", console)
     make_directory(directory / "logs", "--data")
     options = options if options.port else dataclasses.replace(options, port=free_port())
-    broker = None if options.url else EmbeddedBroker.start(directory / "broker")
-    url = options.url or (broker.url if broker else "")
-    stop = _stop_event()
+    supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
+    interrupts = Interrupts(supervisor)
+    broker = None if given else EmbeddedBroker.start(directory / "broker")
     try:
-        with Supervisor(directory / "logs") as supervisor:
-            start_roles(supervisor, url, options)
-            console.print(f"[bold]rollfab is up.[/] Page: http://127.0.0.1:{options.port}", highlight=False)
-            shown = url if broker is not None else mask_url(url)  # what was given to us is not ours to tell
-            console.print(f"For your trainer:  export ROLLFAB_URL={shown}", highlight=False, soft_wrap=True)
-            console.print(
-                f"Look:              rollfab status --watch      Logs: {supervisor.log_directory}/", highlight=False
-            )
-            while not stop.wait(0.5):
-                for child in supervisor.watch():
-                    console.print(f"[yellow]{child.name} ended with code {child.exit_code} and is started again[/]")
-                    console.print(child.last_words, markup=False, highlight=False)
-                if broker is not None and not broker.is_running:
-                    console.print("[bold red]error:[/] the private broker has ended; its data is kept: start again")
-                    return 1
+        with supervisor:
+            life = _Life(supervisor, given or (broker.url if broker else ""), broker, options, console)
+            code = life.run(interrupts)
     finally:
         if broker is not None:
             broker.stop()
     if broker is not None:
-        console.print("stopped; queued work and weights are kept in " + str(directory))
-    return 0
+        console.print(f"stopped; queued work and weights are kept in {escape(str(directory))}", highlight=False)
+    return code
+
+
+def _given_broker(options: UpOptions, home: Path, console: Console) -> str | None:
+    """The URL of the broker to use, if it is not to be an own one; what is made of ROLLFAB_URL is said.
+
+    Raises:
+        BrokerError: there is one, or should be, and it cannot be used.
+    """
+    if options.url is None:
+        return None
+    try:
+        if not options.is_url_given and is_private(options.url, home):
+            _say_left(console, options.url, "it names the private broker of an earlier `rollfab up`")
+            return None
+        with_ports(options.url, _nothing)
+    except BrokerError as error:
+        is_gone = error.facts.get("reason") in GONE and is_local(options.url)
+        if options.is_url_given or not is_gone:
+            raise
+        _say_left(console, options.url, "nobody answers there")
+        return None
+    whence = "--url" if options.is_url_given else "ROLLFAB_URL"
+    console.print(f"using the broker of {whence}: {escape(mask_url(options.url))}", highlight=False, soft_wrap=True)
+    return options.url
+
+
+def _say_left(console: Console, url: str, why: str) -> None:
+    text = f"ROLLFAB_URL is passed over, {why}: {mask_url(url)}; starting a private broker"
+    console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+async def _nothing(_: RedisFabric) -> None:
+    """Being able to open it is all."""
+
+
+class _Life:
+    """The roles, from their start to the end."""
+
+    def __init__(
+        self, supervisor: Supervisor, url: str, broker: EmbeddedBroker | None, options: UpOptions, console: Console
+    ) -> None:
+        self._supervisor = supervisor
+        self._url = url
+        self._broker = broker
+        self._options = options
+        self._console = console
+        self._clock = SystemClock()
+        self._is_up = False
+        self._code = 0
+        self._workers: dict[int, WorkerInfo] = {}
+
+    def run(self, interrupts: Interrupts) -> int:
+        """Start, watch, tell; returns the exit code."""
+        start_roles(self._supervisor, self._url, self._options)
+        names = ", ".join(self._supervisor.children)
+        self._say(f"starting {names}; logs: {self._supervisor.log_directory}/")
+        begun_s = self._clock.now_s()
+        news_at_s = begun_s + FIRST_NEWS_S
+        while not interrupts.wait(LOOK_S):
+            if self._broker is not None and not self._broker.is_running:
+                self._console.print("[bold red]error:[/] the private broker has ended; its data is kept: start again")
+                return 1
+            if not self._mourn():
+                return 1
+            missing = self._missing()
+            now_s = self._clock.now_s()
+            if not missing and not self._is_up:
+                self._tell_up()
+            elif missing and now_s >= news_at_s:
+                self._say(f"not ready yet after {now_s - begun_s:.0f} s: {', '.join(missing)}")
+                for name in missing:
+                    if last := self._supervisor.children[name].tail(1):
+                        self._say(f"  {name} said last: {one_line(last)[:LINE_LENGTH_MAX]}")
+                news_at_s = now_s + NEWS_S
+        return self._code
+
+    def _mourn(self) -> bool:
+        """Start again who died; False: all that is left has no use."""
+        for child in self._supervisor.watch():
+            where = f"its log: {child.log_path}"
+            if not child.is_given_up:
+                self._console.print(f"[yellow]{child.name} ended with code {child.exit_code} and is started again[/]")
+                self._say(printable(child.last_words))
+                continue
+            reason = printable(child.last_words) or "it said nothing"
+            lives = f"{child.lost_lives} times in a row" if child.lost_lives > 1 else "and would again"
+            how = f"{child.name} ended {lives}, code {child.exit_code}; {where}"
+            self._console.print(f"[bold red]error:[/] {escape(how)}", highlight=False, soft_wrap=True)
+            self._say(reason)
+            self._code = 1
+            if not self._is_up:
+                self._say("nothing else is kept running without it; mend it, and start again")
+                return False
+            self._say(f"the others go on without {child.name}; mend it, then stop all and start again")
+        return True
+
+    def _missing(self) -> list[str]:
+        """Roles of which this life has not been seen at work."""
+        waiting = [each for each in self._supervisor.children.values() if not each.is_ready and not each.is_given_up]
+        if waiting:
+            self._look()
+        for child in waiting:
+            if child.pid is not None:
+                child.is_ready = self._is_there(child)
+        return [each.name for each in waiting if not each.is_ready]
+
+    def _look(self) -> None:
+        try:
+            seen = with_ports(self._url, lambda ports: ports.board.workers())
+        except FabricError:
+            return  # it is asked again at once, and who waits is told for whom
+        self._workers = {info.pid: info for info, _ in seen.values() if info.host == socket.gethostname()}
+
+    def _is_there(self, child: Child) -> bool:
+        if child.name == "api":
+            return _answers(f"http://127.0.0.1:{self._options.port}/healthz")
+        return child.pid in self._workers
+
+    def _tell_up(self) -> None:
+        self._is_up = True
+        children = [self._supervisor.children[name] for name in self._supervisor.children]
+        self._console.print(
+            f"[bold]rollfab is up.[/] Page: http://127.0.0.1:{self._options.port}", highlight=False, soft_wrap=True
+        )
+        for child in children:
+            info = self._workers.get(child.pid or 0)
+            if info is not None and info.role in ("dedicated", "serving"):
+                device = " on cpu" if self._options.engine == "transformers" else ""
+                what = f"{info.model} ({info.engine}{device}, {info.slot_count} slots)"
+                lent = f"; lend it: {command(f'lend on --pool {POOL}')}" if info.role == "serving" else ""
+                self._say(f"{child.name} holds the model {printable(what)}{lent}")
+        shown = self._url if self._broker is not None else mask_url(self._url)  # what was given is not ours to tell
+        self._say(f"For your trainer:  export ROLLFAB_URL={shown}")
+        self._say(f"Look:              {command('status --watch')}      Logs: {self._supervisor.log_directory}/")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _answers(url: str) -> bool:
+    """Whether an HTTP server of ours is there, well or not."""
+    try:
+        with urllib.request.urlopen(url, timeout=1.0):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+class Interrupts:
+    """SIGINT and SIGTERM: the first asks to stop, and says what is waited for; the second ends everything at once."""
+
+    def __init__(self, supervisor: Supervisor | None = None) -> None:
+        self._supervisor = supervisor
+        self._is_asked = False
+        self._never = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def wait(self, duration_s: float) -> bool:
+        """Wait so long; whether it is to stop."""
+        return self._is_asked or self._never.wait(duration_s) or self._is_asked
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_asked:
+            if self._supervisor is not None:
+                self._supervisor.kill_all()
+            os.write(2, b"ended at once\n")
+            os._exit(130)  # a private broker stops by itself: its owner is gone
+        self._is_asked = True
+        running = [child.name for child in self._supervisor.children.values()] if self._supervisor is not None else []
+        whom = f"{', '.join(running)} give back what they hold (at most {STOP_TIMEOUT_S:.0f} s)" if running else ""
+        text = f"stopping: {whom or 'the broker writes down what it has'}; once more ends everything at once\n"
+        os.write(2, text.encode())  # no lock: this may interrupt a print
 
 
 def run_broker(data: str, port: int | None) -> int:
     """Run a private broker until Ctrl-C."""
-    stop = _stop_event()
+    interrupts = Interrupts()
     with EmbeddedBroker.start(Path(data) / "broker", transport="tcp" if port else "unix", port=port) as broker:
         print(broker.url, flush=True)
-        while not stop.wait(0.5):
+        while not interrupts.wait(LOOK_S):
             if not broker.is_running:
                 return 1
     return 0
@@ -129,10 +321,3 @@ def _check_port(port: int) -> None:
             "choose another port, or --port 0 for a free one",
             port=port,
         ) from error
-
-
-def _stop_event() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop

@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
 from zlib import crc32
 
 from .errors import ConfigError
@@ -34,19 +32,6 @@ def check_name(kind: str, name: str) -> str:
             name=name,
         )
     return name
-
-
-NAMES_SHOWN = 8
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of a refusal: the nearest of the names there are, or else those there are, bounded."""
-    names = sorted(set(known))
-    near = difflib.get_close_matches(given[:200], names, n=3, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"there are {', '.join(names[:NAMES_SHOWN])}{more}" if names else "there are none"
 
 
 def new_group_id() -> str:

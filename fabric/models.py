@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from .errors import ConfigError
 from .tokenizer import CharTokenizer
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _COMMON = {
     "model_type": "qwen2",
     "vocab_size": CharTokenizer.vocabulary_size,
@@ -51,6 +54,31 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def is_preset(name: str) -> bool:
     """Whether `name` is built here rather than loaded from a path or hub."""
     return name in PRESETS
+
+
+def check_model_name(model: str) -> None:
+    """Refuse a model that is surely not there, before anything is started.
+
+    A preset, or a directory of a model, is fine. A name in a hub's form (`name`, `owner/name`) is left to the library
+    that loads it: only the network knows whether it is there.
+
+    Raises:
+        ConfigError: the text says what is wrong with the path, and what may be given.
+    """
+    if is_preset(model) or (HUB_NAME.fullmatch(model) and not os.path.exists(model)):
+        return
+    if not os.path.lexists(model) or not model:
+        why = "there is no such directory, and it is no hub name"
+    elif not os.path.isdir(model):
+        why = "it is not a directory: name the one that holds its config.json"
+    elif not os.path.isfile(os.path.join(model, "config.json")):
+        why = "that directory holds no config.json: save the model there with `save_pretrained`"
+    else:
+        return
+    raise ConfigError(
+        f"model {model!r}: {why}. Give a preset ({', '.join(PRESETS)}), the directory of a model, or a hub name",
+        name=model,
+    )
 
 
 def model_config(name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What users' code did wrong, as a dead letter: the reason in one line, the traceback, and all it takes to try again.
 
-- A letter is bounded, and can always be written: text that could not travel is made plain here.
+- A letter is bounded, can always be written, and shown on any terminal: text that could do harm is made plain here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import traceback
 
 from ..fabric.errors import EnvironmentFailed
 from ..fabric.records import DeadLetter, TrajectoryJob
+from ..fabric.text import printable
 
 REASON_LENGTH_MAX = 2_000  # an error may quote whatever the user's code returned
 TRACEBACK_LENGTH_MAX = 20_000
@@ -23,7 +24,7 @@ def dead_letter(error: Exception, job: TrajectoryJob, *, run_id: str, worker_id:
         run_id=run_id,
         worker_id=worker_id,
         reason=reason_of(error),
-        traceback=_plain(told or "".join(traceback.format_exception(error)))[-TRACEBACK_LENGTH_MAX:],
+        traceback=printable(told or "".join(traceback.format_exception(error)))[-TRACEBACK_LENGTH_MAX:],
         attempt=attempt,
         job=dataclasses.asdict(job),
     )
@@ -31,9 +32,4 @@ def dead_letter(error: Exception, job: TrajectoryJob, *, run_id: str, worker_id:
 
 def reason_of(error: Exception) -> str:
     """An error in one bounded text that can travel."""
-    return _plain(f"{type(error).__name__}: {error}")[:REASON_LENGTH_MAX]
-
-
-def _plain(text: str) -> str:
-    """Text without lone surrogates, which UTF-8 has no bytes for."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return printable(f"{type(error).__name__}: {error}")[:REASON_LENGTH_MAX]

@@ -26,13 +26,13 @@ import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from ..clock import SystemClock
 from ..errors import BrokerError, ConfigError
 from .server_process import Door, end, say_farewell, spawn
 
-__all__ = ["EmbeddedBroker", "find_broker"]
+__all__ = ["EmbeddedBroker", "find_broker", "is_private"]
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,20 @@ def find_broker(data_directory: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None  # never used, or its server is only just starting
     return None
+
+
+def is_private(url: str, data_directory: Path) -> bool:
+    """Whether a URL leads to a private broker, alive or not: that of `data_directory`, or of the socket's directory."""
+    parts = urlsplit(url)
+    homes = [data_directory] + ([Path(unquote(parts.path)).parent] if parts.scheme == "unix" else [])
+    for home in homes:
+        try:
+            written = json.loads((home / "broker.lock").read_bytes())
+            if written["url"] == url:
+                return True
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # there never was one, or it is only just starting
+    return False
 
 
 def _prepare_directory(data_directory: Path | None) -> Path:

@@ -119,6 +119,11 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
         "forgotten",
         "does not know this run any more ({cause}): it was started again without its data; create the run again",
     ),
+    (
+        "Protocol error",
+        "protocol",
+        "speaks another protocol, so it is no Redis or Valkey ({cause}): correct the host and port in the URL",
+    ),
     ("BUSY ", "busy", "is busy with a long script ({cause}): wait, or end it with SCRIPT KILL"),
     ("SELECT is not allowed", "database", "is a Redis Cluster, which has one database ({cause}): use /0"),
     ("DB index", "database", "does not have the database in the URL ({cause}): use /0"),

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from ..errors import ConfigError
 
-__all__ = ["Address", "BrokerUrl", "Durability", "mask_url", "read_url", "resolve_url", "shown"]
+__all__ = ["Address", "BrokerUrl", "Durability", "is_local", "mask_url", "read_url", "resolve_url", "shown"]
 
 Address = tuple[str, int]
 Durability = Literal["memory", "disk", "replica"]
@@ -124,6 +124,12 @@ def read_url(url: str | None) -> BrokerUrl:
         durability=settings.get("durability", "memory"),  # type: ignore[arg-type]  # checked as well
         reward_queue=settings.get("reward_queue"),
     )
+
+
+def is_local(url: str) -> bool:
+    """Whether the broker would be on this machine: a unix socket, or a loopback address alone."""
+    hosts = read_url(url).hosts
+    return all(host in ("localhost", "::1") or host.startswith("127.") for host, _ in hosts)
 
 
 def mask_url(url: str) -> str:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError
-from ..ids import NAME, did_you_mean
+from ..ids import NAME
 from ..records import WorkerInfo
 from ..sharing import ALL, POOL, LendSetting
+from ..text import did_you_mean
 from .hours import is_within, parse_hours
 
 __all__ = [

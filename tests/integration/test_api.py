@@ -467,7 +467,7 @@ async def test_a_pool_has_bounds_hours_and_a_reason_and_keeps_them_when_it_is_sw
     meant = await api.http.post("v1/pools/chit/lend", json={"mode": "off", "future": True})
     assert (meant.status_code, meant.json()["worker_ids"], meant.json()["turn_count"]) == (200, [], 0)
     kinds = [(event["facts"]["value"], event["facts"]["reason"]) for event in (await events_of(api, 5))]
-    assert kinds == [("on", "trial"), ("off", "incident"), ("on", ""), ("on", ""), ("clear", "")]
+    assert kinds == [("on", "trial"), ("off", "incident"), ("on", ""), ("on", ""), ("clear", ""), ("off", "")]
 
 
 async def events_of(api: ApiWorld, count: int) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ ROLES = (
     ["reward"],
     ["api", "--port", "0"],
     ["status"],
-    ["lend", "on"],
+    ["lend", "on", "--all"],
     ["dead", "ls", "--run", "r1"],
     ["train", "--run", "r1"],
 )

@@ -1,0 +1,37 @@
+"""Text from elsewhere, made fit to be shown: nothing in it may move a cursor, hide what follows, or turn a line around.
+
+- Whoever takes text from users' code into a record cleans it there; whoever prints a record cleans it again, since it
+  may be an older one, or another writer's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+NAMES_SHOWN = 8
+# C0 and C1 controls but tab and line feed, DEL; marks that change the direction of text; line and paragraph separators;
+# lone surrogates, which UTF-8 has no bytes for.
+HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text that any terminal and any record can take: harmful characters stand as their escapes, such as \\x1b."""
+    text = text.replace("\r\n", "\n")
+    return HARMFUL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The same in a single line."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of a refusal: the nearest of the names there are, or else those there are, bounded."""
+    names = sorted(set(known))
+    near = difflib.get_close_matches(given[:200], names, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"there are {', '.join(names[:NAMES_SHOWN])}{more}" if names else "there are none"
