@@ -22,7 +22,7 @@ from types import FrameType
 from rich.console import Console
 from rich.markup import escape
 
-from ..fabric.bus.embedded import EmbeddedBroker, is_private
+from ..fabric.bus.embedded import EmbeddedBroker, starter_of
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.bus.url import is_local, mask_url
 from ..fabric.clock import SystemClock
@@ -37,6 +37,7 @@ from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
 LOOK_S = 0.1
 FIRST_NEWS_S, NEWS_S = 3.0, 10.0  # while roles start
 LIVES_MAX = 3
+STARTER = "rollfab up"
 LINE_LENGTH_MAX = 300
 POOL = "local"  # of the serving workers: lent by this name, whenever they are started again
 GONE = ("unreachable", "resolve", "timeout", "lost")  # reasons for which nobody is there, rather than somebody else
@@ -104,7 +105,7 @@ def run_up(options: UpOptions) -> int:
     options = options if options.port else dataclasses.replace(options, port=free_port())
     supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
     interrupts = Interrupts(supervisor)
-    broker = None if given else EmbeddedBroker.start(directory / "broker")
+    broker = None if given else EmbeddedBroker.start(directory / "broker", starter=STARTER)
     try:
         with supervisor:
             life = _Life(supervisor, given or (broker.url if broker else ""), broker, options, console)
@@ -126,7 +127,7 @@ def _given_broker(options: UpOptions, home: Path, console: Console) -> str | Non
     if options.url is None:
         return None
     try:
-        if not options.is_url_given and is_private(options.url, home):
+        if not options.is_url_given and starter_of(options.url, home) == STARTER:
             _say_left(console, options.url, "it names the private broker of an earlier `rollfab up`")
             return None
         with_ports(options.url, _nothing)

@@ -27,13 +27,21 @@ from ..fabric.records import NO_IDS, Int32, Rollout, RunConfig, Sampling, TurnJo
 from ..fabric.seeds import turn_seed
 from ..fabric.tokenizer import Tokenizer
 from ..fabric.wire import check_size, dump_json, load_json
-from .environments.base import Environment, Observation, Step, as_error
+from .environments.base import Environment, Observation, Recovery, Step, as_error
 from .environments.registry import Registry
 from .transcript import Transcript
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+DIVERGED = {  # what to do about it, by how the environment recovers
+    "replay": "Its answers do not follow from task, seed and actions: mend that, or have it recover by a restart",
+    "snapshot": "Its answers do not follow from its snapshot and the actions since: mend that, or have it recover by a "
+    "restart",
+    "restart": "Nothing is wrong with it: it began again, as it says, and that turn was still on its way for the life "
+    "before",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,7 @@ class Episode:
         self._tokenizer = tokenizer
         self._transcript = Transcript()
         self._texts: list[str] = []
+        self._recovery: Recovery = "replay"
         self._has_limit = True  # whether a call's time is ours to limit; known once the world is
 
     async def run(self) -> Rollout:
@@ -127,6 +136,7 @@ class Episode:
     async def _recover(self, world: Environment) -> Step:
         """Start the episode, or bring it to where an earlier claim left it."""
         job, settled = self._claim.job, self._claim.turns
+        self._recovery = world.recovery
         if settled and world.recovery == "restart":
             raise EnvironmentFailed(
                 f"environment {self._run.environment!r} cannot continue after a lost worker: a new attempt starts",
@@ -222,9 +232,7 @@ class Episode:
 
     def _diverged(self, how: str) -> EnvironmentFailed:
         return EnvironmentFailed(
-            f"{self._name} diverged: {how}; a new attempt starts. Its answers do not follow from task, seed and "
-            'actions, or from its snapshot: mend that, or let it say recovery = "restart"',
-            reason="diverged",
+            f"{self._name} diverged: {how}; a new attempt starts. {DIVERGED[self._recovery]}", reason="diverged"
         )
 
     def _add_step(self, step: Step) -> None:

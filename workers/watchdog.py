@@ -13,14 +13,20 @@ import asyncio
 import contextlib
 import logging
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 
 log = logging.getLogger(__name__)
 
 LOOKS = 4  # in vain, until it is told; a block is seen 1 to 1.25 times `blocked_s` after it began
-STACK_LENGTH_MAX = 4_000
+FRAME_COUNT_MAX = 12
+LINE_LENGTH_MAX = 300
+PYTHON = sysconfig.get_path("stdlib")  # asyncio too
+OURS = str(Path(__file__).parents[1])
 REMEDY = (
     'its async methods must not block: make it a plain synchronous class, or let it say isolation = "process"; '
     "an inline one must return at once"
@@ -42,6 +48,21 @@ def watching(blocked_s: float = 1.0) -> Iterator[None]:
     finally:
         watchdog.is_over.set()
         thread.join()
+
+
+def user_stack(frame: FrameType) -> str:
+    """Where user code stands: the frames below ours and not of Python's library, bounded, the innermost last."""
+    frames = list(traceback.extract_stack(frame))
+    called_at = max((index for index, each in enumerate(frames) if each.filename.startswith(OURS)), default=-1)
+    own = [each for each in frames[called_at + 1 :] if not _is_of_python(each.filename)]
+    shown = (own or frames)[-FRAME_COUNT_MAX:]
+    lines = [f"{each.filename}:{each.lineno} in {each.name}: {each.line}"[:LINE_LENGTH_MAX] for each in shown]
+    return "\n".join(lines)
+
+
+def _is_of_python(name: str) -> bool:
+    is_installed = "site-packages" in name or "dist-packages" in name  # as a user's environment may be
+    return name.startswith("<frozen") or (name.startswith(PYTHON) and not is_installed)
 
 
 class _Watchdog:
@@ -74,7 +95,7 @@ class _Watchdog:
 
     def _tell(self) -> None:
         frame = sys._current_frames().get(self._loop_thread)
-        stack = "".join(traceback.format_stack(frame))[-STACK_LENGTH_MAX:] if frame is not None else ""
+        stack = user_stack(frame) if frame is not None else ""
         task = asyncio.current_task(self._loop)
         name = task.get_name() if task is not None else ""
         facts = {"who": name, "stood_s": LOOKS * self._look_s, "stack": stack}

@@ -48,9 +48,9 @@ BEAT = "heartbeat read_lease"
 # assignments, sharing: to leave, its own
 BEAT_KEYS = "{rf}:workers {rf}:heartbeats {rf}:assignments {rf}:sharing {rf}:clock {run}:clock"
 LEAVE = "hexists hdel zrem hgetall"
-STATUS = "get hgetall hmget hget hvals hlen xlen zcard zrange"
+STATUS = "pttl get hgetall hmget hget hvals hlen xlen zcard zrange"
 STATUS_KEYS = (
-    "{rf}:runs {rf}:workers {rf}:heartbeats {rf}:lends {rf}:sharing {rf}:plan {rf}:clock {run}:run "
+    "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:lends {rf}:sharing {rf}:plan {rf}:clock {run}:run "
     "{run}:clock {run}:counters {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* {run}:trajectory:held "
     "{run}:trajectory:deadline "
     "{run}:turn:ready:* {run}:turn:held"
@@ -129,7 +129,7 @@ RIGHTS: dict[str, Rights] = {
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs",
         scripts="push_group clock holders add_event set_lend",
-        commands=f"{STATUS} hset hkeys hscan hdel xread xrevrange scan unlink mget getrange get",
+        commands=f"{STATUS} set hset hkeys hscan hdel xread xrevrange scan unlink mget getrange get",
         reads="",
         writes="{rf}:* {run}:*",
     ),

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from ..agreement import Agreement
-from ..errors import ConfigError, RunUnknown
+from ..errors import ConfigError
 from ..limits import EVENT_BYTES_MAX
 from ..ports import RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
@@ -41,7 +41,7 @@ from .rollouts import stream_rows
 from .rows import event_row, lease_row, lend_row, sharing_row, worker_row
 from .scripts import Argument
 from .shards import RunShards
-from .status import queue_status, read_status, sum_up
+from .status import queue_status, read_status, sum_up, unknown_run
 
 NOTICED_S = 1.0  # after this long workers and controllers look for a deleted run no more
 
@@ -104,7 +104,8 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             raw = await self._client.hget(names.RUNS, run_id)
             if raw is None:
-                raise RunUnknown(f"run {run_id!r} does not exist on this broker")
+                raise await unknown_run(self._client, run_id)
+            await self._client.set(names.deleted_run(run_id), "", px=names.DELETED_TTL_MS)
             await self._client.hdel(names.RUNS, run_id)
             shards = RunShards(run_id, RunConfig.decode(raw).shard_count)
             bases = [*(keys.base for keys in shards.all), WeightKeys(run_id).base]
@@ -124,7 +125,7 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             raw = await self._client.hget(names.RUNS, run_id)
             if raw is None:
-                raise RunUnknown(f"run {run_id!r} does not exist on this broker: create it with fabric.run(…)")
+                raise await unknown_run(self._client, run_id)
             config = RunConfig.decode(raw)
             shards = RunShards(run_id, config.shard_count).all
             pipeline = self._client.pipeline(transaction=False)
@@ -175,7 +176,7 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             raw = await self._client.hget(names.RUNS, run_id)
         if raw is None:
-            raise RunUnknown(f"run {run_id!r} does not exist on this broker")
+            raise await unknown_run(self._client, run_id)
         return RunConfig.decode(raw)
 
     async def set_lend(self, subject: str, value: LendSetting | str) -> None:

@@ -32,7 +32,7 @@ from ..clock import SystemClock
 from ..errors import BrokerError, ConfigError
 from .server_process import Door, end, say_farewell, spawn
 
-__all__ = ["EmbeddedBroker", "find_broker", "is_private"]
+__all__ = ["EmbeddedBroker", "find_broker", "starter_of"]
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class EmbeddedBroker:
         port: int | None = None,
         maxmemory_bytes: int = 0,
         ready_timeout_s: float = 30.0,
+        starter: str = "",
     ) -> EmbeddedBroker:
         """Start a server and return once it answers.
 
@@ -78,6 +79,7 @@ class EmbeddedBroker:
             port: TCP port on 127.0.0.1, [1, 65535]; None picks a free one. Only with "tcp".
             maxmemory_bytes: refuse writes above this; 0 means no limit.
             ready_timeout_s: how long the server may be silent; reading data back may take longer.
+            starter: what starts it, for `starter_of`.
 
         Raises:
             ConfigError: the directory cannot be used, or no server is bundled for this platform.
@@ -91,7 +93,7 @@ class EmbeddedBroker:
             try:
                 doors = _doors(directory, transport, port, previous.get("url", ""))
                 process, url = _launch(doors, directory, lock, is_temporary, maxmemory_bytes, ready_timeout_s)
-                _write_lock(lock, {"owner_pid": os.getpid(), "server_pid": process.pid, "url": url})
+                _write_lock(lock, {"owner_pid": os.getpid(), "server_pid": process.pid, "url": url, "starter": starter})
             finally:
                 os.close(lock)  # the server holds its own copy
         except BaseException:
@@ -142,18 +144,21 @@ def find_broker(data_directory: Path) -> str | None:
     return None
 
 
-def is_private(url: str, data_directory: Path) -> bool:
-    """Whether a URL leads to a private broker, alive or not: that of `data_directory`, or of the socket's directory."""
+def starter_of(url: str, data_directory: Path) -> str:
+    """Who started the private broker that a URL leads to, alive or not; empty: nobody who said so.
+
+    It is looked for in `data_directory`, and where the URL's socket is.
+    """
     parts = urlsplit(url)
     homes = [data_directory] + ([Path(unquote(parts.path)).parent] if parts.scheme == "unix" else [])
     for home in homes:
         try:
             written = json.loads((home / "broker.lock").read_bytes())
             if written["url"] == url:
-                return True
+                return str(written.get("starter", ""))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # there never was one, or it is only just starting
-    return False
+    return ""
 
 
 def _prepare_directory(data_directory: Path | None) -> Path:

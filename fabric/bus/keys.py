@@ -10,6 +10,7 @@ Values written `a b c` are words joined by one blank; times are integer millisec
 
 Fabric: tag {rf}
   rf:{rf}:runs              HASH   run_id → RunConfig. No TTL; deleted by `delete_run`.
+  rf:{rf}:deleted:<run>     STRING "": the run was deleted, and not lost. TTL DELETED_TTL_MS tells when.
   rf:{rf}:workers           HASH   worker_id → WorkerInfo. Deleted by the worker as it leaves, or by the controller
                                    when its heartbeat is too old.
   rf:{rf}:heartbeats        ZSET   worker_id → time of the last heartbeat. As above.
@@ -90,6 +91,7 @@ EVENT_COUNT_MAX = 10_000
 URGENCY_COUNT = 3
 CONSUMED_COUNT_MAX = 100_000  # a trainer that repeats an older push than this many groups would be believed
 BELL_TTL_MS = 60_000
+DELETED_TTL_MS = 7 * 86_400_000
 INBOX_TTL_MS = 3_600_000  # an agent that has been gone for an hour reads its turns from turn:result instead
 
 RUNS = f"{PREFIX}:{{rf}}:runs"
@@ -103,6 +105,11 @@ LEASE_EPOCH = f"{PREFIX}:{{rf}}:lease_epoch"
 PLAN = f"{PREFIX}:{{rf}}:plan"
 EVENTS = f"{PREFIX}:{{rf}}:events"
 CLOCK = f"{PREFIX}:{{rf}}:clock"
+
+
+def deleted_run(run_id: str) -> str:
+    """Says for a while that a run was deleted."""
+    return f"{PREFIX}:{{rf}}:deleted:{run_id}"
 
 
 def lease_bell(worker_id: str) -> str:

@@ -22,7 +22,7 @@ from ..ids import new_worker_id, trajectory_id
 from ..ports import ConsumerBeat, Delivery, GroupPush
 from ..records import DeadLetter, Failure, Group, Rollout, RunConfig, TrajectoryJob
 from ..rules.giving_up import NO_LETTER, RERUN_COUNT_MAX, given_up, is_stale, not_held, too_stale
-from ..rules.push import DEAD_COUNT_MAX, no_such_run, outcome, too_many_bytes, too_many_dead, too_many_open
+from ..rules.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
 from ..wire import dump_json, load_json
 from .channel import Command, checked, stream_entries
 from .connection import translate
@@ -30,10 +30,12 @@ from .durability import Durability, call_durably
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER
 from .scripts import Call, Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
+from .status import unknown_run
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
 PENDING_COUNT = 64  # of these looked at together
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
+NO_RUN = -2  # push_group.lua: the run is not there
 LATE_COUNT = 64  # groups closed at their deadline by one call
 
 
@@ -63,9 +65,12 @@ class RedisRolloutStream:
 
     async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
         answers = await self._push([self._push_call(group) for group in groups])
+        is_gone = any(isinstance(answer, list) and answer[0] == NO_RUN for answer in answers)
+        gone = await unknown_run(self._client, self._run.run_id) if is_gone else None
         names = [group.group_id for group in groups]
         doubtful = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, FabricError)]
-        return outcome(dict(zip(names, map(self._verdict, answers), strict=True)), doubtful)
+        verdicts = [self._verdict(answer, gone) for answer in answers]
+        return outcome(dict(zip(names, verdicts, strict=True)), doubtful)
 
     async def _push(self, calls: Sequence[Call]) -> list[Any]:
         """Answers in order; an error of ours where the round trip failed, so that nobody knows."""
@@ -101,18 +106,16 @@ class RedisRolloutStream:
             args += [job.trajectory_id, job.encode()]
         return "push_group", names, args
 
-    def _verdict(self, answer: Any) -> bool | FabricError:
-        """Whether the group was new, or why it is not in."""
+    def _verdict(self, answer: Any, gone: FabricError | None) -> bool | FabricError:
+        """Whether the group was new, or why it is not in; `gone`: what to say where there is no such run."""
         if isinstance(answer, FabricError):
             return answer
         if isinstance(answer, Exception):
             return _translated(answer)
-        refusals: dict[int, Callable[..., FabricError]] = {
-            -1: too_many_open,
-            -2: no_such_run,
-            -3: too_many_dead,
-            -4: too_many_bytes,
-        }
+        if answer[0] == NO_RUN:
+            assert gone is not None
+            return gone
+        refusals: dict[int, Callable[..., FabricError]] = {-1: too_many_open, -3: too_many_dead, -4: too_many_bytes}
         refusal = refusals.get(answer[0])
         return bool(answer[0]) if refusal is None else refusal(self._run.run_id, *answer[1:])
 
@@ -163,10 +166,16 @@ class RedisRolloutStream:
         names = [keys.completed for keys in self._shards.all]
         block = () if timeout_s is None else ("BLOCK", max(1, int(timeout_s * 1000)))
         command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, self._holder(consumer), "COUNT", count, *block)
-        with translate():
-            (answer,) = checked(
-                await self._scripts.channel.ask_alone([(*command, "STREAMS", *names, *[after] * len(names))])
-            )
+        try:
+            with translate():
+                (answer,) = checked(
+                    await self._scripts.channel.ask_alone([(*command, "STREAMS", *names, *[after] * len(names))])
+                )
+        except BrokerError as error:
+            if error.facts.get("reason") != "forgotten":
+                raise
+            gone = await unknown_run(self._client, self._run.run_id)
+            raise (gone if "deleted_ago_ms" in gone.facts else error) from error
         return [
             (names.index(name), entry_id, fields[1].decode() if fields else "")
             for name, entry_id, fields in stream_entries(answer)

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import RunUnknown
 from ..ports import RunStatus
 from ..records import RunConfig
+from ..rules.push import no_such_run
 from . import keys as names
+from .connection import translate
 from .keys import ShardKeys
 from .rows import agreement_row
 
-__all__ = ["queue_status", "read_status", "sum_up"]
+__all__ = ["queue_status", "read_status", "sum_up", "unknown_run"]
+
+
+async def unknown_run(client: Any, run_id: str) -> RunUnknown:
+    """What to say of a run that is not there: for some days it is known that it was deleted."""
+    with translate():
+        left_ms = int(await client.pttl(names.deleted_run(run_id)))
+    return no_such_run(run_id, names.DELETED_TTL_MS - left_ms if left_ms > 0 else None)
 
 
 def queue_status(pipeline: Any, keys: ShardKeys) -> None:

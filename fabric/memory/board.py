@@ -35,6 +35,7 @@ class MemoryLeaseBoard(MemoryLeases):
     async def delete_run(self, run_id: str) -> None:
         self._run(run_id)
         del self._broker.runs[run_id]
+        self._broker.deleted[run_id] = self._broker.now_ms()
 
     async def run_status(self, run_id: str) -> RunStatus:
         run = self._run(run_id)

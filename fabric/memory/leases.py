@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import RunUnknown
 from ..lease_plan import LeaseChange, LeasePlan, term_of
 from ..limits import EVENT_BYTES_MAX
 from ..records import Lease
@@ -25,7 +24,7 @@ class MemoryLeases:
     def _run(self, run_id: str) -> RunState:
         state = self._broker.runs.get(run_id)
         if state is None:
-            raise RunUnknown(f"run {run_id!r} does not exist on this broker: create it with fabric.run(…)")
+            raise self._broker.no_run(run_id)
         return state
 
     async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:

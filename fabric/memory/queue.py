@@ -19,7 +19,6 @@ from ..rules.giving_up import (
     lost_turn,
     too_stale,
 )
-from ..rules.push import no_such_run
 from .state import FENCES_PER_CLAIM, JobRecord, JobTable, MemoryBroker, RunState
 
 CLAIM_MS = 2_000
@@ -38,7 +37,7 @@ class RunPort:
     def run(self) -> RunState:
         state = self._broker.runs.get(self._config.run_id)
         if state is None:
-            raise no_such_run(self._config.run_id)
+            raise self._broker.no_run(self._config.run_id)
         return state
 
     def _take_ready(

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from ..agreement import Agreement
 from ..clock import Clock, SystemClock
+from ..errors import RunUnknown
 from ..ids import group_of, trajectory_id, turn_id
 from ..lease_plan import LeasePlan
 from ..records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
+from ..rules.push import no_such_run
 from ..rules.urgency import urgency
 from ..sharing import LendSetting, SharingReport
 
@@ -230,6 +232,7 @@ class MemoryBroker:
         self.workers: dict[str, tuple[WorkerInfo, float]] = {}
         self.assignments: dict[str, str] = {}
         self.lends: dict[str, LendSetting] = {}
+        self.deleted: dict[str, float] = {}  # when
         self.sharing: dict[str, SharingReport] = {}
         self.leader: Leader | None = None
         self.term = 0
@@ -242,6 +245,11 @@ class MemoryBroker:
         self._now_ms += max(0.0, min(STEP_MS_MAX, wall_ms - self._wall_ms))
         self._wall_ms = wall_ms
         return self._now_ms
+
+    def no_run(self, run_id: str) -> RunUnknown:
+        """What to say of a run that is not there."""
+        at_ms = self.deleted.get(run_id)
+        return no_such_run(run_id, None if at_ms is None else int(self.now_ms() - at_ms))
 
     def lease_bell(self, worker_id: str) -> asyncio.Event:
         """What wakes a worker when its lease has changed."""

@@ -41,8 +41,15 @@ def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
     )
 
 
-def no_such_run(run_id: str) -> RunUnknown:
-    """The run was never created, or was deleted."""
+def no_such_run(run_id: str, deleted_ago_ms: int | None = None) -> RunUnknown:
+    """The run was never created, or was deleted (so long ago; None: not that anybody knows)."""
+    if deleted_ago_ms is not None:
+        return RunUnknown(
+            f"run {run_id!r} was deleted {deleted_ago_ms / 1000:.0f} s ago, with all that it had on this broker: "
+            "create it again with fabric.run(…), or use another name",
+            run_id=run_id,
+            deleted_ago_ms=deleted_ago_ms,
+        )
     return RunUnknown(f"run {run_id!r} does not exist on this broker: create it with fabric.run(…)", run_id=run_id)
 
 

@@ -14,6 +14,7 @@ from rollfab.fabric.errors import InputError, RunMismatch, RunUnknown
 from rollfab.fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand
 from rollfab.fabric.records import Lease, WorkerInfo
 from rollfab.fabric.sharing import LendSetting, SharingReport
+from rollfab.trainer.checks import make_groups
 
 from .conftest import World
 
@@ -53,8 +54,17 @@ async def test_an_unknown_run_is_named(world: World) -> None:
 async def test_a_deleted_run_is_gone(world: World) -> None:
     await world.board.delete_run("r1")
     assert await world.board.runs() == {}
-    with pytest.raises(RunUnknown):
-        await world.board.run_status("r1")
+    # Whoever still works on it hears that it was deleted, and not that its data was lost
+    for ask in (
+        lambda: world.board.run_status("r1"),
+        lambda: world.rollouts.receive("trainer", 1, 0.01),
+        lambda: world.rollouts.push(make_groups([{}], 1)),
+        lambda: world.board.delete_run("r1"),
+    ):
+        with pytest.raises(RunUnknown, match=r"'r1' was deleted [0-9] s ago"):
+            await ask()
+    await world.board.create_run(world.run)
+    assert await world.rollouts.receive("trainer", 1, 0.01) == []
 
 
 async def test_the_last_agreement_of_a_run_is_kept_and_goes_with_it(world: World) -> None:

@@ -164,8 +164,7 @@ def test_whoever_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_a_url_that_was_left_from_an_earlier_life_is_passed_over_and_a_living_one_is_used(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with EmbeddedBroker.start(tmp_path / "other" / "broker") as private, EmbeddedBroker.start() as foreign:
-        (foreign.data_directory / "broker.lock").write_text("")  # as a broker that nobody of us started
+    with EmbeddedBroker.start(starter="rollfab up") as private, EmbeddedBroker.start() as foreign:
         for url, says in (
             (f"unix://{data}/broker/broker.sock", "ROLLFAB_URL is passed over, nobody answers there"),
             (private.url, "ROLLFAB_URL is passed over, it names the private broker of an earlier"),

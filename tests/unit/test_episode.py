@@ -180,6 +180,18 @@ def test_a_replay_that_goes_another_way_is_said_and_never_mixed(what: str) -> No
     assert said_count
 
 
+def test_one_that_restarts_as_it_says_is_not_told_to_say_so() -> None:
+    said = []
+    for kill in range(1, EVENTS + 1):
+        # Given a world that begins otherwise in its second life, and an agent killed before a turn is settled
+        try:
+            run_through("restart", {"script": SCRIPT, "changes": (-1, "text")}, Broker({kill}))
+        except EnvironmentFailed as error:
+            said.append(str(error))
+    diverged = [text for text in said if "diverged" in text]
+    assert diverged and all("Nothing is wrong with it" in text and "mend" not in text for text in diverged)
+
+
 def test_a_restart_is_said_as_soon_as_a_turn_is_settled() -> None:
     options = {"script": [["a", 0.0], ["b", 1.0]]}
     with pytest.raises(EnvironmentFailed) as caught:

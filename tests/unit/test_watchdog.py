@@ -58,7 +58,9 @@ async def test_an_environment_that_blocks_is_named_with_its_stack_and_the_remedy
     # Then the log says once which, where, and what to do
     (told,) = [record for record in caplog.records if record.message == "environment.blocks_the_agent"]
     assert f"environment '{name}'" in told.who  # type: ignore[attr-defined]
-    assert "in reset" in told.stack and "time.sleep" in told.stack  # type: ignore[attr-defined]
+    last = told.stack.splitlines()[-1]  # type: ignore[attr-defined]
+    assert last.startswith(__file__) and "in reset: time.sleep" in last
+    assert "asyncio" not in told.stack and "episode.py" not in told.stack  # type: ignore[attr-defined]
     assert 'isolation = "process"' in told.remedy  # type: ignore[attr-defined]
     assert told.levelno == logging.WARNING
 
