@@ -7,6 +7,8 @@ connection stays alive between calls, and a slow training step never makes the b
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ from .publish import PublishReport
 from .tensors import ComparesOn
 
 T = TypeVar("T")
+EXIT_S = 2.0  # for closing a connection that was left open, as the interpreter ends
 
 
 class _Loop:
@@ -34,6 +37,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self.is_at_exit = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollfab-client", daemon=True)
         self._thread.start()
 
@@ -44,12 +48,22 @@ class _Loop:
             return future.result()
         except BaseException:
             future.cancel()
+            if self.is_at_exit and threading.current_thread().daemon:
+                threading.Event().wait()  # the interpreter ends, and this thread with it: it has nobody to tell
             raise
 
     def close(self) -> None:
+        self.call(_end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self._loop.close()
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Fabric:
@@ -59,6 +73,8 @@ class Fabric:
         self._loop = loop
         self._fabric = fabric
         self._broker = broker
+        self._owner_pid = os.getpid()
+        atexit.register(self._close_at_exit)
 
     @property
     def url(self) -> str:
@@ -77,8 +93,23 @@ class Fabric:
 
     def close(self) -> None:
         """Close the connection, and stop the broker if it is our own."""
-        self._loop.call(self._fabric.close())
-        self._loop.close()
+        atexit.unregister(self._close_at_exit)
+        try:
+            self._loop.call(self._fabric.close())
+        finally:
+            self._loop.close()
+            if self._broker is not None:
+                self._broker.stop()
+
+    def _close_at_exit(self) -> None:
+        """A script that ends without `close`, however it ends, leaves nothing behind and says nothing of it."""
+        if os.getpid() != self._owner_pid:
+            return  # a fork: the connection's thread is not in it
+        self._loop.is_at_exit = True
+        with contextlib.suppress(Exception):
+            self._loop.call(asyncio.wait_for(self._fabric.close(), EXIT_S))
+        with contextlib.suppress(Exception):
+            self._loop.close()
         if self._broker is not None:
             self._broker.stop()
 
