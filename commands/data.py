@@ -45,6 +45,8 @@ def _register_work(app: typer.Typer) -> None:
     ) -> None:
         """Push the tasks of a file, one group each."""
         tasks = read_tasks(file.read_bytes())
+        if not tasks:
+            raise InputError(f'{file} holds no task: write one JSON object per line, such as {{"seed": 1}}')
         with connect(need_url(url)) as fabric:
             opened = fabric.run(run, model=model, environment=environment)
             ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)

@@ -67,6 +67,9 @@ class Script:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; returns the exit code."""
+    from ..trainer.training import tuned_for
+
+    tuned_for(options.environment)  # else its trainer would end after all is started
     directory = make_directory(Path(options.output), "--output")
     for name in ("summary.json", "reward.png"):
         (directory / name).unlink(missing_ok=True)

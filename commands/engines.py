@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..fabric.errors import ConfigError
 from ..fabric.models import check_model_name, is_preset
+from ..fabric.text import did_you_mean
 from ..workers.engines.base import Engine
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def check_engine_options(options: EngineOptions) -> None:
         ConfigError: the text says what to type instead.
     """
     if options.engine not in ENGINES:
-        raise ConfigError(f"engine {options.engine!r} is none of {', '.join(ENGINES)}", option="--engine")
+        raise ConfigError(
+            f"no engine {options.engine!r} is known: {did_you_mean(options.engine, ENGINES)}", option="--engine"
+        )
     is_vllm, has_server = options.engine == "vllm", options.server is not None
     has_adapter = options.adapter_rank is not None
     rows = (

@@ -29,7 +29,7 @@ from ..fabric.rules.hours import minute_of_week
 from ..fabric.rules.lending import CLEAR, MODES, changed, check_subject, terms
 from ..fabric.rules.tax import sharing_totals, with_taxes
 from ..fabric.sharing import ALL, POOL, LendSetting
-from ..fabric.text import did_you_mean
+from ..fabric.text import cleaned, did_you_mean
 from ..fabric.wire import dump_json
 from .lend_view import draw_log, draw_report, draw_status
 from .options import AsJson, Url, need_url
@@ -100,7 +100,7 @@ def _lend(
         print(dump_json(seen).decode())
         return
     draw = {"log": draw_log, "report": draw_report}.get(action, draw_status)
-    Console().print(draw(seen), highlight=False)
+    Console().print(draw(cleaned(seen)), highlight=False)
 
 
 # ---------------------------------------------------------------- what was typed

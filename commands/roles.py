@@ -117,8 +117,12 @@ def run_agent(options: RoleOptions, *, environment_count: int, environment_timeo
         config = AgentConfig(
             worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
         )
-        opened = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
-        async with _registry(options) as registry, await opened as ports:
+        async with (
+            _registry(options) as registry,
+            await RedisFabric.open(
+                options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
+            ) as ports,
+        ):
             asker = RewardAsker(open_queue(options.url), clock)
             with watching():
                 await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)
@@ -231,13 +235,12 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float) -> None:
 
     from ..workers.jobs import RewardWorker, open_queue
 
-    worker_id = options.worker_id("reward")
+    worker_id, registry = options.worker_id("reward"), _registry(options)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="fabric", daemon=True)
     thread.start()
     opened = asyncio.run_coroutine_threadsafe(RedisFabric.open(options.url, client_name=worker_id), loop)
     ports = opened.result()
-    registry = _registry(options)
     worker = RewardWorker(ports, registry, worker_id, loop, reward_timeout_s=reward_timeout_s)
     try:
         worker.work(open_queue(options.url), _info(worker_id, "reward"))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import ConfigError, RunUnknown
-from ..fabric.text import did_you_mean
+from ..fabric.text import cleaned, did_you_mean
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
 from .status import with_ports
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         if json:
             print(dump_json(rows).decode())
         else:
-            Console().print(_table(rows) if rows else "there are no runs", highlight=False)
+            Console().print(_table(cleaned(rows)) if rows else "there are no runs", highlight=False)
 
     @runs.command("rm")
     def remove_run(

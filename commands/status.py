@@ -10,11 +10,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.ports import RunStatus
+from ..fabric.text import cleaned
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
 
@@ -66,6 +68,7 @@ def _run_row(run: RunStatus) -> dict[str, Any]:
 
 def draw(seen: dict[str, Any]) -> Group:
     """The status as tables."""
+    seen = cleaned(seen)
     runs = Table(title="runs", title_justify="left", header_style="bold")
     for heading in ("run", "model", "environment", "head", "queued", "running", "turns", "waiting", "consumed", "dead"):
         runs.add_column(heading, justify="left" if heading in ("run", "model", "environment") else "right")
@@ -90,7 +93,7 @@ def draw(seen: dict[str, Any]) -> Group:
         workers.add_row(
             each["worker_id"],
             each["role"],
-            each["state"] if not each["error"] else f"[red]{each['state']}: {each['error']}",
+            each["state"] if not each["error"] else f"[red]{escape(each['state'] + ': ' + each['error'])}",
             f"{each['running_count']}/{each['slot_count']}" if each["slot_count"] else "",
             f"{lease['slot_count']} slots" if lease else "",
             each["run_id"] or "",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 NAMES_SHOWN = 8
 # C0 and C1 controls but tab and line feed, DEL; marks that change the direction of text; line and paragraph separators;
@@ -25,6 +26,15 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The same in a single line."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def cleaned(value: Any) -> Any:
+    """Plain values (dicts, lists, texts, numbers) with every text made printable, for tables."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {cleaned(name): cleaned(each) for name, each in value.items()}
+    return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

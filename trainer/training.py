@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ..fabric.directories import make_directory
-from ..fabric.errors import InputError
+from ..fabric.errors import ConfigError
+from ..fabric.text import did_you_mean
 from ..fabric.wire import dump_json
 from .client import connect
-from .grpo import PRESETS
+from .grpo import PRESETS, GrpoSettings
 from .loop import CHECKPOINT, TrainingLoop, summary_of
 
 
@@ -32,19 +33,28 @@ class TrainOptions:
     is_fresh: bool
 
 
+def tuned_for(environment: str) -> GrpoSettings:
+    """The settings that the reference trainer was tuned to for an environment.
+
+    Raises:
+        ConfigError: none are known.
+    """
+    if environment not in PRESETS:
+        raise ConfigError(
+            f"no settings are known for environment {environment!r}: {did_you_mean(environment, PRESETS)}. "
+            "For another one write your own loop, as README.md shows",
+            environment=environment,
+        )
+    return PRESETS[environment]
+
+
 def run_training(options: TrainOptions) -> dict[str, Any]:
     """Train the tiny model on an environment and leave summary.json; returns what is in it.
 
     Raises:
-        InputError: no settings are known for that environment.
-        ConfigError: the output cannot be a directory.
+        ConfigError: no settings are known for that environment, or the output cannot be a directory.
     """
-    settings = PRESETS.get(options.environment)
-    if settings is None:
-        raise InputError(
-            f"no settings are known for environment {options.environment!r}, only for {', '.join(sorted(PRESETS))}: "
-            "write your own loop, as README.md shows"
-        )
+    settings = tuned_for(options.environment)
     if options.steps is not None:
         settings = dataclasses.replace(settings, step_count=options.steps)
     directory = make_directory(Path(options.output), "--output")

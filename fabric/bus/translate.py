@@ -153,7 +153,7 @@ class translate:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.DataError):
-            raise _ours(error, self._client) from error
+            raise _ours(error, self._client) from _bare(error)
 
 
 def broker_name(client: redis.asyncio.Redis) -> str:
@@ -196,6 +196,13 @@ def _explain(error: exceptions.RedisError, *, is_tls: bool) -> tuple[str, str, s
     if isinstance(error, exceptions.ConnectionError):
         return "lost", LOST, said
     return "refused", "refused a command ({cause})", said
+
+
+def _bare(error: BaseException) -> BaseException:
+    """The same, and its causes, without the library's sixty lines of frames, which add nothing to the text."""
+    for each in (error, *_causes(error)):
+        each.__traceback__ = None
+    return error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

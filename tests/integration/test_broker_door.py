@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 import redis.asyncio
 
 from rollfab.fabric.bus.connection import check_broker, open_broker, translate
+from rollfab.fabric.bus.fabric import RedisFabric
 from rollfab.fabric.errors import BrokerError, BrokerFull
 from tests.redis_server import redis_server
 
@@ -203,3 +205,11 @@ async def test_more_callers_than_connections_wait_their_turn(tmp_path: Path) -> 
         assert sorted(await asyncio.gather(*(client.incr("key") for _ in range(200)))) == list(range(1, 201))
         assert len(await client.client_list()) == 2
         await client.aclose()
+
+
+async def test_an_error_of_the_broker_comes_without_the_frames_of_the_client_library() -> None:
+    with pytest.raises(BrokerError) as caught:
+        await RedisFabric.open("redis://127.0.0.1:1", client_name="tests", patience_s=0.1)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "ConnectionRefusedError" in told and "nothing listens there" in told
+    assert "redis/asyncio" not in told and len(told.splitlines()) < 30

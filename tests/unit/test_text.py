@@ -1,0 +1,79 @@
+"""Text from elsewhere: can it do anything to the terminal that shows it?"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rollfab.commands.logs import FactsFormatter
+from rollfab.commands.status import draw
+from rollfab.fabric.errors import EnvironmentFailed
+from rollfab.fabric.records import TrajectoryJob
+from rollfab.fabric.text import cleaned, did_you_mean, one_line, printable
+from rollfab.workers.failures import dead_letter
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x00\x9b31m\u202eabc\u2066\r\x08 tail\ud800"
+JOB = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={}, seed=0)
+
+
+def is_harmless(text: str) -> bool:
+    return all(each in "\n\t" or (each.isprintable() or each == " ") or ord(each) >= 0xA0 for each in text) and not set(
+        text
+    ) & set("\u202e\u2066\u200e\u200f\u061c\u2028\u2029\ufeff")
+
+
+@given(st.text())
+def test_what_is_printable_is_harmless_and_said_once(text: str) -> None:
+    clean = printable(text)
+    assert is_harmless(clean) and printable(clean) == clean
+    assert "\n" not in one_line(text) and is_harmless(one_line(text))
+    clean.encode()  # no lone surrogate
+
+
+def test_controls_are_shown_and_plain_text_stays() -> None:
+    assert printable("a\x1b[31mb\x00\u202e") == "a\\x1b[31mb\\x00\\u202e"
+    plain = "Straße, 東京, 🙂\n\ttab and line"
+    assert printable(plain) == plain
+    assert cleaned({"a": ["\x07", 1, None]}) == {"a": ["\\x07", 1, None]}
+
+
+def test_a_dead_letter_holds_no_raw_control_character() -> None:
+    for error in (RuntimeError(EVIL), EnvironmentFailed(EVIL, reason="x", traceback=EVIL)):
+        letter = dead_letter(error, JOB, run_id="r", worker_id="w", attempt=0)
+        assert is_harmless(letter.reason) and is_harmless(letter.traceback)
+        assert "\\x1b" in letter.reason and "\\x00" in letter.traceback
+
+
+def test_a_log_line_is_one_line_without_control_characters() -> None:
+    record = logging.makeLogRecord({"msg": f"event\n{EVIL}", "levelno": 30, "levelname": "WARNING", "who": EVIL})
+    try:
+        raise RuntimeError(EVIL)
+    except RuntimeError:
+        record.exc_info = sys.exc_info()
+    said = FactsFormatter("%(message)s").format(record)
+    assert is_harmless(said)
+    assert said.splitlines()[0].startswith("event\\n")
+
+
+def test_the_status_shows_what_a_worker_says_of_itself_without_obeying_it() -> None:
+    worker = {
+        "worker_id": "w1", "role": "dedicated", "state": "failed", "error": f"[/bold] {EVIL}", "running_count": 0,
+        "slot_count": 1, "run_id": None, "active_version": -1, "engine": EVIL, "prefix_hit_fraction": None,
+        "wake_ms": None, "sleep_note": None, "heartbeat_age_ms": 1,
+    }  # fmt: skip
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(draw({"runs": [], "workers": [worker], "leases": {}, "lends": {}}))
+    shown = console.export_text()
+    assert "[/bold]" in shown and is_harmless(shown)
+
+
+def test_the_nearest_names_are_said_or_else_those_there_are() -> None:
+    assert did_you_mean("caht", ["chat", "batch"]) == "did you mean chat?"
+    assert did_you_mean("x", ["chat", "batch"]) == "there are batch, chat"
+    assert did_you_mean("x", [f"name-{index}" for index in range(20)]).endswith("and 12 more")
+    assert did_you_mean("x", []) == "there are none"
