@@ -21,7 +21,7 @@ from ..problems import Refused
 from ..schemas import Problem
 from ..schemas_lending import Lend, Lending, LendRequest, Plan, PlanView, Sharing, SharingTotals, SharingView
 
-TAKEN_BACK_S = 2.0  # how long an answer waits for what workers give back
+TAKEN_BACK_S = 1.0  # how long an answer waits for what workers give back
 
 log = logging.getLogger(__name__)
 

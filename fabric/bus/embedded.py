@@ -93,7 +93,8 @@ class EmbeddedBroker:
             try:
                 doors = _doors(directory, transport, port, previous.get("url", ""))
                 process, url = _launch(doors, directory, lock, is_temporary, maxmemory_bytes, ready_timeout_s)
-                _write_lock(lock, {"owner_pid": os.getpid(), "server_pid": process.pid, "url": url, "starter": starter})
+                named = {"starter": starter} if starter else {}
+                _write_lock(lock, {"owner_pid": os.getpid(), "server_pid": process.pid, "url": url} | named)
             finally:
                 os.close(lock)  # the server holds its own copy
         except BaseException:

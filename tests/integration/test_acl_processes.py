@@ -86,7 +86,7 @@ def test_real_processes_do_all_their_work_each_with_its_own_user(broker: Guarded
         # And people can look, and lend
         assert len(command(broker, "operator", "dead", "ls", "--run", "r1")) == 2
         assert [row["version"] for row in command(broker, "operator", "weights", "ls", "r1")][-1] == 1
-        assert command(broker, "operator", "lend", "on")["lends"]["*"]["mode"] == "on"
+        assert command(broker, "operator", "lend", "on", "--all")["lends"]["*"]["mode"] == "on"
         late = run.submit([{"seed": seed} for seed in range(40)], group_size=8)
         until(lambda: status(broker), _lent, supervisor)
         assert command(broker, "operator", "lend", "off")["lends"]["*"]["mode"] == "off"

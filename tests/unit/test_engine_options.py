@@ -17,7 +17,7 @@ from rollfab.workers.engines.vllm.environment import ALWAYS, ON_CPU, prepare_env
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (EngineOptions(engine="llama"), "none of transformers, vllm"),
+        (EngineOptions(engine="llama"), "no engine 'llama' is known: did you mean vllm?"),
         (EngineOptions(words=("--block-size", "32")), "vLLM's own words"),
         (EngineOptions(server="http://here"), "--server"),
         (EngineOptions(log="x.log"), "--engine-log"),
