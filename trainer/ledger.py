@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from ..fabric.errors import BrokerError, ClaimLost, FabricError, QueueFull
 from ..fabric.ports import Delivery, GroupPush, RolloutStream
 from ..fabric.records import Group
+from ..fabric.text import one_line
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class Ledger:
                 self._run_id,
                 group.group_id,
                 "first" if self.failed_group_count == 1 else f"{self.failed_group_count}th",
-                _line(group.failures[0].reason),
+                one_line(group.failures[0].reason)[:REASON_LENGTH_MAX],
                 self._run_id,
                 extra={"run_id": self._run_id, "failed_group_count": self.failed_group_count},
             )
@@ -311,12 +312,6 @@ class Hand:
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
             await self._ledger.acknowledge(delivery)
-
-
-def _line(text: str) -> str:
-    """Text of somebody's code as part of a line: short, and without what a terminal would obey."""
-    line = " ".join(text.split())[:REASON_LENGTH_MAX]
-    return "".join(each if each.isprintable() else "?" for each in line)
 
 
 def _bound(memory: dict[str, GroupPush] | dict[str, None]) -> None:
