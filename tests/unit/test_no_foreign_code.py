@@ -48,6 +48,7 @@ ALLOWED = {
         "workers/engines/vllm/serving_guard.py",
         "import_module",
     ): "rules that the engine's own process was started with, by code: no option or message names one",
+    ("workers/engines/vllm/serving_probe.py", "import_module"): "constants: parts of vLLM that the probe looks for",
     ("workers/serving/kvcached.py", "import_module"): "a constant: an optional package",
     ("workers/environments/guess_the_number.py", "import_module"): "constants: parts of the package gem",
 }

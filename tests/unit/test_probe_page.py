@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +14,7 @@ import pytest
 
 from rollfab.fabric.errors import ConfigError
 from rollfab.fabric.rules.serving import ServingState, StepWork
-from rollfab.workers.serving.page import REQUEST_COUNT_MAX, RING, ProbeWriter
+from rollfab.workers.serving.page import ALIVE_NS, AT_LAYOUT, REQUEST_COUNT_MAX, RING, SIZE_BYTES, ProbeWriter
 from rollfab.workers.serving.reader import LOOK_AGAIN_S, ProbeReader
 
 S = 1_000_000_000
@@ -131,6 +135,7 @@ def test_a_page_that_cannot_be_made_says_where_and_what_to_do(tmp_path: Path) ->
 def test_a_reader_never_sees_half_of_what_belongs_together(tmp_path: Path) -> None:
     writer, reader = ProbeWriter(tmp_path / "page"), ProbeReader(tmp_path / "page")
     shown(writer)
+    read(reader)
     has_ended = threading.Event()
 
     def write() -> None:
@@ -149,3 +154,168 @@ def test_a_reader_never_sees_half_of_what_belongs_together(tmp_path: Path) -> No
             seen |= numbers
     thread.join()
     assert len(seen) > 1
+
+
+# ---- what is wrong with a page, and what to do
+
+
+def trouble(path: Path, now_s: float = 4.0, **options: int) -> str:
+    return ProbeReader(path, **options).trouble(now_s)  # type: ignore[arg-type]
+
+
+def test_a_page_that_is_well_says_what_writes_it_and_nothing_else(tmp_path: Path) -> None:
+    writer = ProbeWriter(tmp_path / "page", "vllm 9.9\x1b[2J")
+    shown(writer)
+    reader = ProbeReader(tmp_path / "page")
+
+    assert reader.trouble(4.0) == ""
+    assert (reader.engine(), reader.writer_pid()) == ("vllm 9.9 [2J", os.getpid())  # nothing a terminal would obey
+
+
+def test_what_is_no_page_of_the_serving_engine_is_refused_by_name_with_the_next_step(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "page"
+    assert f"ROLLFAB_PROBE={path} vllm serve" in trouble(path)
+
+    (tmp_path / "page-dp0").touch()
+    assert "data-parallel engine" in trouble(path) and "--probe " + str(tmp_path / "page-dp0") in trouble(path)
+
+    shown(ProbeWriter(tmp_path / "good"))
+    path.symlink_to(tmp_path / "good")
+    assert "is a symbolic link" in trouble(path)
+    path.unlink()
+
+    os.mkfifo(path)  # opening one for reading waits for a writer
+    assert "is no page of a probe" in trouble(path)
+    path.unlink()
+
+    path.mkdir()
+    assert "is no page of a probe" in trouble(path)
+    path.rmdir()
+
+    for content in (b"x" * SIZE_BYTES, b"x"):
+        path.write_bytes(content)
+        assert "is no page of a probe" in trouble(path)
+
+    page = bytearray((tmp_path / "good").read_bytes())
+    path.write_bytes(page[:1000])
+    assert "was cut short" in trouble(path)
+    path.write_bytes(b"")
+    assert "was cut short" in trouble(path)
+    page[8 * AT_LAYOUT] += 1
+    path.write_bytes(page)
+    assert "was written by another version of rollfab: install the same" in trouble(path)
+
+    good = tmp_path / "good"
+    good.chmod(0o666)
+    assert f"chmod go-w {good}" in trouble(good)
+    good.chmod(0o644)
+    assert trouble(good) == ""
+    assert "has ended or stands still" in trouble(good, 90.0)
+
+
+def test_a_page_of_another_user_is_believed_only_where_that_user_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fstat = tmp_path / "page", os.fstat
+    shown(ProbeWriter(path))
+
+    def of_another(handle: int) -> os.stat_result:
+        fields = list(fstat(handle))
+        fields[stat.ST_UID] = 4242
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", of_another)
+    assert "belongs to user 4242, who may have forged it" in trouble(path) and "--probe-user 4242" in trouble(path)
+    assert ProbeReader(path).read(4.0) is None
+    assert trouble(path, owner_uid=4242) == ""
+
+
+def test_a_page_that_is_cut_short_or_removed_ends_nobody_and_is_made_whole(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    writer, reader = ProbeWriter(path), ProbeReader(path)
+    shown(writer)
+    read(reader)
+    now_s = 4.0
+    for damage in (lambda: os.truncate(path, 0), lambda: os.truncate(path, 300), path.unlink):
+        damage()
+        reader.new_steps(), reader.arrived_count(), reader.change_count()
+        writer.arrived(1 * S, 100)  # what goes on meanwhile
+        writer.stepped(1 * S, S, STEP)
+        now_s += 1.0
+        writer.keep()
+        writer.alive(round(now_s * S))
+
+        reader.trouble(now_s)  # finds it
+        assert reader.trouble(now_s + LOOK_AGAIN_S + 0.01) == ""
+        assert read(reader, now_s).kv_capacity_tokens == 10_000
+    assert path.stat().st_size == SIZE_BYTES
+
+
+def test_a_page_that_another_engine_took_ends_this_one_with_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    first = ProbeWriter(path)
+    first.keep()
+    second = ProbeWriter(path)  # of the same process: as if the first had been frozen for long
+    second.alive(time.monotonic_ns())
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} writes its page there; give every engine its own"):
+        first.keep()
+    second.keep()
+
+
+def test_two_engines_with_one_path_are_refused(tmp_path: Path) -> None:
+    made = """
+import sys, time
+from pathlib import Path
+from rollfab.workers.serving.page import ProbeWriter
+writer = ProbeWriter(Path(sys.argv[1]))
+writer.alive(time.monotonic_ns() + 500_000_000_000)
+print(flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    words = [sys.executable, "-c", made, str(tmp_path / "page")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            shown_alive(tmp_path / "page")
+            with pytest.raises(ConfigError, match=f"process {other.pid} writes its page there"):
+                ProbeWriter(tmp_path / "page")
+        finally:
+            other.kill()
+
+
+def shown_alive(path: Path) -> None:
+    """As if its writer had just given a sign of life, however slow this machine is."""
+    with path.open("r+b") as file:
+        file.seek(8 * ALIVE_NS)
+        file.write((time.monotonic_ns() - 1).to_bytes(8, "little"))
+
+
+def test_files_that_a_writer_left_when_it_was_killed_do_not_stay(tmp_path: Path) -> None:
+    old, new = tmp_path / ".page-aaaaaaaa", tmp_path / ".page-bbbbbbbb"
+    for left in (old, new):
+        left.write_bytes(b"")
+    os.utime(old, (1.0, 1.0))
+
+    ProbeWriter(tmp_path / "page")
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".page-bbbbbbbb", "page"]  # that may be another's
+
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(ConfigError):
+        ProbeWriter(tmp_path / "directory")
+    assert not list(tmp_path.glob(".directory-*"))
+
+
+def test_why_a_probe_has_ended_is_read_from_its_page(tmp_path: Path) -> None:
+    writer = ProbeWriter(tmp_path / "page", "vllm 9.9")
+    shown(writer)
+    reader = ProbeReader(tmp_path / "page")
+    read(reader)
+
+    writer.end("vllm 9.9 has no Scheduler.schedule")
+
+    told = reader.trouble(4.0)
+    assert "has ended: vllm 9.9 has no Scheduler.schedule" in told and "--probe http://HOST:PORT" in told

@@ -52,6 +52,8 @@ class GuardConfig:
     slo_tpot_ms: float
     probe_name: str = "vllm"
     """Who writes that page."""
+    probe_owner_uid: int | None = None
+    """Whose page is believed, beside root's and the worker's own user's."""
     rule: GuardRule = field(default_factory=GuardRule)
     burst: BurstRule | None = None
     """None: as the objectives ask for."""

@@ -43,7 +43,7 @@ class ProbeHold:
         """Raises ConfigError: another process is, or there is no place for a lock."""
         path = lock_path_of(probe)
         try:
-            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
                 f"--probe {probe}: its lock {path} cannot be opened ({error.strerror}). Name a page in a directory that"

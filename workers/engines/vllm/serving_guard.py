@@ -43,7 +43,7 @@ class StepGuard:
     def __init__(self, page: Page, row: dict[str, Any]) -> None:
         config = GuardConfig.of_row(row)
         self._page = page
-        reader = ProbeReader(Path(config.probe), config.probe_name)
+        reader = ProbeReader(Path(config.probe), config.probe_name, owner_uid=config.probe_owner_uid)
         self._guard = Guard(config, reader, _policies(config.policies, config.options))
         self._reader = reader
         self._yielding = _yielding(config, reader)
