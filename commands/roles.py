@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from ..workers.engines.base import Engine
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
 
 if TYPE_CHECKING:
+    from ..workers.rollout import RolloutConfig
     from ..workers.serving.options import ServingOptions
     from ..workers.serving.wiring import Sharing
     from ..workers.supply import SupplyOptions
@@ -98,7 +99,7 @@ def run_controller(options: RoleOptions) -> None:
         worker_id = options.worker_id("controller")
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
             controller = Controller(ports.board, ControllerConfig(worker_id=worker_id), SystemClock())
-            async with _beating(ports, _info(worker_id, "controller")):
+            async with _beating(ports, partial(_info, worker_id, "controller")):
                 gc.freeze()  # what is loaded now stays: walking through it would make one plan in a hundred slow
                 await controller.run(stop)
 
@@ -149,8 +150,9 @@ def run_worker(
         serving: the serving engine that it shares its device with.
         make_engine: another engine than the options name, for a worker's id.
     """
-    from ..workers.rollout import RolloutConfig, RolloutWorker
+    from ..workers.rollout import RolloutWorker
     from ..workers.serving.options import ServingOptions, check_serving_options
+    from ..workers.serving.wiring import announce
     from ..workers.supply import place_of, weights_for
 
     if role not in ("dedicated", "serving"):
@@ -162,7 +164,48 @@ def run_worker(
         place_of(supply)
     sharing = _sharing(serving)
     made = _make(sharing, engine, lambda options: make_engine(options, worker_id))
-    config = RolloutConfig(
+    config = _rollout_config(worker_id, role, engine, serving, sleep_after_s)
+
+    async def serve(stop: asyncio.Event) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
+            if sharing is not None:
+                stack.callback(sharing.close)
+                stack.push_async_callback(_forget, ports, worker_id)
+            async with _told_of(ports, worker_id, engine.model, serving, sharing):
+                if sharing is not None:
+                    await sharing.wait(stop, _say)
+                if stop.is_set():
+                    return
+                stack.push_async_callback(made.close)
+                await made.start()
+            capacity_tokens = engine.slot_count * (config.context_tokens_max or 1)
+            guard = sharing.attach(made, capacity_tokens) if sharing is not None else None
+            weights = await stack.enter_async_context(weights_for(ports.weights, worker_id, options.url, supply))
+            worker = RolloutWorker(
+                ports,
+                made,
+                config,
+                SystemClock(),
+                make_receiver=partial(weights.receiver, engine=made),
+                guard=guard,
+                memory=sharing.memory if sharing is not None else None,
+            )
+            if sharing is not None:
+                await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
+            if role == "serving":
+                await stack.enter_async_context(_beside(announce(worker_id, serving, worker.keeper, sharing, _say)))
+            await worker.run(stop)
+
+    run_until_stopped(serve)
+
+
+def _rollout_config(
+    worker_id: str, role: str, engine: EngineOptions, serving: ServingOptions, sleep_after_s: float | None
+) -> RolloutConfig:
+    from ..workers.rollout import RolloutConfig
+
+    return RolloutConfig(
         worker_id=worker_id,
         role=role,
         model=engine.model,
@@ -174,32 +217,45 @@ def run_worker(
         **patience_of(engine),
     )
 
-    async def serve(stop: asyncio.Event) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
-            if sharing is not None:
-                stack.callback(sharing.close)
-                await sharing.wait(stop, _say)
-                if stop.is_set():
-                    return
-            stack.push_async_callback(made.close)
-            await made.start()
-            guard = (
-                sharing.attach(made, engine.slot_count * (config.context_tokens_max or 1))
-                if sharing is not None
-                else None
-            )
-            weights = await stack.enter_async_context(weights_for(ports.weights, worker_id, options.url, supply))
-            make_receiver = partial(weights.receiver, engine=made)
-            memory = sharing.memory if sharing is not None else None
-            worker = RolloutWorker(
-                ports, made, config, SystemClock(), make_receiver=make_receiver, guard=guard, memory=memory
-            )
-            if sharing is not None:
-                await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
-            await worker.run(stop)
 
-    run_until_stopped(serve)
+@contextlib.asynccontextmanager
+async def _told_of(
+    ports: RedisFabric, worker_id: str, model: str, serving: ServingOptions, sharing: Sharing | None
+) -> AsyncIterator[None]:
+    """While the block runs the broker knows of a worker whose engine has not started, and what it waits for.
+
+    Nothing forgets it afterwards: the worker's own heartbeats go on from there.
+    """
+    if sharing is None:
+        yield
+        return
+
+    def tell() -> WorkerInfo:
+        trouble = sharing.trouble()
+        return dataclasses.replace(
+            _info(worker_id, "serving"),
+            model=model,
+            pool=serving.pool,
+            state="waiting" if trouble else "loading",
+            error=trouble or None,
+            guard_state="shut",
+            guard_reason=trouble or "the rollout engine is starting",
+        )
+
+    async with _beside(_beat(ports, tell)):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """It runs while the block does."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def _sharing(serving: ServingOptions) -> Sharing | None:
@@ -276,22 +332,23 @@ def _info(worker_id: str, role: str) -> WorkerInfo:
 
 
 @contextlib.asynccontextmanager
-async def _beating(ports: RedisFabric, info: WorkerInfo) -> Any:
-    """Say once a second that this process lives, while the block runs."""
-    clock = SystemClock()
-
-    async def beat() -> None:
-        while True:
-            with contextlib.suppress(FabricError):
-                await ports.board.heartbeat(info)
-            await clock.sleep(1.0)
-
-    task = asyncio.create_task(beat())
+async def _beating(ports: RedisFabric, tell: Callable[[], WorkerInfo]) -> AsyncIterator[None]:
+    """Say once a second that this process lives, and how, while the block runs."""
     try:
-        yield
+        async with _beside(_beat(ports, tell)):
+            yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await _forget(ports, tell().worker_id)
+
+
+async def _beat(ports: RedisFabric, tell: Callable[[], WorkerInfo]) -> None:
+    clock = SystemClock()
+    while True:
         with contextlib.suppress(FabricError):
-            await ports.board.forget_worker(info.worker_id)
+            await ports.board.heartbeat(tell())
+        await clock.sleep(1.0)
+
+
+async def _forget(ports: RedisFabric, worker_id: str) -> None:
+    with contextlib.suppress(FabricError):
+        await ports.board.forget_worker(worker_id)

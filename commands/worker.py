@@ -41,6 +41,7 @@ HomeRegion = Annotated[str, typer.Option(help="Where the broker is.")]
 Probe = Annotated[
     str | None, typer.Option(help="serving: what shows the serving engine: its ROLLFAB_PROBE page, or its http:// URL.")
 ]
+ProbeUser = Annotated[str | None, typer.Option(help="serving: user that runs the serving engine, if another one.")]
 SloTtft = Annotated[float | None, typer.Option(help="serving: its objective for P99 time to first token.")]
 SloTpot = Annotated[float | None, typer.Option(help="serving: its objective for P99 time per output token.")]
 Pool = Annotated[str, typer.Option(help="serving: the group of workers that its team switches together.")]
@@ -87,6 +88,7 @@ def _worker(
     region: Region = "",
     home_region: HomeRegion = "",
     probe: Probe = None,
+    probe_user: ProbeUser = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     pool: Pool = "",
@@ -127,6 +129,7 @@ def _worker(
     )
     serving = ServingOptions(
         probe=probe,
+        probe_user=probe_user,
         ttft_slo_ms=slo_ttft_ms,
         tpot_slo_ms=slo_tpot_ms,
         pool=pool,

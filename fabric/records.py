@@ -255,7 +255,9 @@ class WorkerInfo(Record):
     token_count: int = 0  # generated since it started
     environments: list[str] = field(default_factory=list)
     headroom_fraction: float | None = None  # serving workers: distance to the SLO, None where nothing is measured
-    state: str = "ready"  # ready, loading, asleep (without a lease, until it gets one), draining, failed
+    # ready, loading, waiting (serving workers: for their serving engine), asleep (without a lease, until it gets one),
+    # draining, failed
+    state: str = "ready"
     error: str | None = None
     engine: str | None = None  # what generates, with its version
     prefix_hit_fraction: float | None = None  # of recent prompts' tokens, found in the prefix cache

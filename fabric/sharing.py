@@ -44,7 +44,8 @@ class Latencies:
     """Serving requests that ended, and their latencies; 0 requests: all other figures are 0. So is a TPOT without any.
 
     request_count, attained_fraction (of them, within both objectives): since the worker started. Latencies: of the
-    newest ones.
+    newest ones: ttft_count of them, of which tpot_count had a second token, over the last span_s before the newest one
+    ended. low and high: between them lies the true P99, with 95 %; 0: so few requests cannot say.
     """
 
     request_count: int = 0
@@ -53,6 +54,13 @@ class Latencies:
     tpot_ms_p50: float = 0.0
     tpot_ms_p99: float = 0.0
     attained_fraction: float = 0.0
+    span_s: float = 0.0
+    ttft_count: int = 0
+    tpot_count: int = 0
+    ttft_ms_p99_low: float = 0.0
+    ttft_ms_p99_high: float = 0.0
+    tpot_ms_p99_low: float = 0.0
+    tpot_ms_p99_high: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,7 @@ class GuardView:
     step_error_p95: float | None = None
     probe: str = ""  # what it sees by: "vllm", "metrics", "transformers"
     probe_age_ms: float = 0.0
+    probe_trouble: str | None = None  # why the serving engine is not seen, and what to do
 
 
 @dataclass(frozen=True, kw_only=True)

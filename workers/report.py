@@ -67,8 +67,11 @@ class WorkerReport:
         stats, readiness = self._engine.stats(), self._readiness
         view = (self._guard() or GuardView()) if self._guard is not None else None
         commit = receiver.last if receiver is not None else None
+        unseen = view.probe_trouble if view else None
         if trouble:
             state = "failed"
+        elif unseen:
+            state = "waiting"
         elif readiness.is_asleep:
             state = "asleep"
         else:
@@ -86,7 +89,7 @@ class WorkerReport:
             token_count=stats.token_count,
             headroom_fraction=view.headroom_fraction if view else None,
             state=state,
-            error=trouble,
+            error=trouble or unseen,
             engine=self._engine.name,
             prefix_hit_fraction=self._hits.look(stats),
             wake_ms=readiness.wake_ms,

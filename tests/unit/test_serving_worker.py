@@ -52,6 +52,9 @@ UNSEEN = {"probe": None, "ttft_slo_ms": None, "tpot_slo_ms": None}
         ("serving", {"tpot_slo_ms": float("nan")}, "--slo-tpot-ms is nan"),
         ("serving", {"priority": "high"}, "yield, idle, low, normal"),
         ("serving", {"pool": "a b"}, "--pool"),
+        ("serving", {"probe_user": "no-such-user"}, "--probe-user no-such-user: this machine has no such user"),
+        ("serving", {"probe": "http://h:1", "probe_user": "root"}, "--probe-user needs --probe with a page"),
+        ("serving", {**UNSEEN, "probe_user": "root"}, "--probe-user needs --probe with a page"),
         ("serving", {"memory": MemoryOptions(backend="elastic")}, "choose one of static, release, kvcached"),
         ("serving", {"memory": MemoryOptions(backend="kvcached")}, "--kvcached-segment.*--kvcached-token-bytes"),
         ("serving", {"memory": MemoryOptions(segment="s")}, "--kvcached-segment is for --kv-memory kvcached"),
@@ -187,6 +190,11 @@ async def test_a_missing_probe_is_waited_for_with_a_line_to_type(tmp_path: Path)
     await asyncio.sleep(0.3)
     assert not waiting.done() and len(said) == 1
     assert f"ROLLFAB_PROBE={page} vllm serve" in said[0]
+
+    # When what is wrong changes, then that is said, once
+    page.write_bytes(b"x")
+    await asyncio.sleep(1.0)
+    assert "is no page of a probe" in said[1] and len(said) == 2
     stop.set()
     await waiting
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pwd
 from dataclasses import dataclass, field
 
 from ...fabric.errors import ConfigError
@@ -27,6 +28,8 @@ class ServingOptions:
     """The group of workers that the team switches together."""
     priority: str | None = None
     """yield, idle, low or normal; None: yield beside a serving engine."""
+    probe_user: str | None = None
+    """The user whose page is believed, beside root's and the worker's own: a name, or a number."""
     is_observing: bool = False
     """Nothing is ever lent; what could be is measured."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
@@ -36,6 +39,19 @@ class ServingOptions:
     def is_scraped(self) -> bool:
         """Whether the probe is a server's metrics."""
         return self.probe is not None and "://" in self.probe
+
+    @property
+    def probe_owner_uid(self) -> int | None:
+        """Of `probe_user`. Raises ConfigError: this machine has no such user."""
+        if self.probe_user is None or self.probe_user.isdecimal():
+            return None if self.probe_user is None else int(self.probe_user)
+        try:
+            return pwd.getpwnam(self.probe_user).pw_uid
+        except KeyError as error:
+            raise ConfigError(
+                f"--probe-user {self.probe_user}: this machine has no such user; name the serving engine's",
+                option="--probe-user",
+            ) from error
 
     @property
     def slo(self) -> Slo:
@@ -71,6 +87,11 @@ def check_serving_options(role: str, options: ServingOptions, *, has_server: boo
             "--probe",
             f"needs the serving team's objectives, --slo-ttft-ms and --slo-tpot-ms; missing: {', '.join(missing)}",
         ),
+        (
+            options.probe_user is not None and (not has_probe or options.is_scraped),
+            "--probe-user",
+            "needs --probe with a page: whose page is believed",
+        ),
         (given and not has_probe, " ".join(given), "needs --probe: by what the serving engine is seen"),
         (options.is_observing and not has_probe, "--observe", "needs --probe: by what the serving engine is seen"),
         (
@@ -88,6 +109,7 @@ def check_serving_options(role: str, options: ServingOptions, *, has_server: boo
     for flag, value in objectives:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag} is {value:g}: an objective is a number of milliseconds above 0", option=flag)
+    _ = options.probe_owner_uid
     check_memory_options(options.memory)
     if options.priority is not None:
         check_priority(options.priority)

@@ -27,6 +27,7 @@ from ...fabric.rules.guard import GuardRule
 from ...fabric.rules.lending import LendTerms
 from ...fabric.sharing import GuardView
 from ..engines.base import Engine
+from ..lease import UNREAD
 from .bounds import Bounds
 from .guard import GuardConfig, GuardOrders, GuardPort
 from .holder import ProbeHold, memory_directory
@@ -44,7 +45,6 @@ LOOK_S = 0.05
 ORDER_S = 0.5  # an order that is not said again holds no longer: this process may have been frozen
 WAIT_S = 0.2
 SCRAPED_STALE_S = 0.6  # scrapes are 0.1 s apart and may take as long again; two that fail count as stale at once
-FRESH_S = 1.0  # a page that is older is of an engine that has ended
 ENGINE_THREAD = "rollfab-engine"  # of an engine that runs in this process
 
 
@@ -80,7 +80,7 @@ class Sharing:
             self._scraper = MetricsProbe(options.probe, self._page)
         else:
             self._page = Path(options.probe)
-        self._reader = ProbeReader(self._page)
+        self._reader = ProbeReader(self._page, owner_uid=options.probe_owner_uid)
         self._engine: Engine | None = None
         self._guard: GuardPort | None = None
         self._budget: KvBudget | None = None
@@ -104,6 +104,7 @@ class Sharing:
         return GuardConfig(
             probe=str(self._page),
             probe_name=name,
+            probe_owner_uid=self._options.probe_owner_uid,
             slo_ttft_ms=slo.ttft_ms,
             slo_tpot_ms=slo.tpot_ms,
             rule=rule,
@@ -119,16 +120,27 @@ class Sharing:
         """Before the engine is started. Raises ConfigError: the memory backend cannot work with it."""
         check_backend(self._options.memory, engine)
 
+    def trouble(self) -> str:
+        """Why the serving engine is not seen now, and what to do; "" if it is."""
+        found = self._reader.trouble(self._clock.now_s())
+        if found and self._scraper is not None:
+            return (
+                f"no metrics of vLLM at {self._options.probe} ({self._scraper.failure}): start that server, or name the"
+                " one that there is with --probe"
+            )
+        return found
+
+    def seen(self) -> str:
+        """What the probe shows, for people."""
+        return f"it sees {self._reader.engine()} by {self._options.probe} (process {self._reader.writer_pid()})"
+
     async def wait(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
-        """Until the serving engine is seen, or `stop`. Says once what is waited for, and what to type."""
-        is_said = False
-        while not stop.is_set():
-            state = self._reader.read(self._clock.now_s())
-            if state is not None and abs(self._clock.now_s() - state.seen_at_s) < FRESH_S:
-                return
-            if not is_said:
-                say(_missing(self._options))
-                is_said = True
+        """Until the serving engine is seen, or `stop`. Says what is waited for and what to do, when that changes."""
+        said = ""
+        while not stop.is_set() and (trouble := self.trouble()):
+            if trouble != said:
+                said = trouble
+                say(f"waiting for the serving engine: {trouble}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S):
                     await stop.wait()
@@ -172,7 +184,8 @@ class Sharing:
         reason = (
             f"observing only, as it was started; else: {view.reason}" if self._options.is_observing else view.reason
         )
-        return dataclasses.replace(view, reason=reason, kv_tokens_max=self._kv_tokens_max)
+        trouble = self.trouble() or None
+        return dataclasses.replace(view, reason=reason, kv_tokens_max=self._kv_tokens_max, probe_trouble=trouble)
 
     @asynccontextmanager
     async def following(self, keeper: Leased, worker_id: str, board: LeaseBoard) -> AsyncIterator[None]:
@@ -226,10 +239,31 @@ class Sharing:
         self._kv_tokens_max = self._budget.look(now, self._reader.read(now), memory_fraction_max)
 
 
-def _missing(options: ServingOptions) -> str:
-    if options.is_scraped:
-        return f"waiting for the serving engine: no metrics of vLLM at {options.probe} yet"
-    return (
-        f"waiting for the serving engine: no page at {options.probe} yet. On the serving side, with rollfab installed"
-        f" beside vLLM, type: ROLLFAB_PROBE={options.probe} vllm serve ..."
-    )
+async def announce(
+    worker_id: str, options: ServingOptions, keeper: Leased, sharing: Sharing | None, say: Callable[[str], None]
+) -> None:
+    """Say that a serving worker is ready, how it is lent and what it sees, and again when that changes; for ever."""
+    said = ""
+    while True:
+        text = _announcement(worker_id, options, keeper.terms, sharing)
+        if text and text != said:
+            said = text
+            say(text)
+        await asyncio.sleep(WAIT_S)
+
+
+def _announcement(worker_id: str, options: ServingOptions, terms: LendTerms | None, sharing: Sharing | None) -> str:
+    """ "": its team's word has not been read yet."""
+    if terms is None or terms is UNREAD:
+        return ""
+    who = f"{worker_id} in pool {options.pool}" if options.pool else f"{worker_id}, in no pool"
+    if sharing is not None and (trouble := sharing.trouble()):
+        return f"serving worker {who}: waiting for the serving engine, nothing is lent: {trouble}"
+    if options.is_observing:
+        how = "observing only, as it was started (--observe)"
+    elif terms.mode == "on":
+        how = f"lent ({terms.reason})"
+    else:
+        how = f"{'observing only' if terms.mode == 'observe' else 'taken back'} ({terms.reason})"
+    sees = sharing.seen() if sharing is not None else "it has no --probe, so it shares its device with none"
+    return f"serving worker {who}: ready, {how}; {sees}"
