@@ -147,6 +147,8 @@ class SharingView(Model):
     """The others."""
     violation_count: int
     """Of the latter, beyond an objective."""
+    few: list[str]
+    """P99s of too few requests, as alone.ttft_ms_p99: no request that was measured bounds them from above."""
     ttft_tax_p50: float | None
     """shared over alone, less one; null where one of them has no request. So are those that follow."""
     ttft_tax_p99: float | None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -111,51 +113,73 @@ def _how(facts: dict[str, Any]) -> str:
 
 
 def draw_report(seen: dict[str, Any]) -> Group:
-    """What serving requests saw with rollouts and without, and what rollouts got."""
-    table = Table(title="serving requests, alone → with rollouts", title_justify="left", header_style="bold")
-    for heading in (
-        "worker",
-        "requests",
-        "attained",
-        "TTFT P50 ms",
-        "TTFT P99 ms",
-        "TPOT P50 ms",
-        "TPOT P99 ms",
-        "beyond",
-    ):
-        table.add_column(heading, justify="left" if heading == "worker" else "right", overflow="fold")
-    for row in seen["workers"]:
-        table.add_row(*_latencies(row))
-    given = Table(title="rollouts", title_justify="left", header_style="bold")
-    for heading in ("worker", "tokens", "lent", "computing", "could have lent", "reclaims", "reclaim P99 ms"):
-        given.add_column(heading, justify="left" if heading == "worker" else "right", overflow="fold")
-    for row in seen["workers"]:
-        times = [f"{row[name]:.0f} s" for name in ("lent_s", "computing_s", "could_lend_s")]
-        reclaim = f"{row['reclaim_ms_p99']:.1f}" if row["reclaim_count"] else ""
-        given.add_row(row["worker_id"], f"{row['token_count']:,}", *times, str(row["reclaim_count"]), reclaim)
-    return Group(table, given, Text(_verdict(seen["totals"])))
+    """What serving requests saw with rollouts and without, and what rollouts got: a table for each worker."""
+    parts = [part for row in seen["workers"] for part in (_requests(row), Text(_given(row)), Text(""))]
+    return Group(*parts, Text(_verdict(seen["totals"], [name for row in seen["workers"] for name in row["few"]])))
 
 
-def _latencies(row: dict[str, Any]) -> list[str]:
+def _requests(row: dict[str, Any]) -> Table:
+    title = f"{row['worker_id']}, measured for {_duration(row['since_s'])}"
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("serving requests", "alone", "with rollouts", "more"):
+        table.add_column(heading, justify="left" if heading == "serving requests" else "right", overflow="fold")
     alone, shared = row["alone"], row["shared"]
-    counts = f"{alone.get('request_count', 0):.0f} → {shared.get('request_count', 0):.0f}"
-    attained = f"{_attained(alone)} → {_attained(shared)}"
-    cells = []
-    for name in ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"):
-        tax = row[name.replace("_ms_", "_tax_")]
-        cells.append(f"{_number(alone, name)} → {_number(shared, name)}" + ("" if tax is None else f" ({tax:+.1%})"))
-    return [row["worker_id"], counts, attained, *cells, str(row["violation_count"])]
+    table.add_row("number", *(f"{each.get('request_count', 0):,.0f}" for each in (alone, shared)))
+    table.add_row("within the objectives", _attained(alone), _attained(shared))
+    table.add_row("of the newest, in", *map(_sample, (alone, shared)))
+    for what in ("ttft", "tpot"):
+        for rank in ("p50", "p99"):
+            name, tax = f"{what}_ms_{rank}", row[f"{what}_tax_{rank}"]
+            cells = (_latency(row, kind, name) for kind in ("alone", "shared"))
+            table.add_row(f"{what.upper()} {rank.upper()}, ms", *cells, "" if tax is None else f"{tax:+.1%}")
+    bounds = f"{row['ttft_slo_ms']:g} and {row['tpot_slo_ms']:g} ms"
+    beyond = f"{row['violation_count']:,} beyond with rollouts"
+    table.caption = f"objectives, TTFT and TPOT: {bounds}; {beyond}; in brackets: where the true P99 is, with 95 %"
+    table.caption_justify = "left"
+    return table
+
+
+def _given(row: dict[str, Any]) -> str:
+    lent, computing, could = (_duration(row[name]) for name in ("lent_s", "computing_s", "could_lend_s"))
+    said = f"rollouts: {row['token_count']:,} tokens; lent {lent}, computing {computing}; {could} more could be lent"
+    if not row["reclaim_count"]:
+        return said
+    note = f"of {row['reclaim_count']}: too few" if "reclaim_ms_p99" in row["few"] else f"of {row['reclaim_count']:,}"
+    return (
+        f"{said}; given back within {row['reclaim_ms_p50']:.1f} ms (P50), {row['reclaim_ms_p99']:.1f} ms (P99 {note})"
+    )
+
+
+def _sample(row: dict[str, float]) -> str:
+    if not row.get("ttft_count"):
+        return "–"
+    return f"{row['ttft_count']:,.0f} in {_duration(row.get('span_s', 0.0))}"
+
+
+def _latency(row: dict[str, Any], kind: str, name: str) -> str:
+    """One figure; of a P99 also where the true one is, or of how few requests it is."""
+    figures = row[kind]
+    if not figures.get("request_count") or not figures.get(name):
+        return "–"
+    text = f"{figures[name]:.1f}"
+    if f"{kind}.{name}" in row["few"]:
+        count = figures.get(name.replace("_ms_p99", "_count"), figures["request_count"])
+        return f"{text} (of {count:,.0f}: too few)"
+    high = figures.get(f"{name}_high")
+    return f"{text} ({figures[f'{name}_low']:.1f} to {high:.1f})" if high else text
 
 
 def _attained(row: dict[str, float]) -> str:
     return f"{row.get('attained_fraction', 0.0):.2%}" if row.get("request_count") else "–"
 
 
-def _number(row: dict[str, float], name: str) -> str:
-    return f"{row[name]:.1f}" if row.get("request_count") and row.get(name) else "–"
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _verdict(totals: dict[str, Any]) -> str:
+def _verdict(totals: dict[str, Any], few: Sequence[str]) -> str:
     """One sentence that a team can decide on."""
     if not totals["worker_count"]:
         return "no serving worker has reported yet: reports come from those that were started with a probe"
@@ -165,6 +189,8 @@ def _verdict(totals: dict[str, Any]) -> str:
     taxes = ", ".join(
         f"{name} P99 {tax:+.1%}" for name, tax in zip(("TTFT", "TPOT"), worst, strict=True) if tax is not None
     )
+    if taxes and any(name != "reclaim_ms_p99" for name in few):
+        taxes += " (a P99 of so few requests says little: wait for 368 of each kind)"
     return (
         f"with rollouts {totals['shared_attained_fraction']:.2%} of {totals['shared_request_count']:,} requests were "
         f"within the objectives, {totals['violation_count']:,} beyond; at worst {taxes or 'nothing to compare with'}; "

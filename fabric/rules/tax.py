@@ -3,18 +3,22 @@
 - A tax is shared over alone less one: 0.05 is 5 % slower. Without requests on both sides there is none to tell,
   nor of TPOT where none of them had a second token.
 - Percentiles of several workers cannot be added up: of those, the worst worker's stand for all.
+- A percentile of few requests says little: `quantile_ranks` says between which of them the true one lies, and whether
+  enough were measured to bound it at all (368 for a P99).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..sharing import SharingReport
 
-__all__ = ["TAXES", "sharing_totals", "taxes", "with_taxes"]
+__all__ = ["TAXES", "few", "quantile_ranks", "sharing_totals", "taxes", "with_taxes"]
 
 TAXES = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")  # the latencies that are compared
+P99S = ("ttft_ms_p99", "tpot_ms_p99")
 SUMS = ("lent_s", "computing_s", "could_lend_s", "token_count", "violation_count", "reclaim_count")
 
 
@@ -24,8 +28,44 @@ def taxes(report: SharingReport) -> dict[str, float | None]:
 
 
 def with_taxes(report: SharingReport) -> dict[str, Any]:
-    """A report as plain values, with its taxes."""
-    return {**report.__dict__, **taxes(report)}
+    """A report as plain values, with its taxes, and which of its P99s are of too few requests to mean much."""
+    return {**report.__dict__, **taxes(report), "few": few(report)}
+
+
+def few(report: SharingReport) -> list[str]:
+    """Names of the P99s that no measured request bounds from above, as alone.ttft_ms_p99."""
+    found = []
+    for kind in ("alone", "shared"):
+        row = getattr(report, kind)
+        for name in P99S:
+            count = int(row.get(name.replace("_ms_p99", "_count"), row.get("request_count", 0)))
+            if row.get(name) and quantile_ranks(count, 0.99)[1] is None:
+                found.append(f"{kind}.{name}")
+    if report.reclaim_count and quantile_ranks(report.reclaim_count, 0.99)[1] is None:
+        found.append("reclaim_ms_p99")
+    return found
+
+
+def quantile_ranks(count: int, fraction: float, confidence: float = 0.95) -> tuple[int | None, int | None]:
+    """Between which of `count` independent samples the true quantile lies, whatever they are distributed like.
+
+    Each bound is missed with a probability of at most half of what is left of `confidence`.
+
+    Returns:
+        Ranks in ascending order, the least sample is 1; None: there are too few samples for that bound.
+    """
+    low = high = None
+    miss = (1.0 - confidence) / 2
+    log_chance, at_most = count * math.log(fraction), 0.0  # of exactly, and of at most `above` samples above it
+    for above in range(count):
+        at_most += math.exp(log_chance)
+        if at_most <= miss:
+            high = count - above
+        if at_most >= 1.0 - miss:
+            low = count - above
+            break
+        log_chance += math.log((count - above) / (above + 1)) + math.log((1.0 - fraction) / fraction)
+    return low, high
 
 
 def sharing_totals(reports: Iterable[SharingReport]) -> dict[str, Any]:

@@ -18,7 +18,10 @@ from rollfab.fabric.bus.fabric import RedisFabric
 from rollfab.fabric.errors import ConfigError
 from rollfab.fabric.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.rules.lending import terms
+from rollfab.fabric.rules.serving import Slo
 from rollfab.fabric.sharing import SharingReport
+from rollfab.workers.serving.ledger import SharingLedger
+from rollfab.workers.serving.reader import End
 
 pytestmark = pytest.mark.redis
 
@@ -243,6 +246,34 @@ async def test_the_report_compares_requests_with_rollouts_and_without(desk: Desk
     assert totals["shared_attained_fraction"] == pytest.approx(0.7425)
     assert totals["ttft_tax_p99_worst"] == pytest.approx(0.1)
     assert "at worst TTFT P99 +10.0%, TPOT P99 -10.0%" in " ".join((await desk.run("report")).split())
+
+
+async def test_the_report_says_of_how_many_requests_and_how_long_and_where_a_p99_means_little(desk: Desk) -> None:
+    # Given one worker with 42 requests alone, and 400 with rollouts in an hour
+    ledger = SharingLedger(Slo(ttft_ms=500.0, tpot_ms=50.0))
+    for index in range(42):
+        ledger.ended(End(index, index + 0.02, index + 0.12, 11))
+    ledger.passed(3600.0, is_open=True, is_lent=False)
+    ledger.computed(1000.0, 5000.0)
+    for index in range(400):
+        arrived_s = 1000.0 + 9 * index
+        ledger.ended(End(arrived_s, arrived_s + 0.03 + index / 1e5, arrived_s + 0.2, 11))
+    await desk.beat("w1")
+    await desk.fabric.board.set_sharing(SharingReport(worker_id="w1", **ledger.report()))
+
+    # When the team asks, then each P99 stands with its sample, and where the true one is
+    (row,) = (await desk.json("report"))["workers"]
+    assert row["few"] == ["alone.ttft_ms_p99", "alone.tpot_ms_p99"]
+    assert (row["alone"]["ttft_count"], row["alone"]["span_s"], row["shared"]["ttft_count"]) == (42, 41.12, 400)
+    low, p99, high = (row["shared"][f"ttft_ms_p99{end}"] for end in ("_low", "", "_high"))
+    assert (row["alone"]["ttft_ms_p99_high"], low < p99 < high) == (0.0, True)
+
+    shown = await desk.run("report")
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert "w1, measured for 60 min" in words and "42 in 41 s" in words and "400 in 60 min" in words
+    assert "20.0 (of 42: too few)" in words and f"{p99:.1f} ({low:.1f} to {high:.1f})" in words
+    assert "a P99 of so few requests says little" in words
 
 
 @pytest.mark.parametrize(

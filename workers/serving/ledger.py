@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...fabric.rules.serving import Slo
+from ...fabric.rules.tax import quantile_ranks
 from ...fabric.sharing import Latencies
 from .reader import End
 
@@ -103,8 +104,18 @@ class _Requests:
             return Latencies()
         ttfts = sorted(end.ttft_ms for end in self._newest)
         tpots = sorted(tpot for end in self._newest if (tpot := end.tpot_ms) is not None)
+        began_s, ended_s = self._newest[0].arrived_at_s, self._newest[-1].last_token_at_s
+        ttft_low, ttft_high = _p99_bounds(ttfts)
+        tpot_low, tpot_high = _p99_bounds(tpots)
         return Latencies(
             request_count=self.count,
+            span_s=round(ended_s - began_s, 3),
+            ttft_count=len(ttfts),
+            tpot_count=len(tpots),
+            ttft_ms_p99_low=ttft_low,
+            ttft_ms_p99_high=ttft_high,
+            tpot_ms_p99_low=tpot_low,
+            tpot_ms_p99_high=tpot_high,
             ttft_ms_p50=round(_at(ttfts, 0.5), 3),
             ttft_ms_p99=round(_at(ttfts, 0.99), 3),
             tpot_ms_p50=round(_at(tpots, 0.5), 3),
@@ -116,6 +127,11 @@ class _Requests:
 def _attains(end: End, slo: Slo) -> bool:
     tpot_ms = end.tpot_ms
     return end.ttft_ms <= slo.ttft_ms and (tpot_ms is None or tpot_ms <= slo.tpot_ms)
+
+
+def _p99_bounds(ordered: Sequence[float]) -> tuple[float, float]:
+    low, high = (0.0 if rank is None else round(ordered[rank - 1], 3) for rank in quantile_ranks(len(ordered), 0.99))
+    return low, high
 
 
 def _at(ordered: Sequence[float], fraction: float) -> float:
