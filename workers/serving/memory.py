@@ -22,8 +22,9 @@ from ...fabric.errors import ConfigError, EngineUnsupported
 from ...fabric.rules.memory import MemoryFacts, MemoryRule, MemoryState, decide
 from ...fabric.rules.serving import ServingState
 from ..engines.base import Engine
+from ..engines.vllm.environment import installed_version
 from .bounds import Bounds
-from .kvcached import Kvcached, KvcachedSegment, check_kvcached, installed_vllm
+from .kvcached import Kvcached, KvcachedSegment, check_kvcached
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def check_backend(options: MemoryOptions, engine: Engine, vllm_version: Callable
             " GPU with -- --enable-sleep-mode, or the memory backend static"
         )
     if options.backend == "kvcached":
-        check_kvcached((vllm_version or installed_vllm)())
+        check_kvcached((vllm_version or installed_version)())
         KvcachedSegment(options.segment or "")
 
 

