@@ -196,6 +196,25 @@ def test_the_log_has_one_line_that_the_probe_is_on_and_every_call_answers_as_bef
     assert "taken\nfinished\n" in said
 
 
+def test_each_rank_of_a_data_parallel_engine_has_a_page_of_its_own(tmp_path: Path) -> None:
+    said = run_beside(
+        set(),
+        """
+        parallel = types.SimpleNamespace(data_parallel_size=2, data_parallel_rank=1)
+        first = Scheduler.__init__
+        def of_a_rank(self):
+            first(self)
+            self.vllm_config.parallel_config = parallel
+        Scheduler.__init__ = of_a_rank
+        plugin.register()
+        Scheduler()
+        """,
+        ROLLFAB_PROBE=str(tmp_path / "page"),
+    )
+    assert f"rollfab probe: on at {tmp_path / 'page-dp1'} (process " in said
+    assert [each.name for each in tmp_path.iterdir()] == ["page-dp1"]
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
