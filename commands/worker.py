@@ -37,7 +37,7 @@ WeightsListen = Annotated[
 ]
 WeightsHost = Annotated[str, typer.Option(help="How other machines reach that HOST, if by another name.")]
 Region = Annotated[str, typer.Option(help="Where this machine is: regions are crossed once.")]
-HomeRegion = Annotated[str, typer.Option(help="Where the broker is.")]
+HomeRegion = Annotated[str, typer.Option("--home-region", help="Where the broker is.")]
 Probe = Annotated[
     str | None, typer.Option(help="serving: what shows the serving engine: its ROLLFAB_PROBE page, or its http:// URL.")
 ]
@@ -86,7 +86,7 @@ def _worker(
     weights_listen: WeightsListen = "",
     weights_host: WeightsHost = "",
     region: Region = "",
-    home_region: HomeRegion = "",
+    home: HomeRegion = "",
     probe: Probe = None,
     probe_user: ProbeUser = None,
     slo_ttft_ms: SloTtft = None,
@@ -121,11 +121,7 @@ def _worker(
         adapter_alpha=adapter_alpha,
     )
     supply = SupplyOptions(
-        is_shared=shared_weights,
-        listen=weights_listen,
-        public_host=weights_host,
-        region=region,
-        home_region=home_region,
+        is_shared=shared_weights, listen=weights_listen, public_host=weights_host, region=region, home_region=home
     )
     serving = ServingOptions(
         probe=probe,
