@@ -61,12 +61,12 @@ def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_pa
         fabric.until(lambda: f"ROLLFAB_PROBE={page} vllm serve" in log.tail(20), 60.0, "it says what to type")
 
         # And it is known to the broker, with what it waits for
-        info = fabric.until(lambda: fabric.worker_of("serving"), 10.0, "it beats")
+        info = fabric.until(lambda: fabric.worker_of("serving"), 30.0, "it beats")
         assert (info.state, info.pool, info.guard_state, info.slot_count) == ("waiting", "chat", "shut", 0)
         assert f"ROLLFAB_PROBE={page} vllm serve" in str(info.error)
         page.write_bytes(b"foreign")
-        fabric.until(lambda: "is no page of a probe" in log.tail(20), 5.0, "it says what it has found")
-        fabric.until(lambda: "is no page of a probe" in str(told(fabric).error), 5.0, "its heartbeat says it")
+        fabric.until(lambda: "is no page of a probe" in log.tail(20), 30.0, "it says what it has found")
+        fabric.until(lambda: "is no page of a probe" in str(told(fabric).error), 30.0, "its heartbeat says it")
 
         with resting_engine(page):
             # When that is started, then the worker is there, below it, and lends nothing that nobody lent
@@ -74,7 +74,9 @@ def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_pa
             fabric.until(lambda: told(fabric).guard_state == "open", 30.0, "its guard sees the serving engine")
             info = told(fabric)
             assert (info.pool, info.probe, info.error) == ("chat", "vllm", None)
-            fabric.until(lambda: "in pool chat: ready, observing only" in log.tail(20), 5.0, "it says that it is ready")
+            fabric.until(
+                lambda: "in pool chat: ready, observing only" in log.tail(20), 30.0, "it says that it is ready"
+            )
             assert f"by {page} (process {os.getpid()})" in log.tail(20)
             classes = [os.sched_getscheduler(thread) for thread in threads_of(info.pid)]
             assert os.SCHED_IDLE in classes and os.sched_getscheduler(info.pid) == os.SCHED_OTHER
@@ -87,7 +89,7 @@ def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_pa
 
             # When its team lends the pool, then it works, and reports it
             fabric.ask(lambda ports: ports.board.set_lend("pool:chat", "on"))
-            fabric.until(lambda: "in pool chat: ready, lent" in log.tail(20), 5.0, "it says that it is lent")
+            fabric.until(lambda: "in pool chat: ready, lent" in log.tail(20), 30.0, "it says that it is lent")
             [group] = fabric.collect(run, 1, 40.0)
             assert group.group_id == group_id
             reports = fabric.until(
@@ -115,9 +117,9 @@ def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_pa
             lower([told(fabric).pid], "normal")
 
         # When the serving engine is gone, then it is shut
-        fabric.until(lambda: told(fabric).guard_state == "shut", 10.0, "its guard is shut")
+        fabric.until(lambda: told(fabric).guard_state == "shut", 30.0, "its guard is shut")
         assert "no sign" in str(told(fabric).guard_reason)
-        fabric.until(lambda: told(fabric).state == "waiting", 5.0, "its heartbeat says what it waits for")
+        fabric.until(lambda: told(fabric).state == "waiting", 30.0, "its heartbeat says what it waits for")
         assert "has ended or stands still" in str(told(fabric).error)
         log = fabric.supervisor.children["serving"]
-        fabric.until(lambda: "waiting for the serving engine, nothing is lent" in log.tail(20), 5.0, "and so does it")
+        fabric.until(lambda: "waiting for the serving engine, nothing is lent" in log.tail(20), 30.0, "and so does it")

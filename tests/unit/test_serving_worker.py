@@ -193,7 +193,10 @@ async def test_a_missing_probe_is_waited_for_with_a_line_to_type(tmp_path: Path)
 
     # When what is wrong changes, then that is said, once
     page.write_bytes(b"x")
-    await asyncio.sleep(1.0)
+    async with asyncio.timeout(8):
+        while len(said) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
     assert "is no page of a probe" in said[1] and len(said) == 2
     stop.set()
     await waiting
