@@ -11,6 +11,7 @@ FabricError
 │   └─ SchemaUnknown
 ├─ BrokerError                      the broker refused, is unreachable, or is not fit
 │   └─ BrokerFull                   out of memory at the broker, which takes nothing new in
+├─ ConnectionForked                 a connection is used in a child of the process that opened it
 ├─ QueueError
 │   ├─ QueueFull                    retry later; carries depth and limit
 │   ├─ ClaimLost                    someone else holds the job now; drop the work
@@ -35,6 +36,36 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
+
+__all__ = [
+    "FabricError",
+    "ConfigError",
+    "EnvironmentUnknown",
+    "RunUnknown",
+    "RunMismatch",
+    "InputError",
+    "PayloadTooLarge",
+    "WireError",
+    "SchemaUnknown",
+    "BrokerError",
+    "BrokerFull",
+    "ConnectionForked",
+    "QueueError",
+    "QueueFull",
+    "ClaimLost",
+    "JobDead",
+    "WeightError",
+    "VersionConflict",
+    "VersionUnknown",
+    "ChainBroken",
+    "LayoutMismatch",
+    "DigestMismatch",
+    "PeerLost",
+    "EnvironmentFailed",
+    "EngineError",
+    "EngineTimeout",
+    "EngineUnsupported",
+]
 
 
 class FabricError(Exception):
@@ -94,6 +125,10 @@ class BrokerError(FabricError):
 
 class BrokerFull(BrokerError):
     """The broker is at its memory limit, and did not carry out the write that met it."""
+
+
+class ConnectionForked(FabricError):
+    """A connection is used in a forked child of the process that opened it; open another one there."""
 
 
 class QueueError(FabricError):

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from ..fabric.ports import LeaseBoard
 from ..fabric.ports_weights import WeightStore
 from ..fabric.records import Group
 from .agreement import WORKER_COUNT_MAX, compare, rule_for, worst_first
+from .borrowing import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class AgreementReporter:
         if version is None:
             version = (await self._weights.head(self._run_id)).version
         rule = rule or await self._default_rule()
-        agreement = await asyncio.to_thread(compare, groups, logprobs, version=version, rule=rule)
+        agreement = await in_thread(lambda _: compare(groups, logprobs, version=version, rule=rule))
         opened, settled = self._take(agreement)
         agreement = self._with_open(agreement)
         await self._board.set_agreement(self._run_id, agreement)

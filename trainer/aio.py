@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import ConfigError, EnvironmentUnknown, FabricError, QueueFull, RunUnknown
+from ..fabric.home import Home
 from ..fabric.ids import check_name
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
@@ -45,6 +46,7 @@ class AsyncFabric:
     """A connection to one broker. Made by `connect`."""
 
     def __init__(self, ports: RedisFabric, url: str) -> None:
+        self._home = Home()
         self._ports = ports
         self._open_ledgers: set[Ledger] = set()
         self.url = url
@@ -71,6 +73,7 @@ class AsyncFabric:
             EnvironmentUnknown: nobody offers that environment.
             RunMismatch: the run exists with other settings.
         """
+        self._home.check()
         check_name("run", run_id)
         check_settings(run_id, settings)
         if model is None or environment is None:
@@ -103,10 +106,13 @@ class AsyncFabric:
 
     async def runs(self) -> dict[str, RunConfig]:
         """Every run on this broker."""
+        self._home.check()
         return await self._ports.board.runs()
 
     async def close(self) -> None:
-        """Close the connection; runs and their work stay."""
+        """Close the connection; runs and their work stay. In a forked child: nothing happens."""
+        if not self._home.is_here:
+            return
         for ledger in list(self._open_ledgers):
             ledger.close()
         await self._ports.close()
@@ -125,6 +131,7 @@ class AsyncRun:
 
     def __init__(self, ports: RedisFabric, config: RunConfig, open_ledgers: set[Ledger] | None = None) -> None:
         """open_ledgers: where what holds groups is noted, for whoever closes the connection."""
+        self._home = Home()
         self._ports = ports
         self.config = config
         self._publisher: AnyPublisher | None = None
@@ -186,6 +193,7 @@ class AsyncRun:
         **wishes: Any,
     ) -> list[str]:
         """As `submit`; how far it came is noted in `submission`, for a caller that is interrupted meanwhile."""
+        self._home.check()
         groups = make_groups(tasks, group_size, group_ids, **wishes)
         submission.group_ids = [group.group_id for group in groups]
         try:
@@ -268,6 +276,7 @@ class AsyncRun:
         Raises:
             InputError: there is no filter of that name, or another argument makes no sense.
         """
+        self._home.check()
         check_view(consumer, takeover)
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
         return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=iter(refill)))
@@ -289,6 +298,7 @@ class AsyncRun:
             VersionConflict: not newer, or another publisher took over. Nothing was published.
             BrokerFull: the broker has no room for it. Nothing was published.
         """
+        self._home.check()
         await self._hand.acknowledge()
         if self._publisher is None:
             self._publisher = make_publisher(self._ports.weights, self.config, group, compares_on)
@@ -300,14 +310,17 @@ class AsyncRun:
         Raises:
             VersionUnknown: never published, or no longer held.
         """
+        self._home.check()
         return await fetch_weights(self._ports.weights, self.run_id, version)
 
     async def head_version(self) -> int:
         """The newest published version; -1 before the first."""
+        self._home.check()
         return (await self._ports.weights.head(self.run_id)).version
 
     async def report(self, **facts: Any) -> None:
         """Say how training goes (step, reward_mean, loss, …): shown on the page and in `rollfab status`."""
+        self._home.check()
         await self._ports.board.add_event("trainer.step", {"run_id": self.run_id, **facts})
 
     async def compare(
@@ -332,14 +345,17 @@ class AsyncRun:
         Raises:
             InputError: not one array per rollout, or one of another length.
         """
+        self._home.check()
         return await self._reporter.report(groups, logprobs, version, rule)
 
     async def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more; False when it is not there."""
+        self._home.check()
         return await self._ledger.cancel(group_id)
 
     async def status(self) -> RunStatus:
         """The run in numbers."""
+        self._home.check()
         return await self._ports.board.run_status(self.run_id)
 
 
@@ -365,6 +381,7 @@ class Groups:
     """
 
     def __init__(self, ledger: Ledger, hand: Hand, view: View, refill: Refill | None = None) -> None:
+        self._home = Home()
         self._ledger = ledger
         self._hand = hand
         self._view = view
@@ -377,6 +394,7 @@ class Groups:
         return self
 
     async def __anext__(self) -> Group:
+        self._home.check()
         await self._hand.acknowledge()
         if self._left == 0:
             raise StopAsyncIteration
@@ -432,6 +450,7 @@ class Groups:
             await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
 
     async def __aenter__(self) -> Groups:
+        self._home.check()
         await self._hand.acknowledge()
         self._held = []
         return self

@@ -18,7 +18,7 @@ from ..fabric.ports import GroupPush
 from ..fabric.records import RunConfig, TrajectoryJob, check_task
 from ..fabric.rules.carrier import CARRIERS
 from ..fabric.seeds import SEED_MAX, is_seed
-from ..fabric.wire import check_size, dump_json
+from ..fabric.wire import check_size, dump_json, load_json
 
 SHARD_COUNT_MAX = 1024
 CONSUMER_LENGTH_MAX = 200
@@ -105,6 +105,7 @@ def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = N
         except InputError as error:
             raise InputError(f"task {index}: {error}", index=index) from error
         check_size(f"task {index}", raw, TASK_BYTES_MAX)
+        task = load_json(raw)  # a copy: it may be pushed again later, and the caller may change its own
         group_id = new_group_id() if names is None else names[index]
         task_id = str(task.get("task_id", f"task-{crc32(raw):08x}"))
         groups.append(replace(_group(group_id, task, group_size, task_id), **wishes))

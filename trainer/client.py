@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
+import selectors
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.embedded import EmbeddedBroker
-from ..fabric.errors import FabricError
+from ..fabric.errors import ConfigError, FabricError
+from ..fabric.home import Home
 from ..fabric.ports import RunStatus
 from ..fabric.records import Group, RunConfig
 from . import aio
@@ -30,33 +33,141 @@ from .tensors import ComparesOn
 
 T = TypeVar("T")
 EXIT_S = 2.0  # for closing a connection that was left open, as the interpreter ends
+SAY_AFTER_S = 2.0  # of waiting for an interrupted call, before it is said: a person may have pressed Ctrl-C
+
+log = logging.getLogger(__name__)
+
+
+class _Selector(selectors.DefaultSelector):
+    """A selector that a forked child finds empty: what the kernel watches is its parent's, and shared with it.
+
+    Else the child would stop the parent's watching when it ends and lets go of its copy of the connections.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._home = Home()
+
+    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
+        """As in the library."""
+        if not self._home.is_here:
+            raise KeyError(fileobj)
+        return super().get_key(fileobj)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """As in the library."""
+        if not self._home.is_here:
+            raise KeyError(fileobj)
+        return super().unregister(fileobj)
+
+
+class _Call(Generic[T]):
+    """One coroutine on the loop, and whoever waits for it in another thread."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self.is_over = threading.Event()
+        self._work = work
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+
+    def start(self) -> None:
+        """Begin; in the loop's thread."""
+        self._task = self._loop.create_task(self._work)
+        self._task.add_done_callback(lambda _: self.is_over.set())
+
+    def cancel(self) -> None:
+        """Have it end early; in the loop's thread."""
+        if self._task is not None:
+            self._task.cancel()
+            return
+        self._work.close()  # it was not begun, and will not be: what is handed to the loop runs in its order
+        self.is_over.set()
+
+    def result(self) -> T:
+        """What came of it, once it is over."""
+        assert self._task is not None
+        return self._task.result()
+
+    def end(self) -> None:
+        """Have it end early, and return when it has: it may be reading what its caller goes on to change.
+
+        Further interrupts change nothing: the first one is raised when this is done.
+        """
+        is_told = is_said = False
+        while not self.is_over.is_set():
+            with contextlib.suppress(BaseException):
+                if not is_told:
+                    self._loop.call_soon_threadsafe(self.cancel)
+                    is_told = True
+                if not self.is_over.wait(SAY_AFTER_S) and not is_said:
+                    is_said = True
+                    log.warning(
+                        "interrupted; %s is waited for, because it may still read what it was given",
+                        name_of(self._work),
+                    )
 
 
 class _Loop:
-    """An event loop on a thread of its own."""
+    """An event loop on a thread of its own, in the process that made it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._home = Home()
+        self._loop = asyncio.SelectorEventLoop(_Selector())
         self.is_at_exit = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollfab-client", daemon=True)
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the loop's process; a forked child has a copy of the loop and no thread that runs it."""
+        return self._home.is_here
+
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the loop and wait for it; an interrupt here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run `work` on the loop and wait for it. An interrupt here cancels it there, and is raised when it has ended.
+
+        Raises:
+            ConnectionForked: this is a child of the process that connected.
+            ConfigError: the connection is closed, or this is called by what the loop itself runs.
+        """
         try:
-            return future.result()
+            return self._call(work)
         except BaseException:
-            future.cancel()
             if self.is_at_exit and threading.current_thread().daemon:
                 threading.Event().wait()  # the interpreter ends, and this thread with it: it has nobody to tell
             raise
 
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            self._check(name_of(work))
+        except BaseException:
+            work.close()
+            raise
+        call = _Call(work, self._loop)
+        try:
+            self._loop.call_soon_threadsafe(call.start)
+            call.is_over.wait()
+        except BaseException:
+            call.end()
+            raise
+        return call.result()
+
     def close(self) -> None:
+        if not self.is_here or self._loop.is_closed():
+            return  # in a child: to touch its copy would reach into the parent's connections
         self.call(_end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self._loop.close()
+
+    def _check(self, name: str) -> None:
+        self._home.check()
+        if self._loop.is_closed():
+            raise ConfigError(f"{name}: this connection is closed; make another with rollfab.connect()")
+        if threading.current_thread() is self._thread:
+            raise ConfigError(
+                f"{name} is called from within another call of this connection (keep= or refill=), which would wait for"
+                " itself: decide from what the function is given, and call it after"
+            )
 
 
 async def _end_tasks() -> None:
@@ -73,7 +184,6 @@ class Fabric:
         self._loop = loop
         self._fabric = fabric
         self._broker = broker
-        self._owner_pid = os.getpid()
         atexit.register(self._close_at_exit)
 
     @property
@@ -92,7 +202,9 @@ class Fabric:
         return self._loop.call(self._fabric.runs())
 
     def close(self) -> None:
-        """Close the connection, and stop the broker if it is our own."""
+        """Close the connection, and stop the broker if it is our own. In a forked child: nothing happens."""
+        if not self._loop.is_here:
+            return
         atexit.unregister(self._close_at_exit)
         try:
             self._loop.call(self._fabric.close())
@@ -103,7 +215,7 @@ class Fabric:
 
     def _close_at_exit(self) -> None:
         """A script that ends without `close`, however it ends, leaves nothing behind and says nothing of it."""
-        if os.getpid() != self._owner_pid:
+        if not self._loop.is_here:
             return  # a fork: the connection's thread is not in it
         self._loop.is_at_exit = True
         with contextlib.suppress(Exception):
@@ -154,6 +266,8 @@ class Run:
 
         Whatever ends it early says what was taken in: see `AsyncRun.submit`.
         """
+        if isinstance(tasks, Iterator):
+            tasks = list(tasks)  # here: what makes them is the caller's code, and may take its time
         submission = Submission()
         wishes = {"quorum": quorum, "priority": priority, "deadline_s": deadline}
         work = self._run.submit_noting(submission, tasks, group_size, group_ids, timeout_s=timeout, **wishes)
@@ -253,6 +367,11 @@ class Groups:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._loop.call(self._groups.__aexit__(kind, error, trace))
+
+
+def name_of(work: Coroutine[Any, Any, Any]) -> str:
+    """What people call it: the method's name."""
+    return str(getattr(work, "__qualname__", work))
 
 
 def connect(url: str | None = None, *, data_directory: str | Path | None = None) -> Fabric:

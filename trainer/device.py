@@ -4,7 +4,7 @@
   byte, and so is when the copy moves.
 - What is brought is encoded by threads of the host, while the next group of regions is compared on the device.
 - Tensors that are on the host are compared there; a tensor may be elsewhere from one version to the next.
-- What is prepared holds copies of what was on a device, so it does not depend on weights that the trainer changes.
+- What is prepared holds copies, so it does not depend on weights that the trainer changes.
 - Memory: on the device one copy of the weights, and a few GROUP_BYTES (on_device.py) while preparing; on the host the
   changed bits of the version being prepared, its encoded bytes, and at most WAITING_MAX regions to be encoded. Where
   the device has no room for the copy, it is kept on the host, with a warning.
@@ -30,7 +30,17 @@ from ..fabric.weights.kernels import Changes
 from ..fabric.weights.layout import Layout
 from ..fabric.weights.manifest import Sums
 from ..fabric.weights.regions import Region, cut
-from ..fabric.weights.snapshot import THREAD_COUNT_MAX, Change, Identity, Place, Prepared, Snapshot, encode_part
+from ..fabric.weights.snapshot import (
+    THREAD_COUNT_MAX,
+    Change,
+    Check,
+    Identity,
+    Place,
+    Prepared,
+    Snapshot,
+    encode_part,
+    no_check,
+)
 from .on_device import Flat, Pair, Piece, as_tensor, bring, on_host
 
 log = logging.getLogger(__name__)
@@ -66,25 +76,25 @@ class DeviceSnapshot(Snapshot):
         # The first keyframe, which brings every element to the host, makes the sums of weights that have no version.
         self.sums = np.zeros(len(layout.tensors), dtype=np.uint64) if version < 0 else self._state_sums()
 
-    def prepare_delta(self, identity: Identity, new: Mapping[str, Flat]) -> Prepared:
+    def prepare_delta(self, identity: Identity, new: Mapping[str, Flat], check: Check = no_check) -> Prepared:
         """The version `identity` as what differs between `new` and this snapshot, bit by bit."""
         assert identity.version > self.version >= 0
         feed = Feed()
-        regions = feed.through(bring(self._pairs(new)))
+        regions = feed.through(bring(self._pairs(new, check)))
         part = encode_part(self.layout, regions, feed.encode, self._thread_count)
         return self._assemble(identity, part, Place(kind=DELTA, base_version=self.version, sums=self.sums + part.sums))
 
-    def prepare_keyframe(self, identity: Identity) -> Prepared:
+    def prepare_keyframe(self, identity: Identity, check: Check = no_check) -> Prepared:
         """This snapshot's own weights, as version `identity`."""
         feed = Feed()
-        regions = feed.through(bring(self._own()))
+        regions = feed.through(bring(self._own(check)))
         part = encode_part(self.layout, regions, feed.encode, self._thread_count, has_changes=False)
         self.sums = part.sums  # of what is here: as Snapshot's
         return self._assemble(identity, part, Place(kind=KEYFRAME, base_version=-1, sums=part.sums))
 
-    def equals(self, other: Mapping[str, Flat]) -> bool:
+    def equals(self, other: Mapping[str, Flat], check: Check = no_check) -> bool:
         """Whether `other` has the same stored bits."""
-        return all(_is_same(pair) for pair in self._pairs(other))
+        return all(_is_same(pair) for pair in self._pairs(other, check))
 
     def advance(self, prepared: Prepared) -> None:
         """Become the version that was prepared from this snapshot; the head has moved to it."""
@@ -95,13 +105,15 @@ class DeviceSnapshot(Snapshot):
         self.sums = prepared.manifest.sums
         self.version = prepared.manifest.version
 
-    def _pairs(self, new: Mapping[str, Flat]) -> Iterator[Pair]:
+    def _pairs(self, new: Mapping[str, Flat], check: Check) -> Iterator[Pair]:
         for region in self._regions:
+            check()
             name = self._names[region.tensor]
             yield _pair(region, region.read(self._kept[name]), region.read(new[name]))
 
-    def _own(self) -> Iterator[Pair]:
+    def _own(self, check: Check) -> Iterator[Pair]:
         for region in self._regions:
+            check()
             yield Pair(region, None, region.read(self._kept[self._names[region.tensor]]))
 
     def _state_sums(self) -> Sums:
@@ -141,7 +153,7 @@ def _encoded(encoder: Encoder, piece: Piece) -> Encoded | None:
     elif piece.old is None:
         return encoder.dense(piece.new)
     else:
-        encoded = encoder.delta(piece.old, piece.new)
+        encoded = encoder.delta(piece.old, piece.new if piece.is_copy else np.array(piece.new))
         if encoded is None or not piece.is_copy:
             return encoded
     assert encoded is not None

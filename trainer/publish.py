@@ -5,19 +5,21 @@
   jumps) and when versions are deleted is upkeep.py's.
 - Everything is checked before anything is written: names, shapes and dtypes against the run's, the version against
   the head, the epoch against other publishers.
-- The snapshot moves only when the head has moved. A version whose sending failed is finished by the next `publish`.
-- The tensors must not change until `publish` returns.
-- Memory: one copy of the weights where they are compared, and the encoded version. Parameters on a GPU are compared
-  there (device.py; unverified on a GPU), all others on the host.
+- The snapshot moves only when the head has moved, to the bits that were encoded. A version whose sending failed, or was
+  interrupted, is finished by the next `publish`. Where the head is neither of the two, the next version is a keyframe.
+- The tensors must not change until `publish` returns or raises; then they may, for nothing reads them any more.
+- Memory: one copy of the weights where they are compared, the encoded version, and a copy of what changed in it.
+  Parameters on a GPU are compared there (device.py; unverified on a GPU), all others on the host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, get_args
+from functools import partial
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 
@@ -33,10 +35,12 @@ from ..fabric.weights.held import readable
 from ..fabric.weights.layout import Layout
 from ..fabric.weights.manifest import BROKER, Head, WeightManifest
 from ..fabric.weights.snapshot import Identity, Prepared, Snapshot
+from .borrowing import Check, in_thread
 from .carrying import Carrying
 from .tensors import ComparesOn, Named, collect_bits, devices_of
 from .upkeep import Upkeep
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 VERSION_MAX = (1 << 53) - 1  # of whole numbers that a broker's scripts, which count in doubles, tell apart
@@ -138,7 +142,7 @@ class Publisher:
         if version > VERSION_MAX:
             raise InputError(f"version {version} is above {VERSION_MAX}: versions count up from 0", version=version)
         async with self._lock:
-            layout, bits = await asyncio.to_thread(self._collect, named)
+            layout, bits = await self._in_thread(partial(self._collect, named))
             await self._open(layout)
             if self._layout is not None:
                 self._layout.check(layout)
@@ -153,11 +157,15 @@ class Publisher:
             beside = await self._upkeep.tend(snapshot, prepared, self._epoch)
             return replace(report, keyframe_bytes=beside.keyframe_bytes, jump_bytes=beside.jump_bytes)
 
-    def _collect(self, named: Named) -> tuple[Layout, dict[str, Bits]]:
+    async def _in_thread(self, work: Callable[[Check], T]) -> T:
+        """Work that reads what the caller handed over; a thread of it is never left behind."""
+        return await in_thread(work)
+
+    def _collect(self, named: Named, check: Check) -> tuple[Layout, dict[str, Bits]]:
         has_begun = self._snapshot is not None or self._pending is not None
         if has_begun and not self._devices:  # a snapshot of the host compares there, wherever tensors are by now
-            return collect_bits(named, "host")
-        layout, bits = collect_bits(named, self._compares_on)
+            return collect_bits(named, "host", check)
+        layout, bits = collect_bits(named, self._compares_on, check)
         self._devices = self._devices or devices_of(bits)
         return layout, bits
 
@@ -185,6 +193,7 @@ class Publisher:
         manifests = await self._held()
         self._upkeep.begin(manifests)
         self._layout = next((item.tensors for item in manifests if item.version == head.version), None)
+        self._snapshot = None
         if self._layout is not None and self._layout.digest == layout.digest:
             self._snapshot = await self._resumed(head)
         self._epoch = epoch
@@ -199,7 +208,7 @@ class Publisher:
         except (WeightError, WireError) as error:
             log.warning("weights.not_resumed", extra={"run_id": self._run_id, "error": str(error)})
             return None
-        return await asyncio.to_thread(self._kept, manifest.tensors, bits, head.version)
+        return await self._in_thread(lambda _: self._kept(manifest.tensors, bits, head.version))
 
     async def _mind_a_lost_head(self) -> None:
         """A broker that lost its last writes (a replica took over) may lack what we built on: begin anew from here.
@@ -233,10 +242,13 @@ class Publisher:
                 " publish again",
                 head_version=head.version,
             )
+        if snapshot is not None and head.version > snapshot.version:
+            log.warning("weights.snapshot_in_doubt", extra={"run_id": self._run_id, "head_version": head.version})
+            self._snapshot = self._report = None  # the next version is a keyframe, which needs nothing before it
         if version > head.version:
             return None
         is_mine = report is not None and snapshot is not None and version == report.version == head.version
-        if is_mine and snapshot is not None and await asyncio.to_thread(snapshot.equals, bits):
+        if is_mine and snapshot is not None and await self._in_thread(partial(snapshot.equals, bits)):
             return report
         raise not_newer(self._run_id, version, head.version)
 
@@ -247,10 +259,10 @@ class Publisher:
         started_s = self._clock.now_s()
         snapshot = self._snapshot
         if snapshot is None:
-            snapshot = await asyncio.to_thread(self._begin, layout, bits)
-            prepared = await asyncio.to_thread(snapshot.prepare_keyframe, identity)
+            snapshot = await self._in_thread(lambda _: self._begin(layout, bits))
+            prepared = await self._in_thread(partial(snapshot.prepare_keyframe, identity))
         else:
-            prepared = await asyncio.to_thread(snapshot.prepare_delta, identity, bits)
+            prepared = await self._in_thread(partial(snapshot.prepare_delta, identity, bits))
         manifest = prepared.manifest
         report = PublishReport(
             version=version,
@@ -273,23 +285,18 @@ class Publisher:
     ) -> None:
         """Chunks, manifest, head; then the snapshot follows. Every part may be repeated."""
         manifest = prepared.manifest
-        self._pending = None
+        # Until it is known that the head has moved: the next publish repeats this version first, which is harmless.
+        self._pending = (snapshot, prepared, report)
         try:
             if manifest.carrier == BROKER and not (is_repeated and await self._is_head(manifest)):
                 await self._store.put_chunks(manifest, 0, prepared.chunks)
             await self._store.put_manifest(manifest)
             await self._store.advance_head(manifest, self._shard_count)
         except WeightError:
-            raise  # refused for good: not to be tried again
-        except BaseException:
-            # Whether the head has moved is unknown; the next publish repeats this version first, which is harmless.
-            self._pending = (snapshot, prepared.detached(), report)
+            self._pending = None  # refused for good: not to be tried again
             raise
-        try:
-            snapshot.advance(prepared)
-        except BaseException:
-            self._snapshot = None  # it is neither the head nor what was before: the next version is a keyframe
-            raise
+        self._snapshot = self._pending = None  # where this is interrupted, it is neither the head nor what was before
+        snapshot.advance(prepared)
         self._snapshot, self._layout, self._report = snapshot, snapshot.layout, report
         self._upkeep.take(manifest)
         log.info("weights.published", extra={"run_id": self._run_id, **_fields(report)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from ..fabric.rules.chain import DELTA
 from ..fabric.weights.layout import Layout
 from ..fabric.weights.manifest import BlockRow, WeightManifest, chunk_digest
 from ..fabric.weights.snapshot import Identity, Part, Place, make_manifest
+from .borrowing import in_thread
 from .publish import PublishReport
 from .ranks import RankExchange, RankMessage
 from .shards import LocalShards, LocalSnapshot, collect_shards
@@ -38,9 +40,28 @@ class Member:
         self._store = store
         self._thread_count = thread_count
         self._snapshot: LocalSnapshot | None = None
+        self._reading = threading.Lock()  # held while the trainer's memory is read
+        self._is_over = True
 
-    def collect(self, named: Named, version: int) -> RankMessage:
-        """What this rank begins with: its parts, or why it has none."""
+    async def collect(self, named: Named, version: int) -> RankMessage:
+        """What this rank begins with: its parts, or why it has none. They are read until `give_back`."""
+        self._is_over = False
+        return await in_thread(lambda _: self._collect(named, version))
+
+    async def give_back(self) -> None:
+        """Let go of the trainer's memory; a thread that still encodes stops at its next region, and is waited for."""
+        self._is_over = True
+        await in_thread(lambda _: self._let_go())
+
+    def _let_go(self) -> None:
+        with self._reading:
+            self.shards = None
+
+    def _check(self) -> None:
+        if self._is_over:
+            raise WeightError(f"rank {self.exchange.rank} was interrupted while it encoded")
+
+    def _collect(self, named: Named, version: int) -> RankMessage:
         self.shards = None
         try:
             self.shards = collect_shards(named, self.exchange.rank, self.exchange.size)
@@ -66,7 +87,9 @@ class Member:
     def work(self, facts: Mapping[str, Any]) -> RankMessage:
         """Do one thing with this rank's part; the answer says what came of it, or what went wrong."""
         try:
-            return self._work(facts)
+            with self._reading:
+                self._check()
+                return self._work(facts)
         except Exception as error:
             log.warning("weights.rank_failed", exc_info=True, extra={"rank": self.exchange.rank})
             return RankMessage(facts=told(error))
@@ -87,11 +110,6 @@ class Member:
         if self._snapshot is not None:
             self._snapshot.follow(version)
 
-    def detach(self) -> None:
-        """What was prepared may be sent later, when the trainer has gone on."""
-        if self._snapshot is not None:
-            self._snapshot.detach()
-
     @property
     def part(self) -> Part:
         """What this rank prepared last."""
@@ -105,14 +123,13 @@ class Member:
             return RankMessage(facts={})
         assert self._snapshot is not None
         if facts["do"] == "compare":
-            return RankMessage(facts={"is_equal": self._snapshot.equals(self.shards)})
+            return RankMessage(facts={"is_equal": self._snapshot.equals(self.shards, self._check)})
         new = self.shards if facts["kind"] == DELTA else None
-        part = self._snapshot.encode(facts["version"], new, has_sums=facts["has_sums"])
+        part = self._snapshot.encode(facts["version"], new, has_sums=facts["has_sums"], check=self._check)
         return _share(part)
 
     def _ended(self, facts: Mapping[str, Any]) -> PublishReport:
         if "error" in facts:
-            self.detach()
             self.exchange.lost = facts["lost"]
             raise _rebuilt(facts)
         return PublishReport(**facts["report"])

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -31,12 +31,22 @@ from ..fabric.weights.manifest import Head, WeightManifest
 from ..fabric.weights.regions import Region, cut_digest
 from ..fabric.weights.shard_plan import cut_region
 from ..fabric.weights.shards import check_regions
-from ..fabric.weights.snapshot import THREAD_COUNT_MAX, Identity, Place, Prepared, Snapshot, make_manifest
+from ..fabric.weights.snapshot import (
+    THREAD_COUNT_MAX,
+    Check,
+    Identity,
+    Place,
+    Prepared,
+    Snapshot,
+    make_manifest,
+    no_check,
+)
 from .publish import Publisher, PublishReport
 from .rank_work import Member, Share, require, told
 from .ranks import RankExchange, RankMessage
 from .tensors import Named
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -82,8 +92,8 @@ class ShardedPublisher:
             As Publisher.publish, the same on every rank. WeightError also: a rank is gone.
         """
         self._exchange.check()
-        hello = await asyncio.to_thread(self._member.collect, named, version)
         try:
+            hello = await self._member.collect(named, version)
             if self._lead is not None:
                 return await self._lead.publish_all(hello)
             return await self._member.serve(hello)
@@ -91,6 +101,8 @@ class ShardedPublisher:
             # A thread may still wait for a message that belongs to this publish, and would take one of the next.
             self._exchange.lost = f"rank {self._exchange.rank} was interrupted while publishing: start the ranks again"
             raise
+        finally:
+            await self._member.give_back()
 
     async def close(self) -> None:
         """As Publisher.close."""
@@ -114,15 +126,15 @@ class _Ranks(Snapshot):
         self._cut = cut_digest(regions)
         self.order({"do": "begin"})
 
-    def prepare_delta(self, identity: Identity, new: Mapping[str, Bits]) -> Prepared:
+    def prepare_delta(self, identity: Identity, new: Mapping[str, Bits], check: Check = no_check) -> Prepared:
         """The version `identity` as what differs between each rank's weights and its copy."""
         return self._prepare(identity, DELTA)
 
-    def prepare_keyframe(self, identity: Identity) -> Prepared:
+    def prepare_keyframe(self, identity: Identity, check: Check = no_check) -> Prepared:
         """The weights of all ranks' copies, as version `identity`."""
         return self._prepare(identity, KEYFRAME)
 
-    def equals(self, other: Mapping[str, Bits]) -> bool:
+    def equals(self, other: Mapping[str, Bits], check: Check = no_check) -> bool:
         """Whether every rank's weights are its copy."""
         return all(message.facts["is_equal"] for message in self.order({"do": "compare"}))
 
@@ -219,7 +231,7 @@ class _Lead(Publisher):
     async def publish_all(self, hello: RankMessage) -> PublishReport:
         """One publish of all ranks; says to the others how it ended."""
         exchange = self._member.exchange
-        ending = told(WeightError("rank 0 was interrupted"))
+        ending, is_interrupted = told(WeightError("rank 0 was interrupted")), False
         try:
             hellos = [hello, *await asyncio.to_thread(exchange.gather)]
             await asyncio.to_thread(self._meet, hellos)
@@ -227,14 +239,18 @@ class _Lead(Publisher):
             ending = {"report": {name: getattr(report, name) for name in PublishReport.__slots__}}
             return report
         except Exception as error:
-            self._member.detach()
             ending = told(error)
+            raise
+        except asyncio.CancelledError:
+            is_interrupted = True
             raise
         finally:
             ranks = self._ranks_store.ranks
             at = -1 if ranks is None else ranks.version
             facts = {"do": "end", "at": at, "lost": exchange.lost, **ending}
-            await asyncio.to_thread(exchange.tell, RankMessage(facts=facts))
+            telling = asyncio.get_running_loop().run_in_executor(None, exchange.tell, RankMessage(facts=facts))
+            if not is_interrupted:  # else the others may be gone, and who interrupted does not wait for that
+                await telling
 
     def _meet(self, hellos: Sequence[RankMessage]) -> None:
         """All ranks mean the same version of the same model, and together hold all of it."""
@@ -259,7 +275,11 @@ class _Lead(Publisher):
         self._regions = [region for box in boxes for region in cut_region(box, shards.layout.tensors[box.tensor])]
         self._rows = rows
 
-    def _collect(self, named: Named) -> tuple[Layout, dict[str, Bits]]:
+    async def _in_thread(self, work: Callable[[Check], T]) -> T:
+        """A thread may be left behind: it waits for other ranks, and what it reads is the member's to guard."""
+        return await asyncio.to_thread(work, no_check)
+
+    def _collect(self, named: Named, check: Check) -> tuple[Layout, dict[str, Bits]]:
         assert self._member.shards is not None
         return self._member.shards.layout, self._member.shards.bits
 

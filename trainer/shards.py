@@ -2,7 +2,8 @@
 
 - Sharded tensors are torch's DTensors; any other tensor is the same on every rank. Of equal parts one rank's is
   published, by turns, so that replicas share the work.
-- The rank's copy of what receivers hold is of its own part only, and moves like a snapshot.
+- The rank's copy of what receivers hold is of its own part only, and moves like a snapshot. What it prepares is made
+  from one reading of each region, and holds nothing of the trainer's memory.
 - Parts on a GPU are copied to the host as a whole, and unverified there.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..fabric.weights.codec import Bits, Encoded, Encoder
 from ..fabric.weights.layout import Layout, TensorSpec
 from ..fabric.weights.regions import Region
 from ..fabric.weights.shard_plan import cut_region
-from ..fabric.weights.snapshot import Part, encode_part
+from ..fabric.weights.snapshot import Check, Part, encode_part, no_check
 from .tensors import Named, pairs_of
 
 
@@ -170,25 +171,32 @@ class LocalSnapshot:
         assert self._prepared is not None
         return self._prepared[1]
 
-    def encode(self, version: int, shards: LocalShards | None, *, has_sums: bool = True) -> Part:
+    def encode(
+        self, version: int, shards: LocalShards | None, *, has_sums: bool = True, check: Check = no_check
+    ) -> Part:
         """This rank's share of a version: what differs between `shards` and this copy; None: all of this copy."""
 
         def delta(encoder: Encoder, region: Region) -> Encoded | None:
             assert shards is not None
-            return encoder.delta(self._at(self._bits, region), self._at(shards.bits, region))
+            return encoder.delta(self._at(self._bits, region), np.array(self._at(shards.bits, region)))
 
         def dense(encoder: Encoder, region: Region) -> Encoded | None:
             return encoder.dense(self._at(self._bits, region))
 
         encode = dense if shards is None else delta
-        part = encode_part(self._layout, list(self._places), encode, self._thread_count, has_sums=has_sums)
+        regions = list(self._places)
+        part = encode_part(self._layout, regions, encode, self._thread_count, has_sums=has_sums, check=check)
         self._prepared = (version, part)
         return part
 
-    def equals(self, shards: LocalShards) -> bool:
+    def equals(self, shards: LocalShards, check: Check = no_check) -> bool:
         """Whether `shards` has the same stored bits."""
-        is_same = self._bits.keys() == shards.bits.keys()
-        return is_same and all(np.array_equal(array, shards.bits[name]) for name, array in self._bits.items())
+
+        def is_same(region: Region) -> bool:
+            check()
+            return np.array_equal(self._at(self._bits, region), self._at(shards.bits, region))
+
+        return self._bits.keys() == shards.bits.keys() and all(is_same(region) for region in self._places)
 
     def follow(self, version: int) -> None:
         """Be at `version`, which is either that of this copy, or the one prepared last, whose head has moved."""
@@ -198,13 +206,6 @@ class LocalSnapshot:
             block = self._at(self._bits, change.region)
             block[... if change.indices is None else change.indices] = change.values
         self.version = version
-
-    def detach(self) -> None:
-        """Keep what was prepared, without views of weights that may change before it is sent."""
-        if self._prepared is not None:
-            version, part = self._prepared
-            changes = [replace(change, values=np.array(change.values)) for change in part.changes]
-            self._prepared = (version, replace(part, changes=changes))
 
     def _at(self, bits: dict[str, Bits], region: Region) -> Bits:
         return bits[self._names[region.tensor]][self._places[region]]

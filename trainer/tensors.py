@@ -14,12 +14,15 @@ import numpy as np
 from ..fabric.errors import InputError, LayoutMismatch
 from ..fabric.weights.codec import Bits
 from ..fabric.weights.layout import Layout, TensorSpec
+from ..fabric.weights.snapshot import Check, no_check
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 ComparesOn = Literal["auto", "device", "host"]
 
 
-def collect_bits(named: Named, compares_on: ComparesOn = "host") -> tuple[Layout, dict[str, Any]]:
+def collect_bits(
+    named: Named, compares_on: ComparesOn = "host", check: Check = no_check
+) -> tuple[Layout, dict[str, Any]]:
     """Layout and flat stored bits of torch tensors or numpy arrays; no copy where they lie contiguous and may stay.
 
     Args:
@@ -35,6 +38,7 @@ def collect_bits(named: Named, compares_on: ComparesOn = "host") -> tuple[Layout
     bits: dict[str, Any] = {}
     owners: dict[tuple[Any, ...], str] = {}
     for name, tensor in pairs:
+        check()
         is_torch = hasattr(tensor, "detach")
         spec, array, storage = _from_torch(name, tensor, compares_on) if is_torch else _from_numpy(name, tensor)
         other = owners.setdefault(storage, name) if spec.element_count else name

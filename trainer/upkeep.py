@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..fabric.errors import BrokerFull, ChainBroken, DigestMismatch, FabricError, WireError
 from ..fabric.ports_weights import WeightStore
@@ -20,6 +20,7 @@ from ..fabric.weights.fold import fold, may_fold
 from ..fabric.weights.held import readable
 from ..fabric.weights.manifest import BROKER, WeightManifest
 from ..fabric.weights.snapshot import Identity, Prepared, Snapshot
+from .borrowing import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Upkeep:
         if room_bytes is not None and room_bytes < self._keyframe_bytes(snapshot):
             log.warning("weights.no_room_for_a_keyframe", extra={"run_id": self._run_id, "room_bytes": room_bytes})
             return 0
-        keyframe_bytes = await self._beside(await asyncio.to_thread(snapshot.prepare_keyframe, identity))
+        keyframe_bytes = await self._beside(await in_thread(partial(snapshot.prepare_keyframe, identity)))
         self._is_torn = False
         return keyframe_bytes
 

@@ -11,6 +11,7 @@ from typing import Any
 import redis.asyncio
 from redis.asyncio.connection import parse_url
 
+from ..home import Home
 from .patience import PatientRetry
 from .prompt import prompt
 from .translate import name_of
@@ -25,6 +26,13 @@ class NamedPool(redis.asyncio.BlockingConnectionPool):
     def __init__(self, *, broker_name: str, **options: Any) -> None:
         super().__init__(**options)
         self.broker_name = broker_name
+        self._home = Home()
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        """As the library's; refused in a forked child, whose sockets are its parent's."""
+        self._home.check()
+        connection: Any = await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+        return connection
 
 
 class Pools:

@@ -3,8 +3,10 @@
 - `prepare_*` only reads; the snapshot moves by `advance`, which the caller calls once the head has moved. A publish
   that fails leaves it where the receivers are.
 - Advancing costs as much as has changed, not as much as the model has; so do the sums of the state.
+- Each region of the new weights is read once, to a copy; the version's bytes, its sums and what the snapshot becomes
+  are made from that. So they agree, whatever the trainer does meanwhile, and nothing that is kept is a view of it.
 - Blocks are encoded side by side in threads, and lie in the chunks in the order of the cut whatever thread was first.
-- Memory: one copy of the weights, and the encoded bytes of the version being prepared.
+- Memory: one copy of the weights, the encoded bytes of the version being prepared, and a copy of its dense blocks.
 """
 
 from __future__ import annotations
@@ -35,6 +37,11 @@ THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 log = logging.getLogger(__name__)
 
 EncodeRegion = Callable[[Encoder, Region], Encoded | None]
+Check = Callable[[], None]  # called between two regions; what it raises ends the work
+
+
+def no_check() -> None:
+    """The work is wanted whatever happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +69,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A version ready to be sent. Arrays of dense changes are views of the weights it was made from."""
+    """A version ready to be sent. What it holds is its own, or the snapshot's."""
 
     manifest: WeightManifest
     chunks: list[bytes]
     changes: list[Change]
-
-    def detached(self) -> Prepared:
-        """The same without views of weights that may change before it is sent."""
-        return replace(self, changes=[replace(change, values=np.array(change.values)) for change in self.changes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,7 @@ class Snapshot:
         self._regions = cut(layout) if regions is None else list(regions)
         self._thread_count = thread_count or min(THREAD_COUNT_MAX, os.cpu_count() or 1)
 
-    def prepare_delta(self, identity: Identity, new: Mapping[str, Bits]) -> Prepared:
+    def prepare_delta(self, identity: Identity, new: Mapping[str, Bits], check: Check = no_check) -> Prepared:
         """The version `identity` as what differs between `new` and this snapshot, bit by bit."""
         assert identity.version > self.version >= 0
         self.layout.check_bits(new)
@@ -127,19 +130,19 @@ class Snapshot:
 
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
             name = names[region.tensor]
-            return encoder.delta(region.read(self.bits[name]), region.read(new[name]))
+            return encoder.delta(region.read(self.bits[name]), np.array(region.read(new[name])))
 
-        part = encode_part(self.layout, self._regions, encode, self._thread_count)
+        part = encode_part(self.layout, self._regions, encode, self._thread_count, check=check)
         return self._assemble(identity, part, Place(kind=DELTA, base_version=self.version, sums=self.sums + part.sums))
 
-    def prepare_keyframe(self, identity: Identity) -> Prepared:
+    def prepare_keyframe(self, identity: Identity, check: Check = no_check) -> Prepared:
         """This snapshot's own weights, as version `identity`."""
         names = [spec.name for spec in self.layout.tensors]
 
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
             return encoder.dense(region.read(self.bits[names[region.tensor]]))
 
-        part = encode_part(self.layout, self._regions, encode, self._thread_count)
+        part = encode_part(self.layout, self._regions, encode, self._thread_count, check=check)
         if not np.array_equal(part.sums, self.sums):
             # A fault of this machine's memory, or tensors that changed while they were published: heal from here.
             log.error("weights.snapshot_was_torn", extra={"run_id": identity.run_id, "version": identity.version})
@@ -150,9 +153,16 @@ class Snapshot:
         manifest = make_manifest(identity, self.layout, part, place, cut=cut_digest(self._regions))
         return Prepared(manifest, part.chunks, part.changes)
 
-    def equals(self, other: Mapping[str, Bits]) -> bool:
+    def equals(self, other: Mapping[str, Bits], check: Check = no_check) -> bool:
         """Whether `other` has the same stored bits."""
-        return all(np.array_equal(array, other[name]) for name, array in self.bits.items())
+        names = [spec.name for spec in self.layout.tensors]
+
+        def is_same(region: Region) -> bool:
+            check()
+            name = names[region.tensor]
+            return np.array_equal(region.read(self.bits[name]), region.read(other[name]))
+
+        return all(is_same(region) for region in self._regions)
 
     def advance(self, prepared: Prepared) -> None:
         """Become the version that was prepared from this snapshot; the head has moved to it."""
@@ -204,10 +214,12 @@ def encode_part(
     *,
     has_sums: bool = True,
     has_changes: bool = True,
+    check: Check = no_check,
 ) -> Part:
     """Encode regions, in order; threads begin on the first while the later ones are still being iterated.
 
     has_sums False: leave the sums at 0, where the caller knows those of the state. has_changes False: keep none.
+    check: called before each region.
     """
     keys = [tensor_key(spec.name) for spec in layout.tensors]
     own = threading.local()
@@ -215,6 +227,7 @@ def encode_part(
     def work(region: Region) -> tuple[Region, Encoded | None, int]:
         if not hasattr(own, "encoder"):
             own.encoder = Encoder()
+        check()
         encoded = encode(own.encoder, region)
         moved = 0
         if encoded is not None and has_sums:

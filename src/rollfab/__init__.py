@@ -12,18 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import aio
+    from . import aio, errors
     from .trainer.client import connect
 
 __version__ = "0.1.0"
-__all__ = ["aio", "connect", "__version__"]
+__all__ = ["aio", "connect", "errors", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the client when `connect` or `aio` is first asked for."""
-    if name not in ("aio", "connect"):
+    """Load the client, or the errors, when they are first asked for."""
+    if name not in ("aio", "connect", "errors"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # By name: an import statement here would count as the fabric importing the trainer wherever it reads __version__.
-    if name == "aio":
-        return import_module(".aio", __name__)
+    if name in ("aio", "errors"):
+        return import_module(f".{name}", __name__)
     return import_module(".trainer.client", __name__).connect

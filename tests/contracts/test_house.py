@@ -82,7 +82,7 @@ def test_the_link_leads_to_the_room(room: str) -> None:
 def test_the_umbrella_holds_the_import_name_and_nothing_else() -> None:
     names = {path.name for path in UMBRELLA.iterdir()} - {"__pycache__"}
 
-    assert names == {"__init__.py", "__main__.py", "aio.py", "py.typed", *ROOMS}
+    assert names == {"__init__.py", "__main__.py", "aio.py", "errors.py", "py.typed", *ROOMS}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -200,10 +200,15 @@ def test_everything_exported_exists() -> None:
 def test_the_import_name_exports_what_it_says() -> None:
     import rollfab
     import rollfab.aio
+    from rollfab.fabric import errors as fabric_errors
 
-    assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == {"aio", "connect", "__version__"}
+    assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == {"aio", "connect", "errors", "__version__"}
     assert callable(rollfab.connect)
     assert callable(rollfab.aio.connect)
+    assert rollfab.errors.BrokerFull is fabric_errors.BrokerFull
+    kinds = [value for value in vars(fabric_errors).values() if isinstance(value, type)]
+    ours = {kind.__name__ for kind in kinds if issubclass(kind, fabric_errors.FabricError)}
+    assert set(rollfab.errors.__all__) == ours
     with pytest.raises(AttributeError, match=r"rollfab.*'conect'"):
         _ = rollfab.conect
 

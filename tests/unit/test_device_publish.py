@@ -228,7 +228,7 @@ def test_what_was_prepared_does_not_change_with_the_weights() -> None:
     world.tensors["large"][: BLOCK_BYTES // 8] *= -1  # all of one region
     expected = {name: array.copy() for name, array in world.collect("host")[1].items()}
     host, device = twins.delta(1)
-    both = host.detached(), device
+    both = host, device
 
     # When the trainer goes on, and it is sent
     assert not twins.device.equals(expected)
