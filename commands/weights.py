@@ -18,7 +18,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import ConfigError, RunUnknown
 from ..fabric.ports_weights import WeightStore
+from ..fabric.rules.chain import readable_versions
 from ..fabric.weights.diff import diff_versions
+from ..fabric.weights.held import readable
 from ..fabric.weights.inspection import Inspection, inspect_version, version_row
 from ..fabric.weights.verify import Verified, verify
 from ..fabric.wire import dump_json
@@ -47,11 +49,16 @@ def register(app: typer.Typer) -> None:
 
 
 async def list_versions(store: WeightStore, run_id: str) -> list[dict[str, Any]]:
-    """Figures of every manifest that is held, oldest first: `version_row`, and is_head and holder_count."""
+    """Figures of every manifest into a version that can be read, oldest first: `version_row`, is_head and holder_count.
+
+    What the broker holds besides only leads receivers from older versions on.
+    """
     head = await store.head(run_id)
     names = [name for name in await store.held(run_id) if name[0] <= head.version]
     at = [holder.version for holder in await store.holders(run_id)]
-    rows = [version_row(each) for each in await store.manifests(run_id, names) if each is not None]
+    found = (await readable(store, run_id, names)).values()
+    there = readable_versions(head.version, [manifest.link for manifest in found])
+    rows = [version_row(each) for each in found if each.version in there]
     return [
         {**row, "is_head": row["version"] == head.version, "holder_count": at.count(row["version"])} for row in rows
     ]

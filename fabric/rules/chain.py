@@ -8,7 +8,8 @@ version, told apart by kind and base.
 - Every FOLD_COUNT deltas are folded into a jump, every FOLD_COUNT of those into a longer one; counting begins anew at
   every keyframe. Links are counted, never version numbers, for a trainer may skip some.
 - A keyframe is due when it is cheaper than the way from the last one; `keyframe_due` says how rare that is.
-- Deleted is what no reader needs; `garbage` says what that leaves on the broker.
+- Deleted is what no reader needs; `garbage` says what that leaves on the broker. The last versions can all be read,
+  whatever a version changes; what is held of older ones serves receivers that hold their bases.
 - All rules look only at the links that are held, so a publisher that takes over goes on where the last one stopped.
 """
 
@@ -25,7 +26,7 @@ JUMPS = ("jump-8", "jump-64")  # each folds FOLD_COUNT of the kind before it
 FOLD = "fold"  # of any length, made by a relay for a receiver that is behind; never published
 FOLD_COUNT = 8
 LINK_COUNT_MAX = 64  # a joiner's round trips and digests, whatever the bytes; at 0.5 B parameters it has at most 24
-GRACE_COUNT = 8  # versions for which readers may still be on their way to an older head
+GRACE_COUNT = 8  # versions before the head that can be read, also by who is still on the way to one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,24 +131,34 @@ def newest_keyframe(head: int, links: Sequence[Link]) -> Link | None:
     return max(keyframes, key=lambda link: link.version, default=None)
 
 
+def readable_versions(head: int, links: Iterable[Link]) -> set[int]:
+    """Versions up to `head` to which a chain of these links leads from a keyframe: those that a newcomer can read."""
+    found: set[int] = set()
+    for link in sorted(links, key=lambda link: (link.version, link.kind != KEYFRAME)):
+        if link.version <= head and (link.kind == KEYFRAME or link.base_version in found):
+            found.add(link.version)
+    return found
+
+
 def garbage(
     head: int, links: Sequence[Link], *, held_versions: Collection[int] = (), grace_count: int = GRACE_COUNT
 ) -> list[Link]:
     """Links that may be deleted now: all but
 
-    - the newest keyframe, and while that is younger than `grace_count` versions, the one before it;
-    - deltas and jumps of the last `grace_count` versions;
-    - the cheapest ways from these keyframes to the head and to each of the `grace_count` versions before it, to which
-      readers may still be on their way;
+    - the newest keyframe;
+    - the head and the `grace_count` versions before it, whole: their keyframes, deltas and jumps, and the cheapest way
+      to each of them from the keyframe before it, so that all of them can be read;
     - the cheapest ways from versions that live receivers hold, those nearest to the head first, while all that only
       they need is no more bytes than the newest keyframe: whoever is further behind takes that one;
     - what coming jumps will fold, and the last long jump, for it says what was folded;
     - what is above the head: it is being published.
 
     With K the bytes of the largest keyframe, D of the largest delta, J of the largest jump of each kind, and jumps that
-    are no larger than what they fold together, the broker holds at most 4 K + `grace_count` D + J8 + J64. That is two
-    keyframes, the way behind the older (`keyframe_due`: at most K), the receivers' K and the last versions; 1 K less
-    when the older keyframe is gone. What is being published comes on top, until it is cleaned up after.
+    are no larger than what they fold together, the broker holds at most 4 K + 2 `grace_count` D + J8 + J64. That is the
+    oldest keyframe and the way from it to the oldest of these versions (`keyframe_due`: at most K), the receivers' K,
+    the last versions' deltas, and their keyframes: one, and one more for every K bytes of these deltas. A keyframe that
+    is published before it is due (a trainer that starts again, a repair) comes on top while it is one of the last, and
+    so does what is being published, until it is cleaned up after.
     0.5 B parameters: at most 2.9 GB; without receivers far behind, 0.7 to 2.1 GB.
 
     Args:
@@ -156,21 +167,16 @@ def garbage(
     newest = newest_keyframe(head, links)
     if newest is None:
         return []
-    versions = sorted({link.version for link in links if link.version <= head})
-    goals = versions[-grace_count - 1 :]  # heads that a reader may be on its way to
+    goals = sorted({link.version for link in links if link.version <= head})[-grace_count - 1 :]
     steps = [link for link in links if link.kind != KEYFRAME]
-    kept = {link for link in links if link.version > head} | {link for link in steps if link.version > goals[0]}
+    kept = {newest} | {link for link in links if link.version > goals[0]}
     for part in _unfolded(head, links):
         kept.update(part)
     long_jumps = [link for link in steps if link.kind == JUMPS[-1]]
     kept.update(sorted(long_jumps, key=lambda link: link.version)[-1:])
-    roots = [newest]
-    kept |= {newest} | _ways(newest.version, [goal for goal in goals if goal >= newest.version], steps)
-    before = newest_keyframe(newest.version - 1, links)
-    older_goals = [goal for goal in goals if goal < newest.version]
-    if before is not None and older_goals:
-        roots.append(before)
-        kept |= {before} | _ways(before.version, older_goals, steps)
+    for goal in goals:
+        kept.update(_whole_way(goal, links, steps))
+    roots = [link for link in kept if link.kind == KEYFRAME]
     room_bytes = newest.payload_bytes
     for held in sorted({version for version in held_versions if 0 <= version < goals[0]}, reverse=True):
         needed = _ways(held, goals, [*steps, *roots]) - kept
@@ -179,6 +185,15 @@ def garbage(
             room_bytes -= size
             kept |= needed
     return [link for link in links if link not in kept]
+
+
+def _whole_way(goal: int, links: Sequence[Link], steps: Sequence[Link]) -> list[Link]:
+    """The way to a version from the keyframe before it, with that; another one where that leads nowhere."""
+    root = newest_keyframe(goal, links)
+    if root is None or root.version == goal:
+        return [] if root is None else [root]
+    way = _way(root.version, goal, steps)
+    return [root, *way] if way else _way(None, goal, links)
 
 
 def _unfolded(head: int, links: Sequence[Link]) -> list[list[Link]]:
@@ -203,7 +218,7 @@ def _ways(have: int, goals: Iterable[int], links: Sequence[Link]) -> set[Link]:
     return {link for goal in goals for link in _way(have, goal, links)}
 
 
-def _way(have: int, goal: int, links: Sequence[Link]) -> list[Link]:
+def _way(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
     """The plan; none where no way leads there."""
     try:
         return plan(have, goal, links)

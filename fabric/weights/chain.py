@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import ChainBroken, DigestMismatch, VersionUnknown
 from ..ports_weights import WeightStore
-from ..rules.chain import KEYFRAME, Link, plan
+from ..rules.chain import KEYFRAME, Link, plan, readable_versions
 from .codec import Bits
 from .held import readable
 from .layout import Layout, TensorSpec
@@ -31,6 +31,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 FETCH_BYTES_MAX = 16 << 20  # per round trip: long enough to hide the trip, small beside any model
 FETCH_COUNT_MAX = 3
+READ_COUNT_MAX = 64  # of a version that is deleted while it is read, and again
+STILL_COUNT_MAX = 2  # and while nothing is deleted: by the ways around what could not be read
 NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}  # types numpy has
 
 
@@ -59,9 +61,22 @@ class ChainReader:
 
     def __init__(self, store: WeightStore, run_id: str) -> None:
         self._store = store
-        self._run_id = run_id
+        self.run_id = run_id
         self._known: dict[tuple[int, str], WeightManifest] = {}
         self._unreadable: set[Link] = set()  # of these a chunk was gone, or stayed corrupt
+
+    async def require(self, goal: int, head: int) -> None:
+        """Require the head, or another version that a newcomer can read.
+
+        Raises:
+            VersionUnknown: it is neither; the text says which are.
+        """
+        names = [name for name in await self._store.held(self.run_id) if name[0] <= head]
+        await self._learn(names)
+        there = sorted(readable_versions(head, [item.link for item in self._known.values()]))
+        if goal not in there and (goal != head or head < 0):
+            known = f"held are {_ranges(there)}" if there else "nothing is published yet"
+            raise VersionUnknown(f"version {goal} of run {self.run_id!r} is not held: {known}", version=goal, head=head)
 
     async def plan(self, have: int | None, goal: int) -> list[WeightManifest]:
         """Manifests that lead from `have` to `goal`, in the order to stage them.
@@ -71,7 +86,7 @@ class ChainReader:
         Raises:
             ChainBroken: the store holds no such chain.
         """
-        names = [name for name in await self._store.held(self._run_id) if name[0] <= goal]
+        names = [name for name in await self._store.held(self.run_id) if name[0] <= goal]
         self._known = {name: self._known[name] for name in names if name in self._known}
         if have is not None:
             # A receiver that keeps up needs one small delta: look there before reading what all versions are.
@@ -153,7 +168,7 @@ class ChainReader:
     async def _learn(self, names: Sequence[tuple[int, str]]) -> None:
         unknown = [name for name in names if name not in self._known]
         if unknown:
-            self._known |= await readable(self._store, self._run_id, unknown)
+            self._known |= await readable(self._store, self.run_id, unknown)
 
     def _links(self) -> list[Link]:
         return [item.link for item in self._known.values() if item.link not in self._unreadable]
@@ -184,17 +199,28 @@ async def fetch_bits(
     """A version's manifest and its flat stored bits by name, everything verified. version None: the head.
 
     Raises:
-        VersionUnknown: it was never published, or is no longer held.
-        ChainBroken: what leads to it is no longer held.
-        DigestMismatch: a chunk stays corrupt.
+        VersionUnknown: it was never published, or can no longer be read.
+        ChainBroken: a chunk of what leads to it is missing, or is deleted again and again while it is read.
+        DigestMismatch: a chunk stays corrupt, and there is no way around it.
     """
-    head = await store.head(run_id)
-    goal = head.version if version is None else version
-    held = sorted({name[0] for name in await store.held(run_id) if name[0] <= head.version})
-    if goal not in held:
-        known = f"held are {_ranges(held)}" if held else "nothing is published yet"
-        raise VersionUnknown(f"version {goal} of run {run_id!r} is not held: {known}", version=goal, head=head.version)
     reader = ChainReader(store, run_id)
+    held, still_count = await store.held(run_id), 0
+    for _ in range(READ_COUNT_MAX):
+        try:
+            return await _read(reader, store, version)
+        except (ChainBroken, DigestMismatch) as error:
+            # What is deleted while it is read is no fault: there is a newer head, or another way, to plan for.
+            failure, before, held = error, held, await store.held(run_id)
+            still_count = still_count + 1 if held == before else 0
+            if still_count == STILL_COUNT_MAX:
+                break
+    raise failure
+
+
+async def _read(reader: ChainReader, store: WeightStore, version: int | None) -> tuple[WeightManifest, dict[str, Bits]]:
+    head = await store.head(reader.run_id)
+    goal = head.version if version is None else version
+    await reader.require(goal, head.version)
     manifests = await reader.plan(None, goal)
     layout = manifests[-1].tensors
     staged = await reader.stage(manifests, Stage(layout, None))

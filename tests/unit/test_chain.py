@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ from rollfab.fabric.rules.chain import (
     keyframe_due,
     newest_keyframe,
     plan,
+    readable_versions,
 )
 from rollfab.fabric.rules.publish import HeadFacts, may_advance, may_put, refusal
 
@@ -162,9 +164,11 @@ class Life:
     held_versions: set[int] = field(default_factory=set)
     seen: set[tuple[str, int, int]] = field(default_factory=set)
     keyframes: list[int] = field(default_factory=list)
+    restarts: set[int] = field(default_factory=set)
     can_fold: bool = True
 
     def restart(self, version: int) -> None:
+        self.restarts.add(version)
         self.head = version
         self.keyframe()
 
@@ -211,6 +215,48 @@ def cost(have: int | None, life: Life) -> int:
     return sum(step.payload_bytes for step in plan(have, life.head, life.links))
 
 
+def assert_readable(life: Life, versions: Iterable[int]) -> None:
+    """These can be read by a newcomer, and of the others just those that are said to be."""
+    readable = readable_versions(life.head, life.links)
+    assert set(versions) <= readable
+    for version in {item.version for item in life.links}:
+        if version in readable:
+            assert plan(None, version, life.links)
+        else:
+            with pytest.raises(ChainBroken):
+                plan(None, version, life.links)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from([1, 5, 50, 99, 100, 101, 130]), min_size=1, max_size=40), st.booleans())
+def test_the_last_versions_can_all_be_read_however_much_each_changes(sizes: list[int], can_fold: bool) -> None:
+    # Given a run whose keyframes have 100 bytes, and deltas of any size up to more than that
+    life = Life(100, can_fold=can_fold)
+    life.restart(0)
+
+    for version, size in enumerate(sizes, start=1):
+        life.step(version, size, 1.0)
+        life.clean()
+
+        # Then the head and the GRACE_COUNT versions before it are there after every publish
+        assert_readable(life, range(max(0, version - GRACE_COUNT), version + 1))
+
+
+@pytest.mark.parametrize("size", [1, 10, 40, 60, 99, 101, 130])
+def test_what_the_broker_holds_stays_bounded_however_much_each_version_changes(size: int) -> None:
+    life, most, largest = Life(100), 0, dict.fromkeys(JUMPS, 0)
+    life.restart(0)
+
+    for version in range(1, 300):
+        life.step(version, size, 1.0)
+        for item in life.links:
+            largest[item.kind] = max(largest.get(item.kind, 0), item.payload_bytes)
+        life.clean()
+        most = max(most, life.bytes_of(""))
+
+    assert most <= 4 * 100 + 2 * GRACE_COUNT * size + largest[SHORT] + largest[LONG]
+
+
 SIZES = st.sampled_from([0, 1, 2, 4, 9, 30, 80, 120])
 EVENTS = st.one_of(
     st.tuples(st.just("step"), SIZES, st.integers(1, 3)),
@@ -251,15 +297,21 @@ def test_a_life_of_publishing_stays_bounded_and_readable(
             joiner = cost(newest.version, life)
             near = max((version for version in life.held_versions if version >= 0), default=life.head)
             near_cost = cost(near, life)
+            last = sorted({item.version for item in life.links})[-GRACE_COUNT - 1 :]
+            could_be_read = readable_versions(life.head, life.links) & set(last)
 
             # When it cleans up
             life.clean()
 
             # Then what is held is bounded, and so is a joiner's way, which has lost nothing
-            bound = 4 * 100 + GRACE_COUNT * largest[DELTA] + largest[SHORT] + largest[LONG]
+            bound = 4 * 100 + 2 * GRACE_COUNT * largest[DELTA] + largest[SHORT] + largest[LONG]
+            bound += 100 * len(life.restarts & set(last))  # keyframes that were not due
             assert life.bytes_of("") <= bound or fold_fraction > 1  # a jump larger than what it folds: none is
             assert joiner == cost(newest.version, life) <= 100
             assert plan(None, life.head, life.links)
+            # And the last versions can all be read, as what says so says
+            assert set(last) == could_be_read
+            assert_readable(life, last)
             # And every receiver still finds one; the one that is least far behind, the cheapest
             for version in life.held_versions:
                 assert plan(None if version < 0 else version, life.head, life.links)
