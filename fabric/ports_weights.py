@@ -71,8 +71,9 @@ class WeightStore(WeightBoard, Protocol):
     async def open_publisher(self, run_id: str) -> int:
         """Take charge of a run: returns a new epoch, and from now on every older publisher is refused.
 
-        What older publishers left above the head is deleted: it was never published. So is what has lost chunks; the
-        chunks of everything else stay from now on, whatever time they had.
+        What older publishers left above the head is deleted: it was never published. So are chunks that they wrote
+        without coming to the manifest, and what has lost chunks; the chunks of everything else stay from now on,
+        whatever time they had.
 
         Raises:
             VersionConflict: yet another publisher took over meanwhile.

@@ -68,6 +68,8 @@ Weights: tag {run.w}
   rf:{run.w}:head           HASH   version, epoch (the publisher's fence), kind, moved_by (epoch that moved it).
   rf:{run.w}:manifests      HASH   "<version>:<kind>" → WeightManifest. Publisher, when no longer reachable.
   rf:{run.w}:chunk:<version>:<kind>.<epoch>:<i>   STRING encoded blocks. As its manifest; TTL until that is written.
+  rf:{run.w}:sending        HASH   "<version>:<kind>.<epoch>" → its chunk count: some are written, its manifest is not.
+                                   Deleted when the manifest is written, or by the next publisher that opens.
   rf:{run.w}:announcements  STREAM version | offer: a hint that the head moved or an offer is there. Bounded to 16.
   rf:{run.w}:holders        HASH   holder_id → "[version, node, region]" (JSON). With its member of holding.
   rf:{run.w}:addresses      HASH   holder_id → where it serves weights, with the secret that opens it. As holders.
@@ -173,6 +175,7 @@ class WeightKeys:
         self.base = f"{PREFIX}:{{{run_id}.w}}"
         self.head = f"{self.base}:head"
         self.manifests = f"{self.base}:manifests"
+        self.sending = f"{self.base}:sending"
         self.announcements = f"{self.base}:announcements"
         self.holders = f"{self.base}:holders"
         self.holding = f"{self.base}:holding"

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from ..agreement import Agreement, Alarm, AlarmRule
 from ..errors import InputError, WireError
 from ..lease_plan import LeasePlan
 from ..records import Lease, WorkerInfo
+from ..rules.chain import Link
 from ..rules.lease import time_left
 from ..rules.lending import check_setting, setting_of
 from ..sharing import ALL, LendSetting, SharingReport
@@ -30,12 +32,15 @@ __all__ = [
     "lease_row",
     "lend_row",
     "plan_row",
+    "sending_rows",
     "sharing_row",
     "version_rows",
     "worker_row",
 ]
 
 UNREADABLE = "unreadable"
+SENDING = re.compile(r"(\d{1,16}):([a-z0-9-]+)\.(\d{1,16})")
+CHUNK_COUNT_MAX = 1 << 22  # of a version: terabytes
 
 
 def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
@@ -141,6 +146,28 @@ def version_rows(run_id: str, fields: list[bytes]) -> list[tuple[int, str]]:
     with _reading(f"the versions of run {run_id}"):
         names = (field.decode().split(":", 1) for field in fields)
         return sorted((int(version), kind) for version, kind in names)
+
+
+def sending_rows(run_id: str, rows: Mapping[bytes, bytes]) -> list[tuple[Link, str]]:
+    """Versions that are being sent, with their fields, from "<version>:<kind>.<epoch>" → chunk count.
+
+    What cannot be read is left out: its chunks go by themselves.
+    """
+    found = []
+    for field, count in rows.items():
+        match = SENDING.fullmatch(field.decode("utf-8", "replace"))
+        if match and count.isdigit() and int(count) <= CHUNK_COUNT_MAX:
+            version, kind, epoch = match.groups()
+            place = Link(
+                version=int(version),
+                base_version=-1,
+                kind=kind,
+                epoch=int(epoch),
+                payload_bytes=0,
+                chunk_count=int(count),
+            )
+            found.append((place, match.string))
+    return found
 
 
 def holder_row(holder_id: bytes, raw: bytes | None, address: bytes | None = None) -> Holder:

@@ -1,7 +1,8 @@
 """WeightStore on Redis; its board is weight_board.py's.
 
-- A chunk carries a time to live until its manifest is written, so what a publisher that dies leaves behind goes away by
-  itself; a manifest that never became the head is deleted when the next publisher opens the run.
+- A chunk carries a time to live until its manifest is written, and a row says which versions have chunks and no
+  manifest yet. So what a publisher that dies leaves behind is deleted when the next one opens the run, as a manifest
+  is that never became the head; where nobody does, it goes away by itself.
 - A chunk's key holds its publisher's epoch: one that was replaced can not overwrite the chunks of its successor.
 - A manifest is written only when its chunks were there a moment ago, then their time to live is taken off: at or below
   the head readers see it at once, and one without chunks would lead them astray.
@@ -25,7 +26,7 @@ from ..weights.held import readable
 from ..weights.manifest import BROKER, Head, WeightManifest
 from .cluster_client import ClusterClient
 from .keys import ShardKeys, WeightKeys
-from .rows import head_row, version_rows
+from .rows import head_row, sending_rows, version_rows
 from .scripts import Argument
 from .translate import translate
 from .weight_board import ANNOUNCEMENT_COUNT_MAX, RedisWeightBoard
@@ -46,12 +47,24 @@ class RedisWeightStore(RedisWeightBoard):
     async def open_publisher(self, run_id: str) -> int:
         with translate(self._client):
             epoch, version = await self._scripts.call("open_publisher", [WeightKeys(run_id).head], [])
-        held = await readable(self, run_id, await self.held(run_id))
+        names = await self.held(run_id)
+        held = await readable(self, run_id, names)
         lost = [
             manifest for manifest in held.values() if manifest.version > version or not await self._is_kept(manifest)
         ]
         await self.drop(run_id, [manifest.link for manifest in lost], int(epoch))
+        await self._drop_unfinished(run_id, int(epoch), set(names) - {(each.version, each.kind) for each in lost})
         return int(epoch)
+
+    async def _drop_unfinished(self, run_id: str, epoch: int, kept: set[tuple[int, str]]) -> None:
+        """Delete chunks of earlier publishers that have no manifest. kept: of which there is one."""
+        sending = WeightKeys(run_id).sending
+        with translate(self._client):
+            rows = sending_rows(run_id, await self._client.hgetall(sending))
+        for link, field in rows:
+            if link.epoch < epoch:
+                is_kept = (link.version, link.kind) in kept
+                await self._drop(run_id, replace(link, chunk_count=0) if is_kept else link, epoch, sending, field)
 
     async def _is_kept(self, manifest: WeightManifest) -> bool:
         """Whether the chunks are there, now for good: who wrote the manifest may have died before seeing to it."""
@@ -86,6 +99,7 @@ class RedisWeightStore(RedisWeightBoard):
     async def put_chunks(self, manifest: WeightManifest, first_index: int, chunks: Sequence[bytes]) -> None:
         keys = _chunk_keys(manifest.run_id, manifest.link)[first_index : first_index + len(chunks)]
         batch = self._client.pipeline(transaction=False)
+        batch.hset(WeightKeys(manifest.run_id).sending, _field(manifest.link), manifest.link.chunk_count)
         waiting_bytes = 0
         for key, chunk in zip(keys, chunks, strict=True):
             batch.set(key, chunk, px=PENDING_TTL_MS)
@@ -102,7 +116,9 @@ class RedisWeightStore(RedisWeightBoard):
         lost_count = await self._lost_count(chunk_keys) if needs_chunks else 0
         args: list[Argument] = [link.epoch, link.version, link.kind, link.base_version, manifest.pack()]
         with translate(self._client):
-            answer = await self._scripts.call("put_manifest", [keys.head, keys.manifests], [*args, int(not lost_count)])
+            answer = await self._scripts.call(
+                "put_manifest", [keys.head, keys.manifests, keys.sending], [*args, int(not lost_count)]
+            )
         _require(answer, manifest)
         lost_count = lost_count or await self._keep(chunk_keys)
         if lost_count and needs_chunks:
@@ -160,19 +176,19 @@ class RedisWeightStore(RedisWeightBoard):
 
     async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
         for link in links:
-            chunk_keys = _chunk_keys(run_id, link)
-            last = max(0, len(chunk_keys) - 1) // BATCH_COUNT * BATCH_COUNT
-            for start in range(0, last + 1, BATCH_COUNT):
-                name = f"{link.version}:{link.kind}" if start == last else ""
-                await self._drop(run_id, link, epoch, chunk_keys[start : start + BATCH_COUNT], name)
+            await self._drop(run_id, link, epoch, WeightKeys(run_id).manifests, f"{link.version}:{link.kind}")
 
-    async def _drop(self, run_id: str, link: Link, epoch: int, chunk_keys: Sequence[str], name: str) -> None:
-        keys = WeightKeys(run_id)
-        with translate(self._client):
-            answer = await self._scripts.call("drop_version", [keys.head, keys.manifests, *chunk_keys], [epoch, name])
-        code, head_version, head_epoch = (int(number) for number in answer)
-        if code != GRANTED:
-            raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head_version, epoch=head_epoch)
+    async def _drop(self, run_id: str, link: Link, epoch: int, table: str, field: str) -> None:
+        """Delete a version's chunks, and with the last of them its field of a hash."""
+        head, chunk_keys = WeightKeys(run_id).head, _chunk_keys(run_id, link)
+        last = max(0, len(chunk_keys) - 1) // BATCH_COUNT * BATCH_COUNT
+        for start in range(0, last + 1, BATCH_COUNT):
+            keys = [head, table, *chunk_keys[start : start + BATCH_COUNT]]
+            with translate(self._client):
+                answer = await self._scripts.call("drop_version", keys, [epoch, field if start == last else ""])
+            code, head_version, head_epoch = (int(number) for number in answer)
+            if code != GRANTED:
+                raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head_version, epoch=head_epoch)
 
     async def _lost_count(self, keys: Sequence[str]) -> int:
         """How many chunks are not there."""
@@ -202,6 +218,11 @@ class RedisWeightStore(RedisWeightBoard):
 def _chunk_keys(run_id: str, link: Link) -> list[str]:
     keys = WeightKeys(run_id)
     return [keys.chunk(link.version, f"{link.kind}.{link.epoch}", index) for index in range(link.chunk_count)]
+
+
+def _field(link: Link) -> str:
+    """Of the sending hash."""
+    return f"{link.version}:{link.kind}.{link.epoch}"
 
 
 def _batches(ranges: Sequence[Range]) -> Iterator[Sequence[Range]]:

@@ -36,6 +36,7 @@ class _RunWeights:
     head: HeadFacts = field(default_factory=HeadFacts)
     manifests: dict[Name, bytes] = field(default_factory=dict)
     chunks: dict[tuple[int, str, int, int], bytes] = field(default_factory=dict)
+    sending: dict[tuple[int, str, int], Link] = field(default_factory=dict)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     holders: dict[str, tuple[float, Holder]] = field(default_factory=dict)  # until when, in broker milliseconds
     offer: tuple[float, bytes] = (0.0, b"")
@@ -69,6 +70,10 @@ class MemoryWeightStore:
         held = await readable(self, run_id, await self.held(run_id))
         lost = [each.link for each in held.values() if each.version > head.version or not self._is_kept(run, each)]
         await self.drop(run_id, lost, epoch)
+        for key in [key for key in run.sending if key[2] < epoch]:
+            link = run.sending.pop(key)
+            if (link.version, link.kind) not in run.manifests:
+                await self.drop(run_id, [link], epoch)
         return epoch
 
     async def head(self, run_id: str) -> Head:
@@ -95,6 +100,8 @@ class MemoryWeightStore:
         room_bytes = await self.room_bytes()
         if room_bytes is not None and sum(map(len, chunks)) > room_bytes:
             raise BrokerFull(f"the broker in memory has room for {room_bytes:,} bytes: raise its bytes_max")
+        link = manifest.link
+        run.sending[(link.version, link.kind, link.epoch)] = link
         for index, chunk in enumerate(chunks, start=first_index):
             run.chunks[_chunk_name(manifest, index)] = bytes(chunk)
 
@@ -107,6 +114,7 @@ class MemoryWeightStore:
         if lost_count and manifest.carrier == BROKER:
             raise chunks_lost(manifest.run_id, link, lost_count)
         run.manifests[(link.version, link.kind)] = raw
+        run.sending.pop((link.version, link.kind, link.epoch), None)
 
     async def advance_head(self, manifest: WeightManifest, shard_count: int) -> None:
         run, link = self._run(manifest.run_id), manifest.link

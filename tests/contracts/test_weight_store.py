@@ -124,6 +124,78 @@ async def test_a_new_publisher_forgets_what_has_lost_chunks_and_keeps_the_rest_f
         assert await stored.client.pttl(WeightKeys(RUN).chunk(0, "keyframe.1", 0)) == -1
 
 
+@pytest.mark.parametrize("kind", [KEYFRAME, DELTA, JUMPS[0]])
+async def test_chunks_of_a_publisher_that_died_before_its_manifest_go_at_the_next_opening(
+    stored: Stored, kind: str
+) -> None:
+    # Given what is published, and a publisher that dies when it has written some chunks of another version
+    store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
+    held = [await publish(store, trainer, version) for version in range(3)]
+    before = await chunk_names(stored)
+    lost = trainer.keyframe() if kind == KEYFRAME else jump(trainer, 0, 2) if kind in JUMPS else trainer.prepare(3)
+    await store.put_chunks(lost.manifest, 0, lost.chunks)
+    assert await chunk_names(stored) > before
+
+    # When the next one opens the run
+    epoch = await store.open_publisher(RUN)
+
+    # Then they are gone, and what was published is whole
+    assert await chunk_names(stored) == before
+    for prepared in held:
+        indices = range(len(prepared.chunks))
+        assert await store.chunks(prepared.manifest, indices) == prepared.chunks
+    assert await being_sent(stored) == 0
+    # And it may publish the same numbers
+    again = replace(lost.manifest, epoch=epoch)
+    await store.put_chunks(again, 0, lost.chunks)
+    await store.put_manifest(again)
+    assert await being_sent(stored) == 0
+
+
+async def test_chunks_of_what_is_held_stay_though_their_sending_was_repeated_and_broken_off(stored: Stored) -> None:
+    # Given a publisher that sends a version again, and dies before it has written its manifest again
+    store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
+    prepared = await publish(store, trainer, 0)
+    await store.put_chunks(prepared.manifest, 0, prepared.chunks)
+
+    await store.open_publisher(RUN)
+
+    assert await store.chunks(prepared.manifest, range(len(prepared.chunks))) == prepared.chunks
+    assert await being_sent(stored) == 0
+    if stored.client is not None:
+        names = await chunk_names(stored)
+        assert [await stored.client.ttl(name) for name in sorted(names)] == [-1] * len(names)
+
+
+async def test_a_row_of_what_is_being_sent_that_cannot_be_read_keeps_nobody_from_publishing(stored: Stored) -> None:
+    if stored.client is not None:
+        rows = {"nonsense": "1", "1:delta.1": "many", "2:delta.1": str(1 << 60), b"\xff:delta.1": "1"}
+        await stored.client.hset(WeightKeys(RUN).sending, mapping=rows)
+
+    assert await stored.store.open_publisher(RUN) == 1
+
+
+async def chunk_names(stored: Stored) -> set[Any]:
+    """Chunks that the broker holds."""
+    if stored.client is None:
+        return set(stored.store._run(RUN).chunks)  # type: ignore[attr-defined]
+    candidates = [
+        WeightKeys(RUN).chunk(version, f"{kind}.{epoch}", index)
+        for version in range(5)
+        for kind in (KEYFRAME, DELTA, *JUMPS)
+        for epoch in range(4)
+        for index in range(3)
+    ]
+    return {name for name in candidates if await stored.client.exists(name)}
+
+
+async def being_sent(stored: Stored) -> int:
+    """Versions whose chunks are written and whose manifest is not."""
+    if stored.client is None:
+        return len(stored.store._run(RUN).sending)  # type: ignore[attr-defined]
+    return int(await stored.client.hlen(WeightKeys(RUN).sending))
+
+
 async def test_what_is_published_is_read_back(store: WeightStore) -> None:
     trainer = Trainer(await store.open_publisher(RUN))
 

@@ -1,7 +1,7 @@
 -- drop_version(epoch, name)
 -- Delete a version, or some of its chunks, if its publisher is still in charge. Twin: rules/publish.py, may_drop.
---   KEYS[1] head hash   version, epoch, kind, moved_by   KEYS[2] manifests hash   KEYS[3..] chunks
--- name: "version:kind" of the manifest, with the last of its chunks; '' before.
+--   KEYS[1] head hash   version, epoch, kind, moved_by   KEYS[2] manifests hash, or sending hash   KEYS[3..] chunks
+-- name: its field in that hash, with the last of its chunks; '' before.
 -- Returns {code, head version, head epoch}; codes: 1 deleted · -1 another publisher took over.
 -- flags allow-oom
 local head = redis.call('HMGET', KEYS[1], 'version', 'epoch')
