@@ -1,32 +1,18 @@
-"""Checkpoint files in the safetensors format as stored bits, to compare published weights with.
-
-The format is a length, a JSON header and the raw bytes. It is read here, mapped and not copied, because its own library
-gives numpy no bfloat16.
-"""
+"""Published weights compared with a checkpoint on disk, bit by bit."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import mmap
-import operator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ..fabric.errors import InputError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.weights.chain import fetch_bits
+from ..fabric.weights.checkpoints import NAMES, open_checkpoint
 from ..fabric.weights.codec import Bits
 from ..fabric.weights.diff import TensorDiff, diff_tensor
-from ..fabric.weights.layout import Layout, TensorSpec
-from ..fabric.wire import load_json
-from ..workers.engines.vllm.checkpoint import NAMES
-
-LENGTH_BYTES = 8
-HEADER_BYTES_MAX = 100 << 20  # the format's own limit
+from ..fabric.weights.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,56 +47,27 @@ async def diff_checkpoint(store: WeightStore, run_id: str, version: int, path: P
 
 
 def read_checkpoint(path: Path, layout: Layout) -> tuple[dict[str, Bits], list[str]]:
-    """The tensors of `layout` in a .safetensors file, or in all those of a directory, and the names of others there.
+    """The tensors of `layout` in a .safetensors file, or in a directory of them, and the names of others there.
 
     Returns:
         name → flat stored bits, read only; tensors that are not there are left out.
 
     Raises:
-        InputError: there is no such file, it is of another format, or a tensor has another dtype or shape.
+        InputError: as open_checkpoint, or a tensor has another dtype or shape.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise InputError(f"no *.safetensors in {path}: give a checkpoint's directory, or one file of it")
     specs = {spec.name: spec for spec in layout.tensors}
     found: dict[str, Bits] = {}
     others: list[str] = []
-    for file in files:
-        mapped, entries, start = _open(file)
-        others += [name for name in entries if name not in specs]
-        for name in entries.keys() & specs.keys():
-            found[name] = _bits(file, mapped, start, specs[name], entries[name])
+    for name, tensor in open_checkpoint(path).items():
+        spec = specs.get(name)
+        if spec is None:
+            others.append(name)
+        elif (tensor.dtype, tensor.shape) != (NAMES[spec.dtype], spec.shape):
+            raise InputError(
+                f"{tensor.file} has {name!r} as {tensor.dtype}{list(tensor.shape)}, published is {spec}: only stored"
+                " bits of one form can be compared; save the checkpoint in the published dtype",
+                name=name,
+            )
+        else:
+            found[name] = tensor.bits()
     return found, sorted(others)
-
-
-def _open(file: Path) -> tuple[mmap.mmap, dict[str, Any], int]:
-    """The file's bytes, its entries, and where the tensors begin."""
-    try:
-        with file.open("rb") as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        length = int.from_bytes(mapped[:LENGTH_BYTES], "little")
-        if length > min(len(mapped), HEADER_BYTES_MAX):
-            raise ValueError("its header is longer than the file")
-        header = load_json(mapped[LENGTH_BYTES : LENGTH_BYTES + length])
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read as safetensors: {error}", path=str(file)) from error
-    return mapped, {name: entry for name, entry in header.items() if name != "__metadata__"}, LENGTH_BYTES + length
-
-
-def _bits(file: Path, mapped: mmap.mmap, start: int, spec: TensorSpec, entry: Any) -> Bits:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        is_whole = 0 <= operator.index(begin) <= operator.index(end) <= len(mapped) - start
-    except (TypeError, KeyError, ValueError) as error:
-        raise InputError(f"{file}: the entry of tensor {spec.name!r} cannot be read", path=str(file)) from error
-    if dtype != NAMES[spec.dtype] or shape != spec.shape:
-        raise InputError(
-            f"{file} has {spec.name!r} as {dtype}{list(shape)}, published is {spec}: only stored bits of one form can"
-            " be compared; save the checkpoint in the published dtype",
-            name=spec.name,
-        )
-    if not is_whole or end - begin != math.prod(shape) * spec.bits_dtype.itemsize:
-        raise InputError(f"{file}: tensor {spec.name!r} is cut off", path=str(file))
-    return np.frombuffer(mapped, spec.bits_dtype, spec.element_count, start + begin)

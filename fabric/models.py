@@ -81,6 +81,34 @@ def check_model_name(model: str) -> None:
     )
 
 
+def preset_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """The parameters of a preset, by the names that its library gives them; the head is the embedding."""
+    config = model_config(name)
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    keys = width // heads * config["num_key_value_heads"]
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.q_proj.bias": (width,),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.v_proj.bias": (keys,),
+        "self_attn.o_proj.weight": (width, width),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    layers = {
+        f"model.layers.{number}.{part}": shape
+        for number in range(config["num_hidden_layers"])
+        for part, shape in layer.items()
+    }
+    ends = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    return {**layers, **ends}
+
+
 def model_config(name: str) -> dict[str, Any]:
     """A fresh copy of the preset's config; "model_type" names the architecture.
 

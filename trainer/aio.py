@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from numpy.typing import NDArray
-
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import ConfigError, EnvironmentUnknown, FabricError, QueueFull, RunUnknown
@@ -29,13 +27,13 @@ from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
 from ..fabric.records import Group, RunConfig
 from ..fabric.rules.push import too_many_open
-from ..fabric.weights.chain import fetch_weights
+from ..fabric.weights.chain import Weights, fetch_weights
 from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
 from .ledger import TAKEOVER_S, Hand, Ledger, Submission
 from .publish import AnyPublisher, PublishReport, make_publisher
-from .tensors import ComparesOn
+from .tensors import ComparesOn, pairs_of
 
 PUSH_RETRY_S = 0.1
 ANSWER_S = 2.0  # a push that is cancelled is waited for so long, to say what it took in
@@ -287,7 +285,8 @@ class AsyncRun:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact.
 
         Args:
-            named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array).
+            named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array); what
+                `weights` gave; or the path of a safetensors file or of a directory of them.
             version: must be newer than the head.
             group: of torch.distributed (its `group.WORLD`, say), where a model is sharded over ranks (FSDP2, DTensor):
                 every rank calls this alike and sends its own shards.
@@ -299,13 +298,16 @@ class AsyncRun:
             BrokerFull: the broker has no room for it. Nothing was published.
         """
         self._home.check()
+        named = pairs_of(named) if group is None else named  # else a rank that fails here would leave others waiting
         await self._hand.acknowledge()
         if self._publisher is None:
             self._publisher = make_publisher(self._ports.weights, self.config, group, compares_on)
         return await self._publisher.publish(named, version)
 
-    async def weights(self, version: int | None = None) -> dict[str, NDArray[Any]]:
+    async def weights(self, version: int | None = None) -> Weights:
         """A published version (None: the head) as {name: array}; bf16 as uint16, where numpy has no type.
+
+        Its `dtypes` say what each array is, so it can be published again as it is.
 
         Raises:
             VersionUnknown: never published, or no longer held.

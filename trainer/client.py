@@ -18,18 +18,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from numpy.typing import NDArray
-
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.embedded import EmbeddedBroker
 from ..fabric.errors import ConfigError, FabricError
 from ..fabric.home import Home
 from ..fabric.ports import RunStatus
 from ..fabric.records import Group, RunConfig
+from ..fabric.weights.chain import Weights
 from . import aio
 from .ledger import TAKEOVER_S, Submission
 from .publish import PublishReport
-from .tensors import ComparesOn
+from .tensors import ComparesOn, pairs_of
 
 T = TypeVar("T")
 EXIT_S = 2.0  # for closing a connection that was left open, as the interpreter ends
@@ -301,9 +300,11 @@ class Run:
 
     def publish(self, named: Any, version: int, group: Any = None, compares_on: ComparesOn = "auto") -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact. group: of a sharded model."""
+        if group is None:
+            named = pairs_of(named)  # here: what makes tensors is the caller's code
         return self._loop.call(self._run.publish(named, version=version, group=group, compares_on=compares_on))
 
-    def weights(self, version: int | None = None) -> dict[str, NDArray[Any]]:
+    def weights(self, version: int | None = None) -> Weights:
         """A published version (None: the head) as {name: array}, bit-exact."""
         return self._loop.call(self._run.weights(version))
 

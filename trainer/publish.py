@@ -37,6 +37,7 @@ from ..fabric.weights.manifest import BROKER, Head, WeightManifest
 from ..fabric.weights.snapshot import Identity, Prepared, Snapshot
 from .borrowing import Check, in_thread
 from .carrying import Carrying
+from .model_check import check_model
 from .tensors import ComparesOn, Named, collect_bits, devices_of
 from .upkeep import Upkeep
 
@@ -76,11 +77,16 @@ def make_publisher(
     """The publisher that a run needs. group: of torch.distributed, where every rank publishes its own shards."""
     if group is None:
         return Publisher(
-            store, config.run_id, config.shard_count, carrier=config.weight_carrier, compares_on=compares_on
+            store,
+            config.run_id,
+            config.shard_count,
+            carrier=config.weight_carrier,
+            compares_on=compares_on,
+            model=config.model,
         )
     from .sharded import ShardedPublisher  # needs torch
 
-    return ShardedPublisher(store, config.run_id, config.shard_count, group=group)
+    return ShardedPublisher(store, config.run_id, config.shard_count, group=group, model=config.model)
 
 
 class Publisher:
@@ -89,6 +95,7 @@ class Publisher:
     Args:
         shard_count: of the run; every shard learns the head.
         carrier: "broker", "collective" or "auto"; see carrying.py.
+        model: the run's; its first weights are checked against it. None: they are not.
         compares_on: "auto": tensors on a GPU are compared there, which takes a copy of the weights there, others on the
             host. "host": all on the host, for a GPU without that room. "device": every torch tensor where it is.
     """
@@ -101,6 +108,7 @@ class Publisher:
         *,
         carrier: str = BROKER,
         compares_on: ComparesOn = "auto",
+        model: str | None = None,
         clock: Clock | None = None,
     ) -> None:
         if compares_on not in get_args(ComparesOn):
@@ -118,6 +126,7 @@ class Publisher:
         self._carrying = Carrying(store, run_id, carrier, self._clock)
         self._report: PublishReport | None = None
         self._compares_on = compares_on
+        self._model = model
         self._devices: dict[str, Any] = {}  # where the snapshot is kept, by name; the rest on the host
 
     async def publish(self, named: Named, version: int) -> PublishReport:
@@ -144,8 +153,7 @@ class Publisher:
         async with self._lock:
             layout, bits = await self._in_thread(partial(self._collect, named))
             await self._open(layout)
-            if self._layout is not None:
-                self._layout.check(layout)
+            await self._check_layout(layout)
             await self._mind_a_lost_head()
             if self._pending is not None:
                 await self._send(*self._pending, is_repeated=True)
@@ -197,6 +205,15 @@ class Publisher:
         if self._layout is not None and self._layout.digest == layout.digest:
             self._snapshot = await self._resumed(head)
         self._epoch = epoch
+
+    async def _check_layout(self, layout: Layout) -> None:
+        """The first version is compared with the run's model, where that can be read here; others with the first."""
+        if self._layout is not None:
+            self._layout.check(layout)
+        elif self._model is not None:
+            model = self._model
+            await self._in_thread(lambda _: check_model(self._run_id, model, layout))
+            self._model = None
 
     async def _held(self) -> list[WeightManifest]:
         return [*(await readable(self._store, self._run_id, await self._store.held(self._run_id))).values()]

@@ -58,6 +58,7 @@ class ShardedPublisher:
         shard_count: of the run; every shard learns the head.
         timeout_s: how long rank 0 waits for a rank.
         thread_count: how many blocks a rank encodes at a time; by default an even share of the processors.
+        model: as Publisher's.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class ShardedPublisher:
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
         thread_count: int | None = None,
+        model: str | None = None,
     ) -> None:
         self._exchange = RankExchange(group, timeout_s=timeout_s)
         own = thread_count or min(THREAD_COUNT_MAX, max(1, (os.cpu_count() or 1) // self._exchange.size))
         self._member = Member(store, self._exchange, own)
-        self._lead = _Lead(store, run_id, shard_count, self._member) if self._exchange.rank == 0 else None
+        self._lead = _Lead(store, run_id, shard_count, self._member, model) if self._exchange.rank == 0 else None
 
     @property
     def rank_bytes(self) -> int:
@@ -221,9 +223,9 @@ class _RanksStore:
 class _Lead(Publisher):
     """The publisher on rank 0."""
 
-    def __init__(self, store: WeightStore, run_id: str, shard_count: int, member: Member) -> None:
+    def __init__(self, store: WeightStore, run_id: str, shard_count: int, member: Member, model: str | None) -> None:
         self._ranks_store = _RanksStore(store)
-        super().__init__(cast(WeightStore, self._ranks_store), run_id, shard_count)
+        super().__init__(cast(WeightStore, self._ranks_store), run_id, shard_count, model=model)
         self._member = member
         self._rows: list[bytes] = []
         self._regions: list[Region] = []

@@ -46,8 +46,6 @@ def collect_shards(named: Named, rank: int, size: int) -> LocalShards:
         InputError: no tensors, or one that cannot be published by shards. LayoutMismatch: a name twice, odd dtypes.
     """
     pairs = pairs_of(named)
-    if not pairs:
-        raise InputError("no tensors to publish: was the iterator of parameters used up before?")
     specs = [_spec(name, tensor) for name, tensor in pairs]
     layout = Layout(tuple(specs))
     tensors = dict(pairs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -227,14 +227,41 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
     return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes().items()})
 
 
-async def fetch_weights(store: WeightStore, run_id: str, version: int | None = None) -> dict[str, NDArray[Any]]:
+class Weights(dict[str, NDArray[Any]]):
+    """Arrays by name, and what they are: where numpy lacks a dtype (bfloat16, float8), the array holds its bits.
+
+    Args:
+        dtypes: name → dtype, torch's name without the prefix.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str]) -> None:
+        super().__init__(arrays)
+        self.dtypes = dict(dtypes)
+
+    def __setitem__(self, name: str, array: NDArray[Any]) -> None:
+        self.dtypes.setdefault(name, array.dtype.name)
+        super().__setitem__(name, array)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Weights, (dict(self), self.dtypes)
+
+    def copy(self) -> Weights:
+        """The same arrays in another mapping."""
+        return Weights(self, self.dtypes)
+
+
+async def fetch_weights(store: WeightStore, run_id: str, version: int | None = None) -> Weights:
     """A version's tensors by name, in their shapes, bit-exact; types that numpy lacks (bfloat16, float8) as bits.
+
+    What it gives can be published again, and is the same then.
 
     Raises:
         VersionUnknown, ChainBroken, DigestMismatch: as `fetch_bits`.
     """
     manifest, bits = await fetch_bits(store, run_id, version)
-    return {spec.name: _as_array(spec, bits[spec.name]) for spec in manifest.tensors.tensors}
+    specs = manifest.tensors.tensors
+    arrays = {spec.name: _as_array(spec, bits[spec.name]) for spec in specs}
+    return Weights(arrays, {spec.name: spec.dtype for spec in specs})
 
 
 def _as_array(spec: TensorSpec, bits: Bits) -> NDArray[Any]:

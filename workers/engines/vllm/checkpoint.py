@@ -12,23 +12,9 @@ from typing import Any
 
 import orjson
 
+from ....fabric.weights.checkpoints import NAMES
 from ....fabric.weights.layout import Layout
 from ..base import Bits
-
-NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 def save_bits(path: Path, layout: Layout, bits: Mapping[str, Bits]) -> None:
