@@ -117,9 +117,9 @@ class _Loop:
         self._thread.start()
 
     @property
-    def is_here(self) -> bool:
-        """Whether this is the loop's process; a forked child has a copy of the loop and no thread that runs it."""
-        return self._home.is_here
+    def is_open(self) -> bool:
+        """Whether it runs, in this process: a forked child has a copy of the loop and no thread that runs it."""
+        return self._home.is_here and not self._loop.is_closed()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop and wait for it. An interrupt here cancels it there, and is raised when it has ended.
@@ -151,7 +151,7 @@ class _Loop:
         return call.result()
 
     def close(self) -> None:
-        if not self.is_here or self._loop.is_closed():
+        if not self.is_open:
             return  # in a child: to touch its copy would reach into the parent's connections
         self.call(_end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -201,8 +201,8 @@ class Fabric:
         return self._loop.call(self._fabric.runs())
 
     def close(self) -> None:
-        """Close the connection, and stop the broker if it is our own. In a forked child: nothing happens."""
-        if not self._loop.is_here:
+        """Close the connection, and stop the broker if it is our own. In a forked child, or again: nothing happens."""
+        if not self._loop.is_open:
             return
         atexit.unregister(self._close_at_exit)
         try:

@@ -112,8 +112,9 @@ def _items(named: Any) -> Iterator[Any]:
 def _pair(item: Any, before: Pairs) -> tuple[str, Any]:
     where = f"after tensor {before[-1][0]!r}" if before else "the first of them"
     if isinstance(item, str) or not isinstance(item, Iterable) or len(parts := tuple(item)) != 2:
+        what = repr(item[:60]) if isinstance(item, str) else f"a {type(item).__name__}"
         raise InputError(
-            f"a {type(item).__name__} is no pair of a name and a tensor ({where}): give model.named_parameters(), a"
+            f"{what} is no pair of a name and a tensor ({where}): give model.named_parameters(), a"
             " mapping, or such pairs"
         )
     name, tensor = parts

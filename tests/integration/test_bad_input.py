@@ -295,7 +295,7 @@ BAD_WEIGHTS: dict[str, tuple[Any, int, type[FabricError], list[str]]] = {
     "no tensors": ({}, 5, InputError, ["no tensors"]),
     "an iterator used up": (iter(()), 5, InputError, ["no tensors", "used up"]),
     "a list": ({"layer.weight": [1.0]}, 5, InputError, ["tensor 'layer.weight' is a list"]),
-    "names without tensors": (["layer.weight"], 5, InputError, ["list cannot be published", "mapping, or pairs"]),
+    "names without tensors": (["layer.weight"], 5, InputError, ["'layer.weight' is no pair of a name", "mapping, or"]),
     "no names at all": (3, 5, InputError, ["int cannot be published", "named_parameters"]),
     "the head again, changed": (
         {**WEIGHTS, "layer.bias": np.ones(3, np.float32)},

@@ -19,7 +19,7 @@ from tests.unit.weight_truth import Broken, Seen
 PART = 5  # seeds per test
 COUNT = 30  # times VERSION_COUNT versions
 FAULTS = "kill_worker stop_worker kill_trainer stop_trainer second_trainer fall_back fill_up"
-PLANTED_COUNT = 15  # seeds in which a planted bug must show
+PLANTED_COUNT = 30  # seeds in which a planted bug must show
 
 
 def play(seeds: range) -> Seen:

@@ -130,7 +130,7 @@ async def test_whatever_cannot_be_published_is_named_and_nothing_is_written(stor
     ("named", "text"),
     [
         (torch.nn.Linear(2, 2), r"publish its \.named_parameters\(\)"),
-        ([("a", np.zeros(2)), "bc"], "a str is no pair of a name and a tensor .after tensor 'a'"),
+        ([("a", np.zeros(2)), "bc"], "'bc' is no pair of a name and a tensor .after tensor 'a'"),
         ([("a", np.zeros(2)), ("b", np.zeros(2), 3)], "a tuple is no pair"),
         ([np.zeros(2)], "name is .*the first of them"),
         (7, "int cannot be published"),
