@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rollfab.fabric.errors import ConfigError, VersionConflict
+from rollfab.fabric.errors import ConfigError, VersionConflict, WeightError
 from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
@@ -32,6 +33,7 @@ from rollfab.fabric.weights.held import readable
 from rollfab.fabric.weights.stage import Stage, commit
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
+from rollfab.trainer.sharded import ShardedPublisher
 
 RUN = "interrupted"
 PAUSE_S = 0.02  # of a thread that is interrupted before it reads: a trainer that goes on at once changes what it reads
@@ -239,20 +241,10 @@ async def _others() -> int:
 
 async def test_a_cancelling_leaves_no_thread_behind_however_often_it_comes() -> None:
     # Given threads that encode one region after another, slowly, and a task that is cancelled twice
-    started: list[int] = []
-    begun = threading.Event()
-    delta = Encoder.delta
-
-    def slow(self: Encoder, old: Any, new: Any) -> Encoded | None:
-        started.append(len(started))
-        begun.set()
-        time.sleep(0.02)
-        return delta(self, old, new)
-
     _, run = make_run(Points())
     named = {f"layer.{n}": np.zeros(100, dtype=np.uint16) for n in range(40)}
     await run.publish(named, version=0)
-    with mock.patch.object(Encoder, "delta", slow):
+    with slowly() as (started, begun):
         task = asyncio.ensure_future(run.publish(named, version=1))
         await asyncio.to_thread(begun.wait, 5)
         task.cancel()
@@ -328,3 +320,48 @@ def test_what_a_call_runs_cannot_call_and_wait_for_itself() -> None:
 
     with pytest.raises(ConfigError, match="closed"):
         loop.call(late())
+
+
+async def test_a_rank_of_a_sharded_trainer_that_is_interrupted_reads_nothing_afterwards(tmp_path: Path) -> None:
+    # Given a rank that encodes, slowly, and is cancelled
+    store = PointedStore(Points())
+    file = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=file, rank=0, world_size=1)
+    try:
+        publisher = ShardedPublisher(store, RUN, thread_count=2)
+        named = {f"layer.{n}": torch.zeros(100, dtype=torch.bfloat16) for n in range(40)}
+        await publisher.publish(named, 0)
+        await publisher.publish(named, 1)
+        with slowly() as (started, begun):
+            task = asyncio.ensure_future(publisher.publish(named, 2))
+            await asyncio.to_thread(begun.wait, 5)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            seen = len(started)
+
+            # Then nothing is read after it has ended, nothing was published, and the next call says why it cannot be
+            await asyncio.sleep(0.2)
+            assert len(started) == seen < 40
+        assert (await store.head(RUN)).version == 1
+        with pytest.raises(WeightError, match="rank 0 was interrupted while publishing: start the ranks again"):
+            await publisher.publish(named, 2)
+        await publisher.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def slowly() -> Iterator[tuple[list[int], threading.Event]]:
+    """Regions take a while; which were begun, and an event for the first."""
+    started: list[int] = []
+    begun, delta = threading.Event(), Encoder.delta
+
+    def slow(self: Encoder, old: Any, new: Any) -> Encoded | None:
+        started.append(len(started))
+        begun.set()
+        time.sleep(0.02)
+        return delta(self, old, new)
+
+    with mock.patch.object(Encoder, "delta", slow):
+        yield started, begun
