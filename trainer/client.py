@@ -214,7 +214,7 @@ class Fabric:
 
     def _close_at_exit(self) -> None:
         """A script that ends without `close`, however it ends, leaves nothing behind and says nothing of it."""
-        if not self._loop.is_here:
+        if not self._loop.is_open:
             return  # a fork: the connection's thread is not in it
         self._loop.is_at_exit = True
         with contextlib.suppress(Exception):
