@@ -111,6 +111,8 @@ def _engine(worker: dict[str, Any]) -> Text:
         lines.append(f"{worker['prefix_hit_fraction']:.0%} of prompts cached")
     if worker["wake_ms"] is not None:
         lines.append(f"woke in {worker['wake_ms'] / 1000:.1f} s")
+    if worker["weights_note"] is not None:
+        lines.append(worker["weights_note"])
     if worker["sleep_note"] is not None:
         lines.append(f"cannot sleep: {worker['sleep_note']}")
     return Text("\n".join(lines))

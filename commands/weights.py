@@ -1,7 +1,7 @@
-"""`rollfab weights ls`, `inspect`, `verify`, `diff`: looking at published weights.
+"""`rollfab weights ls`, `inspect`, `verify`, `repair`, `diff`: looking at published weights, and healing them.
 
-The work is done in fabric/weights/ (inspection, verify, diff), the tables are weights_view.py's; this file reads
-arguments, shows progress and chooses exit codes.
+The work is done in fabric/weights/ (inspection, verify, diff) and weights_repair.py, the tables are weights_view.py's;
+this file reads arguments, shows progress and chooses exit codes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..fabric.weights.verify import Verified, verify
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
 from .status import with_ports
+from .weights_repair import repair
 from .weights_view import (
     diff_object,
     diff_parts,
@@ -44,7 +45,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     weights = typer.Typer(no_args_is_help=True, help="Published weights: what is held, made of, right, different.")
     app.add_typer(weights, name="weights")
-    for add in (_add_ls, _add_inspect, _add_verify, _add_diff):
+    for add in (_add_ls, _add_inspect, _add_verify, _add_repair, _add_diff):
         add(weights)
 
 
@@ -124,6 +125,28 @@ def _add_verify(weights: typer.Typer) -> None:
         found = with_ports(need_url(url), work)
         _show(verified_object(found) if json else verified_parts(found))
         raise typer.Exit(1 if found.faults else 0)
+
+
+def _add_repair(weights: typer.Typer) -> None:
+    @weights.command("repair")
+    def repair_weights(
+        run: Run,
+        timeout: Annotated[float, typer.Option(help="Seconds to wait for the publisher that lives.", min=0)] = 60.0,
+        url: Url = None,
+    ) -> None:
+        """Have damage to published weights healed: by the trainer that lives; without one, as far as can be from here.
+
+        Exits with 0 once the head, and all that is held, can be read, and with 1 where something stays damaged.
+        """
+
+        def say(text: str) -> None:
+            Console().print(text, highlight=False, markup=False)
+
+        async def work(ports: RedisFabric) -> bool:
+            await _require_run(ports, run)
+            return await repair(ports.weights, run, say=say, timeout_s=timeout)
+
+        raise typer.Exit(0 if with_ports(need_url(url), work) else 1)
 
 
 def _add_diff(weights: typer.Typer) -> None:

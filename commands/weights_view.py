@@ -101,8 +101,11 @@ def inspection_parts(found: Inspection) -> list[RenderableType]:
 
 def verified_object(found: Verified) -> dict[str, Any]:
     """`weights verify --json`."""
-    rows = {name: [{"version": v, "kind": k} for v, k in getattr(found, name)] for name in ("checked", "unreached")}
+    rows: dict[str, Any] = {
+        name: [{"version": v, "kind": k} for v, k in getattr(found, name)] for name in ("checked", "unreached")
+    }
     counts = {"byte_count": found.byte_count, "chunk_count": found.chunk_count, "block_count": found.block_count}
+    rows |= {"unreadable": found.unreadable}
     return {"is_right": not found.faults, **rows, **counts, "faults": [asdict(fault) for fault in found.faults]}
 
 
@@ -118,7 +121,12 @@ def verified_parts(found: Verified) -> list[RenderableType]:
         )
     versions = {version for version, _ in found.checked}
     size = f"{found.chunk_count:,} chunks, {found.block_count:,} blocks, {found.byte_count:,} bytes"
-    verdict = "all right" if not found.faults else f"{len(found.faults)} fault{'s' * (len(found.faults) > 1)}"
+    if found.unreadable:
+        names = ", ".join(map(str, found.unreadable))
+        parts.append(Text(f"cannot be read by anybody who has nothing: version {names}", style="red"))
+    verdict = (
+        "all right" if not found.faults else f"not all right, {len(found.faults)} fault{'s' * (len(found.faults) > 1)}"
+    )
     parts.append(f"{verdict}: {len(found.checked)} manifests of {len(versions)} versions staged; right are {size}")
     return parts
 

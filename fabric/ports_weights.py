@@ -11,16 +11,18 @@ hands without the broker. What stands there is a hint: nobody's weights may depe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from .rules.chain import Link
-from .weights.manifest import Head, Holder, WeightManifest
+from .weights.manifest import Damage, Head, Holder, WeightManifest
 
 HOLDER_COUNT_MAX = 4096  # of a run; beyond it those whose time ends first are forgotten
 OFFER_BYTES_MAX = 1 << 20  # it may name every member of a group
 ANSWER_BYTES_MAX = 64 << 10
 ANSWER_COUNT_MAX = 4096  # of a round
+DAMAGE_COUNT_MAX = 256  # versions reported at a time; the publisher reads again what it holds in any case
+DAMAGE_TTL_S = 60.0  # a report that nobody has taken up is made again by whoever still cannot read
 
 Range = tuple[int, int, int]  # chunk, start, length; bytes
 
@@ -62,6 +64,29 @@ class WeightBoard(Protocol):
 
     async def answers(self, run_id: str, round_id: str) -> dict[str, bytes]:
         """Answers of a round, by member."""
+        ...
+
+    async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
+        """Say what cannot be read; the newest word on a version and kind counts.
+
+        All reports are forgotten `ttl_s` after the last one. Beyond DAMAGE_COUNT_MAX of them further ones are dropped.
+        """
+        ...
+
+    async def damages(self, run_id: str) -> list[Damage]:
+        """What was reported and not cleared, by version and kind."""
+        ...
+
+    async def clear_damages(self, run_id: str, damages: Sequence[Damage]) -> None:
+        """Forget reports: they were seen to, or are not true."""
+        ...
+
+    async def tend(self, run_id: str, epoch: int, ttl_s: float) -> None:
+        """The publisher of `epoch` says that it lives, and heals what is damaged, for `ttl_s` from now on."""
+        ...
+
+    async def tended(self, run_id: str) -> int | None:
+        """The epoch of the publisher that said so last; None: none lives, or it publishes without healing."""
         ...
 
 
@@ -136,6 +161,19 @@ class WeightStore(WeightBoard, Protocol):
         """Bytes that can still be written, of a cluster on its fullest node; None without a limit.
 
         None too where the broker does not tell us: then only BrokerFull does.
+        """
+        ...
+
+    async def mend(self, manifest: WeightManifest, chunks: Mapping[int, bytes], epoch: int) -> None:
+        """Write a version's manifest and some of its chunks again, for good and whatever lies in their place.
+
+        Args:
+            manifest: as it was published, by whichever publisher; at or below the head.
+            chunks: by index, with the digests that the manifest names.
+            epoch: of the publisher that mends.
+
+        Raises:
+            VersionConflict: the publisher of `epoch` is not in charge any more; nothing was written.
         """
         ...
 

@@ -83,6 +83,7 @@ class RunConfig(Record):
     # "recompute" it and go on, or "finish" first
     may_reuse_prefix: bool = False  # whether prompts may share KV cache that older weights computed
     weight_carrier: str = "broker"  # of chunks: "broker"; "collective" of torch.distributed; "auto": by size and room
+    scrub_bytes_per_s: int = 4 << 20  # of published weights, read again by the publisher to find damage; 0: none
     shard_count: int = 1
     weight: float = 1.0  # share of the pool among runs
 
@@ -268,7 +269,7 @@ class WorkerInfo(Record):
     stage_ms: int | None = None  # fetching and checking the weights that it holds took, while it generated
     pause_ms: float | None = None  # writing them took, while it did not
     payload_bytes: int | None = None  # of them, as they were fetched
-    weights_note: str | None = None  # what its engine cannot do as its run wishes when weights change
+    weights_note: str | None = None  # why its weights are behind the head, or what its engine cannot do at a commit
     pool: str = ""  # serving workers: the group of workers that its team switches together
     guard_state: str | None = None  # serving workers: open, narrow, shut; None: it has no guard
     guard_reason: str | None = None

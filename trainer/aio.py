@@ -48,6 +48,7 @@ class AsyncFabric:
         self._ports = ports
         self._open_ledgers: set[Ledger] = set()
         self.url = url
+        self._opened: list[AsyncRun] = []
 
     async def run(
         self,
@@ -83,13 +84,18 @@ class AsyncFabric:
             given = {"model": model, "environment": environment}
             settings |= {name: value for name, value in given.items() if value is not None}
             if not settings:
-                return AsyncRun(self._ports, existing, self._open_ledgers)
+                return self._open(existing)
             config = replace(existing, **settings)
         else:
             await self._check_environment(environment)
             config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
         check_run(config)
-        return AsyncRun(self._ports, await self._ports.board.create_run(config), self._open_ledgers)
+        return self._open(await self._ports.board.create_run(config))
+
+    def _open(self, config: RunConfig) -> AsyncRun:
+        run = AsyncRun(self._ports, config, self._open_ledgers)
+        self._opened.append(run)
+        return run
 
     async def _check_environment(self, name: str) -> None:
         offered = set(installed("rollfab.environments"))
@@ -113,6 +119,8 @@ class AsyncFabric:
             return
         for ledger in list(self._open_ledgers):
             ledger.close()
+        for run in self._opened:
+            await run.close()
         await self._ports.close()
 
     async def __aenter__(self) -> AsyncFabric:
@@ -280,9 +288,18 @@ class AsyncRun:
         return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=iter(refill)))
 
     async def publish(
-        self, named: Any, *, version: int, group: Any = None, compares_on: ComparesOn = "auto"
+        self,
+        named: Any,
+        *,
+        version: int,
+        group: Any = None,
+        compares_on: ComparesOn = "auto",
+        keyframe: bool = False,
     ) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact.
+
+        From the first call on, what is published is looked after in the background, until the connection is closed:
+        what is damaged in the broker, or reported so by a reader, is healed from the publisher's own copy.
 
         Args:
             named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array); what
@@ -291,6 +308,9 @@ class AsyncRun:
             group: of torch.distributed (its `group.WORLD`, say), where a model is sharded over ranks (FSDP2, DTensor):
                 every rank calls this alike and sends its own shards.
             compares_on: "auto": where the tensors are, which takes a copy of them there; "host".
+            keyframe: put a keyframe of this version beside its delta: workers that follow take the delta, who comes new
+                takes the keyframe. `keyframe_bytes` of the report says its size; 0 where the broker had no room for it,
+                then it is tried again in the background.
 
         Raises:
             LayoutMismatch: names, shapes or dtypes are not those of the run.
@@ -302,7 +322,14 @@ class AsyncRun:
         await self._hand.acknowledge()
         if self._publisher is None:
             self._publisher = make_publisher(self._ports.weights, self.config, group, compares_on)
-        return await self._publisher.publish(named, version)
+        report = await self._publisher.publish(named, version, keyframe=keyframe)
+        self._publisher.start()
+        return report
+
+    async def close(self) -> None:
+        """End what runs in the background; the run and its work stay."""
+        if self._publisher is not None:
+            await self._publisher.close()
 
     async def weights(self, version: int | None = None) -> Weights:
         """A published version (None: the head) as {name: array}; bf16 as uint16, where numpy has no type.

@@ -199,6 +199,7 @@ _CHECKS: dict[str, Check] = {
         '"broker", "collective" or "auto"',
         lambda value: isinstance(value, str) and value in CARRIERS,
     ),
+    "scrub_bytes_per_s": _whole(0),
     "shard_count": _whole(1, SHARD_COUNT_MAX),
     "weight": ("a number above 0", lambda value: _is_number(value) and value > 0),
 }

@@ -298,11 +298,23 @@ class Run:
         )
         return Groups(self._loop, found)
 
-    def publish(self, named: Any, version: int, group: Any = None, compares_on: ComparesOn = "auto") -> PublishReport:
-        """Publish weights as `version`: a keyframe first, deltas later, bit-exact. group: of a sharded model."""
+    def publish(
+        self,
+        named: Any,
+        version: int,
+        group: Any = None,
+        compares_on: ComparesOn = "auto",
+        keyframe: bool = False,
+    ) -> PublishReport:
+        """Publish weights as `version`: a keyframe first, deltas later, bit-exact. group: of a sharded model.
+
+        keyframe: put a keyframe of this version beside its delta, for those who come new.
+        """
         if group is None:
             named = pairs_of(named)  # here: what makes tensors is the caller's code
-        return self._loop.call(self._run.publish(named, version=version, group=group, compares_on=compares_on))
+        return self._loop.call(
+            self._run.publish(named, version=version, group=group, compares_on=compares_on, keyframe=keyframe)
+        )
 
     def weights(self, version: int | None = None) -> Weights:
         """A published version (None: the head) as {name: array}, bit-exact."""

@@ -8,6 +8,7 @@
 - The snapshot moves only when the head has moved, to the bits that were encoded. A version whose sending failed, or was
   interrupted, is finished by the next `publish`. Where the head is neither of the two, the next version is a keyframe.
 - The tensors must not change until `publish` returns or raises; then they may, for nothing reads them any more.
+- What is published is looked after from then on, in a task of the loop, until `close`: see healing.py.
 - Memory: one copy of the weights where they are compared, the encoded version, and a copy of what changed in it.
   Parameters on a GPU are compared there (device.py; unverified on a GPU), all others on the host.
 """
@@ -37,6 +38,7 @@ from ..fabric.weights.manifest import BROKER, Head, WeightManifest
 from ..fabric.weights.snapshot import Identity, Prepared, Snapshot
 from .borrowing import Check, in_thread
 from .carrying import Carrying
+from .healing import Healing
 from .model_check import check_model
 from .tensors import ComparesOn, Named, collect_bits, devices_of
 from .upkeep import Upkeep
@@ -66,8 +68,16 @@ class PublishReport:
 class AnyPublisher(Protocol):
     """What publishes versions of one run: from one process, or from every rank of a sharded trainer (sharded.py)."""
 
-    async def publish(self, named: Named, version: int) -> PublishReport:
-        """Make `named` the run's version `version`."""
+    async def publish(self, named: Named, version: int, *, keyframe: bool = False) -> PublishReport:
+        """Make `named` the run's version `version`. keyframe: put a keyframe of it beside its delta."""
+        ...
+
+    def start(self) -> None:
+        """Look after what is published, in a task of the running loop, until `close`."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything but what is published."""
         ...
 
 
@@ -82,6 +92,7 @@ def make_publisher(
             config.shard_count,
             carrier=config.weight_carrier,
             compares_on=compares_on,
+            scrub_bytes_per_s=config.scrub_bytes_per_s,
             model=config.model,
         )
     from .sharded import ShardedPublisher  # needs torch
@@ -98,6 +109,7 @@ class Publisher:
         model: the run's; its first weights are checked against it. None: they are not.
         compares_on: "auto": tensors on a GPU are compared there, which takes a copy of the weights there, others on the
             host. "host": all on the host, for a GPU without that room. "device": every torch tensor where it is.
+        scrub_bytes_per_s: of what is held, read again to find damage; 0: none without a report.
     """
 
     def __init__(
@@ -108,6 +120,7 @@ class Publisher:
         *,
         carrier: str = BROKER,
         compares_on: ComparesOn = "auto",
+        scrub_bytes_per_s: int = RunConfig.scrub_bytes_per_s,
         model: str | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -123,18 +136,29 @@ class Publisher:
         self._snapshot: Snapshot | None = None
         self._pending: tuple[Snapshot, Prepared, PublishReport] | None = None
         self._upkeep = Upkeep(store, run_id)
+        self._healing = Healing(
+            store,
+            run_id,
+            self._upkeep,
+            lock=self._lock,
+            charge=lambda: (self._epoch, self._sound_snapshot()),
+            clock=self._clock,
+            bytes_per_s=scrub_bytes_per_s,
+        )
         self._carrying = Carrying(store, run_id, carrier, self._clock)
         self._report: PublishReport | None = None
         self._compares_on = compares_on
         self._model = model
         self._devices: dict[str, Any] = {}  # where the snapshot is kept, by name; the rest on the host
 
-    async def publish(self, named: Named, version: int) -> PublishReport:
+    async def publish(self, named: Named, version: int, *, keyframe: bool = False) -> PublishReport:
         """Make `named` the run's version `version`.
 
         Args:
             named: name → tensor, or pairs: torch tensors or numpy arrays; numpy uint16 is taken as bfloat16 bits.
             version: above the head.
+            keyframe: put a keyframe of it beside its delta. Where that does not succeed the version is out all the
+                same, `keyframe_bytes` is 0, the log says why, and it is tried again.
 
         Raises:
             InputError: no tensors, or something that is not one.
@@ -158,11 +182,14 @@ class Publisher:
             if self._pending is not None:
                 await self._send(*self._pending, is_repeated=True)
             if (repeated := await self._check_version(version, bits)) is not None:
+                if keyframe and self._snapshot is not None:
+                    keyframe_bytes = await self._upkeep.keyframe(self._snapshot, self._epoch)
+                    repeated = replace(repeated, keyframe_bytes=keyframe_bytes)
                 return repeated
             snapshot, prepared, report = await self._prepare(layout, bits, version)
             prepared = await self._carrying.carry(prepared)
             await self._send(snapshot, prepared, report)
-            beside = await self._upkeep.tend(snapshot, prepared, self._epoch)
+            beside = await self._upkeep.tend(snapshot, prepared, self._epoch, wants_keyframe=keyframe)
             return replace(report, keyframe_bytes=beside.keyframe_bytes, jump_bytes=beside.jump_bytes)
 
     async def _in_thread(self, work: Callable[[Check], T]) -> T:
@@ -188,8 +215,17 @@ class Publisher:
 
         return DeviceSnapshot(layout, bits, version, devices=self._devices)
 
+    def start(self) -> None:
+        """Look after what is published, in a task of the running loop, until `close`."""
+        self._healing.start()
+
+    def _sound_snapshot(self) -> Snapshot | None:
+        """Our copy of the head, for keyframes at any time."""
+        return self._snapshot
+
     async def close(self) -> None:
-        """Let go of a collective that was given up; a version that was not sent is lost."""
+        """Look after nothing more, let go of a collective that was given up; a version that was not sent is lost."""
+        await self._healing.close()
         await self._carrying.close()
 
     async def _open(self, layout: Layout) -> None:
@@ -315,7 +351,7 @@ class Publisher:
         self._snapshot = self._pending = None  # where this is interrupted, it is neither the head nor what was before
         snapshot.advance(prepared)
         self._snapshot, self._layout, self._report = snapshot, snapshot.layout, report
-        self._upkeep.take(manifest)
+        self._upkeep.take(manifest, prepared.chunks)
         log.info("weights.published", extra={"run_id": self._run_id, **_fields(report)})
 
 

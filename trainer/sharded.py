@@ -82,8 +82,8 @@ class ShardedPublisher:
         """What this rank has sent to other ranks so far."""
         return self._exchange.sent_bytes
 
-    async def publish(self, named: Named, version: int) -> PublishReport:
-        """Make `named` the run's version `version`, together with all other ranks.
+    async def publish(self, named: Named, version: int, *, keyframe: bool = False) -> PublishReport:
+        """Make `named` the run's version `version`, together with all other ranks. keyframe: as rank 0 says.
 
         Args:
             named: name → tensor, or pairs; the same names on every rank. DTensors by their own shards; other torch
@@ -97,7 +97,7 @@ class ShardedPublisher:
         try:
             hello = await self._member.collect(named, version)
             if self._lead is not None:
-                return await self._lead.publish_all(hello)
+                return await self._lead.publish_all(hello, keyframe=keyframe)
             return await self._member.serve(hello)
         except asyncio.CancelledError:
             # A thread may still wait for a message that belongs to this publish, and would take one of the next.
@@ -105,6 +105,11 @@ class ShardedPublisher:
             raise
         finally:
             await self._member.give_back()
+
+    def start(self) -> None:
+        """As Publisher.start, on rank 0; what takes the other ranks' copies, a keyframe, waits for the next publish."""
+        if self._lead is not None:
+            self._lead.start()
 
     async def close(self) -> None:
         """As Publisher.close."""
@@ -230,14 +235,14 @@ class _Lead(Publisher):
         self._rows: list[bytes] = []
         self._regions: list[Region] = []
 
-    async def publish_all(self, hello: RankMessage) -> PublishReport:
+    async def publish_all(self, hello: RankMessage, *, keyframe: bool = False) -> PublishReport:
         """One publish of all ranks; says to the others how it ended."""
         exchange = self._member.exchange
         ending, is_interrupted = told(WeightError("rank 0 was interrupted")), False
         try:
             hellos = [hello, *await asyncio.to_thread(exchange.gather)]
             await asyncio.to_thread(self._meet, hellos)
-            report = await self.publish({}, _version(hellos))
+            report = await self.publish({}, _version(hellos), keyframe=keyframe)
             ending = {"report": {name: getattr(report, name) for name in PublishReport.__slots__}}
             return report
         except Exception as error:
@@ -290,6 +295,10 @@ class _Lead(Publisher):
         return self._ranks_store.ranks
 
     async def _resumed(self, head: Head) -> Snapshot | None:
+        return None
+
+    def _sound_snapshot(self) -> Snapshot | None:
+        """None: between two publishes the other ranks do not listen."""
         return None
 
 

@@ -58,8 +58,11 @@ class WorkerReport:
         running_count: int,
         trouble: str | None,
         receiver: WeightReceiver | None,
+        behind: str | None = None,
+        is_stale: bool = False,
     ) -> WorkerInfo:
-        """Now. trouble: why no turns are taken. receiver: of the run's weights.
+        """Now. trouble: why it is of no use. behind: why the weights are older than the head; is_stale: too old for
+        turns. receiver: of the run's weights.
 
         Raises:
             EngineError: the engine is gone.
@@ -68,6 +71,7 @@ class WorkerReport:
         view = (self._guard() or GuardView()) if self._guard is not None else None
         commit = receiver.last if receiver is not None else None
         unseen = view.probe_trouble if view else None
+        error = trouble or unseen or (behind if is_stale else None)
         if trouble:
             state = "failed"
         elif unseen:
@@ -89,7 +93,7 @@ class WorkerReport:
             token_count=stats.token_count,
             headroom_fraction=view.headroom_fraction if view else None,
             state=state,
-            error=trouble or unseen,
+            error=error,
             engine=self._engine.name,
             prefix_hit_fraction=self._hits.look(stats),
             wake_ms=readiness.wake_ms,
@@ -99,7 +103,7 @@ class WorkerReport:
             stage_ms=round(1000 * commit.stage_s) if commit is not None else None,
             pause_ms=round(1000 * commit.pause_s, 2) if commit is not None else None,
             payload_bytes=commit.payload_bytes if commit is not None else None,
-            weights_note=receiver.note if receiver is not None else None,
+            weights_note=(behind if error is None else None) or (receiver.note if receiver is not None else None),
             pool=self._config.pool,
             guard_state=_guard_state(view) if view else None,
             guard_reason=view.reason if view else None,

@@ -30,6 +30,7 @@ from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, FabricError
 from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnQueue
 from ..fabric.records import RunConfig, WorkerInfo
+from ..fabric.rules.giving_up import is_stale
 from ..fabric.rules.stall import StallRule
 from .engines.base import Engine
 from .lease import LeaseKeeper, LeaseOptions
@@ -281,14 +282,28 @@ class RolloutWorker:
         return self._receiver.version if self._receiver else -1
 
     def _trouble(self) -> str | None:
-        """Why no turns are taken: the engine does not wake, hangs, or cannot be brought to the head.
+        """Why the worker is of no use now: the engine does not wake, hangs, or its weights are not known to be good.
 
-        A broker that is away is no trouble: the live weights are good, and how old they may be is checked at every
-        claim.
+        One whose weights are only too old keeps its lease, and with it the weights that the next version builds on.
         """
-        error = self._receiver.error if self._receiver else None
-        behind = None if error is None or isinstance(error, BrokerError) else str(error)
-        return self._readiness.error or self._running.watch.trouble or behind
+        receiver = self._receiver
+        is_sound = receiver is None or receiver.is_sound
+        return self._readiness.error or self._running.watch.trouble or (None if is_sound else self._behind())
+
+    def _behind(self) -> str | None:
+        """Why the engine is not at the head. A broker that is away is no reason: nobody knows a newer head then."""
+        receiver = self._receiver
+        if receiver is None or receiver.error is None or isinstance(receiver.error, BrokerError):
+            return None
+        live = f"version {receiver.version} stays live, the head is {receiver.head_version}: "
+        return f"{live if receiver.is_sound else ''}{receiver.error}"
+
+    def _is_stale(self) -> bool:
+        """Whether newer weights do not come, and the live ones are too old for the run: no turns meanwhile."""
+        receiver, run = self._receiver, self._run
+        if receiver is None or run is None or self._behind() is None:
+            return False
+        return is_stale(receiver.version, receiver.head_version, run.staleness)
 
     @asynccontextmanager
     async def _committing(self) -> AsyncIterator[None]:
@@ -333,7 +348,7 @@ class RolloutWorker:
     def _free_count(self, ended_count: int = 0) -> int:
         """Turns that may be asked for, once `ended_count` of those that count as running have been handed in."""
         is_barred = not self._may_begin or self._active_version() < 0 or self._trouble() is not None
-        if is_barred or self._clock.now_s() < self._asks_from_s:
+        if is_barred or self._is_stale() or self._clock.now_s() < self._asks_from_s:
             return 0
         running_count = len(self._running) - ended_count
         bounds = (self._running.watch.may_take(running_count), self._yielding.may_take())
@@ -379,6 +394,8 @@ class RolloutWorker:
             active_version=self._active_version(),
             running_count=len(self._running),
             trouble=self._trouble(),
+            behind=self._behind(),
+            is_stale=self._is_stale(),
             receiver=self._receiver,
         )
 

@@ -2,8 +2,10 @@
 
 - The next version is fetched, decoded and verified beside the live weights while the engine generates; only the commit,
   `engine.apply`, pauses it.
-- What cannot be fetched or verified is not applied: the engine stays at its version, `error` says why, and it is tried
-  again, from a keyframe when the live weights themselves are in doubt.
+- What cannot be fetched or verified is not applied: the engine stays at its version, `error` says why, the publisher is
+  told, and it is tried again, by another way where there is one.
+- That something cannot be had says nothing against the live weights. Only what shows of themselves puts them in doubt:
+  sums that are not theirs, a commit that did not run through, a head that went back. A keyframe heals that.
 - A receiver that lags takes all missing versions in one commit, by whichever way is fewer bytes. Where the way was
   deleted while it was walked, it commits what has come, and goes on from there.
 - The first weights of a run, and those that heal a doubt, are read back from the engine and compared in full before
@@ -23,13 +25,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..fabric.clock import Clock, SystemClock
 from ..fabric.errors import ChainBroken, DigestMismatch, EngineUnsupported, FabricError, WeightError, WireError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.relay.catching_up import CatchUp
-from ..fabric.weights.chain import ChainReader
+from ..fabric.weights.chain import ChainReader, report_damages
+from ..fabric.weights.digest import state_sums
+from ..fabric.weights.held import readable
 from ..fabric.weights.layout import Layout
-from ..fabric.weights.manifest import Head, Holder, Sums, WeightManifest, check_state
+from ..fabric.weights.manifest import Damage, Head, Holder, Sums, WeightManifest, check_state
 from ..fabric.weights.stage import Stage, Staged
 from .engines.base import Bits, Engine, TurnsAtCommit
 from .engines.ranks import HasRanks, Ranks, StagedByRanks
@@ -40,8 +46,6 @@ log = logging.getLogger(__name__)
 
 Gate = Callable[[], AbstractAsyncContextManager[None]]
 
-PATIENCE_COUNT = 2  # failures in a row after which a keyframe is tried instead of a chain of deltas
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverOptions:
@@ -51,7 +55,7 @@ class ReceiverOptions:
     """Longest time without asking for the head; announcements come sooner."""
     retry_s: float = 0.25
     """Wait after a failure; doubles up to retry_s_max."""
-    retry_s_max: float = 10.0
+    retry_s_max: float = 5.0
     audit_every: int = 64
     """Versions divisible by this are checked against their whole-state digest after the commit; 0: never."""
 
@@ -126,6 +130,7 @@ class WeightReceiver:
         self._options = options or ReceiverOptions()
         self._clock = clock or SystemClock()
         self._holding = None if holder is None else Holding(store, run_id, holder)
+        self._reporter = "" if holder is None else holder.holder_id
         self._sources = sources
         self._catch_up = catch_up
         self._attend = attend
@@ -146,6 +151,11 @@ class WeightReceiver:
     def error(self) -> FabricError | None:
         """Why the engine is not at the head; None while all is well."""
         return self._error
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether `version` is live, with nothing against it."""
+        return self.version >= 0 and not self._is_in_doubt
 
     # ---- what others may copy: see relay.live.SnapshotSource
 
@@ -214,12 +224,35 @@ class WeightReceiver:
             await self._bring_to(head)
         except (WeightError, WireError) as error:
             self._failure_count += 1
-            is_of_chunk = "chunk" in error.facts
-            if self._failure_count >= PATIENCE_COUNT or (isinstance(error, DigestMismatch) and not is_of_chunk):
-                self._is_in_doubt = True
+            await self._report(head, is_without_way=isinstance(error, ChainBroken))
+            if isinstance(error, DigestMismatch) and "chunk" not in error.facts:
+                await self._suspect_live()
             raise
         self._failure_count = 0
+        await self._report(head)  # of what we came round, too: others may have no way round it
         return True
+
+    async def _report(self, head: Head, *, is_without_way: bool = False) -> None:
+        """Tell the publisher what could not be read; where nothing leads to the head, that it should look at that."""
+        damages = self._reader.take_damages()
+        if is_without_way and not damages:
+            damages = [Damage(head.version, head.kind, head.moved_by)]
+        await report_damages(self._store, self._run_id, damages, self._reporter)
+
+    async def _suspect_live(self) -> None:
+        """Sums of a version were not met: either what was staged is wrong, or what it was staged on.
+
+        The latter are other weights than we wrote, or a version that the broker lost and that others gave its number.
+        """
+        if self._is_in_doubt or self._sums is None:
+            return
+        sums = await asyncio.to_thread(state_sums, self._engine.layout, await self._engine.read_weights())
+        names = [name for name in await self._store.held(self._run_id) if name[0] == self.version]
+        known = await readable(self._store, self._run_id, names)
+        meant = [self._sums, *(manifest.sums for manifest in known.values())]
+        if not known or not all(np.array_equal(sums, each) for each in meant):
+            log.error("weights.live_are_wrong", extra={"run_id": self._run_id, "policy_version": self.version})
+            self._is_in_doubt = True
 
     async def _bring_to(self, head: Head) -> None:
         started_s = self._clock.now_s()
@@ -274,7 +307,7 @@ class WeightReceiver:
                     return [folded[0]], folded[1], head
             staged = await self._reader.stage(manifests, make_stage(), may_end_early=True)
             return [each for each in manifests if each.version <= staged.version], staged, head
-        except ChainBroken:
+        except (ChainBroken, DigestMismatch, WireError):
             above = -1 if have is None else have
             found = await stage_snapshot(self._sources, self._store, layout, run_id=self._run_id, above=above)
             if found is None:
@@ -291,7 +324,7 @@ class WeightReceiver:
             try:
                 return await ranks.stage(gathering, have)
             except (WeightError, WireError):
-                self._reader = ChainReader(self._store, self._run_id)  # a manifest may have been damaged on the way
+                self._reader.doubt(manifests)  # one may have been damaged on the way
                 raise
 
     async def _apply(self, staged: Staged | StagedByRanks, *, is_known: bool) -> float:

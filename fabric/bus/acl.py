@@ -66,7 +66,9 @@ RQ_WORK = (  # … and to take one, run it and keep its books; measured (MONITOR
     "srem subscribe unsubscribe watch unwatch xadd zadd zcard zrange zrangebyscore zrem zremrangebyscore"
 )
 
-HOLD_KEYS = "{weights}:holders {weights}:holding {weights}:addresses {weights}:clock {weights}:answers:*"
+HOLD_KEYS = (
+    "{weights}:holders {weights}:holding {weights}:addresses {weights}:clock {weights}:answers:* {weights}:damage"
+)
 # Not the addresses: they open the weights themselves.
 HELD_KEYS = "{weights}:head {weights}:manifests {weights}:holders {weights}:holding {weights}:clock"
 
@@ -74,7 +76,7 @@ RIGHTS: dict[str, Rights] = {
     "trainer": Rights(
         purpose="creates runs, pushes groups, takes completed ones, publishes weights",
         scripts="push_group beat_consumer acknowledge cancel_group rerun_stale open_publisher put_manifest "
-        "advance_head set_head drop_version late_groups close_group add_event clock holders offer",
+        "advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
         commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hscan hdel hkeys set persist exists unlink "
         "mget get getrange xrevrange xread wait waitaof",
         reads=f"{STATUS_KEYS} {{weights}}:*",
@@ -128,8 +130,8 @@ RIGHTS: dict[str, Rights] = {
     ),
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs",
-        scripts="push_group clock holders add_event set_lend",
-        commands=f"{STATUS} set hset hkeys hscan hdel xread xrevrange scan unlink mget getrange get",
+        scripts="push_group clock holders add_event set_lend answer put_manifest drop_version mend",
+        commands=f"{STATUS} set hset hkeys hscan hdel xread xrevrange scan unlink mget getrange get persist exists",
         reads="",
         writes="{rf}:* {run}:*",
     ),

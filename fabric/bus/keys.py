@@ -78,6 +78,10 @@ Weights: tag {run.w}
   rf:{run.w}:clock          STRING as rf:{rf}:clock.
   rf:{run.w}:offer          STRING what a publisher offers to carry by another path. TTL given with it.
   rf:{run.w}:answers:<round>  HASH member → its answer, at most ANSWER_COUNT_MAX. TTL given with the last one.
+  rf:{run.w}:damage         HASH   "<version>:<kind>" → "[epoch, chunks, problem, reporter]" (JSON): what could
+                                   not be read, at most DAMAGE_COUNT_MAX. Publisher, once it is healed; TTL given with
+                                   the last one.
+  rf:{run.w}:tending        STRING epoch of a publisher that lives and heals. TTL given with it.
 
 rq keeps its own keys under `rq:` (workers/jobs.py); job results there live for 0 s, failures for an hour.
 """
@@ -182,6 +186,8 @@ class WeightKeys:
         self.addresses = f"{self.base}:addresses"
         self.clock = f"{self.base}:clock"
         self.offer = f"{self.base}:offer"
+        self.damage = f"{self.base}:damage"
+        self.tending = f"{self.base}:tending"
 
     def answers(self, round_id: str) -> str:
         return f"{self.base}:answers:{round_id}"

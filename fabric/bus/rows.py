@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,12 @@ from ..rules.chain import Link
 from ..rules.lease import time_left
 from ..rules.lending import check_setting, setting_of
 from ..sharing import ALL, LendSetting, SharingReport
-from ..weights.manifest import Head, Holder
+from ..weights.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
 from ..wire import MAGIC, load_json
 
 __all__ = [
     "agreement_row",
+    "damage_row",
     "event_row",
     "head_row",
     "holder_row",
@@ -41,6 +43,8 @@ __all__ = [
 UNREADABLE = "unreadable"
 SENDING = re.compile(r"(\d{1,16}):([a-z0-9-]+)\.(\d{1,16})")
 CHUNK_COUNT_MAX = 1 << 22  # of a version: terabytes
+
+log = logging.getLogger(__name__)
 
 
 def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
@@ -138,14 +142,16 @@ def head_row(run_id: str, values: Sequence[bytes | None]) -> Head:
 
 
 def version_rows(run_id: str, fields: list[bytes]) -> list[tuple[int, str]]:
-    """Versions held, as (version, kind), ascending, from "<version>:<kind>".
-
-    Raises:
-        WireError: one is not written so.
-    """
-    with _reading(f"the versions of run {run_id}"):
-        names = (field.decode().split(":", 1) for field in fields)
-        return sorted((int(version), kind) for version, kind in names)
+    """Versions held, as (version, kind), ascending, from "<version>:<kind>"; what is not written so is none."""
+    found = []
+    for field in fields:
+        try:
+            with _reading(f"a version of run {run_id}, {field[:40]!r},"):
+                version, kind = field.decode().split(":", 1)
+                found.append((int(version), kind))
+        except WireError as error:
+            log.warning("weights.version_unreadable", extra={"run_id": run_id, "error": str(error)})
+    return sorted(found)
 
 
 def sending_rows(run_id: str, rows: Mapping[bytes, bytes]) -> list[tuple[Link, str]]:
@@ -182,6 +188,23 @@ def holder_row(holder_id: bytes, raw: bytes | None, address: bytes | None = None
         if type(version) is not int or len(texts) != 2 or not all(isinstance(text, str) for text in texts):
             raise ValueError("it is not a version and two texts")
         return Holder(name, version, (address or b"").decode(), *texts)
+
+
+def damage_row(field: bytes, raw: bytes) -> Damage:
+    """What somebody could not read, from "<version>:<kind>" and "[epoch, chunks, problem, reporter]".
+
+    Raises:
+        WireError: it is not written so.
+    """
+    with _reading(f"the report of damage to {field[:40]!r}"):
+        version, kind = field.decode().split(":", 1)
+        epoch, chunks, problem, reporter = load_json(raw)
+        numbers = [epoch, *chunks[:DAMAGE_CHUNK_COUNT_MAX]]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("it does not name chunks by whole numbers")
+        if not (isinstance(problem, str) and isinstance(reporter, str)):
+            raise ValueError("it does not end with two texts")
+        return Damage(int(version), kind, epoch, tuple(numbers[1:]), problem[:40], reporter[:80])
 
 
 @contextmanager

@@ -4,24 +4,33 @@
   answers are keys with a time to live.
 - A holder's row that cannot be read is left out: whoever may write there may have written anything, and no weights
   depend on it.
+- Reports of damage are answers in a round that has no end: as few, and forgotten as they are (answer.lua).
 - Where a holder serves opens its weights to whoever knows it, so it has a key of its own, which fewer roles may read.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from ..errors import WireError
+from ..errors import BrokerError, WireError
 from ..ids import check_name
-from ..ports_weights import ANSWER_BYTES_MAX, ANSWER_COUNT_MAX, HOLDER_COUNT_MAX, OFFER_BYTES_MAX
+from ..ports_weights import (
+    ANSWER_BYTES_MAX,
+    ANSWER_COUNT_MAX,
+    DAMAGE_COUNT_MAX,
+    DAMAGE_TTL_S,
+    HOLDER_COUNT_MAX,
+    OFFER_BYTES_MAX,
+)
 from ..rules.publish import round_full
-from ..weights.manifest import Holder
+from ..weights.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, Holder
 from ..wire import check_size, dump_json
 from .keys import WeightKeys
-from .rows import holder_row
+from .rows import damage_row, holder_row
 from .scripts import Argument, Scripts
 from .translate import translate
 
@@ -30,6 +39,8 @@ __all__ = ["ANNOUNCEMENT_COUNT_MAX", "RedisWeightBoard"]
 ANNOUNCEMENT_COUNT_MAX = 16
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RedisWeightBoard:
@@ -91,3 +102,57 @@ class RedisWeightBoard:
         with translate(self._client):
             found = await self._client.hgetall(WeightKeys(run_id).answers(check_name("round", round_id)))
         return {member.decode("utf-8", "replace"): data for member, data in found.items()}
+
+    async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
+        row = dump_json([damage.epoch, damage.chunks[:DAMAGE_CHUNK_COUNT_MAX], damage.problem, damage.reporter])
+        with translate(self._client):
+            args: list[Argument] = [_field(damage), row, int(ttl_s * 1000), DAMAGE_COUNT_MAX]
+            await self._scripts.call("answer", [WeightKeys(run_id).damage], args)
+
+    async def damages(self, run_id: str) -> list[Damage]:
+        key = WeightKeys(run_id).damage
+        rows = await self._read(self._client.hgetall(key), None)
+        if rows is None:
+            with translate(self._client):
+                await self._client.unlink(key)
+            return []
+        found, unreadable = [], []
+        for field, raw in rows.items():
+            try:
+                found.append(damage_row(field, raw))
+            except WireError as error:
+                unreadable.append(field)
+                log.warning("weights.report_unreadable", extra={"run_id": run_id, "error": str(error)})
+        if unreadable:  # nobody can clear it by its name
+            await self._forget(run_id, unreadable)
+        return sorted(found, key=lambda damage: damage.name)
+
+    async def clear_damages(self, run_id: str, damages: Sequence[Damage]) -> None:
+        if damages:
+            await self._forget(run_id, [_field(damage) for damage in damages])
+
+    async def _forget(self, run_id: str, fields: Sequence[bytes | str]) -> None:
+        with translate(self._client):
+            await self._client.hdel(WeightKeys(run_id).damage, *fields)
+
+    async def tend(self, run_id: str, epoch: int, ttl_s: float) -> None:
+        with translate(self._client):
+            await self._client.set(WeightKeys(run_id).tending, epoch, px=int(ttl_s * 1000))
+
+    async def tended(self, run_id: str) -> int | None:
+        found: bytes | None = await self._read(self._client.get(WeightKeys(run_id).tending), None)
+        return int(found) if found is not None and found.isdigit() else None
+
+    async def _read(self, reading: Awaitable[T], nothing: T) -> T:
+        """What a key holds; `nothing` where it was replaced by another type of key: it holds nothing of ours."""
+        try:
+            with translate(self._client):
+                return await reading
+        except BrokerError as error:
+            if not str(error.__cause__).startswith("WRONGTYPE"):
+                raise
+            return nothing
+
+
+def _field(damage: Damage) -> str:
+    return f"{damage.version}:{damage.kind}"

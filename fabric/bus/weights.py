@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from ..errors import BrokerError
 from ..ports_weights import Range
@@ -134,16 +135,15 @@ class RedisWeightStore(RedisWeightBoard):
                 await self._scripts.call("set_head", [ShardKeys(manifest.run_id, shard).run], [link.version])
 
     async def held(self, run_id: str) -> list[tuple[int, str]]:
-        with translate(self._client):
-            fields = await self._client.hkeys(WeightKeys(run_id).manifests)
+        fields: list[bytes] = await self._read(self._client.hkeys(WeightKeys(run_id).manifests), [])
         return version_rows(run_id, fields)
 
     async def manifests(self, run_id: str, names: Sequence[tuple[int, str]]) -> list[WeightManifest | None]:
         if not names:
             return []
         fields = [f"{version}:{kind}" for version, kind in names]
-        with translate(self._client):
-            found = await self._client.hmget(WeightKeys(run_id).manifests, fields)
+        reading = self._client.hmget(WeightKeys(run_id).manifests, fields)
+        found: list[bytes | None] = await self._read(reading, [None] * len(fields))
         return [None if raw is None else WeightManifest.unpack(raw) for raw in found]
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
@@ -159,7 +159,8 @@ class RedisWeightStore(RedisWeightBoard):
             for chunk, start, length in part:
                 assert length > 0
                 batch.getrange(keys[chunk], start, start + length - 1)
-            found += await self._execute(batch)
+            with translate(self._client):
+                found += [_text(answer) for answer in await batch.execute(raise_on_error=False)]
         return [data or None for data in found]  # Redis answers nothing for what is not there
 
     async def room_bytes(self) -> int | None:
@@ -173,6 +174,20 @@ class RedisWeightStore(RedisWeightBoard):
                 return None
             raise
         return min((room for room in rooms if room is not None), default=None)
+
+    async def mend(self, manifest: WeightManifest, chunks: Mapping[int, bytes], epoch: int) -> None:
+        link, packed = manifest.link, manifest.pack()
+        keys, chunk_keys = WeightKeys(manifest.run_id), _chunk_keys(manifest.run_id, link)
+        wholes: list[Range] = [(index, 0, len(data)) for index, data in sorted(chunks.items())]
+        for part in list(_batches(wholes)) or [[]]:
+            indices = [index for index, _, _ in part]
+            names = [keys.head, keys.manifests, *(chunk_keys[index] for index in indices)]
+            args: list[Argument] = [epoch, manifest.field, packed, *(chunks[index] for index in indices)]
+            with translate(self._client):
+                code, head_version, head_epoch = map(int, await self._scripts.call("mend", names, args))
+            if code != GRANTED:
+                mine = replace(link, epoch=epoch)
+                raise refusal(code, manifest.run_id, mine, head_version=head_version, epoch=head_epoch)
 
     async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
         for link in links:
@@ -223,6 +238,15 @@ def _chunk_keys(run_id: str, link: Link) -> list[str]:
 def _field(link: Link) -> str:
     """Of the sending hash."""
     return f"{link.version}:{link.kind}.{link.epoch}"
+
+
+def _text(answer: Any) -> bytes:
+    """A key's bytes; none where the key was replaced by another type of key: MGET says the same of it."""
+    if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
+        return b""
+    if isinstance(answer, Exception):
+        raise answer
+    return bytes(answer)
 
 
 def _batches(ranges: Sequence[Range]) -> Iterator[Sequence[Range]]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import BrokerFull
 from ..ids import check_name
-from ..ports_weights import ANSWER_BYTES_MAX, ANSWER_COUNT_MAX, HOLDER_COUNT_MAX, OFFER_BYTES_MAX, Range
+from ..ports_weights import (
+    ANSWER_BYTES_MAX,
+    ANSWER_COUNT_MAX,
+    DAMAGE_COUNT_MAX,
+    DAMAGE_TTL_S,
+    HOLDER_COUNT_MAX,
+    OFFER_BYTES_MAX,
+    Range,
+)
 from ..rules.chain import Link
 from ..rules.publish import (
     ALREADY,
@@ -22,7 +30,7 @@ from ..rules.publish import (
     round_full,
 )
 from ..weights.held import readable
-from ..weights.manifest import BROKER, Head, Holder, WeightManifest
+from ..weights.manifest import BROKER, DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder, WeightManifest
 from ..wire import check_size
 from .state import MemoryBroker
 
@@ -43,6 +51,8 @@ class _RunWeights:
     offer_count: int = 0
     offers_seen: int = 0
     answers: dict[str, tuple[float, dict[str, bytes]]] = field(default_factory=dict)  # by round
+    damages: tuple[float, dict[Name, Damage]] = field(default_factory=lambda: (0.0, {}))
+    tending: tuple[float, int] = (0.0, 0)
 
     def announce(self) -> None:
         """Wake all who wait."""
@@ -151,12 +161,17 @@ class MemoryWeightStore:
             return None
         return max(0, self._bytes_max - sum(len(chunk) for run in self._runs.values() for chunk in run.chunks.values()))
 
+    async def mend(self, manifest: WeightManifest, chunks: Mapping[int, bytes], epoch: int) -> None:
+        run = self._run(manifest.run_id)
+        self._require_charge(run, manifest.link, manifest.run_id, epoch)
+        run.manifests[(manifest.version, manifest.kind)] = manifest.pack()
+        for index, data in chunks.items():
+            run.chunks[_chunk_name(manifest, index)] = bytes(data)
+
     async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
         run = self._run(run_id)
         for link in links:
-            if (code := may_drop(run.head, epoch)) != GRANTED:
-                head = run.head
-                raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head.version, epoch=head.epoch)
+            self._require_charge(run, link, run_id, epoch)
             for index in range(link.chunk_count):
                 run.chunks.pop((link.version, link.kind, link.epoch, index), None)
             run.manifests.pop((link.version, link.kind), None)
@@ -199,6 +214,32 @@ class MemoryWeightStore:
         run, now_ms = self._run(run_id), self._broker.now_ms()
         run.answers = {name: row for name, row in run.answers.items() if row[0] > now_ms}
         return dict(run.answers.get(check_name("round", round_id), (0.0, {}))[1])
+
+    async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
+        rows = {each.name: each for each in await self.damages(run_id)}
+        if damage.name in rows or len(rows) < DAMAGE_COUNT_MAX:
+            rows[damage.name] = replace(damage, chunks=damage.chunks[:DAMAGE_CHUNK_COUNT_MAX])
+            self._run(run_id).damages = (self._broker.now_ms() + ttl_s * 1000, rows)
+
+    async def damages(self, run_id: str) -> list[Damage]:
+        until_ms, rows = self._run(run_id).damages
+        return [rows[name] for name in sorted(rows)] if until_ms > self._broker.now_ms() else []
+
+    async def clear_damages(self, run_id: str, damages: Sequence[Damage]) -> None:
+        for damage in damages:
+            self._run(run_id).damages[1].pop(damage.name, None)
+
+    async def tend(self, run_id: str, epoch: int, ttl_s: float) -> None:
+        self._run(run_id).tending = (self._broker.now_ms() + ttl_s * 1000, epoch)
+
+    async def tended(self, run_id: str) -> int | None:
+        until_ms, epoch = self._run(run_id).tending
+        return epoch if until_ms > self._broker.now_ms() else None
+
+    def _require_charge(self, run: _RunWeights, link: Link, run_id: str, epoch: int) -> None:
+        if (code := may_drop(run.head, epoch)) != GRANTED:
+            head = run.head
+            raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head.version, epoch=head.epoch)
 
     def _run(self, run_id: str) -> _RunWeights:
         return self._runs.setdefault(run_id, _RunWeights())

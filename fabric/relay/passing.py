@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ..ports_weights import Range, WeightStore
+from ..ports_weights import DAMAGE_TTL_S, Range, WeightStore
 from ..rules.chain import Link
-from ..weights.manifest import Head, Holder, WeightManifest
+from ..weights.manifest import Damage, Head, Holder, WeightManifest
 
 
 class PassingStore:
@@ -45,6 +45,9 @@ class PassingStore:
     async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
         return await self.inner.chunk_ranges(manifest, ranges)
 
+    async def mend(self, manifest: WeightManifest, chunks: Mapping[int, bytes], epoch: int) -> None:
+        await self.inner.mend(manifest, chunks, epoch)
+
     async def drop(self, run_id: str, links: Sequence[Link], epoch: int) -> None:
         await self.inner.drop(run_id, links, epoch)
 
@@ -68,6 +71,21 @@ class PassingStore:
 
     async def answers(self, run_id: str, round_id: str) -> dict[str, bytes]:
         return await self.inner.answers(run_id, round_id)
+
+    async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
+        await self.inner.report_damage(run_id, damage, ttl_s)
+
+    async def damages(self, run_id: str) -> list[Damage]:
+        return await self.inner.damages(run_id)
+
+    async def clear_damages(self, run_id: str, damages: Sequence[Damage]) -> None:
+        await self.inner.clear_damages(run_id, damages)
+
+    async def tend(self, run_id: str, epoch: int, ttl_s: float) -> None:
+        await self.inner.tend(run_id, epoch, ttl_s)
+
+    async def tended(self, run_id: str) -> int | None:
+        return await self.inner.tended(run_id)
 
     async def room_bytes(self) -> int | None:
         return await self.inner.room_bytes()

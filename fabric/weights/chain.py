@@ -3,6 +3,7 @@
 - A chunk reaches a stage only with the digest its manifest promises; after FETCH_COUNT_MAX tries the reader gives up.
 - The next chunks are fetched while the last are decoded; of encoded bytes at most 2 * FETCH_BYTES_MAX are in memory.
 - Decoding runs in a thread, so the caller's loop stays free.
+- What could not be read is left out of the next plan, and told to the publisher, who heals it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChainBroken, DigestMismatch, VersionUnknown
+from ..errors import ChainBroken, DigestMismatch, FabricError, VersionUnknown, WireError
 from ..ports_weights import WeightStore
 from ..rules.chain import KEYFRAME, Link, plan, readable_versions
 from .codec import Bits
 from .held import readable
 from .layout import Layout, TensorSpec
-from .manifest import WeightManifest
+from .manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, WeightManifest
 from .stage import Stage, check_chunk
 
 B = TypeVar("B")
@@ -63,7 +65,8 @@ class ChainReader:
         self._store = store
         self.run_id = run_id
         self._known: dict[tuple[int, str], WeightManifest] = {}
-        self._unreadable: set[Link] = set()  # of these a chunk was gone, or stayed corrupt
+        self._unreadable: set[Link] = set()  # of these a chunk was gone, or stayed corrupt, or could not be decoded
+        self._damages: dict[tuple[int, str], Damage] = {}
 
     async def require(self, goal: int, head: int) -> None:
         """Require the head, or another version that a newcomer can read.
@@ -113,15 +116,30 @@ class ChainReader:
         Raises:
             LayoutMismatch, ChainBroken, DigestMismatch, WireError: as Stage; nothing was written.
         """
+        at: list[WeightManifest] = []
         try:
             for index, manifest in enumerate(manifests):
+                at = [manifest]
                 if not await self._staged(manifest, stage, may_be_gone=may_end_early and index > 0):
                     break
                 await asyncio.to_thread(stage.end)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (DigestMismatch, WireError)) and "chunk" not in error.facts:
+                self.doubt(at)
             self._known.clear()  # one of them may have been damaged on the way, or be of a head that was lost
             raise
         return await asyncio.to_thread(stage.finish)
+
+    def doubt(self, manifests: Sequence[WeightManifest]) -> None:
+        """What these say could not be used, though their chunks are what they name: go round them where one can."""
+        self._known.clear()
+        for manifest in manifests:
+            self._note(manifest, "undecodable")
+
+    def take_damages(self) -> list[Damage]:
+        """What could not be read since the last call."""
+        found, self._damages = [*self._damages.values()], {}
+        return found
 
     async def _staged(self, manifest: WeightManifest, stage: ChunkSink[Any], *, may_be_gone: bool) -> bool:
         """All chunks of a version, in order; the next are on their way while the last are decoded.
@@ -161,20 +179,38 @@ class ChainReader:
             found = await self._store.chunks(manifest, wanted)
             failure = await asyncio.to_thread(_sort_out, manifest, dict(zip(wanted, found, strict=True)), good)
         if failure is not None:
-            self._unreadable.add(manifest.link)
+            bad = [index for index in indices if index not in good]
+            self._note(manifest, "missing" if isinstance(failure, ChainBroken) else "corrupt", bad)
             raise failure
         return [good[index] for index in indices]
+
+    def _note(self, manifest: WeightManifest, problem: str, chunks: Sequence[int] = ()) -> None:
+        link = manifest.link
+        self._unreadable.add(link)
+        damage = Damage(link.version, link.kind, link.epoch, tuple(chunks[:DAMAGE_CHUNK_COUNT_MAX]), problem)
+        self._damages[damage.name] = damage
 
     async def _learn(self, names: Sequence[tuple[int, str]]) -> None:
         unknown = [name for name in names if name not in self._known]
         if unknown:
-            self._known |= await readable(self._store, self.run_id, unknown)
+            found = await readable(self._store, self.run_id, unknown)
+            self._known |= found
+            for name in unknown:
+                if name not in found:
+                    self._damages[name] = Damage(*name, problem="undecodable")
 
     def _links(self) -> list[Link]:
         return [item.link for item in self._known.values() if item.link not in self._unreadable]
 
     def _manifests(self, links: Sequence[Link]) -> list[WeightManifest]:
         return [self._known[(link.version, link.kind)] for link in links]
+
+
+async def report_damages(store: WeightStore, run_id: str, damages: Sequence[Damage], reporter: str = "") -> None:
+    """Tell the publisher what could not be read; where it cannot be told now, who reads again tells it again."""
+    with contextlib.suppress(FabricError):
+        for damage in damages:
+            await store.report_damage(run_id, replace(damage, reporter=reporter))
 
 
 async def fetch_ahead(
@@ -208,12 +244,14 @@ async def fetch_bits(
     for _ in range(READ_COUNT_MAX):
         try:
             return await _read(reader, store, version)
-        except (ChainBroken, DigestMismatch) as error:
+        except (ChainBroken, DigestMismatch, WireError) as error:
             # What is deleted while it is read is no fault: there is a newer head, or another way, to plan for.
             failure, before, held = error, held, await store.held(run_id)
             still_count = still_count + 1 if held == before else 0
             if still_count == STILL_COUNT_MAX:
                 break
+        finally:
+            await report_damages(store, run_id, reader.take_damages())
     raise failure
 
 
@@ -222,8 +260,8 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
     goal = head.version if version is None else version
     await reader.require(goal, head.version)
     manifests = await reader.plan(None, goal)
+    staged = await reader.stage(manifests, Stage(manifests[-1].tensors, None))
     layout = manifests[-1].tensors
-    staged = await reader.stage(manifests, Stage(layout, None))
     return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes().items()})
 
 

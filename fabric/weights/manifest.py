@@ -30,6 +30,7 @@ from .regions import Region
 CODEC = "step-zstd-2"
 BROKER, COLLECTIVE = "broker", "collective"  # what carried a version's chunks
 NAMES_SHOWN_MAX = 3
+DAMAGE_CHUNK_COUNT_MAX = 64  # the publisher looks at the others of that version itself
 
 Sums = NDArray[np.uint64]
 
@@ -76,6 +77,27 @@ class Holder:
     address: str = field(default="", repr=False)  # it holds the secret that opens it
     node: str = ""
     region: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What somebody could not read of a version: a hint, which the publisher proves by reading it itself.
+
+    epoch: of its publisher, 0 where the manifest itself could not be read. chunks: the first DAMAGE_CHUNK_COUNT_MAX
+    indices; none: its manifest, or what the chunks say. problem: "missing", "corrupt" or "undecodable".
+    """
+
+    version: int
+    kind: str
+    epoch: int = 0
+    chunks: tuple[int, ...] = ()
+    problem: str = "missing"
+    reporter: str = ""
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """By which its manifest is held."""
+        return self.version, self.kind
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,6 +4,7 @@
   ways to a version are one state. States are compared by their sums, 64 bits for each tensor.
 - Where a keyframe is reached by deltas too, and at the end, the sums are made again from the whole state.
 - Nothing is written, and what is wrong does not end it: all faults are named. What is deleted meanwhile is no fault.
+- A version that is held must be readable by somebody who has nothing: one that is not is a fault, whatever the cause.
 - A manifest to whose base nothing leads any more serves receivers that hold it; its bytes are checked, its state not.
 - Memory: two states of the model, and FETCH_BYTES_MAX of encoded bytes. Every checked manifest is fetched once, or
   twice where the next one does not begin where it ends.
@@ -23,7 +24,7 @@ from ..ports_weights import WeightStore
 from ..rules.chain import KEYFRAME, plan
 from .checked import ABSENT, Chunk, checked_chunks
 from .codec import Bits
-from .manifest import BROKER, Sums, WeightManifest, check_state
+from .manifest import BROKER, Head, Sums, WeightManifest, check_state
 from .stage import Stage, Staged, commit
 
 NAMES_SHOWN_MAX = 3
@@ -50,11 +51,13 @@ class Verified:
     Attributes:
         checked: manifests whose state was reached and compared. unreached: nothing held leads to their base, or their
             bytes were never on the broker.
+        unreadable: versions that nobody who has nothing can read.
         byte_count, chunk_count, block_count: found right.
     """
 
     checked: list[Name] = field(default_factory=list)
     unreached: list[Name] = field(default_factory=list)
+    unreadable: list[int] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     byte_count: int = 0
     chunk_count: int = 0
@@ -83,6 +86,8 @@ async def verify(
     walk = _Walk(store, run_id, progress)
     await walk.learn(names)
     await walk.go([name for name in walk.manifests if version is None or name[0] == version])
+    wanted = {head.version, *(name[0] for name in names)} if version is None else {version}
+    await walk.judge(sorted(wanted), head)
     return walk.found
 
 
@@ -120,6 +125,10 @@ class _Walk:
             except (WireError, LayoutMismatch) as error:
                 self._fault(name, f"its manifest cannot be used: {error}")
                 continue
+            if (manifest.run_id, manifest.version, manifest.kind) != (self._run_id, *name):
+                other = f"version {manifest.version} ({manifest.kind}) of run {manifest.run_id!r}"
+                self._fault(name, f"its manifest cannot be used: it is that of {other}")
+                continue
             self.manifests[name] = manifest
         ordered = sorted(self.manifests)
         for left, right in pairwise(ordered):
@@ -140,6 +149,22 @@ class _Walk:
             if starting:
                 await self._depart(place, starting, following)
         await self._check_whole()
+
+    async def judge(self, versions: Sequence[int], head: Head) -> None:
+        """Name the versions that nobody who has nothing can read; those that a collective carried are not meant to."""
+        held = {name[0] for name in await self._store.held(self._run_id)} | {head.version}
+        for version in versions:
+            is_elsewhere = any(
+                item.version == version and item.carrier != BROKER and name in self.found.unreached
+                for name, item in self.manifests.items()
+            )
+            if version not in held or is_elsewhere or version in {name[0] for name in self.found.checked}:
+                continue
+            self.found.unreadable.append(version)
+            if version not in {fault.version for fault in self.found.faults}:
+                kinds = [name[1] for name in self.manifests if name[0] == version]
+                text = "nothing right that is held leads to its base" if kinds else "its manifest is not there"
+                self._fault((version, kinds[0] if kinds else head.kind), text)
 
     async def _arrive(self, keyframe: WeightManifest) -> None:
         """Stage a keyframe and go on from it; if another way led here, it led to the same."""

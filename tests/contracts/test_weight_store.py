@@ -24,12 +24,12 @@ from rollfab.fabric.errors import (
 )
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
-from rollfab.fabric.ports_weights import ANSWER_BYTES_MAX, OFFER_BYTES_MAX, WeightStore
+from rollfab.fabric.ports_weights import ANSWER_BYTES_MAX, DAMAGE_COUNT_MAX, OFFER_BYTES_MAX, WeightStore
 from rollfab.fabric.rules.chain import DELTA, JUMPS, KEYFRAME
 from rollfab.fabric.weights.chain import fetch_weights
 from rollfab.fabric.weights.held import readable
 from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import COLLECTIVE, Head, Holder
+from rollfab.fabric.weights.manifest import COLLECTIVE, DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
 from rollfab.fabric.weights.snapshot import Identity, Prepared, Snapshot
 from rollfab.trainer.publish import Publisher
 
@@ -836,3 +836,82 @@ async def test_a_holder_that_cannot_be_read_hides_no_other(stored: Stored) -> No
             holder_row(b"bad%d" % index, row)
 
     assert await stored.store.holders(RUN) == [Holder("good", 1)]
+
+
+# ---- damage, said and mended
+
+
+async def test_what_is_damaged_is_said_once_for_each_version_and_kind_until_it_is_cleared(store: WeightStore) -> None:
+    first = Damage(3, DELTA, 1, (0, 2), "corrupt", "one")
+    await store.report_damage(RUN, first)
+    await store.report_damage(RUN, Damage(3, KEYFRAME, 1, (), "undecodable", "two"))
+    await store.report_damage(RUN, replace(first, chunks=tuple(range(200)), reporter="two"))
+
+    delta, keyframe = await store.damages(RUN)
+    assert (delta.reporter, delta.chunks) == ("two", tuple(range(DAMAGE_CHUNK_COUNT_MAX)))
+    assert (keyframe.kind, keyframe.problem) == (KEYFRAME, "undecodable")
+    assert await store.damages("another") == []
+
+    await store.clear_damages(RUN, [delta])
+    assert await store.damages(RUN) == [keyframe]
+
+
+async def test_reports_of_damage_are_few_and_forgotten(store: WeightStore) -> None:
+    for version in range(DAMAGE_COUNT_MAX + 3):
+        await store.report_damage(RUN, Damage(version, DELTA), 60.0)
+    assert len(await store.damages(RUN)) == DAMAGE_COUNT_MAX
+    await store.report_damage(RUN, Damage(0, DELTA), 0.05)
+    await asyncio.sleep(0.1)
+    assert await store.damages(RUN) == []
+
+
+@only_redis
+async def test_a_report_that_cannot_be_read_hides_no_other_and_is_forgotten(stored: Stored) -> None:
+    key = WeightKeys(RUN).damage
+    await stored.store.report_damage(RUN, Damage(1, DELTA))
+    for field, row in (("x", b"[]"), ("2:delta", b"{}"), ("3:delta", b'[1,["a"],"x","y"]'), ("4:delta", b"\xff")):
+        await stored.client.hset(key, field, row)
+    assert [each.version for each in await stored.store.damages(RUN)] == [1]
+    assert await stored.client.hlen(key) == 1
+
+
+async def test_a_publisher_says_that_it_lives(store: WeightStore) -> None:
+    assert await store.tended(RUN) is None
+    await store.tend(RUN, 3, 60.0)
+    assert await store.tended(RUN) == 3
+    await store.tend(RUN, 3, 0.05)
+    await asyncio.sleep(0.1)
+    assert await store.tended(RUN) is None
+
+
+async def test_a_version_is_mended_by_who_is_in_charge_alone(stored: Stored) -> None:
+    # Given a version below the head that has lost its manifest and a chunk
+    store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
+    await publish(store, trainer, 0)
+    delta = await publish(store, trainer, 1)
+    await publish(store, trainer, 2)
+    if stored.client is None:
+        run = store._run(RUN)  # type: ignore[attr-defined]
+        run.chunks.pop((1, DELTA, 1, 0))
+        run.manifests.pop((1, DELTA))
+    else:
+        names = WeightKeys(RUN)
+        await stored.client.delete(names.chunk(1, "delta.1", 0))
+        await stored.client.rpush(names.chunk(1, "delta.1", 0), "another type")
+        await stored.client.hdel(names.manifests, "1:delta")
+    assert await store.chunks(delta.manifest, [0]) == [None]
+    assert await store.chunk_ranges(delta.manifest, [(0, 0, 4)]) == [None]
+
+    # When another publisher is in charge, the first one mends nothing
+    epoch = await store.open_publisher(RUN)
+    with pytest.raises(VersionConflict, match="another publisher took over"):
+        await store.mend(delta.manifest, {0: delta.chunks[0]}, 1)
+    assert (1, DELTA) not in await store.held(RUN)
+
+    # Then the other one does, for good
+    await store.mend(delta.manifest, {0: delta.chunks[0]}, epoch)
+    assert await store.chunks(delta.manifest, [0]) == [delta.chunks[0]]
+    assert (1, DELTA) in await store.held(RUN)
+    if stored.client is not None:
+        assert await stored.client.pttl(WeightKeys(RUN).chunk(1, "delta.1", 0)) == -1
+    np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], trainer.bits["w"].reshape(3, 1000))

@@ -36,7 +36,7 @@ from rollfab.fabric.records import (
 )
 from rollfab.fabric.sharing import SharingReport
 from rollfab.fabric.weights.chain import fetch_weights
-from rollfab.fabric.weights.manifest import Holder
+from rollfab.fabric.weights.manifest import Damage, Holder
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish import Publisher
 from tests.fuzz.targets import RECORDS
@@ -188,6 +188,7 @@ async def lend(who: dict[str, Part]) -> None:
     assert (await fetch_weights(worker.weights, "r1"))["w"].tolist() == [1.0] * 9
     assert (await worker.weights.wait_head("r1", 0, 1.0)).version == 1
     await carry_otherwise(who["trainer"], worker)
+    await heal(who)
 
 
 async def carry_otherwise(trainer: Part, worker: Part) -> None:
@@ -203,6 +204,30 @@ async def carry_otherwise(trainer: Part, worker: Part) -> None:
         assert manifest is not None
         assert await part.weights.chunk_ranges(manifest, [(0, 0, 4)]) != [None]
         assert await part.weights.room_bytes() is None
+
+
+async def heal(who: dict[str, Part]) -> None:
+    """Who reads says what is damaged, who publishes or repairs sees to it."""
+    trainer, operator = who["trainer"].weights, who["operator"].weights
+    for part in (who["worker"], who["trainer"], who["operator"]):
+        await part.weights.report_damage("r1", Damage(0, "keyframe", 1, (0,), "corrupt", part.name))
+    head = await trainer.head("r1")
+    name = next(name for name in await trainer.held("r1") if name[0] == head.version)
+    (manifest,) = await trainer.manifests("r1", [name])
+    assert manifest is not None
+    (chunk,) = await trainer.chunks(manifest, [0])
+    assert chunk is not None
+    for store in (trainer, operator):
+        (report,) = await store.damages("r1")
+        await store.mend(manifest, {0: chunk}, head.epoch)
+        await store.put_chunks(manifest, 0, [chunk])
+        await store.put_manifest(manifest)
+        await store.drop("r1", [], head.epoch)
+        await store.clear_damages("r1", [report])
+        await store.report_damage("r1", report)
+    await operator.drop("r1", [replace(manifest.link, version=99, kind="delta")], head.epoch)
+    await trainer.tend("r1", head.epoch, 5.0)
+    assert await operator.tended("r1") == head.epoch
 
 
 async def exchange(worker: Part, **options: Any) -> Exchange:

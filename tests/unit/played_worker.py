@@ -179,6 +179,7 @@ class LiveWeights:
         self.version, self.head_version, self.error = 0, 0, None
         self.last, self.note, self.at_commit = None, None, AtCommit()
         self.gate: Callable[[], Any] = nullcontext
+        self.is_sound = True
 
     def start(self) -> None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,45 @@ async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_
     after = await engine.read_weights()
     assert all(np.array_equal(after[name], bits) for name, bits in before.items())
 
+    assert await receiver.update()
+    assert_holds(engine, trainer.bits)
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped", "sums"])
+async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(how: str) -> None:
+    # Given ranks at version 0, and a delta that is damaged in the store
+    trainer, engine = Trainer(2), PartsEngine(2)
+    await engine.ranks.survey()
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish()
+    assert await receiver.update()
+    before = dict(trainer.bits)
+    await trainer.publish(0.1)
+    run = trainer.store._run(RUN)
+    (manifest,) = await trainer.store.manifests(RUN, [(1, "delta")])
+    assert manifest is not None
+    right = (run.manifests[(1, "delta")], run.chunks[(1, "delta", 1, 0)])
+    if how == "missing":
+        run.chunks.pop((1, "delta", 1, 0))
+    elif how == "flipped":
+        run.chunks[(1, "delta", 1, 0)] = right[1][:-1] + bytes([right[1][-1] ^ 1])
+    else:
+        run.manifests[(1, "delta")] = replace(manifest, sums=manifest.sums + 1).pack()
+
+    # When
+    for _ in range(3):
+        with pytest.raises(WeightError):
+            await receiver.update()
+
+    # Then they hold version 0, nothing is in doubt, and the publisher is told
+    assert (receiver.version, receiver.is_sound) == (0, True)
+    assert_holds(engine, before)
+    (report,) = await trainer.store.damages(RUN)
+    assert (report.version, report.kind) == (1, "delta")
+    assert report.problem == {"missing": "missing", "flipped": "corrupt", "sums": "undecodable"}[how]
+
+    # And once it is healed, they follow
+    run.manifests[(1, "delta")], run.chunks[(1, "delta", 1, 0)] = right
     assert await receiver.update()
     assert_holds(engine, trainer.bits)
 

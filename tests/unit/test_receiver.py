@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -583,3 +584,78 @@ async def test_a_newcomer_copies_the_live_weights_of_a_receiver_that_serves_them
         assert_holds(engine, model)
     finally:
         await server.close()
+
+
+# ---- damage in the store says nothing against what is live
+
+
+@pytest.mark.parametrize("fault", ["spoil", "lose", "sums", "manifest"])
+async def test_what_cannot_be_read_puts_nothing_live_in_doubt_and_is_told(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, fault: str
+) -> None:
+    # Given a receiver at version 0
+    engine = BitsEngine(small_model(1))
+    receiver = receiver_of(store, engine)
+    await publisher.publish(model.named_parameters(), 0)
+    await receiver.update()
+    before = bits_of(model)
+    train(model)
+    await publisher.publish(model.named_parameters(), 1)
+    run = store._run(RUN)
+    right = run.manifests[(1, DELTA)]
+    (manifest,) = await store.manifests(RUN, [(1, DELTA)])
+    assert manifest is not None
+
+    # When the delta to the next one stays unreadable
+    if fault == "sums":
+        run.manifests[(1, DELTA)] = dataclasses.replace(manifest, sums=manifest.sums + 1).pack()
+    elif fault == "manifest":
+        run.manifests[(1, DELTA)] = b"garbage"
+    else:
+        getattr(store, fault)[(1, DELTA)] = 1000
+    for _ in range(4):
+        with pytest.raises(FabricError):
+            await receiver.update()
+
+    # Then version 0 stays live and sound, and the publisher is told what it is
+    assert receiver.is_sound and receiver.stamp() == (0, 1)
+    assert all((engine.bits[name] == bits).all() for name, bits in before.items())
+    (report,) = await store.damages(RUN)
+    problem = {"spoil": "corrupt", "lose": "missing"}.get(fault, "undecodable")
+    assert (report.name, report.problem, report.chunks) == (
+        (1, DELTA),
+        problem,
+        (0,) if fault in ("spoil", "lose") else (),
+    )
+
+    # And it follows when it is healed
+    store.spoil.clear()
+    store.lose.clear()
+    run.manifests[(1, DELTA)] = right
+    assert await receiver.update()
+    assert_holds(engine, model)
+
+
+@pytest.mark.parametrize("way", ["keyframe", "deltas"])
+async def test_what_cannot_be_read_is_gone_round(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, way: str
+) -> None:
+    # Given a newcomer, and two ways to the head, of which the cheaper one is damaged
+    for version in range(9):
+        train(model, 1e-5)
+        await publisher.publish(model.named_parameters(), version, keyframe=version == 4)
+    damaged = (8, DELTA) if way == "deltas" else (4, KEYFRAME)
+    if way == "deltas":
+        await publisher.publish(model.named_parameters(), 8, keyframe=True)
+    store.spoil[damaged] = 1000
+    engine = BitsEngine(small_model(1))
+    receiver = receiver_of(store, engine)
+
+    # When
+    for _ in range(4):
+        with contextlib.suppress(FabricError):
+            await receiver.update()
+
+    # Then
+    assert receiver.version == 8
+    assert_holds(engine, model)

@@ -9,7 +9,7 @@ import logging
 import numpy as np
 import pytest
 
-from rollfab.fabric.errors import DigestMismatch, InputError
+from rollfab.fabric.errors import ChainBroken, DigestMismatch, InputError
 from rollfab.fabric.ports import TurnProgress
 from rollfab.fabric.records import Lease, RunConfig, Span, TokenLog
 from rollfab.trainer.checks import check_run
@@ -203,7 +203,8 @@ def test_a_run_that_recomputes_and_yet_reuses_is_refused() -> None:
         check_run(dataclasses.replace(RUN, turns_at_commit="recompute", may_reuse_prefix=True))
 
 
-async def test_a_worker_that_cannot_apply_a_version_says_why_and_takes_no_turns_until_it_can() -> None:
+@pytest.mark.parametrize("is_sound", [True, False])
+async def test_a_worker_that_cannot_apply_a_version_says_why_and_takes_no_turns_until_it_can(is_sound: bool) -> None:
     # Given a worker with a turn of its own, and others that wait
     stage = Stage(RUN)
     await stage.ask(3)
@@ -214,8 +215,10 @@ async def test_a_worker_that_cannot_apply_a_version_says_why_and_takes_no_turns_
 
         # When the next version cannot be applied
         receiver.head_version, receiver.error = 4, DigestMismatch("these are not the weights of version 4")
-        receiver.note = "it computes KV caches again"
-        await until(lambda: stage.info.state == "failed")
+        receiver.note, receiver.is_sound = "it computes KV caches again", is_sound
+        await until(lambda: stage.info.error is not None)
+        # It is lost to others only if what it holds may be wrong, too
+        assert stage.info.state == ("ready" if is_sound else "failed")
         stage.engine.end()
         await asyncio.sleep(0.2)
 
@@ -226,12 +229,12 @@ async def test_a_worker_that_cannot_apply_a_version_says_why_and_takes_no_turns_
         assert stage.info.weights_note == "it computes KV caches again"
 
         # And when it can, it goes on, and says what that took
-        receiver.version, receiver.error = 4, None
+        receiver.version, receiver.error, receiver.is_sound = 4, None, True
         receiver.last = ApplyReport(
             version=4, kinds=("delta",), payload_bytes=900, changed_count=9, stage_s=0.5, pause_s=0.01234
         )
         await until(lambda: len(stage.engine.turns) == 1)
-        await until(lambda: stage.info.state == "ready")
+        await until(lambda: stage.info.state == "ready" and stage.info.stage_ms is not None)
         assert (stage.info.stage_ms, stage.info.pause_ms, stage.info.payload_bytes) == (500, 12.34, 900)
         stage.engine.end()
 
@@ -241,3 +244,24 @@ async def _results(stage: Stage, count: int) -> list[object]:
     while len(found) < count:
         found += await stage.turns.results("a", 1.0)
     return found
+
+
+async def test_a_worker_that_may_lag_takes_turns_while_a_version_does_not_come_and_says_why() -> None:
+    # Given a worker at version 0, as old as the run allows
+    stage = Stage(RUN)
+    await stage.ask(3)
+    await stage.lease(1, 2)
+    async with stage.worker():
+        await until(lambda: len(stage.engine.turns) == 2)
+        (receiver,) = stage.receivers
+
+        # When the next version cannot be had
+        receiver.head_version = RUN.staleness
+        receiver.error = ChainBroken("chunk 0 of version 1 (delta) is not held any more")
+        await until(lambda: stage.info.weights_note is not None)
+
+        # Then it goes on with what it has
+        stage.engine.end()
+        await until(lambda: len(stage.engine.turns) == 1 and not stage.ready)
+        assert (stage.info.state, stage.info.error) == ("ready", None)
+        assert "version 0 stays live, the head is 1: chunk 0 of version 1" in str(stage.info.weights_note)

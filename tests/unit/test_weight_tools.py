@@ -94,9 +94,11 @@ async def test_one_version_is_checked_by_all_that_leads_into_it(store: LyingStor
 async def test_a_corrupt_chunk_is_named_with_its_tensors(store: LyingStore) -> None:
     store.spoil[(12, "delta")] = 99
     found = await verify(store, RUN)
-    (fault,) = found.faults
+    fault, *behind = found.faults
     assert (fault.version, fault.kind, fault.chunk, fault.tensors) == (12, "delta", 0, ("a", "b"))
     assert "chunk 0 is corrupt" in fault.text
+    # And so is every version that nobody who has nothing can read for it
+    assert [each.version for each in behind] == [13, 14, 15] and found.unreadable == [12, 13, 14, 15]
     # And what lies behind it is reached by another way where there is one
     assert (16, "jump-8") in found.checked and (17, "delta") in found.checked
     assert (13, "delta") in found.unreached
@@ -110,7 +112,7 @@ async def test_what_was_damaged_on_the_way_once_is_no_fault(store: LyingStore) -
 async def test_a_missing_chunk_is_a_fault_and_a_deleted_version_is_none(store: LyingStore) -> None:
     store.lose[(12, "delta")] = 99
     found = await verify(store, RUN)
-    assert [(fault.version, fault.text) for fault in found.faults] == [(12, "chunk 0 is not there; it holds a, b")]
+    assert (found.faults[0].version, found.faults[0].text) == (12, "chunk 0 is not there; it holds a, b")
 
     class Deleting(LyingStore):
         """Deletes a version in the moment in which it is read."""
@@ -122,7 +124,7 @@ async def test_a_missing_chunk_is_a_fault_and_a_deleted_version_is_none(store: L
 
     deleting = Deleting()
     deleting._runs = store._runs
-    assert (await verify(deleting, RUN)).faults == []
+    assert (await verify(deleting, RUN)).unreadable == [13, 14, 15]  # which it leads to, and which are still there
 
 
 @pytest.mark.parametrize("kind", ["delta", "jump-8"])

@@ -18,7 +18,7 @@ from tests.unit.weight_truth import Broken, Seen
 
 PART = 5  # seeds per test
 COUNT = 30  # times VERSION_COUNT versions
-FAULTS = "kill_worker stop_worker kill_trainer stop_trainer second_trainer fall_back fill_up"
+FAULTS = "kill_worker stop_worker kill_trainer stop_trainer second_trainer fall_back fill_up spoil"
 PLANTED_COUNT = 30  # seeds in which a planted bug must show
 
 

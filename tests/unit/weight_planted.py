@@ -115,3 +115,25 @@ def torn_commits_forgotten() -> list[Patch]:
         return await original(self, staged, is_known=is_known)
 
     return [(receiving.WeightReceiver, "_apply", apply)]
+
+
+@plant
+def damage_not_healed() -> list[Patch]:
+    """What the publisher finds damaged is left as it is."""
+
+    async def heal(self: Any, wounds: Any, snapshot: Any, epoch: int) -> None:
+        self.is_whole = True
+
+    return [(upkeep.Upkeep, "heal", heal)]
+
+
+@plant
+def wrong_bytes_mended() -> list[Patch]:
+    """Chunks are written again from whatever there is, unchecked."""
+
+    async def mend(store: Any, wound: Any, chunks: Any, epoch: int) -> bool:
+        data = dict.fromkeys(wound.chunks, b"anything")
+        await store.mend(wound.manifest, data, epoch)
+        return True
+
+    return [(upkeep, "mend", mend)]

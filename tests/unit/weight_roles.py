@@ -57,6 +57,7 @@ class Trainer:
                 storm.truth.is_tried(self.process.name, self.version, self.model)
                 async with asyncio.timeout(self._patience_s()):
                     await publisher.publish(self.model.tensors(), self.version)
+                publisher.start()
                 goal -= self.is_last
                 self._conflict_count = 0
             except VersionConflict:

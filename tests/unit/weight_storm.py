@@ -27,6 +27,8 @@ import numpy as np
 
 from rollfab.fabric.weights import chain, fold, regions, snapshot
 from rollfab.fabric.weights.chain import fetch_bits
+from rollfab.fabric.weights.healing import examine
+from rollfab.fabric.weights.held import readable
 from tests.sim.virtual_loop import Process, VirtualClock
 from tests.unit.weight_models import Model, draw_layout
 from tests.unit.weight_roles import CALM_S, Trainer, Worker
@@ -34,6 +36,7 @@ from tests.unit.weight_truth import Broken, Seen, Truth
 from tests.unit.weight_weather import RUN, CalmNetwork, StormLink, StormStore, ThreadedLoop
 
 VERSION_COUNT = 40  # per seed, while the storm lasts
+HEAL_S = 60.0  # of virtual time, for a publisher that may be at anything just then
 STORM_S_MAX = 400  # times the pace: where faults leave hardly a version, the storm ends all the same
 
 
@@ -98,6 +101,7 @@ class Storm:
             self._second_trainer,
             self._fall_back,
             self._fill_up,
+            self._spoil,
         ]
         chosen = self.random.sample(kinds, self.random.randrange(1, len(kinds) + 1))
         while True:
@@ -141,8 +145,15 @@ class Storm:
         await asyncio.sleep(self.random.uniform(0.0, 5.0) * self.pace_s)
         self.store.room = None
 
+    async def _spoil(self) -> None:
+        """Something that the broker holds is damaged, and stays so until it is healed."""
+        self.store.spoil()
+
     async def _calm_down(self) -> None:
-        """No faults any more: one trainer publishes twice, and everyone comes to hold what it published."""
+        """No faults any more: one trainer publishes twice, and everyone comes to hold what it published.
+
+        What was damaged, also after its last word, is whole again by itself.
+        """
         self.is_calm, self.network.is_rough, self.store.room = True, False, None
         for trainer in self.trainers:
             trainer.process.kill()
@@ -156,8 +167,22 @@ class Storm:
         for worker in self.workers:
             await worker.arrive(head.version)
         self._raise()
+        self.store.spoil()
+        await asyncio.sleep(HEAL_S)
+        await self._look_at_held()
         _, bits = await fetch_bits(self.store, RUN)
         self.truth.check("the store", head.version, bits)
+        self._raise()
+
+    async def _look_at_held(self) -> None:
+        """Nothing that is held is damaged."""
+        names = await self.store.held(RUN)
+        found = await readable(self.store, RUN, names)
+        if strange := [name for name in names if name not in found]:
+            raise Broken(f"nobody has healed or dropped what cannot be read: {strange}")
+        for manifest in found.values():
+            if (wound := await examine(self.store, manifest)) is not None:
+                raise Broken(f"nobody has healed it: {wound}")
 
 
 @contextlib.contextmanager

@@ -98,6 +98,30 @@ class StormStore(MemoryWeightStore):
             await super().drop(run_id, [link], epoch)
             await self._pause()
 
+    def spoil(self) -> bool:
+        """Damage something that the broker holds, for good; False: it holds nothing yet.
+
+        Chunks vanish, are cut off, flipped, or become another's; manifests vanish or are cut off.
+        """
+        run, random = self._run(RUN), self._random
+        names = sorted(name for name in run.manifests if name[0] <= run.head.version)
+        if not names:
+            return False
+        name = random.choice(names)
+        chunks = sorted(key for key in run.chunks if key[:2] == name)
+        how = random.randrange(6)
+        if how == 0 or not chunks:
+            run.manifests.pop(name)
+        elif how == 1:
+            run.manifests[name] = run.manifests[name][: random.randrange(len(run.manifests[name]))]
+        elif how == 2:
+            run.chunks.pop(random.choice(chunks))
+        else:
+            key = random.choice(chunks)
+            spoilt = spoilt_chunks([run.chunks[key], run.chunks[random.choice(sorted(run.chunks))]], random)
+            run.chunks[key] = spoilt[0] or b""
+        return True
+
     def remember(self) -> tuple[Any, ...]:
         """What a replica holds now."""
         run = self._run(RUN)

@@ -11,6 +11,8 @@ local head_version, head_epoch = tonumber(head[1] or -1), tonumber(head[2] or 0)
 local function answer(code) return {code, head_version, head_epoch} end
 if head_epoch ~= epoch then return answer(-1) end
 local name = ARGV[2] .. ':' .. kind
+local is_ours = {hash = true, none = true}
+if not is_ours[redis.call('TYPE', KEYS[2]).ok] then redis.call('UNLINK', KEYS[2]) end
 local known = redis.call('HGET', KEYS[2], name)
 local sending = name .. '.' .. ARGV[1]
 if known == manifest then
