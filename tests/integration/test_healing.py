@@ -358,7 +358,7 @@ def test_nothing_is_said_when_a_program_ends_with_or_without_closing(url: str) -
         program = (
             "import numpy as np, rollfab, time\n"
             f"fabric = rollfab.connect({url!r})\n"
-            f"run = fabric.run({RUN!r}, model='tiny', environment='frozenlake')\n"
+            f"run = fabric.run({RUN!r}, model='no-preset', environment='frozenlake')\n"
             "run.publish({'w': np.arange(1000, dtype=np.float32)}, version=run.head_version() + 1)\n"
             f"time.sleep(0.3)\n{ending}\n"
         )
