@@ -33,6 +33,7 @@ from rollfab.fabric.weights.held import readable
 from rollfab.fabric.weights.stage import Stage, commit
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
+from rollfab.trainer.healing import Healing
 from rollfab.trainer.sharded import ShardedPublisher
 
 RUN = "interrupted"
@@ -100,6 +101,7 @@ def points() -> Iterator[Points]:
         return pointed
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Healing, "start", return_value=None))  # its calls are no points
         for name in ("delta", "sparse", "dense"):
             stack.enter_context(mock.patch.object(Encoder, name, pointed(getattr(Encoder, name))))
         yield points
