@@ -204,6 +204,9 @@ def reward(
     url: Url = None,
     name: Name = None,
     timeout: Annotated[float, typer.Option(help="Seconds one reward may take.")] = 20.0,
+    memory_mib: Annotated[
+        int, typer.Option("--memory", min=64, help="MiB that each process of a reward function may use.")
+    ] = 1024,
     environment: Allowed = None,
     reward: Rewards = None,
 ) -> None:
@@ -213,7 +216,7 @@ def reward(
     options = RoleOptions(
         url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
     )
-    run_reward(options, reward_timeout_s=need_seconds("--timeout", timeout))
+    run_reward(options, reward_timeout_s=need_seconds("--timeout", timeout), memory_bytes_max=memory_mib << 20)
 
 
 def _register() -> None:

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run that there is, and in each of its shards
 LEFTOVERS_S = 1.0
+STOP_S = 1.5  # to give back what is held, once asked to stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def run_controller(options: RoleOptions) -> None:
 def run_agent(options: RoleOptions, *, environment_count: int, environment_timeout_s: float) -> None:
     """Drive environments."""
     from ..workers.agent import AgentConfig, AgentWorker
-    from ..workers.jobs import RewardAsker, open_queue
+    from ..workers.jobs import RewardAsker, open_queue, queue_of
     from ..workers.watchdog import watching
 
     async def serve(stop: asyncio.Event) -> None:
@@ -124,7 +125,7 @@ def run_agent(options: RoleOptions, *, environment_count: int, environment_timeo
                 options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
             ) as ports,
         ):
-            asker = RewardAsker(open_queue(options.url), clock)
+            asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
             with watching():
                 await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)
 
@@ -285,25 +286,44 @@ def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def run_reward(options: RoleOptions, *, reward_timeout_s: float) -> None:
-    """Run rq jobs: rewards and housekeeping. rq owns the main thread and its signals; our loop has one of its own."""
-    import threading
+def run_reward(options: RoleOptions, *, reward_timeout_s: float, memory_bytes_max: int) -> None:
+    """Compute rewards, and do housekeeping: jobs of rq."""
+    from ..workers.jobs import RewardWorker, check_queue, open_queue
+    from ..workers.scoring import RewardFunctions, Scoring, ScoringConfig
 
-    from ..workers.jobs import RewardWorker, open_queue
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id, clock, registry = options.worker_id("reward"), SystemClock(), _registry(options)
+        config = ScoringConfig(worker_id=worker_id, timeout_s=reward_timeout_s, memory_bytes_max=memory_bytes_max)
+        queue = open_queue(options.url)
+        async with contextlib.AsyncExitStack() as stack:
+            ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
+            await asyncio.to_thread(check_queue, queue)
+            functions = RewardFunctions(registry, config)
+            stack.push_async_callback(functions.close)
+            scoring = Scoring(ports, functions, config, clock)
+            scoring.offered = await functions.offered()
+            await RewardWorker(ports, scoring, queue, _info(worker_id, "reward"), clock).run(stop)
 
-    worker_id, registry = options.worker_id("reward"), _registry(options)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="fabric", daemon=True)
-    thread.start()
-    opened = asyncio.run_coroutine_threadsafe(RedisFabric.open(options.url, client_name=worker_id), loop)
-    ports = opened.result()
-    worker = RewardWorker(ports, registry, worker_id, loop, reward_timeout_s=reward_timeout_s)
-    try:
-        worker.work(open_queue(options.url), _info(worker_id, "reward"))
-    finally:
-        asyncio.run_coroutine_threadsafe(ports.close(), loop).result(5)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
+    run_until_stopped(_unless_stopped(serve))
+
+
+def _unless_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> Callable[[asyncio.Event], Awaitable[None]]:
+    """The same role, ended by force if it does not end itself: it may wait for a broker that is away."""
+
+    async def serve_until_stopped(stop: asyncio.Event) -> None:
+        serving, stopped = asyncio.ensure_future(serve(stop)), asyncio.ensure_future(stop.wait())
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not serving.done():
+            await asyncio.wait((serving,), timeout=STOP_S)
+        if not serving.done():
+            serving.cancel()
+            await asyncio.wait((serving,), timeout=STOP_S)
+            _say("stopped; the broker did not answer meanwhile")
+            return
+        serving.result()
+
+    return serve_until_stopped
 
 
 def run_api(options: RoleOptions, config: ApiConfig) -> None:

@@ -3,6 +3,7 @@
 FabricError
 ├─ ConfigError(ValueError)          a setting is missing or impossible
 │   ├─ EnvironmentUnknown           no agent worker offers this environment
+│   ├─ RewardUnknown                no reward worker offers this reward function
 │   ├─ RunUnknown                   the run was never created
 │   └─ RunMismatch                  the run exists with other settings
 ├─ InputError(ValueError)           a task, tensor or reward that cannot be accepted; nothing was written
@@ -23,7 +24,8 @@ FabricError
 │   ├─ LayoutMismatch               tensor names, shapes or dtypes differ
 │   ├─ DigestMismatch               refetch; never apply
 │   └─ PeerLost                     a relay or peer is gone, silent, moved on or wrong; ask another
-├─ EnvironmentFailed                user code raised, hung or gave an impossible answer
+├─ EnvironmentFailed                an environment raised, hung or gave an impossible answer
+├─ RewardFailed                     a reward function did
 └─ EngineError
     ├─ EngineTimeout
     └─ EngineUnsupported            this engine, on this device or server, has no such ability
@@ -93,6 +95,10 @@ class ConfigError(FabricError, ValueError):
 
 class EnvironmentUnknown(ConfigError):
     """No agent worker offers this environment, and none is installed here."""
+
+
+class RewardUnknown(ConfigError):
+    """No reward worker offers this reward function, and none is installed here."""
 
 
 class RunUnknown(ConfigError):
@@ -179,7 +185,11 @@ class PeerLost(WeightError):
 
 
 class EnvironmentFailed(FabricError):
-    """An environment or reward function raised, hung or gave an impossible answer. Facts: reason, traceback."""
+    """An environment raised, hung or gave an impossible answer. Facts: reason, traceback."""
+
+
+class RewardFailed(FabricError):
+    """A reward function raised, hung, ended its process or gave no finite number. Facts: reason, traceback."""
 
 
 class EngineError(FabricError):

@@ -47,7 +47,7 @@ RECORD_ADVICE = {
     "RunConfig": "put large environment options into a file that agents can read, and its path into the options",
     "TurnJob": "end the episode earlier, or let its observations be shorter",
     "Rollout": "lower turn_count_max or max_tokens, or say less in the environment's info",
-    "WorkerInfo": "offer fewer environments on one worker",
+    "WorkerInfo": "offer fewer environments or reward functions on one worker",
 }
 
 

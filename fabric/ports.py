@@ -45,6 +45,15 @@ class TrajectoryClaim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreClaim:
+    """A reward worker's hold on one reward. `loss`: what it has cost before; above the bound given there is no more."""
+
+    loss: int
+    rollout: Rollout | None = None
+    task: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClaim:
     """A rollout worker's hold on one turn. `log`: tokens that earlier claims made."""
 
@@ -198,14 +207,26 @@ class TrajectoryQueue(Protocol):
         """Complete a trajectory that waits for its reward; False when it no longer does, or is too stale by now."""
         ...
 
-    async def keep_scoring(self, rows: Sequence[tuple[str, int]], duration_s: float) -> list[str]:
-        """Trajectories (id, fence) are not asked for their reward again for `duration_s`; returns those that no
-        longer wait for one.
+    async def begin_score(
+        self, trajectory_id: str, fence: int, worker_id: str, duration_s: float, *, loss_max: int = 0
+    ) -> ScoreClaim | None:
+        """Begin to compute a reward; a worker that then keeps it no longer than `duration_s` has cost a loss of 1.
+
+        None: the trajectory does not wait for its reward any more, or another worker computes it. A claim without a
+        rollout: it has cost more than `loss_max`, and was not begun.
         """
         ...
 
-    async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
-        """Task and rollout of a trajectory that waits for its reward."""
+    async def lose_score(self, trajectory_id: str, fence: int, letter: DeadLetter) -> str:
+        """The letter's worker lost the process that computed a reward; "retry" (asked for again), "dead" or "lost"."""
+        ...
+
+    async def keep_scoring(
+        self, rows: Sequence[tuple[str, int]], duration_s: float, *, worker_id: str = "-"
+    ) -> list[str]:
+        """Trajectories (id, fence) are not asked for their reward again for `duration_s`; returns those that no
+        longer wait for one. With a duration of 0 that worker lets go of what it had begun, at no cost.
+        """
         ...
 
     async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:

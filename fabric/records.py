@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import EnvironmentFailed, InputError
+from .errors import EnvironmentFailed, FabricError, InputError
 from .wire import Record
 
 Int32 = NDArray[np.int32]
@@ -255,6 +255,7 @@ class WorkerInfo(Record):
     active_version: int = -1
     token_count: int = 0  # generated since it started
     environments: list[str] = field(default_factory=list)
+    rewards: list[str] = field(default_factory=list)  # reward functions that a reward worker offers
     headroom_fraction: float | None = None  # serving workers: distance to the SLO, None where nothing is measured
     # ready, loading, waiting (serving workers: for their serving engine), asleep (without a lease, until it gets one),
     # draining, failed
@@ -295,18 +296,18 @@ class Lease:
     reason: str = ""
 
 
-def check_reward(reward: Any, where: str) -> float:
+def check_reward(reward: Any, where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:
     """A reward as a float.
 
     Raises:
-        EnvironmentFailed: not a finite number; the trajectory is retried, never scored as 0.
+        EnvironmentFailed, or the error type given: not a finite number; the trajectory is retried, never scored as 0.
     """
     try:
         value = float(reward)
     except (TypeError, ValueError) as error:
-        raise EnvironmentFailed(f"{where} gave reward {reward!r}: not a number", reason="reward") from error
+        raise error_type(f"{where} gave reward {reward!r:.200}: not a number", reason="reward") from error
     if not math.isfinite(value):
-        raise EnvironmentFailed(f"{where} gave reward {value}: rewards must be finite", reason="reward")
+        raise error_type(f"{where} gave reward {value}: rewards must be finite", reason="reward")
     return value
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError, EnvironmentUnknown, FabricError, QueueFull, RunUnknown
+from ..fabric.errors import ConfigError, EnvironmentUnknown, FabricError, QueueFull, RewardUnknown, RunUnknown
 from ..fabric.home import Home
 from ..fabric.ids import check_name
 from ..fabric.offers import installed
@@ -70,13 +70,14 @@ class AsyncFabric:
         Raises:
             RunUnknown: neither model nor environment given, and the run does not exist.
             EnvironmentUnknown: nobody offers that environment.
+            RewardUnknown: the same of its reward function.
             RunMismatch: the run exists with other settings.
         """
         self._home.check()
         check_name("run", run_id)
         check_settings(run_id, settings)
+        existing = (await self._ports.board.runs()).get(run_id)
         if model is None or environment is None:
-            existing = (await self._ports.board.runs()).get(run_id)
             if existing is None:
                 raise RunUnknown(
                     f"run {run_id!r} does not exist on this broker: give model=… and environment=… to create it"
@@ -90,6 +91,8 @@ class AsyncFabric:
             await self._check_environment(environment)
             config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
         check_run(config)
+        if config.reward is not None and (existing is None or existing.reward != config.reward):
+            await self._check_reward(config.reward)
         return self._open(await self._ports.board.create_run(config))
 
     def _open(self, config: RunConfig) -> AsyncRun:
@@ -106,6 +109,18 @@ class AsyncFabric:
                 f"environment {name!r} is offered by no agent worker and not installed here; known: "
                 f"{', '.join(sorted(offered)) or 'none'}. Start an agent with --environment {name}=module:attr",
                 environment=name,
+            )
+
+    async def _check_reward(self, name: str) -> None:
+        offered = set(installed("rollfab.rewards"))
+        for info, _ in (await self._ports.board.workers()).values():
+            offered.update(info.rewards)
+        if name not in offered:
+            raise RewardUnknown(
+                f"reward function {name!r} is offered by no reward worker and not installed here; known: "
+                f"{', '.join(sorted(offered)) or 'none'}. Start a reward worker with "
+                f"`rollfab reward --reward {name}=module:attr` (`rollfab up` takes the same option)",
+                reward=name,
             )
 
     async def runs(self) -> dict[str, RunConfig]:

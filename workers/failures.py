@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 
-from ..fabric.errors import EnvironmentFailed
+from ..fabric.errors import FabricError
 from ..fabric.records import DeadLetter, TrajectoryJob
 from ..fabric.text import printable
 
@@ -18,7 +18,7 @@ TRACEBACK_LENGTH_MAX = 20_000
 
 def dead_letter(error: Exception, job: TrajectoryJob, *, run_id: str, worker_id: str, attempt: int) -> DeadLetter:
     """The letter for one failed attempt; whether it is the last one is the broker's to decide."""
-    told = str(error.facts.get("traceback", "")) if isinstance(error, EnvironmentFailed) else ""
+    told = str(error.facts.get("traceback", "")) if isinstance(error, FabricError) else ""
     return DeadLetter(
         trajectory_id=job.trajectory_id,
         run_id=run_id,

@@ -1,46 +1,57 @@
 """rq: stateless CPU jobs, that is rewards and housekeeping.
 
 - The queue carries names and JSON, nothing else: no pickle, and no import path from the queue is ever imported.
-  A job whose name is not in the worker's own table is refused.
-- A reward job scores a batch (one rq job costs milliseconds, one reward microseconds), and is safe to repeat.
-- A worker that computes a reward says so to the broker (`keep_scoring`) again and again. What nobody sees to is asked
-  for again within KEEP_S, but not put on the queue twice while it may still wait there.
-- A reward function that raises, hangs or gives NaN fails its trajectory's attempt; it never becomes a reward of 0.
+  A job whose name is not in the worker's own table is refused, and of what its row says nothing else is read.
+- Each run has a queue of its own: a worker takes from those of runs whose reward it offers and that it has room for.
+  So what one run leaves lying is in nobody's way, and several workers share a run's rewards.
+- A job hands in a batch of rewards (one rq job costs milliseconds, one reward microseconds) and is over; who computes
+  them, and how they are kept and tried again, is scoring.py's. Nothing on a queue has to be kept: a reward that was
+  lost on its way is asked for again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
+import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 from rq import Queue, SimpleWorker
+from rq.exceptions import DequeueTimeout
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from rq.timeouts import TimerDeathPenalty
 
 from ..fabric.bus.url import read_url
 from ..fabric.clock import Clock
-from ..fabric.errors import ConfigError, EnvironmentFailed, FabricError
-from ..fabric.ports import Fabric, TrajectoryQueue
-from ..fabric.records import DeadLetter, Rollout, RunConfig, TrajectoryJob, WorkerInfo, check_reward
-from .environments.base import in_thread
-from .environments.registry import Registry
-from .failures import dead_letter
+from ..fabric.errors import ConfigError, FabricError
+from ..fabric.limits import MIB
+from ..fabric.ports import Fabric
+from ..fabric.records import WorkerInfo
+from .scoring import Scoring
 
 log = logging.getLogger(__name__)
 
 QUEUE_NAME = "rollfab"
-JOB_TIMEOUT_S = 60  # for a whole batch; what is not scored by then is asked for again
+JOB_TIMEOUT_S = 60  # to hand a batch in, or to delete a run
+JOB_BYTES_MAX = MIB  # of a job's name and arguments
 RESULT_TTL_S = 0  # results go to the fabric's own streams
 FAILURE_TTL_S = 3600
 QUEUED_S = 30.0  # with others on the queue a reward is left alone for this long: workers may be few and busy
-KEEP_S = 2.0  # one that is being computed for this long: its worker may be killed
-KEEP_EVERY_S = 0.5
 GATHER_S = 0.02  # rewards asked for within this time travel in one job
-REWARD_COUNT_MAX = 16  # rewards of one job computed at once: one that hangs holds up none beside it
+BATCH_COUNT_MAX = 64  # rewards of one job: workers share a run's rewards by jobs
+PULL_S = 0.5  # a wait for jobs: after it the queues are looked up anew
+FULL_PULL_S = 0.05  # the same, while a run has no room: it may have soon
+TIDY_S = 10.0
+TIDY_COUNT = 1000  # jobs of a deleted run that are forgotten at once
+AWAY_S = 1.0  # between two tries to reach a broker that is away
 
 JobFunction = Callable[..., object]
 
@@ -82,20 +93,24 @@ def check_queue(queue: Queue) -> None:
         )
 
 
-async def trajectories_of(fabric: Fabric, run_id: str) -> tuple[RunConfig, TrajectoryQueue] | None:
-    """A run's settings and trajectories as they are now; None when it was deleted."""
-    config = (await fabric.board.runs()).get(run_id)
-    return None if config is None else (config, fabric.trajectories(config))
+def queue_of(queue: Queue, run_id: str) -> Queue:
+    """The queue of one run's rewards, beside the one for housekeeping."""
+    return Queue(f"{QUEUE_NAME}.{run_id}", connection=queue.connection, serializer=JSONSerializer)
 
 
 Row = tuple[str, int]  # a trajectory and its fence
 
 
 class RewardAsker:
-    """Puts reward jobs on the rq queue, gathered into batches."""
+    """Puts reward jobs on the queues of their runs, gathered into batches.
 
-    def __init__(self, queue: Queue, clock: Clock) -> None:
-        self._queue = queue
+    Args:
+        open_run: the rq queue of a run.
+        clock: for waiting and for how long ago a reward was asked for.
+    """
+
+    def __init__(self, open_run: Callable[[str], Queue], clock: Clock) -> None:
+        self._open_run = open_run
         self._clock = clock
         self._asked: dict[str, dict[Row, bool]] = {}  # run → rows, and whether they were asked for before
         self._asked_at_s: dict[Row, float] = {}
@@ -122,10 +137,11 @@ class RewardAsker:
 
     def _enqueue(self, run_id: str, asked: Mapping[Row, bool]) -> None:
         now_s = self._clock.now_s()
-        is_empty = all(asked.values()) and self._queue.count == 0
+        queue = self._open_run(run_id)
+        is_empty = all(asked.values()) and queue.count == 0
         rows = [row for row, is_again in asked.items() if not is_again or is_empty or self._is_overdue(row, now_s)]
-        if rows:
-            enqueue(self._queue, "score", run_id, rows)
+        for first in range(0, len(rows), BATCH_COUNT_MAX):
+            enqueue(queue, "score", run_id, rows[first : first + BATCH_COUNT_MAX])
         self._asked_at_s.update(dict.fromkeys(rows, now_s))
         self._asked_at_s = {row: at_s for row, at_s in self._asked_at_s.items() if at_s > now_s - 2 * QUEUED_S}
 
@@ -144,6 +160,13 @@ def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
     """An rq job that runs functions of this table and nothing else."""
 
     class RegisteredJob(Job):
+        def restore(self, raw_data: Any) -> Any:
+            # Agents write these rows: what rq would do on their word (requests to anywhere, other time limits, retries,
+            # other jobs) is not read.
+            data = zlib.decompressobj().decompress(raw_data.get(b"data", b""), JOB_BYTES_MAX)
+            super().restore({b"data": data, b"origin": raw_data.get(b"origin", b"")})
+            self.timeout, self.result_ttl, self.failure_ttl = JOB_TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S
+
         @property
         def func(self) -> JobFunction:
             function = functions.get(self.func_name or "")
@@ -161,124 +184,140 @@ def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
     return RegisteredJob
 
 
-class RewardWorker:
-    """Runs reward and housekeeping jobs in one process."""
+class _Puller(SimpleWorker):
+    """An rq worker on a thread of its own. It hears no signals, and no commands by pub/sub."""
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        registry: Registry,
-        worker_id: str,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        reward_timeout_s: float = 20.0,
-    ) -> None:
+    death_penalty_class = TimerDeathPenalty
+    queues_now: Callable[[], tuple[list[Queue], float]]  # and how long to wait at them
+
+    def _install_signal_handlers(self) -> None:
+        return
+
+    def subscribe(self) -> None:
+        return
+
+    def unsubscribe(self) -> None:
+        return
+
+    def dequeue_job_and_maintain_ttl(self, timeout: int | None, max_idle_time: int | None = None) -> Any:
+        """The next job of any queue that is open now, the one served last coming last."""
+        last = ""
+        while not self._stop_requested:
+            queues, wait_s = self.queues_now()
+            self.queues = self._ordered_queues = sorted(queues, key=lambda queue: (queue.name == last, queue.name))
+            with contextlib.suppress(DequeueTimeout):
+                self.heartbeat()
+                found = Queue.dequeue_any(
+                    self._ordered_queues,
+                    wait_s,  # type: ignore[arg-type]  # seconds need not be whole
+                    connection=self.connection,
+                    job_class=self.job_class,
+                    serializer=self.serializer,
+                    death_penalty_class=self.death_penalty_class,
+                )
+                if found is not None:
+                    last = found[1].name
+                    return found
+        return None
+
+
+class RewardWorker:
+    """Takes jobs off the queues on a thread; what they ask for is done on the loop."""
+
+    def __init__(self, fabric: Fabric, scoring: Scoring, queue: Queue, info: WorkerInfo, clock: Clock) -> None:
         self._fabric = fabric
-        self._registry = registry
-        self._worker_id = worker_id
-        self._loop = loop
-        self._reward_timeout_s = reward_timeout_s
+        self._scoring = scoring
+        self._queue = queue
+        self._info = info
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._is_stopping = threading.Event()
+        self._tidied_at_s = 0.0
 
     @property
     def functions(self) -> dict[str, JobFunction]:
         """The jobs this worker runs, by name."""
         return {"score": self.score, "delete_run": self.delete_run}
 
-    def work(self, queue: Queue, info: WorkerInfo, *, burst: bool = False) -> None:
-        """Serve the queue until stopped by a signal; `burst`: until it is empty."""
-        check_queue(queue)
-        beating = asyncio.run_coroutine_threadsafe(self._beat(info), self._loop)
-        worker = SimpleWorker(
-            [queue], connection=queue.connection, serializer=JSONSerializer, job_class=job_class(self.functions)
-        )
-        worker.log_result_lifespan = False
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`; what is not scored by then is asked for again."""
+        thread = threading.Thread(target=self._pull, name="rq", daemon=True)  # it may wait for a broker that is away
+        work = [asyncio.create_task(each) for each in (self._scoring.run(), self._beat(), stop.wait())]
+        thread.start()
         try:
-            worker.work(burst=burst, logging_level="WARNING")
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in work:
+                if task.done():
+                    task.result()
         finally:
-            beating.cancel()
+            self._is_stopping.set()
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            with contextlib.suppress(FabricError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._fabric.board.forget_worker(self._info.worker_id)
 
-    async def _beat(self, info: WorkerInfo) -> None:
+    async def _beat(self) -> None:
         while True:
+            scoring = self._scoring
+            facts = {"rewards": scoring.offered, "running_count": scoring.running_count, "error": scoring.error}
             try:
-                await self._fabric.board.heartbeat(info)
+                await self._fabric.board.heartbeat(dataclasses.replace(self._info, **facts))  # type: ignore[arg-type]
             except FabricError as error:
                 log.warning("rewards.heartbeat_failed", extra={"error": str(error)})
-            await asyncio.sleep(1.0)
+            await self._clock.sleep(1.0)
+
+    # ---- on the thread
+
+    def _pull(self) -> None:
+        while not self._is_stopping.is_set():
+            try:
+                check_queue(self._queue)
+                self._serve()
+            except RedisError as error:
+                log.warning("rewards.queue_lost", extra={"error": str(error)})
+                self._is_stopping.wait(AWAY_S)
+
+    def _serve(self) -> None:
+        worker = _Puller(
+            [self._queue],
+            connection=self._queue.connection,
+            serializer=JSONSerializer,
+            job_class=job_class(self.functions),
+        )
+        worker.log_result_lifespan = False
+        worker.queues_now = self._queues
+        worker.work(logging_level="WARNING")
+
+    def _queues(self) -> tuple[list[Queue], float]:
+        if self._is_stopping.is_set():
+            raise SystemExit  # what rq takes for the end of its work
+        if self._clock.now_s() > self._tidied_at_s + TIDY_S:
+            self._tidied_at_s = self._clock.now_s()
+            self._tidy()
+        wait_s = PULL_S if self._scoring.are_all_open else FULL_PULL_S
+        return [self._queue, *(queue_of(self._queue, run_id) for run_id in self._scoring.open_runs)], wait_s
+
+    def _tidy(self) -> None:
+        """Forget the queues of runs that are gone, with the jobs on them."""
+        runs = self._call(self._fabric.board.runs())
+        for queue in Queue.all(connection=self._queue.connection, serializer=JSONSerializer):
+            prefix, _, run_id = queue.name.partition(".")
+            if prefix == QUEUE_NAME and run_id and run_id not in runs:
+                for job_id in queue.get_job_ids(0, TIDY_COUNT):
+                    queue.connection.delete(Job.key_for(job_id))
+                    queue.connection.lrem(queue.key, 1, job_id)
+                if queue.count == 0:
+                    queue.connection.srem(Queue.redis_queues_keys, queue.key)
 
     def score(self, run_id: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Reward and complete trajectories, given as (trajectory_id, fence)."""
-        self._call(self._score(run_id, rows))
+        """See to rewards, given as (trajectory_id, fence)."""
+        self._call(self._scoring.take(str(run_id), [(str(name), int(fence)) for name, fence in rows]))
 
     def delete_run(self, run_id: str) -> None:
         """Remove a run and every key of it."""
         self._call(self._fabric.board.delete_run(run_id))
 
-    def _call(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(JOB_TIMEOUT_S)
-
-    async def _score(self, run_id: str, rows: Sequence[Sequence[Any]]) -> None:
-        found = await trajectories_of(self._fabric, run_id)
-        if found is None:
-            return
-        config, queue = found
-        open_rows = {str(name): int(fence) for name, fence in rows}
-        await queue.keep_scoring(list(open_rows.items()), KEEP_S)
-        places = asyncio.Semaphore(REWARD_COUNT_MAX)
-
-        async def score(trajectory_id: str, fence: int) -> None:
-            async with places:
-                await self._score_one(config, queue, trajectory_id, fence)
-            del open_rows[trajectory_id]
-
-        keeping = asyncio.create_task(self._keep(queue, open_rows))
-        try:
-            await asyncio.gather(*(score(name, fence) for name, fence in list(open_rows.items())))
-        finally:
-            keeping.cancel()
-
-    async def _keep(self, queue: TrajectoryQueue, open_rows: Mapping[str, int]) -> None:
-        """Say again and again that these rewards are being seen to."""
-        while True:
-            await asyncio.sleep(KEEP_EVERY_S)
-            try:
-                await queue.keep_scoring(list(open_rows.items()), KEEP_S)
-            except FabricError as error:
-                log.warning("rewards.not_kept", extra={"count": len(open_rows), "error": str(error)})
-
-    async def _score_one(self, config: RunConfig, queue: TrajectoryQueue, trajectory_id: str, fence: int) -> None:
-        waiting = await queue.scoring(trajectory_id)
-        if waiting is None:
-            return
-        task, rollout = waiting
-        try:
-            reward = await self._reward(config, task, rollout)
-        except Exception as error:  # noqa: BLE001 - around a user's reward function: its attempt fails
-            log.warning("rewards.attempt_failed", extra={"job_id": trajectory_id, "reason": str(error)})
-            await queue.fail(trajectory_id, fence, self._letter(config.run_id, task, rollout, error))
-            return
-        await queue.score(trajectory_id, fence, reward)
-
-    async def _reward(self, config: RunConfig, task: dict[str, Any], rollout: Rollout) -> float:
-        where = f"reward function {config.reward!r}"
-        function = self._registry.reward(config.reward or "")
-        try:
-            async with asyncio.timeout(self._reward_timeout_s) as limit:
-                reward = await in_thread(lambda: function(task, rollout))
-        except Exception as error:  # around a user's reward function
-            if limit.expired():
-                text = f"{where} took longer than {self._reward_timeout_s:g} s"
-            else:
-                text = f"{where} raised {type(error).__name__}: {error}"
-            raise EnvironmentFailed(text, reason="reward") from error
-        return check_reward(reward, where)
-
-    def _letter(self, run_id: str, task: dict[str, Any], rollout: Rollout, error: Exception) -> DeadLetter:
-        job = TrajectoryJob(
-            trajectory_id=rollout.trajectory_id,
-            group_id=rollout.group_id,
-            task_id=rollout.task_id,
-            index=int(rollout.trajectory_id.rsplit(".", 1)[1]),
-            task=task,
-            seed=rollout.seed,
-        )
-        return dead_letter(error, job, run_id=run_id, worker_id=self._worker_id, attempt=rollout.attempt)
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(JOB_TIMEOUT_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..fabric.errors import EnvironmentFailed
+from ..fabric.errors import RewardFailed
 from ..fabric.records import Rollout
 
 
@@ -16,11 +16,11 @@ def environment_sum(task: dict[str, Any], rollout: Rollout) -> float:
     """The sum of the environment's own rewards, turn by turn.
 
     Raises:
-        EnvironmentFailed: the rollout carries no rewards by turn.
+        RewardFailed: the rollout carries no rewards by turn.
     """
     rewards = rollout.info.get("rewards")
     if rewards is None:
-        raise EnvironmentFailed(
+        raise RewardFailed(
             f"rollout {rollout.trajectory_id} carries no rewards by turn, so they cannot be summed", reason="reward"
         )
     return float(sum(rewards))
@@ -30,11 +30,11 @@ def success(task: dict[str, Any], rollout: Rollout) -> float:
     """1 where the environment said last that its task was solved, else 0.
 
     Raises:
-        EnvironmentFailed: it ended by itself without saying which.
+        RewardFailed: it ended by itself without saying which.
     """
     said = rollout.info.get("success")
     if said is None and rollout.finish_reason == "terminated":
-        raise EnvironmentFailed(
+        raise RewardFailed(
             f"the environment of rollout {rollout.trajectory_id} ended without info['success']: use another reward",
             reason="reward",
         )

@@ -101,7 +101,7 @@ RIGHTS: dict[str, Rights] = {
     ),
     "reward": Rights(
         purpose="takes reward jobs from rq, scores trajectories",
-        scripts=f"{BEAT} settle_trajectory fail_trajectory keep_scoring",
+        scripts=f"{BEAT} settle_trajectory fail_trajectory begin_score lose_score keep_scoring",
         commands=f"{LEAVE} {RQ_WORK}",
         reads="{rf}:runs {run}:leases",
         writes=f"{BEAT_KEYS} {ENDING_KEYS} rq:*",

@@ -53,7 +53,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:K:job          HASH   id → TrajectoryJob | TurnJob. Turns: deleted when they end. Trajectories: deleted
                                    with the group, for a rollout too stale to be delivered is run again.
   rf:{run.s}:K:record       HASH   id → "state fence attempt loss rerun worker"; loss counts workers that it cost, in
-                                   state scoring looks after its reward. Trajectories: deleted with the group.
+                                   state scoring what its reward has cost (rules/giving_up.py); worker is then who
+                                   computes it, or "-". Trajectories: deleted with the group.
                                    Turns: deleted when their trajectory ends.
   rf:{run.s}:K:deadline     ZSET   id → claim_until_ms. Member deleted when the claim ends.
   rf:{run.s}:K:held         HASH   worker_id → claims it holds. Field deleted at zero.

@@ -16,9 +16,17 @@ from redis.asyncio import Redis
 
 from ..errors import FirstError, WireError
 from ..ids import group_of, turn_id
-from ..ports import Reaped, TrajectoryClaim
+from ..ports import Reaped, ScoreClaim, TrajectoryClaim
 from ..records import DeadLetter, Rollout, RunConfig, TrajectoryJob, TurnResult
-from ..rules.giving_up import GIVEN_UP, LOSS_COUNT_MAX, RERUN_COUNT_MAX, SCORE_COUNT_MAX, given_up, too_stale
+from ..rules.giving_up import (
+    GIVEN_UP,
+    LOSS_COUNT_MAX,
+    PROCESS_LOSS,
+    RERUN_COUNT_MAX,
+    SCORE_LOSS_MAX,
+    given_up,
+    too_stale,
+)
 from ..wire import load_json
 from .connection import translate
 from .keys import ShardKeys
@@ -124,43 +132,60 @@ class RedisTrajectoryQueue:
         return False
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
-        found = await self._made(trajectory_id)
-        if found is None:
+        keys = self._shards.of(trajectory_id)
+        with translate():
+            raw = await self._client.hget(keys.rollouts(group_of(trajectory_id)), trajectory_id)
+        if raw is None:
             return False
-        return await self._settle(fence, "", dataclasses.replace(found[1], reward=reward), "completed")
+        return await self._settle(fence, "", dataclasses.replace(Rollout.decode(raw), reward=reward), "completed")
 
-    async def keep_scoring(self, rows: Sequence[tuple[str, int]], duration_s: float) -> list[str]:
+    async def begin_score(
+        self, trajectory_id: str, fence: int, worker_id: str, duration_s: float, *, loss_max: int = 0
+    ) -> ScoreClaim | None:
+        keys, group_id = self._shards.of(trajectory_id), group_of(trajectory_id)
+        t = keys.trajectory
+        with translate():
+            code, *rest = await self._scripts.call(
+                "begin_score",
+                [t.record, t.deadline, keys.clock, keys.rollouts(group_id), keys.group(group_id)],
+                [trajectory_id, fence, worker_id, int(duration_s * 1000), loss_max],
+            )
+        if code == 0:
+            return None
+        if code == 2:
+            return ScoreClaim(loss=rest[0])
+        loss, raw, facts = rest
+        return ScoreClaim(loss=loss, rollout=Rollout.decode(raw), task=_task_in(facts, group_id))
+
+    async def lose_score(self, trajectory_id: str, fence: int, letter: DeadLetter) -> str:
+        keys = self._shards.of(trajectory_id)
+        t = keys.trajectory
+        with translate():
+            code = await self._scripts.call(
+                "lose_score",
+                [t.record, t.deadline, keys.clock, keys.counters],
+                [trajectory_id, fence, letter.worker_id, PROCESS_LOSS, SCORE_LOSS_MAX],
+            )
+        if code == 2:
+            return await self.fail(trajectory_id, fence, letter, is_final=True)
+        return "retry" if code else "lost"
+
+    async def keep_scoring(
+        self, rows: Sequence[tuple[str, int]], duration_s: float, *, worker_id: str = "-"
+    ) -> list[str]:
         by_shard: dict[int, list[tuple[str, int]]] = {}
         for row in rows:
             by_shard.setdefault(self._shards.index_of(row[0]), []).append(row)
         gone: list[str] = []
         for shard, part in by_shard.items():
             keys = self._shards.all[shard]
-            args: list[Any] = [int(duration_s * 1000), *(word for row in part for word in row)]
+            args: list[Any] = [int(duration_s * 1000), worker_id, *(word for row in part for word in row)]
             with translate():
                 kept = await self._scripts.call(
                     "keep_scoring", [keys.trajectory.record, keys.trajectory.deadline, keys.clock], args
                 )
             gone += [name for (name, _), is_kept in zip(part, kept, strict=True) if not is_kept]
         return gone
-
-    async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
-        found = await self._made(trajectory_id)
-        return found if found is not None and found[1].reward is None else None
-
-    async def _made(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
-        """Task and rollout, with or without a reward."""
-        keys = self._shards.of(trajectory_id)
-        group_id = group_of(trajectory_id)
-        with translate():
-            raw = await self._client.hget(keys.rollouts(group_id), trajectory_id)
-            facts = await self._client.hget(keys.group(group_id), "task")
-        if raw is None or facts is None:
-            return None
-        task = load_json(facts)
-        if not isinstance(task, dict):
-            raise WireError(f"task of group {group_id} is not an object")
-        return task["task"], Rollout.decode(raw)
 
     async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
         return await self._fail(trajectory_id, fence, letter, 0 if is_final else self._run.attempt_count_max, 0)
@@ -196,7 +221,7 @@ class RedisTrajectoryQueue:
                 rows = await self._scripts.call(
                     "reap",
                     [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock],
-                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms, self._score_ms, SCORE_COUNT_MAX],
+                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms, self._score_ms, SCORE_LOSS_MAX],
                 )
                 scoring += [(name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring"]
                 ready += sum(what == b"ready" for what, *_ in rows)
@@ -213,3 +238,12 @@ class RedisTrajectoryQueue:
     async def wait(self, timeout_s: float) -> None:
         with translate():
             await self._client.blpop([keys.trajectory.bell for keys in self._shards.all], timeout=timeout_s)
+
+
+def _task_in(facts: bytes, group_id: str) -> dict[str, Any]:
+    """The task in what a group's hash says of it."""
+    found = load_json(facts)
+    if not isinstance(found, dict) or not isinstance(found.get("task"), dict):
+        raise WireError(f"task of group {group_id} is not an object")
+    task: dict[str, Any] = found["task"]
+    return task

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ids import group_of, turn_id
-from ..ports import Exchange, Reaped, TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
+from ..ports import Exchange, Reaped, ScoreClaim, TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, DeadLetter, Rollout, RunConfig, TurnResult
 from ..rules.giving_up import (
     GIVEN_UP,
     LOSS_COUNT_MAX,
+    PROCESS_LOSS,
     RERUN_COUNT_MAX,
-    SCORE_COUNT_MAX,
+    SCORE_LOSS_MAX,
     given_up,
     is_stale,
     lost_turn,
@@ -92,8 +93,10 @@ class RunPort:
                 del table.deadlines[name]
                 continue
             if record.state == "scoring":
-                record.loss += 1
-                what = "scoring" if record.loss < SCORE_COUNT_MAX else "unscored"
+                if record.worker != "-":  # it had begun, and fell silent
+                    record.loss, record.worker = record.loss + 1, "-"
+                    self.run.count("rewards_lost")
+                what = "scoring" if record.loss < SCORE_LOSS_MAX else "unscored"
                 table.deadlines[name] = now + score_ms
             else:
                 what = self._take_back(table, name, record, worker_id, claim_ms)
@@ -183,7 +186,7 @@ class MemoryTrajectoryQueue(RunPort):
         run.keep_rollout(run.groups[rollout.group_id], rollout)
         run.forget_turns(name)
         run.trajectories.logs.pop(name, None)
-        record.state, record.loss = state, 0
+        record.state, record.loss, record.worker = state, 0, "-"
         if state == "scoring":
             run.trajectories.deadlines[name] = self._broker.now_ms() + self._score_ms
         else:
@@ -191,29 +194,55 @@ class MemoryTrajectoryQueue(RunPort):
         return True
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
-        found = self._made(trajectory_id)
-        if found is None:
-            return False
-        return await self._settle(fence, "", dataclasses.replace(found[1], reward=reward), "completed")
-
-    async def keep_scoring(self, rows: Sequence[tuple[str, int]], duration_s: float) -> list[str]:
-        table, gone = self.run.trajectories, []
-        for name, fence in rows:
-            record = table.records.get(name)
-            if record is not None and record.state == "scoring" and record.fence == fence:
-                table.deadlines[name] = self._broker.now_ms() + duration_s * 1000
-            else:
-                gone.append(name)
-        return gone
-
-    async def scoring(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
-        found = self._made(trajectory_id)
-        return found if found is not None and found[1].reward is None else None
-
-    def _made(self, trajectory_id: str) -> tuple[dict[str, Any], Rollout] | None:
         group = self.run.groups.get(group_of(trajectory_id))
         rollout = group.rollouts.get(trajectory_id) if group else None
-        return None if group is None or rollout is None else (group.task, rollout)
+        if rollout is None:
+            return False
+        return await self._settle(fence, "", dataclasses.replace(rollout, reward=reward), "completed")
+
+    def _waiting(self, trajectory_id: str, fence: int) -> JobRecord | None:
+        record = self.run.trajectories.records.get(trajectory_id)
+        waits = record is not None and record.state == "scoring" and record.fence == fence
+        return record if waits else None
+
+    async def begin_score(
+        self, trajectory_id: str, fence: int, worker_id: str, duration_s: float, *, loss_max: int = 0
+    ) -> ScoreClaim | None:
+        record, run = self._waiting(trajectory_id, fence), self.run
+        if record is None or record.worker not in ("-", worker_id):
+            return None
+        if record.loss > loss_max:
+            return ScoreClaim(loss=record.loss)
+        record.worker = worker_id
+        run.trajectories.deadlines[trajectory_id] = self._broker.now_ms() + duration_s * 1000
+        group = run.groups[group_of(trajectory_id)]
+        return ScoreClaim(loss=record.loss, rollout=group.rollouts[trajectory_id], task=group.task)
+
+    async def lose_score(self, trajectory_id: str, fence: int, letter: DeadLetter) -> str:
+        record, run = self._waiting(trajectory_id, fence), self.run
+        if record is None:
+            return "lost"
+        if record.worker == letter.worker_id:
+            run.count("rewards_lost")
+            record.loss, record.worker = record.loss + PROCESS_LOSS, "-"
+            run.trajectories.deadlines[trajectory_id] = self._broker.now_ms()
+        if record.loss >= SCORE_LOSS_MAX:
+            return await self.fail(trajectory_id, fence, letter, is_final=True)
+        return "retry"
+
+    async def keep_scoring(
+        self, rows: Sequence[tuple[str, int]], duration_s: float, *, worker_id: str = "-"
+    ) -> list[str]:
+        gone = []
+        for name, fence in rows:
+            record = self._waiting(name, fence)
+            if record is None:
+                gone.append(name)
+                continue
+            self.run.trajectories.deadlines[name] = self._broker.now_ms() + duration_s * 1000
+            if duration_s == 0 and record.worker == worker_id:
+                record.worker = "-"
+        return gone
 
     async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
         return self._fail(trajectory_id, fence, letter, 0 if is_final else self._config.attempt_count_max, 0)
@@ -229,7 +258,9 @@ class MemoryTrajectoryQueue(RunPort):
         run.forget_rollout(run.groups[group_of(trajectory_id)], trajectory_id)
         record.worker = "-"
         if record.state == "scoring":
-            record.loss = 0  # those were looks after its reward, no agents
+            record.loss = 0  # what its reward has cost were no agents
+            if not rerun_max:
+                run.count("rewards_failed")
         if run.spend_attempt(record, attempt_max, rerun_max):
             record.state = "ready"
             run.make_ready(run.trajectories, trajectory_id, was_held=True)

@@ -8,12 +8,14 @@ from ..errors import ClaimLost
 from ..records import DeadLetter, TrajectoryJob
 
 LOSS_COUNT_MAX = 5  # workers that one job may cost before it is taken for the cause
-SCORE_COUNT_MAX = 900  # looks after a reward, 2 s apart: half an hour for a reward worker to be started
+SCORE_LOSS_MAX = 10  # of one reward. A worker that dies may compute many at once, and costs each 1; a process of a
+PROCESS_LOSS = 5  # reward function computes one alone, so its second loss is the last
 RERUN_COUNT_MAX = 20  # that often a trajectory may end too stale: by then the trainer is too fast for its runs
 
 GIVEN_UP = {
     "lost": f"{LOSS_COUNT_MAX} agent workers died or froze while they held it",
-    "unscored": "nobody has computed its reward for half an hour: is a reward worker running?",
+    "unscored": "reward workers died or froze again and again while they computed its reward: run the reward function "
+    "by hand on this task, and see their logs",
 }
 
 NO_LETTER = "its dead letter was retried or discarded since"

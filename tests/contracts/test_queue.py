@@ -338,9 +338,9 @@ async def test_scoring_completes_once_and_is_asked_for_again_when_nobody_answers
     assert await world.rollouts.receive("trainer", 1, 0.05) == []
     await asyncio.sleep(EXPIRED_S)
     assert (await world.trajectories.reap("a1")).scoring == (("g1.0", claim.fence),)
-    task, rollout = await world.trajectories.scoring("g1.0")
-    assert task == {"map": "4x4"}
-    assert rollout.reward is None
+    begun = await world.trajectories.begin_score("g1.0", claim.fence, "w1", 1.0)
+    assert begun.task == {"map": "4x4"}
+    assert begun.rollout.reward is None
     assert await world.trajectories.score("g1.0", claim.fence, 0.5)
     assert await world.trajectories.score("g1.0", claim.fence, 0.7)  # asked again: settled already, unchanged
     (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)

@@ -278,7 +278,9 @@ async def play_trajectories(who: dict[str, Part]) -> None:
     assert await agent.trajectories.settle(scored, rollout_of(scored, 1, None), is_scored=False)
     name = scored.job.trajectory_id
     assert await reward.trajectories.keep_scoring([(name, scored.fence)], 30.0) == []
-    assert await reward.trajectories.scoring(name) is not None
+    lost = replace(letter_of(scored), worker_id="w")
+    assert await reward.trajectories.begin_score(name, scored.fence, "w", 30.0) is not None
+    assert await reward.trajectories.lose_score(name, scored.fence, lost) == "retry"
     assert await reward.trajectories.score(name, scored.fence, 0.5)
     assert await agent.trajectories.fail(failed.job.trajectory_id, failed.fence, letter_of(failed)) == "retry"
     assert await agent.trajectories.settle(broken, rollout_of(broken, 1, None), is_scored=False)

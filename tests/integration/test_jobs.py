@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 from rq import Queue
 
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.clock import SystemClock
-from rollfab.workers.jobs import RewardAsker, open_queue
+from rollfab.workers.jobs import RewardAsker, open_queue, queue_of
 
 pytestmark = pytest.mark.redis
 
@@ -24,23 +25,23 @@ async def queue() -> AsyncIterator[Queue]:
 
 
 def asked(queue: Queue) -> list[list[object]]:
-    return [row for job in queue.jobs for row in job.args[1]]
+    return [row for job in queue_of(queue, "run").jobs for row in job.args[1]]
 
 
 async def test_rewards_asked_for_together_travel_in_one_job(queue: Queue) -> None:
-    asker = RewardAsker(queue, SystemClock())
+    asker = RewardAsker(partial(queue_of, queue), SystemClock())
 
     for index in range(5):
         await asker.ask("run", f"group.{index}", 1)
     await asyncio.sleep(0.3)
 
-    assert len(queue.jobs) == 1
+    assert len(queue_of(queue, "run").jobs) == 1
     assert asked(queue) == [[f"group.{index}", 1] for index in range(5)]
 
 
 async def test_a_reward_asked_for_while_the_broker_is_slow_is_not_forgotten(queue: Queue) -> None:
     # Given an asker whose first job is held up at the broker
-    asker = RewardAsker(queue, SystemClock())
+    asker = RewardAsker(partial(queue_of, queue), SystemClock())
     queue.connection.client_pause(400)
     await asker.ask("run", "group.0", 1)
     await asyncio.sleep(0.2)

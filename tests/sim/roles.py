@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rollfab.fabric.errors import BrokerError, FabricError, QueueFull
+from rollfab.fabric.records import WorkerInfo
 from rollfab.trainer.aio import AsyncFabric, AsyncRun
 from rollfab.workers.agent import AgentConfig, AgentWorker
 from rollfab.workers.controller import Controller, ControllerConfig
@@ -110,14 +111,21 @@ class RewardQueue:
 
 async def reward(world: World, link: Link, stop: asyncio.Event) -> None:
     """A simulated reward worker: the calls of the real one, without rq."""
+    info = WorkerInfo(worker_id=link.process.name, role="reward", pid=1, host="sim", rewards=["simulated"])
+    while not stop.is_set():  # a trainer names a reward that somebody offers
+        try:
+            await link.board.heartbeat(info)
+            break
+        except BrokerError:
+            await asyncio.sleep(0.1)
     while not stop.is_set():
         try:
             run_id, trajectory_id, fence = await link.rewards.take()
             queue = link.trajectories((await link.board.runs())[run_id])
-            waiting = await queue.scoring(trajectory_id)
-            if waiting is not None:
+            begun = await queue.begin_score(trajectory_id, fence, "reward", 1.0)
+            if begun is not None and begun.rollout is not None:
                 await asyncio.sleep(0.05)
-                await queue.score(trajectory_id, fence, score(waiting[1]))
+                await queue.score(trajectory_id, fence, score(begun.rollout))
         except BrokerError:
             await asyncio.sleep(0.1)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from examples.my_environment import Countdown
 
-from rollfab.fabric.errors import ConfigError, EnvironmentFailed
+from rollfab.fabric.errors import ConfigError, EnvironmentFailed, RewardFailed
 from rollfab.fabric.records import Rollout
 from rollfab.workers.environments.base import Environment, GymEnvironment, Observation, Step, make_sampling
 from rollfab.workers.environments.frozenlake import FrozenLake
@@ -242,7 +242,7 @@ def test_rewards_read_what_the_environment_said() -> None:
 
 @pytest.mark.parametrize("reward", [environment_sum, success])
 def test_a_reward_without_its_facts_is_a_failure_and_never_zero(reward: Any) -> None:
-    with pytest.raises(EnvironmentFailed):
+    with pytest.raises(RewardFailed):
         reward({}, rollout({}))
 
 

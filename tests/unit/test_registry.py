@@ -11,6 +11,7 @@ from rollfab.fabric.errors import ConfigError, EnvironmentFailed, EnvironmentUnk
 from rollfab.workers.environments.base import GymEnvironment
 from rollfab.workers.environments.frozenlake import FrozenLake
 from rollfab.workers.environments.registry import Registry
+from rollfab.workers.environments.spawn import Program
 from rollfab.workers.rewards import success
 
 OURS = "countdown=examples.my_environment:Countdown"
@@ -66,9 +67,16 @@ def test_a_reward_from_a_run_is_never_imported(name: str) -> None:
 
 
 def test_rewards_are_found_by_name() -> None:
-    registry = Registry(rewards=["mine=rollfab.workers.rewards:success"])
+    registry = Registry(rewards=["mine=rollfab.workers.rewards:success", "theirs=no_such_module:score"])
     assert registry.reward("success") is success
     assert registry.reward("mine") is success
+    assert registry.rewards() == {"environment-sum": False, "mine": True, "success": False, "theirs": True}
+
+
+def test_a_reward_function_of_a_user_is_never_imported_here() -> None:
+    found = Registry(rewards=["theirs=no_such_module:score"]).reward("theirs")
+    assert isinstance(found, Program)
+    assert found.target == "no_such_module:score"
 
 
 @pytest.mark.parametrize("pair", ["", "name", "name=", "name=module", "name=module:", "=module:attr", "name=a:b c"])

@@ -30,6 +30,8 @@ class PoolConfig:
 
     idle_count_max: int = 64
     """Processes that wait for an episode, over all programs, [0, 10000]."""
+    episode_count_max: int = EPISODE_COUNT_MAX
+    """Episodes that one process serves, where its program states no number."""
     idle_s: float = 60.0
     """How long one waits before it is ended."""
     start_count_max: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -68,7 +70,8 @@ class ProcessPool:
 
     def give_back(self, process: EnvironmentProcess) -> None:
         """The episode is over; the process is kept for another if it is fit."""
-        is_used_up = process.episode_count >= (process.episode_count_max or EPISODE_COUNT_MAX)
+        most = self._config.episode_count_max if process.episode_count_max is None else process.episode_count_max
+        is_used_up = process.episode_count >= most
         if process.has_failed or not process.is_alive or is_used_up or self._config.idle_count_max == 0:
             self.end(process)
             return
@@ -120,7 +123,7 @@ class ProcessPool:
         process = await EnvironmentProcess.start(program, self._liveness[0])
         self._running.add(process)
         try:
-            arguments = {"target": program.target, "path": program.path()}
+            arguments = {"target": program.target, "path": program.path(), "decoder": program.decoder}
             answer = await process.call("load", arguments, self._config.start_s)
             process.episode_count_max = _count(answer)
         except BaseException:

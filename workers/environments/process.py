@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct(">I")
 SAID_BYTES_MAX = 16 << 10
+SAID_PAUSE_S = 0.02  # between two reads of one that has printed more
 TAIL_BYTES_MAX = 8 << 10
 STACK_S = 0.5  # for the stack of one that hangs
 EXIT_S = 1.0  # from the end of the channel to the end of the process, before it is helped along
@@ -67,6 +68,13 @@ class Said(asyncio.Protocol):
             log.info("environment.said", extra=facts)
             if len(data) > room:
                 log.warning("environment.says_too_much", extra={"environment": self._program.target})
+        if room < len(data) and isinstance(self._transport, asyncio.ReadTransport):
+            self._transport.pause_reading()  # one that prints for ever waits, and not we for it
+            asyncio.get_running_loop().call_later(SAID_PAUSE_S, self._listen_again)
+
+    def _listen_again(self) -> None:
+        if isinstance(self._transport, asyncio.ReadTransport) and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more will be printed."""
@@ -88,6 +96,7 @@ class EnvironmentProcess:
         self.said = said
         self.episode_count = 0
         self.episode_count_max: int | None = None
+        """After so many it is not used again; 0: after this one, for it has left threads or processes behind."""
         self.has_failed = False
         """A call has ended otherwise than with an answer."""
         self._process, self._warden = spawned
@@ -131,8 +140,13 @@ class EnvironmentProcess:
         """Whether it can be called."""
         return not self._is_killed and self._process.poll() is None
 
-    async def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+    async def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float, *, data: bytes = b"") -> Any:
         """Ask it something; the answer as it came. It is killed unless it answers, and when the caller is cancelled.
+
+        Args:
+            what, arguments: what is called, with plain values.
+            timeout_s: how long that may take.
+            data: bytes that go with it, as the argument `data`, where there are any.
 
         Raises:
             EnvironmentFailed: it raised, or gave no fit answer (reason: `what`); "timeout", "crashed", or "answer" when
@@ -142,7 +156,7 @@ class EnvironmentProcess:
         is_well = False
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._exchange(what, arguments)
+                reply = await self._exchange(what, arguments, data)
             answer = _answer(what, arguments, reply)
             is_well = True
             return answer
@@ -161,9 +175,11 @@ class EnvironmentProcess:
         finally:
             self.has_failed = self.has_failed or not is_well
 
-    async def _exchange(self, what: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        data = json.dumps({"call": what, "arguments": arguments}).encode()
-        self._writer.write(LENGTH.pack(len(data)) + data)
+    async def _exchange(self, what: str, arguments: Mapping[str, Any], data: bytes) -> Mapping[str, Any]:
+        head = json.dumps({"call": what, "arguments": arguments, "data_bytes": len(data)}).encode()
+        self._writer.write(LENGTH.pack(len(head)) + head)
+        if data:
+            self._writer.write(data)
         await self._writer.drain()
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if size > ANSWER_BYTES_MAX:
@@ -175,6 +191,8 @@ class EnvironmentProcess:
             raise ValueError(f"no JSON: {error}") from error
         if not isinstance(reply, dict):
             raise ValueError(f"a {type(reply).__name__} for a reply")
+        if reply.get("is_used_up"):
+            self.episode_count_max = 0
         return reply
 
     async def _end_hung(self, text: str) -> EnvironmentFailed:
@@ -261,4 +279,4 @@ def _answer(what: str, arguments: Mapping[str, Any], reply: Mapping[str, Any]) -
         raise ConfigError(f"does not take the options {arguments['options']}: {text}")
     if kind == "raised":
         raise EnvironmentFailed(f"{what} raised {text}", reason=what, traceback=str(facts.get("traceback", "")))
-    raise EnvironmentFailed(str(text), reason=what)
+    raise EnvironmentFailed(str(text), reason=what)  # kind "answer"

@@ -1,9 +1,10 @@
-"""What runs inside an environment's own process: it makes worlds and calls them, one at a time, as the agent asks.
+"""What runs inside the own process of an environment or reward function: it calls them, one at a time, as it is asked.
 
 - Standard library only, and any Python from 3.8 on: this file is run by the environment's own interpreter, where
   rollfab need not be installed. It imports nothing from here, and nothing here imports it.
-- Descriptor 0 is the channel, both ways: messages are a length (4 bytes, big-endian) and JSON. It is moved away before
-  the environment is loaded, and what that prints goes elsewhere, so it cannot spoil the channel.
+- Descriptor 0 is the channel, both ways: messages are a length (4 bytes, big-endian) and JSON; a request may have
+  `data_bytes` more behind it. The channel is moved away before the environment is loaded, and what that prints goes
+  elsewhere, so it cannot spoil the channel.
 - What the environment raises is told, and the process goes on. When the channel ends, so does the process.
 
 A world with `async def reset` is called as rollfab's Environment is: reset(task, seed), step(action). Every other one
@@ -20,11 +21,13 @@ import os
 import resource
 import struct
 import sys
+import threading
 import traceback
 from typing import Any
 
 LENGTH = struct.Struct(">I")
 TEXT_LENGTH_MAX = 2000
+LEFT_COUNT_MAX = 32  # threads and children after a call; more are left by every call, and would fill the machine
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = ("temperature", "max_tokens", "stop_texts", "ends_at_eos")
 STEP = ("text", "reward", "terminated", "truncated", "info")
@@ -39,10 +42,11 @@ class Refused(Exception):
 
 
 class Stage:
-    """One world at a time, of one factory."""
+    """One world at a time, of one factory; or a reward function, and what decodes its rollouts."""
 
     def __init__(self) -> None:
         self._factory: Any = None
+        self._decode: Any = None
         self._world: Any = None
         self._is_async = False
         self._loop: Any = None
@@ -57,19 +61,24 @@ class Stage:
             told = traceback.format_exc()[-TRACEBACK_LENGTH_MAX:]
             return {"error": {"kind": "raised", "text": describe(error), "traceback": told}}
 
-    def load(self, target: str, path: list[str]) -> dict[str, Any]:
+    def load(self, target: str, path: list[str], decoder: str | None = None) -> dict[str, Any]:
         """Import what "module:attr" names; returns what it asks of its process."""
         sys.path.extend([each for each in path if each not in sys.path])
-        module, _, attributes = target.partition(":")
+        self._factory = find(target)
+        if decoder is not None:
+            self._decode = find(decoder)
+            check_function(self._factory)
+            return {}
+        limit_memory(self._factory)
+        return {"episode_count_max": getattr(self._factory, "episode_count_max", None)}
+
+    def score(self, task: dict[str, Any], data: bytes) -> float | str:
+        """A rollout's reward; the text of what was given where that is no number, which the caller then names."""
+        reward = self._finish(self._factory(task, self._decode(data)))
         try:
-            found = importlib.import_module(module)
-            for attribute in attributes.split("."):
-                found = getattr(found, attribute)
-        except (ImportError, AttributeError) as error:
-            raise Refused("load", str(error)) from error
-        self._factory = found
-        limit_memory(found)
-        return {"episode_count_max": getattr(found, "episode_count_max", None)}
+            return float(reward)
+        except (TypeError, ValueError, OverflowError):
+            return show(reward)
 
     def make(self, options: dict[str, Any]) -> dict[str, Any]:
         """A new world; returns its settings."""
@@ -145,6 +154,49 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
+def find(target: str) -> Any:
+    """What "module:attr" names."""
+    module, _, attributes = target.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise Refused("load", str(error)) from error
+    return found
+
+
+def check_function(found: Any) -> None:
+    """Require what can be called as a reward function."""
+    expected = "a reward function is score(task: dict, rollout: Rollout) -> float"
+    if not callable(found) or isinstance(found, type):
+        raise Refused("load", f"{show(found)} is no function: {expected}")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise Refused("load", f"it is a generator: {expected}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of one written in C, which does not say
+        return
+    try:
+        signature.bind({}, None)
+    except TypeError as error:
+        raise Refused("load", f"it takes {signature}: {expected}") from error
+
+
+def is_crowded() -> bool:
+    """Whether the code that was called has left more threads and child processes behind than a library would."""
+    tasks = "/proc/self/task"
+    try:
+        threads = os.listdir(tasks)
+        count = len(threads)
+        for thread in threads:
+            with open(tasks + "/" + thread + "/children") as children:
+                count += len(children.read().split())
+    except OSError:  # no such place on this system, or a thread that ended meanwhile
+        count = threading.active_count()
+    return count > LEFT_COUNT_MAX
+
+
 def limit_memory(factory: Any) -> None:
     """Keep the address space within the class's `memory_bytes_max`, where it has one."""
     limit = getattr(factory, "memory_bytes_max", None)
@@ -186,7 +238,12 @@ def receive(channel: int) -> dict[str, Any] | None:
     """The next request; None when the agent is gone."""
     head = read_exactly(channel, LENGTH.size)
     body = head and read_exactly(channel, LENGTH.unpack(head)[0])
-    return json.loads(body) if body else None
+    if not body:
+        return None
+    request: dict[str, Any] = json.loads(body)
+    if request.get("data_bytes"):
+        request["arguments"]["data"] = read_exactly(channel, request["data_bytes"])
+    return request
 
 
 def read_exactly(channel: int, size: int) -> bytes:
@@ -215,8 +272,17 @@ def send(channel: int, reply: dict[str, Any], bytes_max: int) -> None:
         view = view[os.write(channel, view) :]
 
 
+def be_killed_first() -> None:
+    """Ask the kernel to end this process, and what it starts, before all others when memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
+    except OSError:  # no such place on this system
+        pass
+
+
 def main() -> None:
-    """Answer until the channel ends. Its one argument is the most bytes an answer may have."""
+    """Answer until the channel ends. Arguments: the most bytes of an answer, and those it may write to (0: all)."""
     del sys.path[0]  # this file's directory: its neighbours are nobody's top-level modules
     channel = os.dup(0)  # children of the environment do not inherit it
     os.register_at_fork(after_in_child=lambda: os.close(channel))
@@ -224,12 +290,18 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()  # SIGSEGV, and the SIGABRT that is sent to one that hangs, leave a stack on stderr
+    if int(sys.argv[2]):
+        resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]), int(sys.argv[2])))
+        be_killed_first()
     stage = Stage()
     while True:
         request = receive(channel)
         if request is None:
             os._exit(0)  # the environment's threads do not hold it up
-        send(channel, stage.answer(request), int(sys.argv[1]))
+        reply = stage.answer(request)
+        if request["call"] == "score" and is_crowded():
+            reply["is_used_up"] = True
+        send(channel, reply, int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 - Names come from installed packages (entry points `rollfab.environments`, `rollfab.rewards`) and from this worker's
   own configuration (`--environment NAME=module:attr`); the worker's own wins. Nothing is imported before it is used.
+- A reward function of a user is never imported here: `workers/scoring.py` calls it in a process of its own.
 - An environment lives in a process of its own when its class asks for that (`isolation`), or when its name is given
   with an interpreter (`--environment NAME=/venv/bin/python:module:attr`): then this process never imports it.
 - A name that arrives with a run is only ever looked up. It is never imported as a path, whatever it looks like: who
@@ -29,6 +30,8 @@ ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
+OUR_REWARDS = "rollfab.workers.rewards"  # the module of our own
+
 RewardFunction = Callable[[dict[str, Any], Rollout], float]
 CLASS_SETTINGS = ("recovery", "sampling", "turn_count_max", "inline")  # read off a plain class where it has them
 
@@ -55,7 +58,7 @@ class Registry:
         }
         self._pool = ProcessPool(pool)
         _check_interpreters(self._targets)
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[tuple[str, str], Program] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
         self._offered = sorted({*self._targets[ENVIRONMENTS], *installed(ENVIRONMENTS)})
 
@@ -63,13 +66,18 @@ class Registry:
         """Names of the environments that can be made here, sorted."""
         return list(self._offered)
 
+    def rewards(self) -> dict[str, bool]:
+        """Names of the reward functions that can be called here, and whether this worker's own options name them."""
+        own = self._targets[REWARDS]
+        return {name: name in own for name in sorted({*own, *installed(REWARDS)})}
+
     async def load(self, name: str) -> None:
         """Import what the name stands for, off the loop: that may take seconds. Nothing of one with an interpreter.
 
         Raises:
             EnvironmentUnknown, ConfigError: as `make`.
         """
-        if self._program(name).python is None and (ENVIRONMENTS, name) not in self._loaded:
+        if self._program(ENVIRONMENTS, name).python is None and (ENVIRONMENTS, name) not in self._loaded:
             await in_thread(lambda: self._load(ENVIRONMENTS, name))
 
     def is_isolated(self, name: str) -> bool:
@@ -78,7 +86,7 @@ class Registry:
         Raises:
             EnvironmentUnknown, ConfigError: as `make`.
         """
-        if self._program(name).python is not None:
+        if self._program(ENVIRONMENTS, name).python is not None:
             return True
         isolation = getattr(self._load(ENVIRONMENTS, name), "isolation", "none")
         if isolation not in get_args(Isolation):
@@ -98,7 +106,7 @@ class Registry:
             EnvironmentFailed: its process could not make it.
         """
         if self.is_isolated(name):
-            program = self._program(name)
+            program = self._program(ENVIRONMENTS, name)
             return await IsolatedEnvironment.open(name, program, options, pool=self._pool, timeout_s=timeout_s)
         return await in_thread(lambda: self.make(name, options)) if self.may_block(name) else self.make(name, options)
 
@@ -138,12 +146,15 @@ class Registry:
         is_ours = isinstance(factory, type) and issubclass(factory, Environment)
         return not is_ours and not getattr(factory, "inline", False)
 
-    def reward(self, name: str) -> RewardFunction:
-        """A reward function.
+    def reward(self, name: str) -> RewardFunction | Program:
+        """One of our own reward functions, which may be called here; else what a process would load.
 
         Raises:
-            ConfigError: not offered by this worker, or it cannot be imported.
+            ConfigError: not offered by this worker.
         """
+        program = self._program(REWARDS, name)
+        if program.target.partition(":")[0] != OUR_REWARDS:
+            return program
         function: RewardFunction = self._load(REWARDS, name)
         return function
 
@@ -166,16 +177,16 @@ class Registry:
             raise ConfigError(f"{group.split('.')[1][:-1]} {name!r} cannot be loaded: {error}", name=name) from error
         raise self._unknown(group, name)
 
-    def _program(self, name: str) -> Program:
+    def _program(self, group: str, name: str) -> Program:
         """What a process of its own would run."""
-        programs = self._targets[ENVIRONMENTS]
-        if name not in self._programs:
-            points = entry_points(group=ENVIRONMENTS, name=name)
-            found = programs.get(name) or next((Program(f"{each.module}:{each.attr}") for each in points), None)
+        if (group, name) not in self._programs:
+            points = entry_points(group=group, name=name)
+            named = self._targets[group].get(name)
+            found = named or next((Program(f"{each.module}:{each.attr}") for each in points), None)
             if found is None:
-                raise self._unknown(ENVIRONMENTS, name)
-            self._programs[name] = found
-        return self._programs[name]
+                raise self._unknown(group, name)
+            self._programs[group, name] = found
+        return self._programs[group, name]
 
     def _unknown(self, group: str, name: str) -> ConfigError:
         kind, option = ("environment", "--environment") if group == ENVIRONMENTS else ("reward function", "--reward")

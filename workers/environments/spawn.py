@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,15 +19,24 @@ from ...fabric.errors import ConfigError
 
 MAIN = Path(__file__).with_name("process_main.py")
 WARDEN = ("/bin/sh", "-c", "read _; kill -9 0")  # reads until the pipe closes, then ends its own process group
+THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ANSWER_BYTES_MAX = 8 << 20  # an observation of more is a mistake, and every agent would carry it
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What an environment process runs: "module:attr", by an interpreter; None is the agent's own."""
+    """What a process of a user's code runs: "module:attr", by an interpreter; None is our own."""
 
     target: str
     python: str | None = None
+    decoder: str | None = None
+    """What makes a reward function's rollout of its bytes, as "module:attr"; None: the target is an environment."""
+    memory_bytes_max: int | None = None
+    """Memory that it may write to (RLIMIT_DATA); None: as much as there is."""
+    niceness: int = 0
+    """By how much it gives way to others for the processors, [0, 19]."""
+    owner: str = ""
+    """Whose it is: processes serve programs of one owner alone."""
 
     def path(self) -> list[str]:
         """Where modules are found besides the interpreter's own places: beside the user; for our own, where we look."""
@@ -42,7 +52,14 @@ class Program:
             for name, value in os.environ.items()
             if not name.startswith(("ROLLFAB_", "PYTHON")) and name != "VIRTUAL_ENV"
         }
-        return {**kept, "PYTHONHASHSEED": "0"}
+        threads = {} if self.decoder is None else dict.fromkeys(THREAD_COUNTS, "1")  # many processes share the cores
+        return {**threads, **kept, "PYTHONHASHSEED": "0"}
+
+
+def give_way(pid: int, niceness: int) -> None:
+    """Let a process, if it is there, and what it starts have less of the processors than others."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpriority(os.PRIO_PROCESS, pid, niceness)
 
 
 Spawned = tuple["subprocess.Popen[bytes]", "subprocess.Popen[bytes] | None"]  # the process, and its warden
@@ -60,13 +77,16 @@ def spawn(program: Program, channel: int, say: int, liveness: int) -> Spawned:
     Raises:
         ConfigError: the interpreter, or the warden's shell, cannot be started.
     """
-    words = [program.python or sys.executable, "-s", str(MAIN), str(ANSWER_BYTES_MAX)]
+    limit = str(program.memory_bytes_max or 0)
+    words = [program.python or sys.executable, "-s", str(MAIN), str(ANSWER_BYTES_MAX), limit]
     try:
         process = subprocess.Popen(
             words, stdin=channel, stdout=say, stderr=say, env=program.variables(), process_group=0
         )
     except OSError as error:
         raise ConfigError(f"its process cannot be started: {error}") from error
+    if program.niceness:
+        give_way(process.pid, program.niceness)
     quiet = subprocess.DEVNULL
     try:
         return process, subprocess.Popen(

@@ -13,7 +13,10 @@ forget_turns(TURN_KEYS, id)
 forget_rollout(id)
 redis.call('HDEL', KEYS[5], id)
 r.worker = '-'
-if r.state == 'scoring' then r.loss = 0 end  -- those were looks after its reward, no agents
+if r.state == 'scoring' then -- what its reward has cost were no agents
+  r.loss = 0
+  if ARGV[6] == '0' then redis.call('HINCRBY', KEYS[16], 'rewards_failed', 1) end
+end
 if spend_attempt(r, tonumber(ARGV[5]), tonumber(ARGV[6])) then
   r.state = 'ready'
   write_record(KEYS[1], id, r)

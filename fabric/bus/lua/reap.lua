@@ -1,10 +1,10 @@
--- reap(reaper, limit, loss_max, claim_ms, score_ms, score_count_max)      the last two: trajectories only
+-- reap(reaper, limit, loss_max, claim_ms, score_ms, score_loss_max)      the last two: trajectories only
 -- Take back jobs whose claim has expired: their worker died, froze or lost the broker.
 --   KEYS[1..3] ready streams   KEYS[4] bell   KEYS[5] open hash   KEYS[6] record hash   KEYS[7] deadline zset
 --   KEYS[8] held hash          KEYS[9] job hash   KEYS[10] counters   KEYS[11] clock
 -- Returns rows {what, id, fence, job}: 'ready' is waiting again · 'scoring' needs its reward asked for again ·
--- 'lost' has cost loss_max workers, 'unscored' was asked for score_count_max times: the reaper must now give it up,
--- with a reason, under the fence given here.
+-- 'lost' has cost loss_max workers, 'unscored' a loss of score_loss_max while its reward was computed: the reaper must
+-- now give it up, with a reason, under the fence given here. To wait for a reward that nobody has begun costs nothing.
 -- flags allow-oom
 -- use batch record hold look time ring
 local reaper, loss_max, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -17,10 +17,13 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', now, 'LIMIT', 0
     redis.call('ZREM', KEYS[7], id)
     what = nil
   elseif r.state == 'scoring' then
-    r.loss = r.loss + 1
+    if r.worker ~= '-' then -- it had begun, and fell silent
+      r.loss, r.worker = r.loss + 1, '-'
+      redis.call('HINCRBY', KEYS[10], 'rewards_lost', 1)
+      write_record(KEYS[6], id, r)
+    end
     what = r.loss < tonumber(ARGV[6]) and 'scoring' or 'unscored'
     redis.call('ZADD', KEYS[7], now + tonumber(ARGV[5]), id)
-    write_record(KEYS[6], id, r)
   else
     end_claim(KEYS[7], KEYS[8], id, r)
     r.loss = r.loss + 1

@@ -1,7 +1,7 @@
 -- settle_trajectory(id, fence, group_id, state, rollout, score_ms, worker, oldest_version)
 -- End a trajectory exactly once: `completed`, or `scoring` while its reward is being computed (then score_ms is how
 -- soon it must be asked for). `worker` holds the claim; it is '' when a trajectory that waits for its reward gets it.
--- Its loss is 0 again: agents that it cost are no looks after its reward, and those cost no agent of another attempt.
+-- Its loss is 0 again: agents that it cost are no losses of its reward, and those cost no agent of another attempt.
 --   KEYS[1..19] see use/drop.lua   KEYS[20] clock
 -- Returns 1 settled (also when asked again) · 0 the fence is stale · {2, head_version} its tokens are (nothing written)
 -- flags allow-oom
@@ -24,7 +24,7 @@ weigh(#ARGV[5] - redis.call('HSTRLEN', KEYS[14], id))
 redis.call('HSET', KEYS[14], id, ARGV[5])
 forget_turns(TURN_KEYS, id)
 redis.call('HDEL', KEYS[5], id)
-r.state, r.loss = state, 0
+r.state, r.loss, r.worker = state, 0, '-'
 write_record(KEYS[1], id, r)
 if state == 'scoring' then
   redis.call('ZADD', KEYS[2], now_ms(KEYS[20]) + tonumber(ARGV[6]), id)
