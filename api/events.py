@@ -1,7 +1,7 @@
 """The events, read once for everyone: one blocking reader at the broker, however many pages are open.
 
 - The newest RING_COUNT are kept here; older ones are read from the broker when a reader asks for them.
-- What trainers report (`trainer.step`) is kept per run, the newest STEP_COUNT.
+- What each run's trainer reported last (`trainer.step`) is kept.
 - A broker that cannot be reached is waited for; nothing is lost by it, because reading goes on after the last id.
 """
 
@@ -18,14 +18,13 @@ from typing import Any
 from ..fabric.clock import Clock
 from ..fabric.errors import FabricError
 from ..fabric.ports import LeaseBoard
-from .schemas import EventView, RewardPoint, Training
+from .schemas import EventView, Training
 
 log = logging.getLogger(__name__)
 
 START = "0"
 RING_COUNT = 1_000
-STEP_COUNT = 512
-RUN_COUNT_MAX = 256  # runs whose steps are kept; the one that reported longest ago is dropped
+RUN_COUNT_MAX = 256  # runs whose step is kept; the one that reported longest ago is dropped
 READ_COUNT = 500
 BLOCK_S = 5.0  # below the connection's timeout
 AT_ONCE_S = 0.001
@@ -51,7 +50,7 @@ class EventTail:
         self._floor = START  # nothing up to this id is in the ring
         self._last = START
         self._moved = asyncio.Event()
-        self._steps: OrderedDict[str, deque[Training]] = OrderedDict()
+        self._steps: OrderedDict[str, Training] = OrderedDict()
         self.is_closed = False
 
     async def run(self) -> None:
@@ -69,20 +68,12 @@ class EventTail:
         self._wake()
 
     def newest(self, count: int) -> list[EventView]:
-        """The last events but for trainers' steps (`curve` has those), the newest first."""
+        """The last events but for trainers' steps, the newest first."""
         return list(islice((event for event in reversed(self._ring) if event.kind != TRAINER_STEP), count))
 
     def training(self, run_id: str) -> Training | None:
         """What the run's trainer reported last."""
-        steps = self._steps.get(run_id)
-        return steps[-1] if steps else None
-
-    def curve(self, run_id: str, count: int) -> list[RewardPoint]:
-        """Rewards by step, oldest first, thinned out evenly to `count` points, the newest among them."""
-        steps = list(self._steps.get(run_id, ()))
-        stride = max(1, -(-len(steps) // count))
-        kept = steps[::-1][::stride][::-1]
-        return [RewardPoint(step=s.step, reward_mean=s.reward_mean, policy_version=s.policy_version) for s in kept]
+        return self._steps.get(run_id)
 
     async def stream(self, after: str | None, keep_alive_s: float) -> AsyncIterator[list[EventView]]:
         """Events after an id (None: from now on), in order, each once; an empty list after a silence."""
@@ -121,20 +112,17 @@ class EventTail:
         run_id = event.facts.get("run_id")
         if not isinstance(run_id, str):
             return
-        steps = self._steps.setdefault(run_id, deque(maxlen=STEP_COUNT))
+        reward = event.facts.get("reward_mean")
+        self._steps[run_id] = Training(
+            time_ms=event.time_ms,
+            step=_whole(event.facts.get("step")),
+            reward_mean=float(reward) if isinstance(reward, (int, float)) else None,
+            policy_version=_whole(event.facts.get("policy_version")),
+            facts=event.facts,
+        )
         self._steps.move_to_end(run_id)
         if len(self._steps) > RUN_COUNT_MAX:
             self._steps.popitem(last=False)
-        reward = event.facts.get("reward_mean")
-        steps.append(
-            Training(
-                time_ms=event.time_ms,
-                step=_whole(event.facts.get("step")),
-                reward_mean=float(reward) if isinstance(reward, (int, float)) else None,
-                policy_version=_whole(event.facts.get("policy_version")),
-                facts=event.facts,
-            )
-        )
 
     def _wake(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()

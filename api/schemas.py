@@ -44,11 +44,25 @@ class Rates(Model):
 
 
 class RewardPoint(Model):
-    """One step of a trainer, as it reported it."""
+    """Completed rollouts of some policy versions, each counted once, as the broker counted them.
+
+    One that was completed, and later too stale to be delivered, stays counted; its rerun counts for its own version.
+    """
 
     step: int | None
+    """Always null; what a trainer calls a step is in `training`."""
     reward_mean: float | None
+    """Null, as the next three: not finite."""
     policy_version: int | None
+    """The first of them, by each rollout's oldest token; null: rollouts without tokens."""
+    version_count: int = 1
+    """Versions in one point, the same for all points."""
+    rollout_count: int = 0
+    reward_deviation: float | None = None
+    """Standard deviation."""
+    reward_min: float | None = None
+    reward_max: float | None = None
+    completion_tokens_mean: float = 0.0
 
 
 class Training(Model):
@@ -178,7 +192,7 @@ class RunView(Model):
     training: Training | None
     """Null until a trainer reports a step."""
     reward_curve: list[RewardPoint]
-    """Oldest first; at most 128 points here, at most 512 in /v1/runs/{run_id}."""
+    """By version; at most 128 points here, at most 256 in /v1/runs/{run_id}."""
     agreement: AgreementView | None = None
     """Null until a trainer compares (`run.compare`)."""
 
@@ -292,7 +306,7 @@ class Status(Model):
     rollouts_per_s_history: list[float]
     tokens_per_s_history: list[float]
     events: list[EventView]
-    """The newest first, at most 40; without trainer.step, which `training` and `reward_curve` show."""
+    """The newest first, at most 40; without trainer.step, which `training` shows."""
 
 
 class Runs(Model):

@@ -29,7 +29,17 @@ from .rates import Meters
 from .schemas import LeaseView, Rates, RunView, Status, WorkerView
 from .schemas_lending import SharingTotals
 from .schemas_weights import WeightsView
-from .views import COUNTERS, agreement_view, counters_of, lease_view, readiness, sum_up, totals, worker_view
+from .views import (
+    COUNTERS,
+    agreement_view,
+    counters_of,
+    lease_view,
+    readiness,
+    reward_curve,
+    sum_up,
+    totals,
+    worker_view,
+)
 from .weights import WeightReader
 
 SAMPLE_S = 1.0
@@ -254,7 +264,7 @@ class StatusReader:
             rates=_rates(self._runs.rates(now_s, run_id, status.counters)),
             rollouts_per_s_history=self._runs.history(run_id, "trajectories_completed"),
             training=self._tail.training(run_id),
-            reward_curve=self._tail.curve(run_id, CURVE_COUNT),
+            reward_curve=reward_curve(status.rewards, CURVE_COUNT),
             agreement=agreement_view(status.agreement) if status.agreement is not None else None,
         )
 

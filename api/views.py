@@ -8,6 +8,7 @@ from dataclasses import asdict
 from ..fabric.agreement import Agreement
 from ..fabric.ports import RunStatus
 from ..fabric.records import Lease, WorkerInfo
+from ..fabric.rules.curve import FINITE_MAX, Curve, put_together
 from ..fabric.rules.lending import LendTerms
 from ..fabric.weights.inspection import version_row
 from ..fabric.weights.manifest import WeightManifest
@@ -17,6 +18,7 @@ from .schemas import (
     AgreementView,
     LeaseView,
     Readiness,
+    RewardPoint,
     RunView,
     Totals,
     WorkerAgreement,
@@ -162,3 +164,25 @@ def sum_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def counters_of(statuses: Iterable[RunStatus]) -> dict[str, dict[str, int]]:
     """The counters that have rates, by run."""
     return {s.config.run_id: {name: s.counters.get(name, 0) for name in COUNTERS} for s in statuses}
+
+
+def reward_curve(curve: Curve, count_max: int) -> list[RewardPoint]:
+    """A run's rewards by version, at most `count_max` points."""
+    return [
+        RewardPoint(
+            step=None,
+            reward_mean=_finite(bucket.reward_mean),
+            policy_version=bucket.version if bucket.version >= 0 else None,
+            version_count=bucket.width,
+            rollout_count=bucket.count,
+            reward_deviation=_finite(bucket.reward_deviation),
+            reward_min=_finite(bucket.reward_min),
+            reward_max=_finite(bucket.reward_max),
+            completion_tokens_mean=bucket.token_mean,
+        )
+        for bucket in put_together(curve, count_max)
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) <= FINITE_MAX else None

@@ -16,11 +16,14 @@ from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.ports import RunStatus
+from ..fabric.rules.curve import FINITE_MAX, RewardBucket
 from ..fabric.text import cleaned
 from ..fabric.wire import dump_json
+from .demo_view import spark
 from .options import AsJson, Url, need_url
 
 T = TypeVar("T")
+CURVE_WIDTH = 40
 AGREEMENT_ROW_COUNT = 8  # workers shown per run, the worst first; --json has all that are kept
 
 
@@ -62,8 +65,16 @@ def _run_row(run: RunStatus) -> dict[str, Any]:
         "groups_waiting": run.groups_waiting,
         "dead_count": run.dead_count,
         "counters": dict(run.counters),
+        "rewards": [_reward_row(bucket) for bucket in run.rewards],
         "agreement": None if run.agreement is None else asdict(run.agreement),
     }
+
+
+def _reward_row(bucket: RewardBucket) -> dict[str, Any]:
+    row = {name: getattr(bucket, f"reward_{name}") for name in ("mean", "deviation", "min", "max")}
+    finite = {f"reward_{name}": value if abs(value) <= FINITE_MAX else None for name, value in row.items()}
+    place = {"version": bucket.version, "version_count": bucket.width, "rollout_count": bucket.count}
+    return {**place, **finite, "completion_tokens_mean": bucket.token_mean}
 
 
 def draw(seen: dict[str, Any]) -> Group:
@@ -101,7 +112,27 @@ def draw(seen: dict[str, Any]) -> Group:
             _engine(each),
             f"{each['heartbeat_age_ms'] / 1000:.1f} s",
         )
-    return Group(runs, workers, *_agreement_tables(seen["runs"]))
+    return Group(runs, workers, *_reward_lines(seen["runs"]), *_agreement_tables(seen["runs"]))
+
+
+def _reward_lines(runs: list[dict[str, Any]]) -> list[Table]:
+    """How each run's mean reward went, by policy version, where it has rollouts."""
+    table = Table(title="rewards", title_justify="left", header_style="bold")
+    for heading in ("run", "mean", "±", "lowest", "highest", "rollouts", "versions", "curve"):
+        table.add_column(heading, justify="left" if heading in ("run", "curve") else "right")
+    for run in runs:
+        points = [point for point in run["rewards"] if point["reward_mean"] is not None]
+        if not points:
+            continue
+        last = points[-1]
+        figures = [last[f"reward_{name}"] for name in ("mean", "deviation", "min", "max")]
+        shown = ["" if value is None else f"{value:.3g}" for value in figures]
+        versions = f"{points[0]['version']}–{last['version'] + last['version_count'] - 1}"
+        count = sum(point["rollout_count"] for point in points)
+        means = [point["reward_mean"] for point in points]
+        curve = spark(means[:: -(-len(means) // CURVE_WIDTH)], CURVE_WIDTH)
+        table.add_row(run["run_id"], *shown, f"{count:,}", versions, curve)
+    return [table] if table.row_count else []
 
 
 def _engine(worker: dict[str, Any]) -> Text:

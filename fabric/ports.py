@@ -28,6 +28,7 @@ from .records import (
     TurnResult,
     WorkerInfo,
 )
+from .rules.curve import Curve
 from .sharing import LendSetting, SharingReport
 
 
@@ -167,6 +168,7 @@ class RunStatus:
     dead_count: int
     counters: Mapping[str, int]
     agreement: Agreement | None = None  # of workers with the trainer, as it was last compared
+    rewards: Curve = ()  # of completed rollouts by policy version; a survey leaves it out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

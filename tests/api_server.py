@@ -60,14 +60,14 @@ class ApiWorld:
         """Take trajectories, as an agent worker does."""
         return await self.fabric.trajectories(RUN).claim("agent-1", count)
 
-    async def settle(self, claim: TrajectoryClaim) -> None:
-        """Finish a trajectory with reward 1."""
+    async def settle(self, claim: TrajectoryClaim, reward: float = 1.0) -> None:
+        """Finish a trajectory."""
         none, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
         rollout = Rollout(
             trajectory_id=claim.job.trajectory_id,
             group_id=claim.job.group_id,
             task_id="t1",
-            reward=1.0,
+            reward=reward,
             finish_reason="terminated",
             turn_count=1,
             attempt=1,

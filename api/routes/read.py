@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from ...fabric.errors import RunUnknown
+from ...fabric.rules.curve import BUCKET_COUNT_MAX
 from ..context import Context
-from ..events import STEP_COUNT
 from ..schemas import (
     DeadLetters,
     DeadLetterView,
@@ -21,6 +21,7 @@ from ..schemas import (
     Weights,
     Workers,
 )
+from ..views import reward_curve
 
 UNKNOWN_RUN: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "No such run"}}
 VERSION_COUNT = 64
@@ -46,7 +47,8 @@ def router(context: Context) -> APIRouter:
     async def run(run_id: str) -> RunView:
         """One run, with its whole reward curve."""
         found = await find_run(context, run_id)
-        return found.model_copy(update={"reward_curve": context.tail.curve(run_id, STEP_COUNT)})
+        status = await context.ports.board.run_status(run_id)
+        return found.model_copy(update={"reward_curve": reward_curve(status.rewards, BUCKET_COUNT_MAX)})
 
     @routes.get("/runs/{run_id}/dead-letters", responses=UNKNOWN_RUN)
     async def dead_letters(run_id: str, count: Count = 100) -> DeadLetters:

@@ -143,9 +143,10 @@ function fillRun({ root, f }, run, status) {
 
 function fillReward(f, run) {
   const rewards = run.reward_curve.map((point) => point.reward_mean).filter((value) => value !== null);
-  const last = run.training?.reward_mean;
-  text(f.reward, last === null || last === undefined ? "–" : last.toFixed(2));
-  text(f.step, run.training?.step === null || !run.training ? "" : `step ${run.training.step}`);
+  const last = run.reward_curve.at(-1);
+  text(f.reward, rewards.length ? rewards.at(-1).toFixed(2) : "–");
+  const step = run.training?.step ?? null;
+  text(f.step, step !== null ? `step ${step}` : last && last.policy_version !== null ? `version ${last.policy_version}` : "");
   show(f["no-curve"], rewards.length === 0);
   const isUnit = rewards.every((value) => value >= 0 && value <= 1);
   const range = isUnit ? { low: 0, high: 1 } : { low: Math.min(...rewards), high: Math.max(...rewards) };

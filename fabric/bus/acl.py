@@ -51,13 +51,13 @@ LEAVE = "hexists hdel zrem hgetall"
 STATUS = "pttl get hgetall hmget hget hvals hlen xlen zcard zrange"
 STATUS_KEYS = (
     "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:lends {rf}:sharing {rf}:plan {rf}:clock {run}:run "
-    "{run}:clock {run}:counters {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* {run}:trajectory:held "
-    "{run}:trajectory:deadline "
+    "{run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* "
+    "{run}:trajectory:held {run}:trajectory:deadline "
     "{run}:turn:ready:* {run}:turn:held"
 )
 ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
-    "{run}:open {run}:late {run}:dead {run}:clock"
+    "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards"
 )
 RQ_ASK = "sadd hset rpush multi exec llen"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"

@@ -130,7 +130,7 @@ class RedisLeaseBoard(RedisLeases):
             shards = RunShards(run_id, config.shard_count).all
             pipeline = self._client.pipeline(transaction=False)
             for keys in shards:
-                queue_status(pipeline, keys)
+                queue_status(pipeline, keys, has_rewards=True)
             answers = await pipeline.execute()
         size = len(answers) // len(shards)
         return sum_up(config, [read_status(answers[n * size : (n + 1) * size]) for n in range(len(shards))])

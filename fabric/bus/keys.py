@@ -30,6 +30,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
+  rf:{run.s}:rewards        HASH   version // width → "count sum squares min max tokens" of completed rollouts, and
+                                   "width"; at most BUCKET_COUNT_MAX (rules/curve.py).
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
   rf:{run.s}:lease_term     STRING the highest term that has written leases here. Controller.
   rf:{run.s}:group:<id>     HASH   size, quorum, priority, completed, failed, cancelled (trajectories that ended so),
@@ -145,6 +147,7 @@ class ShardKeys:
         self.run = f"{self.base}:run"
         self.clock = f"{self.base}:clock"
         self.counters = f"{self.base}:counters"
+        self.rewards = f"{self.base}:rewards"
         self.open = f"{self.base}:open"
         self.late = f"{self.base}:late"
         self.leases = f"{self.base}:leases"

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import RunUnknown
 from ..ports import RunStatus
 from ..records import RunConfig
+from ..rules.curve import put_together, read_curve
 from ..rules.push import no_such_run
 from . import keys as names
 from .connection import translate
@@ -27,8 +28,8 @@ async def unknown_run(client: Any, run_id: str) -> RunUnknown:
     return no_such_run(run_id, names.DELETED_TTL_MS - left_ms if left_ms > 0 else None)
 
 
-def queue_status(pipeline: Any, keys: ShardKeys) -> None:
-    """Ask a shard, with whatever else the pipeline carries."""
+def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -> None:
+    """Ask a shard, with whatever else the pipeline carries; also for its curve of rewards, about 10 KiB, if wanted."""
     pipeline.hmget(keys.run, "head_version", "depth", "bytes", "agreement")
     pipeline.hgetall(keys.counters)
     for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
@@ -37,10 +38,13 @@ def queue_status(pipeline: Any, keys: ShardKeys) -> None:
     pipeline.hvals(keys.turn.held)
     pipeline.zcard(keys.trajectory.deadline)
     pipeline.hlen(keys.dead)
+    if has_rewards:
+        pipeline.hgetall(keys.rewards)
 
 
 def read_status(answers: list[Any]) -> dict[str, Any]:
     """What one shard answered."""
+    *answers, curve = answers if isinstance(answers[-1], dict) else (*answers, {})
     facts, counters, waiting, *rest = answers
     queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -4])
     running, claimed, timed, dead = rest[-4:]
@@ -55,6 +59,7 @@ def read_status(answers: list[Any]) -> dict[str, Any]:
         "turns": {"ready": ready, "claimed": sum(map(int, claimed))},
         "groups_waiting": waiting,
         "dead_count": dead,
+        "rewards": read_curve(curve),
     }
 
 
@@ -79,4 +84,5 @@ def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
         dead_count=sum(part["dead_count"] for part in parts),
         counters=total("counters"),
         agreement=agreement_row(parts[0]["agreement"]),
+        rewards=put_together(bucket for part in parts for bucket in part["rewards"]),
     )

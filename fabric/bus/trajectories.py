@@ -116,10 +116,11 @@ class RedisTrajectoryQueue:
     async def _settle(self, fence: int, worker_id: str, rollout: Rollout, state: str) -> bool:
         keys = self._shards.of(rollout.trajectory_id)
         args: list[Any] = [rollout.trajectory_id, fence, rollout.group_id, state, rollout.encode(), self._score_ms]
-        args += [worker_id, rollout.policy_version]
+        reward = "" if rollout.reward is None else repr(float(rollout.reward))
+        args += [worker_id, rollout.policy_version, reward, len(rollout.completion_ids)]
         with translate():
             answer = await self._scripts.call(
-                "settle_trajectory", [*ending_keys(keys, rollout.group_id), keys.clock], args
+                "settle_trajectory", [*ending_keys(keys, rollout.group_id), keys.clock, keys.rewards], args
             )
         if not isinstance(answer, list):
             return bool(answer)

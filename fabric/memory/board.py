@@ -55,6 +55,7 @@ class MemoryLeaseBoard(MemoryLeases):
             dead_count=len(run.dead),
             counters=dict(run.counters),
             agreement=run.agreement,
+            rewards=run.rewards,
         )
 
     async def survey(self) -> Survey:

@@ -190,6 +190,7 @@ class MemoryTrajectoryQueue(RunPort):
         if state == "scoring":
             run.trajectories.deadlines[name] = self._broker.now_ms() + self._score_ms
         else:
+            run.note_reward(rollout)
             run.close(rollout.group_id, "completed")
         return True
 

@@ -15,6 +15,7 @@ from ..errors import RunUnknown
 from ..ids import group_of, trajectory_id, turn_id
 from ..lease_plan import LeasePlan
 from ..records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
+from ..rules.curve import Curve, bucket_of, put_together
 from ..rules.push import no_such_run
 from ..rules.urgency import urgency
 from ..sharing import LendSetting, SharingReport
@@ -115,6 +116,14 @@ class RunState:
     dead: dict[str, DeadLetter] = field(default_factory=dict)
     leases: dict[str, tuple[int, int, float]] = field(default_factory=dict)
     lease_term: int = -1
+
+    rewards: Curve = ()
+
+    def note_reward(self, rollout: Rollout) -> None:
+        """As bus/lua/use/curve.lua."""
+        if rollout.reward is not None:
+            bucket = bucket_of(rollout.policy_version, rollout.reward, len(rollout.completion_ids))
+            self.rewards = put_together((*self.rewards, bucket))
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a total."""

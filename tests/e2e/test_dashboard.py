@@ -53,9 +53,10 @@ async def test_the_page_shows_what_happens_while_it_is_open(api: ApiWorld, brows
     # When a group is pushed, run and finished, and a trainer reports a step
     await api.push_group("g1", 8)
     await page.wait_text(f"{CARD} [data-f=queued]", "8")
-    for claim in await api.claim(8):
-        await api.settle(claim)
-    await api.fabric.board.add_event("trainer.step", {"run_id": "r1", "step": 4, "reward_mean": 0.75})
+    await page.wait_text(f"{CARD} [data-f=reward]", "–")
+    for index, claim in enumerate(await api.claim(8)):
+        await api.settle(claim, 1.0 if index < 6 else 0.0)
+    await api.fabric.board.add_event("trainer.step", {"run_id": "r1", "step": 4, "loss": 0.5})
     # Then the page says so, without being asked
     await page.wait_text(f"{CARD} [data-f=completed]", "8")
     await page.wait_text("#tiles [data-f=groups]", "1")

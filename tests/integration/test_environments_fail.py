@@ -12,7 +12,8 @@ from zlib import crc32
 
 import pytest
 from rq import Callback, Queue, Retry
-from rq.job import Job, JobStatus, Webhook
+from rq.job import Job
+from rq.webhook import Webhook
 
 from rollfab.fabric.errors import RewardUnknown
 from rollfab.fabric.records import DeadLetter, Group
@@ -261,8 +262,9 @@ def test_what_a_job_says_beside_its_name_and_arguments_is_not_read(fabric: Proce
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         queue = open_queue(fabric.url)
-        hook = Webhook(f"http://127.0.0.1:{server.getsockname()[1]}/", [JobStatus.FINISHED, JobStatus.FAILED])
-        jobs = [queue.enqueue_call(name, args=["none", []], webhooks=[hook], retry=Retry(3)) for name in ("score", "no")]
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        hooks = [Webhook(url, "finished"), Webhook(url, "failed")]
+        jobs = [queue.enqueue_call(name, args=["none", []], webhooks=hooks, retry=Retry(3)) for name in ("score", "no")]
 
         # When the worker has taken it, Then it asks nobody for anything, and does not try again
         fabric.until(lambda: queue.is_empty() and jobs[1].get_status() == "failed", 20.0, "the jobs were taken")

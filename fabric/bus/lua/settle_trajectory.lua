@@ -1,11 +1,11 @@
--- settle_trajectory(id, fence, group_id, state, rollout, score_ms, worker, oldest_version)
+-- settle_trajectory(id, fence, group_id, state, rollout, score_ms, worker, oldest_version, reward | '', token_count)
 -- End a trajectory exactly once: `completed`, or `scoring` while its reward is being computed (then score_ms is how
 -- soon it must be asked for). `worker` holds the claim; it is '' when a trajectory that waits for its reward gets it.
 -- Its loss is 0 again: agents that it cost are no losses of its reward, and those cost no agent of another attempt.
---   KEYS[1..19] see use/drop.lua   KEYS[20] clock
+--   KEYS[1..19] see use/drop.lua   KEYS[20] clock   KEYS[21] rewards hash (a complete one is counted there, once)
 -- Returns 1 settled (also when asked again) · 0 the fence is stale · {2, head_version} its tokens are (nothing written)
 -- flags allow-oom
--- use batch record hold look time forget_turns drop close
+-- use batch record hold look time forget_turns drop close curve
 local id, fence, group_id, state = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local r = read_record(KEYS[1], id)
 if r and r.fence == fence and r.state == state then return 1 end
@@ -29,6 +29,7 @@ write_record(KEYS[1], id, r)
 if state == 'scoring' then
   redis.call('ZADD', KEYS[2], now_ms(KEYS[20]) + tonumber(ARGV[6]), id)
 else
+  if ARGV[9] ~= '' then note_reward(KEYS[21], oldest, tonumber(ARGV[9]), tonumber(ARGV[10])) end
   close(group_id, 'completed')
 end
 return 1
