@@ -217,6 +217,8 @@ class WorkerView(Model):
     """Generated since it started."""
     tokens_per_s: float
     environments: list[str]
+    rewards: list[str]
+    """Reward functions that a reward worker offers."""
     headroom_fraction: float | None
     """Distance to the SLO on a serving worker; null where nothing is measured."""
     engine: str | None

@@ -71,6 +71,7 @@ def worker_view(
         token_count=info.token_count,
         tokens_per_s=round(tokens_per_s, 2),
         environments=list(info.environments),
+        rewards=list(info.rewards),
         headroom_fraction=info.headroom_fraction,
         engine=info.engine,
         prefix_hit_fraction=info.prefix_hit_fraction,

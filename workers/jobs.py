@@ -17,14 +17,14 @@ import dataclasses
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 from rq import Queue, SimpleWorker
-from rq.exceptions import DequeueTimeout
+from rq.exceptions import DequeueTimeout, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
@@ -176,6 +176,13 @@ def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
                 )
             return function
 
+        def perform(self) -> Any:
+            try:
+                return super().perform()
+            except (FabricError, TypeError, ValueError) as error:
+                log.warning("rewards.job_failed", extra={"job_id": self.id, "error": str(error)})
+                raise
+
         # rq would import these by the path that the queue names.
         success_callback = property(lambda self: None)
         failure_callback = property(lambda self: None)
@@ -205,7 +212,7 @@ class _Puller(SimpleWorker):
         while not self._stop_requested:
             queues, wait_s = self.queues_now()
             self.queues = self._ordered_queues = sorted(queues, key=lambda queue: (queue.name == last, queue.name))
-            with contextlib.suppress(DequeueTimeout):
+            with contextlib.suppress(DequeueTimeout), _ending_quietly():
                 self.heartbeat()
                 found = Queue.dequeue_any(
                     self._ordered_queues,
@@ -219,6 +226,16 @@ class _Puller(SimpleWorker):
                     last = found[1].name
                     return found
         return None
+
+
+@contextlib.contextmanager
+def _ending_quietly() -> Iterator[None]:
+    """A broker that is away ends rq's worker, and is said in a line; a new one is made."""
+    try:
+        yield
+    except RedisError as error:
+        log.warning("rewards.queue_lost", extra={"error": str(error)})
+        raise StopRequested from error
 
 
 class RewardWorker:
@@ -288,7 +305,7 @@ class RewardWorker:
         )
         worker.log_result_lifespan = False
         worker.queues_now = self._queues
-        worker.work(logging_level="WARNING")
+        worker.work(logging_level="CRITICAL")  # it would show a traceback where a broker is away
 
     def _queues(self) -> tuple[list[Queue], float]:
         if self._is_stopping.is_set():

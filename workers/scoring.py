@@ -38,6 +38,7 @@ FEW = 6  # processes keep the broker busy, where a call takes less than
 WORTH_S = 0.02
 SLOW_S = 1.0  # a call that takes longer gives way to others for the processors
 SLOW_NICENESS, NICENESS = 19, 5
+SUSPECT_S = 2.0
 KEEP_S = 2.0  # a reward that is seen to for this long: its worker may be killed
 KEEP_EVERY_S = 0.5
 FOLLOW_S = 0.25
@@ -162,8 +163,8 @@ class _Run:
     queue: TrajectoryQueue
     waiting: dict[str, int] = field(default_factory=dict)
     """Trajectory → fence, the oldest first."""
-    suspects: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Those that have cost something: trajectory → (loss, fence)."""
+    suspects: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    """Those that have cost something: trajectory → (loss, fence, since when that is known)."""
     suspect: str | None = None
     """The one of them that is computed now."""
     running: dict[str, tuple[int, asyncio.Task[None]]] = field(default_factory=dict)
@@ -172,16 +173,21 @@ class _Run:
 
     def rows(self) -> list[tuple[str, int]]:
         """All that is seen to."""
-        suspects = [(name, fence) for name, (_, fence) in self.suspects.items()]
+        suspects = [(name, fence) for name, (_, fence, _) in self.suspects.items()]
         return [*self.waiting.items(), *suspects, *((name, fence) for name, (fence, _) in self.running.items())]
 
-    def next(self, room: int) -> tuple[str, int, int] | None:
-        """What to compute next: trajectory, fence, and what it may have cost. A suspect takes no other's room."""
+    def next(self, room: int, now_s: float) -> tuple[str, int, int] | None:
+        """What to compute next: trajectory, fence, and what it may have cost. A suspect takes no other's room.
+
+        Suspects wait a while for others that may be less suspicious: the same one must not be hit every time.
+        """
         if self.suspects and self.suspect is None:
-            name = min(self.suspects, key=lambda name: self.suspects[name][0])
-            _, fence = self.suspects.pop(name)
-            self.suspect = name
-            return name, fence, SCORE_LOSS_MAX
+            since_s = min(since_s for _, _, since_s in self.suspects.values())
+            if not self.waiting or now_s - since_s > SUSPECT_S:
+                name = min(self.suspects, key=lambda name: self.suspects[name][0])
+                _, fence, _ = self.suspects.pop(name)
+                self.suspect = name
+                return name, fence, SCORE_LOSS_MAX
         if self.waiting and len(self.running) - (self.suspect is not None) < room:
             name = next(iter(self.waiting))
             return name, self.waiting.pop(name), 0
@@ -287,7 +293,7 @@ class Scoring:
         return min(run.window, max(own, shared))
 
     def _start(self, run: _Run) -> bool:
-        row = run.next(self._room(run))
+        row = run.next(self._room(run), self._clock.now_s())
         if row is None:
             return False
         name, fence, loss_max = row
@@ -309,7 +315,7 @@ class Scoring:
             if claim is None:
                 return
             if claim.rollout is None:
-                run.suspects[name] = (claim.loss, fence)
+                run.suspects[name] = (claim.loss, fence, self._clock.now_s())
                 return
             await self._settle(run, name, fence, claim)
         except FabricError as error:  # the broker is away, or what it holds cannot be read: it is asked for again

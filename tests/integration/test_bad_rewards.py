@@ -192,10 +192,10 @@ async def play_fault(fabric: Processes, fault: str) -> None:
         assert (LOST | FAILED)[fault] in reason
         assert len(reason) <= 2000
         if fault in LOST:
-            assert counters["rewards_lost"] == 2
+            assert counters["rewards_failed"] == 1
+            assert counters["rewards_lost"] >= 2  # its processes; on a machine that stands still, its worker as well
             assert "start the reward worker with a longer --timeout" in reason or "must return a float" in reason
         else:
-            assert counters.get("rewards_lost", 0) == 0
             assert counters["rewards_failed"] == 2
 
 
