@@ -50,11 +50,14 @@ DRAIN_S = 90.0  # longer than the longest safety net: a turn without a result is
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run. pauses: bounds of the quiet time before a fault, in seconds, by role."""
+    """One run. pauses: bounds of the quiet time before a fault, in seconds, by role. agent_kill_count: that many kills
+    of agents, and no other faults, in place of `duration_s` of all kinds; 0: not that.
+    """
 
     workload: Workload
     duration_s: float
     pauses: dict[str, tuple[float, float]]
+    agent_kill_count: int = 0
 
 
 FULL = Settings(
@@ -89,9 +92,25 @@ QUICK = Settings(
 )
 
 
-def bench_chaos(*, quick: bool, json_output: bool, seed: int, duration_s: float | None) -> int:
+KILLS = Settings(  # trajectories that outlive several agents each
+    workload=replace(
+        QUICK.workload,
+        counts={"worker": 1, "agent": 3, "controller": 1, "reward": 1, "trainer": 1},
+        depth=24,
+        turn_count=6,
+    ),
+    duration_s=3600.0,
+    pauses={"agent": (0.1, 0.6)},
+)
+
+
+def bench_chaos(
+    *, quick: bool, json_output: bool, seed: int, duration_s: float | None, agent_kill_count: int = 0
+) -> int:
     """Run and print; returns the exit code."""
     settings = QUICK if quick else FULL
+    if agent_kill_count:
+        settings = replace(KILLS, agent_kill_count=agent_kill_count)
     if duration_s is not None:
         settings = replace(settings, duration_s=duration_s)
     directory = Path(tempfile.mkdtemp(prefix="rollfab-chaos-"))
@@ -131,7 +150,10 @@ async def measure(settings: Settings, seed: int, directory: Path) -> Report:
         director = Director(cast, watch, seed, settings.pauses)
         progress = asyncio.create_task(_show_progress(director, settings.duration_s))
         try:
-            await director.run(settings.duration_s)
+            if settings.agent_kill_count:
+                await director.kill_agents(settings.agent_kill_count)
+            else:
+                await director.run(settings.duration_s)
         finally:
             progress.cancel()
         drain_s = await _drain(cast)

@@ -7,11 +7,12 @@ any more and the process serves again. So every role has one process at work, un
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -64,6 +65,26 @@ class Director:
                     lanes.create_task(self._lane(role))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        await asyncio.gather(*self._late)
+
+    async def kill_agents(self, count: int) -> None:
+        """So many kills of agents, one at a time, as soon as one of them works; returns when all have recovered.
+
+        Raises:
+            FabricError: an agent did not come back.
+        """
+        self._started_s = time.monotonic()
+        agents = faults(
+            self._seed, "agent", instance_count=self._cast.workload.counts["agent"], pause_s=self._pauses["agent"]
+        )
+        for fault in itertools.islice(agents, count):
+            name = f"agent-{fault.instance}"
+            await asyncio.sleep(fault.pause_s)
+            await self._until_serving(name)
+            worker_id, started_s = self._cast.worker_id(name), time.monotonic()
+            injected = self._note(replace(fault, kind=KILL, duration_s=0.0))
+            self._cast.kill(name)
+            self._late.append(asyncio.create_task(self._recover(injected, "agent", worker_id, started_s)))
         await asyncio.gather(*self._late)
 
     async def _lane(self, role: str) -> None:

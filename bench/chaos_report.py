@@ -100,7 +100,7 @@ def print_table(report: Report) -> None:
     columns = ["", *KINDS, "recovery p50, ms", "p99"]
     notes = [
         f"{found['faults']} faults; {found['groups']} groups: {found['lost']} lost, {found['duplicated']} duplicated,"
-        f" {found['malformed']} malformed, {found['diverged']} rollouts diverged, {found['dead']} dead letters",
+        f" {found['malformed']} malformed, {found['diverged']} rollouts diverged, {found['dead']} given up",
         f"regenerated {found['regenerated_fraction']:.2%} of {number(found['tokens_made'])} tokens; recovery of claims"
         f" p50 {found['recovery_ms_p50'] or 0:.0f} ms, p99 {found['recovery_ms_p99'] or 0:.0f} ms",
         f"{found['wall_s']:.0f} s in all, drained in {found['drain_s']:.1f} s; machine: {report.machine}",

@@ -24,6 +24,7 @@ class Stroll(Environment):
     """
 
     name = "stroll"
+    isolation = "none"  # it could end its agent: what is lost with agents is what chaos looks at
 
     def __init__(self, turn_count: int, completion_tokens: int, pace_s: float) -> None:
         self.sampling = TextSampling(temperature=0.0, max_tokens=completion_tokens, ends_at_eos=False)

@@ -59,11 +59,13 @@ def chaos(
     json: AsJson = False,
     seed: Annotated[int, typer.Option(help="Of the faults: the same seed, the same faults.")] = 0,
     duration: Annotated[float | None, typer.Option(help="Seconds of faults; default 600, quick 22.", min=1)] = None,
+    kill_agents: Annotated[int, typer.Option(help="Kill agents so many times, and do nothing else.", min=0)] = 0,
 ) -> None:
     """A real workload under kills, freezes and cuts of every role and the broker: what is lost, what comes twice."""
     from ..bench.chaos import bench_chaos
 
-    raise typer.Exit(bench_chaos(quick=quick, json_output=json, seed=seed, duration_s=duration))
+    code = bench_chaos(quick=quick, json_output=json, seed=seed, duration_s=duration, agent_kill_count=kill_agents)
+    raise typer.Exit(code)
 
 
 @app.command("resume")

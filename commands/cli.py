@@ -187,6 +187,7 @@ def agent(
     name: Name = None,
     environments: Annotated[int, typer.Option("--count", help="Environments at once.", min=1)] = 256,
     timeout: Annotated[float, typer.Option(help="Seconds a reset or step may take.")] = 30.0,
+    memory: Annotated[int, typer.Option(help="MiB of address space for each environment's process.", min=64)] = 4096,
     environment: Allowed = None,
     reward: Rewards = None,
 ) -> None:
@@ -196,7 +197,12 @@ def agent(
     options = RoleOptions(
         url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
     )
-    run_agent(options, environment_count=environments, environment_timeout_s=need_seconds("--timeout", timeout))
+    run_agent(
+        options,
+        environment_count=environments,
+        environment_timeout_s=need_seconds("--timeout", timeout),
+        environment_memory_bytes=memory << 20,
+    )
 
 
 @app.command()

@@ -27,11 +27,13 @@ from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError, FabricError
 from ..fabric.ids import check_name, new_worker_id
+from ..fabric.limits import WORLD_MEMORY_BYTES_MAX
 from ..fabric.records import WorkerInfo
 from ..workers.engines.base import Engine
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
 
 if TYPE_CHECKING:
+    from ..workers.environments.pool import PoolConfig
     from ..workers.rollout import RolloutConfig
     from ..workers.serving.options import ServingOptions
     from ..workers.serving.wiring import Sharing
@@ -107,10 +109,18 @@ def run_controller(options: RoleOptions) -> None:
     run_until_stopped(serve)
 
 
-def run_agent(options: RoleOptions, *, environment_count: int, environment_timeout_s: float) -> None:
+def run_agent(
+    options: RoleOptions,
+    *,
+    environment_count: int,
+    environment_timeout_s: float,
+    environment_memory_bytes: int = WORLD_MEMORY_BYTES_MAX,
+) -> None:
     """Drive environments."""
     from ..workers.agent import AgentConfig, AgentWorker
+    from ..workers.environments.pool import PoolConfig
     from ..workers.jobs import RewardAsker, open_queue, queue_of
+    from ..workers.keeper import Elsewhere
     from ..workers.watchdog import watching
 
     async def serve(stop: asyncio.Event) -> None:
@@ -119,15 +129,21 @@ def run_agent(options: RoleOptions, *, environment_count: int, environment_timeo
         config = AgentConfig(
             worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
         )
+        pool = PoolConfig(memory_bytes_max=environment_memory_bytes)
+        elsewhere = Elsewhere(
+            open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
+            make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
+        )
         async with (
-            _registry(options) as registry,
+            _registry(options, pool) as registry,
             await RedisFabric.open(
                 options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
             ) as ports,
         ):
             asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
+            worker = AgentWorker(ports, registry, config, clock, ask_reward=asker.ask, elsewhere=elsewhere)
             with watching():
-                await AgentWorker(ports, registry, config, clock, ask_reward=asker.ask).run(stop)
+                await worker.run(stop)
 
     run_until_stopped(serve)
 
@@ -339,12 +355,12 @@ def run_api(options: RoleOptions, config: ApiConfig) -> None:
     run_until_stopped(serve)
 
 
-def _registry(options: RoleOptions) -> Any:
+def _registry(options: RoleOptions, pool: PoolConfig | None = None) -> Any:
     from ..workers.environments.registry import Registry
 
     if options.environments or options.rewards:
         sys.path.insert(0, os.getcwd())  # a module beside the user, named by the user: as `python -m` would find it
-    return Registry(options.environments, options.rewards)
+    return Registry(options.environments, options.rewards, pool=pool)
 
 
 def _info(worker_id: str, role: str) -> WorkerInfo:

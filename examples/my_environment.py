@@ -23,7 +23,7 @@ class Countdown:
 
     sampling = TextSampling(max_tokens=1)  # one character per turn
     turn_count_max = 12
-    inline = True  # it never blocks; leave this out and its calls run in a thread, under a time limit
+    inline = True  # it never blocks and may be trusted: leave this out and it has a process of its own
 
     def __init__(self, start: int = 5) -> None:
         self.start = start

@@ -23,7 +23,7 @@ SIDE_COUNT = 3
 class RegexGolf:
     """Write an expression that matches the first words and none of the others; each turn is another try."""
 
-    isolation = "process"
+    isolation = "process"  # as is the default: it says so because it could not do without
     memory_bytes_max = 1 << 30
     turn_count_max = 4
     sampling = {"max_tokens": 24, "stop_texts": ("\n",)}  # noqa: RUF012

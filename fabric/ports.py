@@ -189,7 +189,19 @@ class Survey:
 class TrajectoryQueue(Protocol):
     """Trajectories of one run, as an agent worker sees them."""
 
-    async def claim(self, worker_id: str, want: int) -> list[TrajectoryClaim]: ...
+    async def claim(
+        self, worker_id: str, want: int, *, takes_suspect: bool = True, is_inside: bool = True
+    ) -> list[TrajectoryClaim]:
+        """Take trajectories, the most urgent first.
+
+        Args:
+            worker_id: the agent.
+            want: how many at most.
+            takes_suspect: whether one of them may be a suspect (rules/giving_up.py); an agent holds one at a time.
+            is_inside: their environments run in the agent's own process, and could end it.
+        """
+        ...
+
     async def renew(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> list[str]:
         """Extend claims; returns the ids that are lost."""
         ...
@@ -265,8 +277,12 @@ class TurnQueue(Protocol):
         want: int = 0,
         lease_epoch: int = 0,
         active_version: int = -1,
+        takes_suspect: bool = True,
     ) -> Exchange:
-        """Hand in what finished, keep what runs, take what is ready: one round trip."""
+        """Hand in what finished, keep what runs, take what is ready: one round trip.
+
+        takes_suspect: whether one of those taken may be a suspect (rules/giving_up.py); a worker holds one at a time.
+        """
         ...
 
     async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:

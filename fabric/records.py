@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -304,8 +305,9 @@ def check_reward(reward: Any, where: str, error_type: type[FabricError] = Enviro
     """
     try:
         value = float(reward)
-    except (TypeError, ValueError) as error:
-        raise error_type(f"{where} gave reward {reward!r:.200}: not a number", reason="reward") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        told = reprlib.repr(reward)  # it may be of any size
+        raise error_type(f"{where} gave reward {told}: not a number", reason="reward") from error
     if not math.isfinite(value):
         raise error_type(f"{where} gave reward {value}: rewards must be finite", reason="reward")
     return value

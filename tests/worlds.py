@@ -33,6 +33,7 @@ class Walk(Environment):
     """
 
     name = "walk"
+    isolation = "none"
 
     def __init__(self, turns: int = 6, pace_s: float = 0.05, tokens: int = 8, any_length: bool = False) -> None:
         self.sampling = TextSampling(max_tokens=tokens, stop_texts=ANY_LENGTH if any_length else ())
@@ -82,6 +83,7 @@ class Broken(Environment):
     """
 
     name = "broken"
+    isolation = "none"
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         self._fault = task.get("fault") if seed in task.get("fault_seeds", [seed]) else None
@@ -147,6 +149,7 @@ class BrokenGym:
 
     SEEDS: ClassVar = {"hangs": 101, "stops": 102, "exits": 103, "four values": 104}
     sampling = TextSampling(max_tokens=1)
+    isolation = "none"
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         self._seed = seed
@@ -168,6 +171,7 @@ class Unmakeable(Environment):
     """Cannot be constructed."""
 
     name = "unmakeable"
+    isolation = "none"
 
     def __init__(self) -> None:
         raise FileNotFoundError("maps/level-1.txt")

@@ -1,13 +1,14 @@
 """The agent worker: drives environments, many at once, and asks for turns.
 
-Per run that it can serve, four loops share one claim table: claim new trajectories, hand turn requests to the broker
-in batches, give arriving results to whoever waits for them, and renew what is held (and reap what others lost).
-One trajectory's life is episode.py's.
+Per run that it can serve, three loops share one claim table: claim new trajectories, hand turn requests to the broker
+in batches, and give arriving results to whoever waits for them. One trajectory's life is episode.py's.
 
 - An environment that raises or hangs costs its own trajectory alone: the attempt fails, is tried again, and in the
   end is a dead letter with its traceback; it is never scored as reward 0.
 - A claim that is lost ends its episode at once; whoever took it over goes on.
-- Claims are renewed over a connection of their own, also while their episode settles: nothing slow holds that up.
+- Heartbeats, renewals and reaping share neither loop nor connection with all that (keeper.py): nothing that an
+  environment gives or does holds them up.
+- It holds one suspect at a time (rules/giving_up.py): a trajectory that may have ended the agents before this one.
 - Runs share the places for environments by weight (places.py).
 - A run whose model has no tokenizer here costs itself alone (tokenizers.py): the others are served.
 """
@@ -18,29 +19,24 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError, ClaimLost, FabricError, FirstError, WireError
+from ..fabric.errors import BrokerError, ClaimLost, FabricError, WireError
 from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
 from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
+from ..fabric.rules.giving_up import is_suspect
 from ..fabric.rules.runs import is_same_run
 from ..fabric.tokenizer import Tokenizer
 from .environments.registry import Registry
 from .episode import Episode, Limits
 from .failures import dead_letter
+from .keeper import AskReward, Elsewhere, Keeper, KeeperConfig
 from .places import Places
 from .tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
-
-
-class AskReward(Protocol):
-    """Asks for the reward of a trajectory; `is_again`: it was asked for before, and may still be on its way."""
-
-    async def __call__(self, run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None: ...
 
 
 TrajectoryClaimId = tuple[str, int]  # trajectory_id, fence
@@ -66,36 +62,72 @@ class AgentConfig:
     """How often what others lost is taken back, and groups past their deadline are completed."""
     runs_s: float = 0.25
     """How often new runs, and changed settings of others, are looked for."""
+    hung_s: float = 30.0
+    """An agent whose event loop stands for longer is hung, and its trajectories are for others."""
+
+
+class Quarantine:
+    """The one place for a suspect; from when a suspect may be asked for until it has got on, or ended."""
+
+    def __init__(self) -> None:
+        self._holder: object = None
+
+    def take(self) -> bool:
+        """Whether a suspect may be asked for now; then `hold` is called with what came."""
+        if self._holder is not None:
+            return False
+        self._holder = self
+        return True
+
+    def hold(self, claims: Sequence[TrajectoryClaim]) -> None:
+        """Of what was claimed, the suspect stays in the place."""
+        self._holder = next((claim for claim in claims if is_suspect(claim.loss)), None)
+
+    def clear(self, claim: TrajectoryClaim) -> None:
+        """It has got on, or ended."""
+        if self._holder is claim:
+            self._holder = None
 
 
 class AgentWorker:
     """Serves every run whose environment it offers."""
 
     def __init__(
-        self, fabric: Fabric, registry: Registry, config: AgentConfig, clock: Clock, *, ask_reward: AskReward
+        self,
+        fabric: Fabric,
+        registry: Registry,
+        config: AgentConfig,
+        clock: Clock,
+        *,
+        ask_reward: AskReward,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
+        """`elsewhere`: how the keeper gets a thread of its own; None: it shares this loop and `fabric`."""
         self._fabric = fabric
         self._registry = registry
         self._config = config
         self._clock = clock
         self._ask_reward = ask_reward
+        self._elsewhere = elsewhere
         self._places = Places(config.environment_count)
+        self._quarantine = Quarantine()
         self._tokenizers = Tokenizers(clock)
         self._agents: dict[str, RunAgent] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then give unfinished trajectories back."""
-        beat = asyncio.create_task(self._beat())
-        try:
-            while not stop.is_set():
-                if beat.done():
-                    beat.result()
-                await self._follow_runs()
-                await self._clock.sleep(self._config.runs_s)
-        finally:
-            beat.cancel()
-            self._tokenizers.close()
-            await asyncio.gather(beat, *(agent.close() for agent in self._agents.values()), return_exceptions=True)
+        own = self._config
+        config = KeeperConfig(worker_id=own.worker_id, renew_s=own.renew_s, reap_s=own.reap_s, hung_s=own.hung_s)
+        keeper = Keeper(config, self._clock, say=self._say, kept=lambda: self._agents)
+        async with keeper.keeping(self._fabric, self._ask_reward, self._elsewhere) as check:
+            try:
+                while not stop.is_set():
+                    check()
+                    await self._follow_runs()
+                    await self._clock.sleep(self._config.runs_s)
+            finally:
+                self._tokenizers.close()
+                await asyncio.gather(*(agent.close() for agent in self._agents.values()), return_exceptions=True)
 
     async def _follow_runs(self) -> None:
         try:
@@ -118,28 +150,23 @@ class AgentWorker:
                 self._agents[name] = RunAgent(self, config, tokenizer)
             self._places.join(name, config.weight)
 
-    async def _beat(self) -> None:
-        while True:
-            info = WorkerInfo(
-                worker_id=self._config.worker_id,
-                role="agent",
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                slot_count=self._config.environment_count,
-                running_count=self.running_count,
-                environments=self._registry.offered(),
-                error=self._tokenizers.error,
-            )
-            try:
-                await self._fabric.board.heartbeat(info)
-            except BrokerError as error:
-                log.warning("agent.heartbeat_failed", extra={"error": str(error)})
-            await self._clock.sleep(1.0)
+    def _say(self) -> WorkerInfo:
+        """What the keeper says of us, from its own thread."""
+        return WorkerInfo(
+            worker_id=self._config.worker_id,
+            role="agent",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            slot_count=self._config.environment_count,
+            running_count=self.running_count,
+            environments=self._registry.offered(),
+            error=self._tokenizers.error,
+        )
 
     @property
     def running_count(self) -> int:
         """Environments in use now."""
-        return sum(len(agent.claims) for agent in self._agents.values())
+        return sum(len(agent.claims) for agent in list(self._agents.values()))
 
     @property
     def parts(self) -> tuple[Fabric, Registry, AgentConfig, Clock, AskReward]:
@@ -151,17 +178,20 @@ class AgentWorker:
         """The places for environments, shared between the runs."""
         return self._places
 
+    @property
+    def quarantine(self) -> Quarantine:
+        """The place for a suspect, of whatever run."""
+        return self._quarantine
+
 
 class RunAgent:
     """The part of an agent worker that serves one run."""
 
     def __init__(self, owner: AgentWorker, run: RunConfig, tokenizer: Tokenizer) -> None:
-        self._places = owner.places
+        self._places, self._quarantine = owner.places, owner.quarantine
         self._fabric, self._registry, self._config, self._clock, self._ask_reward = owner.parts
         self._run = run
         self._trajectories = self._fabric.trajectories(run)
-        self._held_trajectories = self._fabric.trajectories(run)  # renewals never queue behind another call
-        self._rollouts = self._fabric.rollouts(run)
         self._turns = self._fabric.turns(run)
         self._tokenizer = tokenizer
         self.claims: dict[str, TrajectoryClaim] = {}
@@ -170,8 +200,13 @@ class RunAgent:
         self._waiting: dict[str, asyncio.Future[TurnResult]] = {}
         self._asked: list[TurnPush] = []
         self._has_asked = asyncio.Event()
-        loops = (self._claim, self._push, self._receive, self._renew, self._reap)
+        loops = (self._claim, self._push, self._receive)
         self._loops = [asyncio.create_task(self._patiently(loop)) for loop in loops]
+
+    @property
+    def run(self) -> RunConfig:
+        """The run as it is now."""
+        return self._run
 
     def follow(self, run: RunConfig) -> bool:
         """Take in settings that changed, for claims from now on: episodes under way go on as they began.
@@ -216,18 +251,31 @@ class RunAgent:
     async def _claim(self) -> None:
         run_id = self._run.run_id
         while True:
+            is_inside = await self._is_inside()
             want, claims = self._places.take(run_id), []
             if not want:
                 await self._places.changed(WAIT_S)
                 continue
+            takes_suspect = is_inside and self._quarantine.take()
             try:
-                claims = await self._trajectories.claim(self._config.worker_id, want)
+                claims = await self._trajectories.claim(
+                    self._config.worker_id, want, takes_suspect=takes_suspect or not is_inside, is_inside=is_inside
+                )
             finally:
                 self._places.used(run_id, want, len(claims))
+                if takes_suspect:
+                    self._quarantine.hold(claims)
             for claim in claims:
                 self._start(claim)
             if not claims:
                 await self._trajectories.wait(WAIT_S)
+
+    async def _is_inside(self) -> bool:
+        """Whether the environment could end this agent; one that cannot be had says why to each of its episodes."""
+        try:
+            return await self._registry.is_inside(self._run.environment)
+        except FabricError:
+            return False
 
     async def _push(self) -> None:
         """All turns that were asked for in one round of the event loop go in one call."""
@@ -244,7 +292,7 @@ class RunAgent:
                 self._asked = [*asked, *self._asked]
                 self._has_asked.set()
                 raise
-            self._lose(lost, {push.trajectory_id: push.fence for push in asked})
+            self.lose(lost, {push.trajectory_id: push.fence for push in asked})
 
     def _is_ours(self, push: TurnPush) -> bool:
         """Not, when it waited here while its claim was lost: the answer could not be told from a later claim's."""
@@ -257,28 +305,6 @@ class RunAgent:
                 waiting = self._waiting.pop(result.turn_id, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(result)
-
-    async def _renew(self) -> None:
-        while True:
-            await self._clock.sleep(self._config.renew_s)
-            held = list(self.claims.values())
-            if held:
-                lost = await self._held_trajectories.renew(self._config.worker_id, held)
-                self._lose(lost, {claim.job.trajectory_id: claim.fence for claim in held})
-
-    async def _reap(self) -> None:
-        while True:
-            await self._clock.sleep(self._config.reap_s)
-            first_error = FirstError()
-            with first_error:
-                await self._rollouts.reap()
-            with first_error:
-                await self._turns.reap(self._config.worker_id)
-            with first_error:
-                reaped = await self._trajectories.reap(self._config.worker_id)
-                for trajectory_id, fence in reaped.scoring:
-                    await self._ask_reward(self._run.run_id, trajectory_id, fence, is_again=True)
-            first_error.raise_it()
 
     # ---- one trajectory
 
@@ -293,11 +319,12 @@ class RunAgent:
     def _end(self, claim: TrajectoryClaim) -> None:
         """An episode is over: also one that was cancelled before it began."""
         name = claim.job.trajectory_id
+        self._quarantine.clear(claim)
         if self.claims.get(name) is claim:  # not, when a retry of it was claimed here in the meantime
             del self.claims[name], self._episodes[name]
         self._places.give(self._run.run_id)
 
-    def _lose(self, trajectory_ids: list[str], fences: Mapping[str, int]) -> None:
+    def lose(self, trajectory_ids: list[str], fences: Mapping[str, int]) -> None:
         """End episodes whose claim is lost, but not those that were claimed anew while the broker was asked.
 
         One that is being handed in is no longer held by its claim: the answer to that tells what became of it.
@@ -364,6 +391,7 @@ class RunAgent:
                     self._asked.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
                     self._has_asked.set()
                     await asyncio.wait([future], timeout=self._config.ask_again_s)
+                self._quarantine.clear(claim)
                 return future.result()
             finally:
                 if self._waiting.get(job.turn_id) is future:  # not, when a later claim asks for the same turn

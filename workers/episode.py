@@ -6,34 +6,38 @@
 - No turn is taken that was made in another context than the one we are in: a world that was replayed or restored and
   then says or pays something else fails the attempt as "diverged", which starts anew. The two are never mixed.
 - Infrastructure failures are no rewards: whatever raises here fails the attempt.
+- What a world gives is bounded where it arrives, before it is tokenised, encoded, logged or sent; what may take long to
+  tokenise or encode does so in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from ..fabric.errors import EnvironmentFailed, FabricError, InputError, WireError
+from ..fabric.errors import EnvironmentFailed, FabricError, InputError, PayloadTooLarge, WireError
 from ..fabric.ids import turn_id
-from ..fabric.limits import SNAPSHOT_BYTES_MAX, check_prompt
+from ..fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, SNAPSHOT_BYTES_MAX, check_prompt
 from ..fabric.ports import TrajectoryClaim
 from ..fabric.records import NO_IDS, Int32, Rollout, RunConfig, Sampling, TurnJob, TurnResult, check_reward
 from ..fabric.seeds import turn_seed
 from ..fabric.tokenizer import Tokenizer
 from ..fabric.wire import check_size, dump_json, load_json
-from .environments.base import Environment, Observation, Recovery, Step, as_error
+from .environments.base import Environment, Observation, Recovery, Step, as_error, show, time_limit
 from .environments.registry import Registry
+from .failures import reason_of, traceback_of
 from .transcript import Transcript
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+BRIEF = 16 * KIB  # characters, or values: what is more is tokenised and encoded in a thread
 
 DIVERGED = {  # what to do about it, by how the environment recovers
     "replay": "Its answers do not follow from task, seed and actions: mend that, or have it recover by a restart",
@@ -93,9 +97,10 @@ class Episode:
                 step = await self._turn(world)
         finally:
             await self._close(world)
-        return self._rollout(step)
+        return await self._rollout(step)
 
-    def _rollout(self, last: Step) -> Rollout:
+    async def _rollout(self, last: Step) -> Rollout:
+        info = await self._dump("info", last.info, INFO_BYTES_MAX)
         job, tokens, rewards = self._claim.job, self._transcript.tokens(), self._transcript.rewards
         return Rollout(
             trajectory_id=job.trajectory_id,
@@ -111,7 +116,7 @@ class Episode:
             completion_ids=tokens.ids,
             logprobs=tokens.logprobs,
             completion_mask=tokens.mask,
-            info={**load_json(self._dump("info", last.info)), "rewards": rewards},
+            info={**load_json(info), "rewards": rewards},
         )
 
     # ---- the world
@@ -119,8 +124,8 @@ class Episode:
     async def _open(self) -> Environment:
         """The world; one with a process of its own keeps time itself, and waits for a process under no limit."""
         name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
-        await self._guard("make", lambda: self._registry.load(name))
-        self._has_limit = not self._registry.is_isolated(name)
+        self._has_limit = False
+        self._has_limit = await self._guard("make", lambda: self._registry.is_inside(name))
         world = await self._guard("make", lambda: self._registry.open(name, options, timeout_s=limit_s))
         if world.inline:  # it does not wait for anything, so no limit could stop it
             self._has_limit = False
@@ -147,9 +152,10 @@ class Episode:
         observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
         if not (isinstance(observation, Observation) and isinstance(observation.text, str)):
             raise EnvironmentFailed(
-                f"{self._name}: reset gave {observation!r}, expected an Observation with text", reason="reset"
+                f"{self._name}: reset gave {show(observation)}, expected an Observation with text",
+                reason="reset",
             )
-        self._transcript.begin(self._encode(observation.text, where="reset"))
+        self._transcript.begin(await self._encode(observation.text, where="reset"))
         return await self._replay(world, Step(observation.text, 0.0), settled)
 
     async def _replay(self, world: Environment, step: Step, settled: Sequence[TurnResult]) -> Step:
@@ -177,7 +183,7 @@ class Episode:
         await self._guard("restore", lambda: world.restore(state["world"]))
         for step, result in zip(known, settled, strict=False):
             self._take(result)
-            self._add_step(step)
+            await self._add_step(step)
         return await self._replay(world, last, settled[len(known) :])
 
     async def _turn(self, world: Environment) -> Step:
@@ -204,9 +210,10 @@ class Episode:
         step = await self._guard("step", lambda: world.step(action))
         if not (isinstance(step, Step) and isinstance(step.text, str) and isinstance(step.info, dict)):
             raise EnvironmentFailed(
-                f"{self._name}: step gave {step!r}, expected a Step with text and a dict of info", reason="step"
+                f"{self._name}: step gave {show(step)}, expected a Step with text and a dict of info",
+                reason="step",
             )
-        self._add_step(step)
+        await self._add_step(step)
         return step
 
     async def _snapshot(self, world: Environment) -> None:
@@ -216,7 +223,7 @@ class Episode:
             "texts": self._texts,
             "rewards": self._transcript.rewards,
         }
-        await self._save(check_size(f"{self._name}: its snapshot", self._dump("snapshot", state), SNAPSHOT_BYTES_MAX))
+        await self._save(await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
 
     # ---- the record
 
@@ -235,19 +242,33 @@ class Episode:
             f"{self._name} diverged: {how}; a new attempt starts. {DIVERGED[self._recovery]}", reason="diverged"
         )
 
-    def _add_step(self, step: Step) -> None:
+    async def _add_step(self, step: Step) -> None:
         is_read = step.text and not step.is_done
-        ids = self._encode(step.text, where="step") if is_read else NO_IDS
+        ids = await self._encode(step.text, where="step") if is_read else NO_IDS
         self._transcript.add_step(check_reward(step.reward, self._name), ids)
         self._texts.append(step.text)
 
-    def _encode(self, text: str, where: str) -> Int32:
-        ids = self._tokenizer.encode(text)
+    async def _encode(self, text: str, where: str) -> Int32:
+        self._check_text(text, where)
+        encode = self._tokenizer.encode
+        ids = encode(text) if len(text) <= BRIEF else await asyncio.to_thread(encode, text)
         if where == "reset" and not len(ids):
             raise EnvironmentFailed(
                 f"{self._name}: the first observation is empty, the policy needs a token to start from", reason="reset"
             )
         return ids
+
+    def _check_text(self, text: str, where: str) -> None:
+        try:
+            size = len(text) if len(text) > OBSERVATION_BYTES_MAX else len(text.encode())
+        except UnicodeEncodeError as error:
+            raise EnvironmentFailed(f"{self._name}: {where}: its text is no Unicode: {error}", reason=where) from error
+        if size > OBSERVATION_BYTES_MAX:
+            raise EnvironmentFailed(
+                f"{self._name}: {where}: its text is {size:,} bytes as UTF-8, the limit is {OBSERVATION_BYTES_MAX:,}: "
+                "let it be shorter",
+                reason=where,
+            )
 
     def _sampling(self, world: Environment) -> Sampling:
         own, wanted = world.sampling, self._run.sampling
@@ -275,33 +296,62 @@ class Episode:
             raise
         except Exception as error:  # around a user's environment
             raise EnvironmentFailed(
-                f"{where} raised {type(error).__name__}: {error}", reason=what, traceback=traceback.format_exc()
+                f"{where} raised {reason_of(error)}", reason=what, traceback=traceback_of(error)
             ) from error
 
     async def _in_time(self, where: str, work: Callable[[], Awaitable[T]]) -> T:
         """In a task of its own, which is left behind when it does not even end on being cancelled."""
         task = asyncio.create_task(_contain(work), name=where)
         try:
-            done, _ = await asyncio.wait((task,), timeout=self._limits.call_timeout_s)
-        finally:
-            task.cancel()
-        if not done:
+            async with time_limit(self._limits.call_timeout_s):
+                await asyncio.wait((task,))
+        except TimeoutError as error:
             raise EnvironmentFailed(
                 f"{where} took longer than {self._limits.call_timeout_s:g} s; "
                 'if it goes on nevertheless, isolation = "process" would end it',
                 reason="timeout",
-            )
+            ) from error
+        finally:
+            task.cancel()
         return task.result()
 
-    def _dump(self, what: str, value: object) -> bytes:
+    async def _dump(self, what: str, value: object, bytes_max: int) -> bytes:
+        """JSON of what a world gave: weighed first, for nobody knows how much it is."""
         try:
-            return dump_json(value)
+            if weigh(value, BRIEF) <= BRIEF:
+                return dump_json(value)
+            return await asyncio.to_thread(_dump_within, f"{self._name}: its {what}", value, bytes_max)
         except InputError as error:
             raise EnvironmentFailed(f"{self._name}: {what} cannot be sent: {error}", reason=what) from error
 
     @property
     def _name(self) -> str:
         return f"environment {self._run.environment!r}"
+
+
+def _dump_within(what: str, value: object, bytes_max: int) -> bytes:
+    """JSON of at most so many bytes.
+
+    Raises:
+        InputError: it is no JSON, or too large.
+    """
+    if weigh(value, bytes_max) > bytes_max:
+        raise PayloadTooLarge(f"{what} is more than {bytes_max:,} bytes as JSON, the limit: say less in it")
+    return check_size(what, dump_json(value), bytes_max, next_step="say less in it")
+
+
+def weigh(value: object, limit: int) -> int:
+    """At most how many bytes plain values are as JSON, at least; counts no further than `limit`."""
+    total, left = 0, [value]
+    while left and total <= limit:
+        each = left.pop()
+        total += 2 + (len(each) if isinstance(each, (str, bytes)) else 0)
+        if isinstance(each, dict):
+            room = max(0, limit - total)
+            left += [part for pair in itertools.islice(dict.items(each), room) for part in pair]
+        elif isinstance(each, (list, tuple)):
+            left += each[: max(0, limit - total) + 1]
+    return total
 
 
 async def _contain(work: Callable[[], Awaitable[T]]) -> T:

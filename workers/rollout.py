@@ -158,6 +158,7 @@ class RolloutWorker:
             want=self._free_count(len(settles)),
             lease_epoch=lease.lease_epoch if lease else 0,
             active_version=self._active_version(),
+            takes_suspect=not self._running.has_suspect,
         )
         self._running.forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
         return outcome

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ..fabric.clock import Clock
 from ..fabric.errors import EngineError
 from ..fabric.ports import TurnClaim, TurnProgress, TurnSettle
+from ..fabric.rules.giving_up import is_suspect
 from ..fabric.rules.stall import StallRule, is_stalled
 from .engines.base import Engine, Generation
 from .stall import LOOK_S, EngineWatch
@@ -58,6 +59,11 @@ class RunningTurns:
 
     def __len__(self) -> int:
         return len(self._turns)
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a suspect is among them (rules/giving_up.py): then no other is taken."""
+        return any(is_suspect(turn.claim.loss) for turn in self._turns.values())
 
     def sizes(self) -> list[TurnSize]:
         """Of those that the engine still runs, in the order in which they were begun."""

@@ -48,11 +48,11 @@ BEAT = "heartbeat read_lease"
 # assignments, sharing: to leave, its own
 BEAT_KEYS = "{rf}:workers {rf}:heartbeats {rf}:assignments {rf}:sharing {rf}:clock {run}:clock"
 LEAVE = "hexists hdel zrem hgetall"
-STATUS = "pttl get hgetall hmget hget hvals hlen xlen zcard zrange"
+STATUS = "pttl get hgetall hmget hget hvals hlen llen xlen zcard zrange"
 STATUS_KEYS = (
     "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:lends {rf}:sharing {rf}:plan {rf}:clock {run}:run "
     "{run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* "
-    "{run}:trajectory:held {run}:trajectory:deadline "
+    "{run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects {run}:turn:suspects "
     "{run}:turn:ready:* {run}:turn:held"
 )
 ENDING_KEYS = (

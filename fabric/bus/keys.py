@@ -52,12 +52,14 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   For each kind of job, K = trajectory | turn:
   rf:{run.s}:K:ready:<u>    STREAM id: jobs that wait, by urgency 0 (first), 1, 2; consumer group "workers". Entry
                                    deleted by claim.
+  rf:{run.s}:K:suspects     LIST   id: suspects that wait; a worker holds one at a time. Entry deleted by claim.
   rf:{run.s}:K:job          HASH   id → TrajectoryJob | TurnJob. Turns: deleted when they end. Trajectories: deleted
                                    with the group, for a rollout too stale to be delivered is run again.
-  rf:{run.s}:K:record       HASH   id → "state fence attempt loss rerun worker"; loss counts workers that it cost, in
-                                   state scoring what its reward has cost (rules/giving_up.py); worker is then who
-                                   computes it, or "-". Trajectories: deleted with the group.
-                                   Turns: deleted when their trajectory ends.
+  rf:{run.s}:K:record       HASH   id → "state fence attempt loss rerun blame seen inside worker"; loss, blame, seen:
+                                   what speaks against it (rules/giving_up.py), in state scoring loss is what its
+                                   reward has cost and worker who computes it, or "-"; inside: its world runs in its
+                                   worker. Trajectories: deleted with the group. Turns: deleted when their trajectory
+                                   ends.
   rf:{run.s}:K:deadline     ZSET   id → claim_until_ms. Member deleted when the claim ends.
   rf:{run.s}:K:held         HASH   worker_id → claims it holds. Field deleted at zero.
   rf:{run.s}:K:bell         LIST   wakes one idle worker; bounded to 64: more would only cost empty claims.
@@ -137,6 +139,7 @@ class JobKeys:
     held: str
     bell: str
     log: str
+    suspects: str
 
 
 class ShardKeys:
@@ -163,7 +166,7 @@ class ShardKeys:
 
     def _jobs(self, kind: str) -> JobKeys:
         ready = tuple(f"{self.base}:{kind}:ready:{urgency}" for urgency in range(URGENCY_COUNT))
-        names = ("job", "record", "deadline", "held", "bell", "log")
+        names = ("job", "record", "deadline", "held", "bell", "log", "suspects")
         return JobKeys(ready, *(f"{self.base}:{kind}:{name}" for name in names))
 
     def group(self, group_id: str) -> str:

@@ -34,6 +34,8 @@ def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -
     pipeline.hgetall(keys.counters)
     for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
         pipeline.xlen(stream)
+    for jobs in (keys.trajectory, keys.turn):
+        pipeline.llen(jobs.suspects)
     pipeline.hvals(keys.trajectory.held)
     pipeline.hvals(keys.turn.held)
     pipeline.zcard(keys.trajectory.deadline)
@@ -46,8 +48,8 @@ def read_status(answers: list[Any]) -> dict[str, Any]:
     """What one shard answered."""
     *answers, curve = answers if isinstance(answers[-1], dict) else (*answers, {})
     facts, counters, waiting, *rest = answers
-    queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -4])
-    running, claimed, timed, dead = rest[-4:]
+    queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -6])
+    suspected, suspected_turns, running, claimed, timed, dead = rest[-6:]
     running_count = sum(map(int, running))
     return {
         "head_version": int(facts[0] or -1),
@@ -55,8 +57,12 @@ def read_status(answers: list[Any]) -> dict[str, Any]:
         "memory_bytes": int(facts[2] or 0),
         "agreement": facts[3],
         "counters": {name.decode(): int(value) for name, value in counters.items()},
-        "trajectories": {"queued": queued, "running": running_count, "scoring": max(0, timed - running_count)},
-        "turns": {"ready": ready, "claimed": sum(map(int, claimed))},
+        "trajectories": {
+            "queued": queued + suspected,
+            "running": running_count,
+            "scoring": max(0, timed - running_count),
+        },
+        "turns": {"ready": ready + suspected_turns, "claimed": sum(map(int, claimed))},
         "groups_waiting": waiting,
         "dead_count": dead,
         "rewards": read_curve(curve),

@@ -19,12 +19,14 @@ from ..ids import group_of, turn_id
 from ..ports import Reaped, ScoreClaim, TrajectoryClaim
 from ..records import DeadLetter, Rollout, RunConfig, TrajectoryJob, TurnResult
 from ..rules.giving_up import (
+    BLAME_COUNT_MAX,
     GIVEN_UP,
-    LOSS_COUNT_MAX,
     PROCESS_LOSS,
     RERUN_COUNT_MAX,
     SCORE_LOSS_MAX,
+    SUSPECT_LOSS_COUNT,
     given_up,
+    is_suspect,
     too_stale,
 )
 from ..wire import load_json
@@ -49,19 +51,29 @@ class RedisTrajectoryQueue:
         self._claim_ms = claim_ms
         self._score_ms = score_ms
 
-    async def claim(self, worker_id: str, want: int) -> list[TrajectoryClaim]:
+    async def claim(
+        self, worker_id: str, want: int, *, takes_suspect: bool = True, is_inside: bool = True
+    ) -> list[TrajectoryClaim]:
         claims: list[TrajectoryClaim] = []
         first_error = FirstError()
         for keys in self._shards.in_turn():
             if want <= len(claims):
                 break
             t = keys.trajectory
+            names = [*t.ready, t.job, t.record, t.deadline, t.held, t.log, keys.clock, keys.run, keys.completed]
+            may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in claims))
+            args: list[Any] = [
+                worker_id,
+                want - len(claims),
+                self._claim_ms,
+                "-",
+                0,
+                may_be,
+                int(is_inside),
+                SUSPECT_LOSS_COUNT,
+            ]
             with first_error, translate():
-                answer = await self._scripts.call(
-                    "claim",
-                    [*t.ready, t.job, t.record, t.deadline, t.held, t.log, keys.clock, keys.run, keys.completed],
-                    [worker_id, want - len(claims), self._claim_ms, "-", 0],
-                )
+                answer = await self._scripts.call("claim", [*names, t.suspects], args)
                 for row in answer[1:]:
                     claims.append(await self._claim(worker_id, keys, row))
         if not claims:
@@ -219,11 +231,9 @@ class RedisTrajectoryQueue:
         for keys in self._shards.all:
             t = keys.trajectory
             with first_error, translate():
-                rows = await self._scripts.call(
-                    "reap",
-                    [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock],
-                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms, self._score_ms, SCORE_LOSS_MAX],
-                )
+                names = [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock]
+                limits = [BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms, self._score_ms, SCORE_LOSS_MAX]
+                rows = await self._scripts.call("reap", [*names, keys.turn.record], [worker_id, REAP_COUNT, *limits])
                 scoring += [(name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring"]
                 ready += sum(what == b"ready" for what, *_ in rows)
                 for what, name, fence, raw in rows:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from ..errors import FirstError
 from ..ports import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, RunConfig, TokenLog, TurnJob, TurnResult
-from ..rules.giving_up import LOSS_COUNT_MAX, lost_turn
+from ..rules.giving_up import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from .channel import Command, checked, stream_entries
 from .connection import translate
 from .keys import INBOX_TTL_MS, ShardKeys
@@ -88,13 +88,16 @@ class RedisTurnQueue:
         want: int = 0,
         lease_epoch: int = 0,
         active_version: int = -1,
+        takes_suspect: bool = True,
     ) -> Exchange:
         outcome, first_error = Exchange(unsettled={row.claim.job.turn_id for row in settles}), FirstError()
         settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
         running = self._by_shard((row.claim.job.turn_id, row) for row in progress)
         for keys in self._shards.in_turn():
             shard = self._shards.all.index(keys)
+            may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
             claiming = [worker_id, want - len(outcome.claims), self._claim_ms, lease_epoch, active_version]
+            claiming += [may_be, 1, SUSPECT_LOSS_COUNT]
             calls: list[Any] = []
             if shard in settling:
                 calls.append(self._settle_call(worker_id, keys, settling[shard]))
@@ -114,7 +117,7 @@ class RedisTurnQueue:
 
     def _claim_keys(self, keys: ShardKeys) -> list[str]:
         u = keys.turn
-        return [*u.ready, u.job, u.record, u.deadline, u.held, u.log, keys.clock, keys.run, keys.leases]
+        return [*u.ready, u.job, u.record, u.deadline, u.held, u.log, keys.clock, keys.run, keys.leases, u.suspects]
 
     def _settle_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnSettle]) -> Any:
         u = keys.turn
@@ -174,7 +177,7 @@ class RedisTurnQueue:
         for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
             keys = self._shards.all[shard]
             u = keys.turn
-            args: list[Any] = [worker_id, LOSS_COUNT_MAX if is_stalled else 0]
+            args: list[Any] = [worker_id, BLAME_COUNT_MAX if is_stalled else 0]
             for row in part:
                 args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
             with translate():
@@ -190,8 +193,8 @@ class RedisTurnQueue:
             with first_error, translate():
                 rows = await self._scripts.call(
                     "reap",
-                    [*waking_keys(keys, u), u.record, u.deadline, u.held, u.job, keys.counters, keys.clock],
-                    [worker_id, REAP_COUNT, LOSS_COUNT_MAX, self._claim_ms],
+                    [*waking_keys(keys, u), u.record, u.deadline, u.held, u.job, keys.counters, keys.clock, u.log],
+                    [worker_id, REAP_COUNT, BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms],
                 )
                 ready += sum(row[0] == b"ready" for row in rows)
                 lost = [_give_up(row) for row in rows if row[0] == b"lost"]
@@ -241,4 +244,4 @@ def _give_up(row: Sequence[Any]) -> TurnSettle:
         logprobs=NO_LOGPROBS,
         error=lost_turn(name.decode()),
     )
-    return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=LOSS_COUNT_MAX), result=result)
+    return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=BLAME_COUNT_MAX), result=result)

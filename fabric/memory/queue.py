@@ -10,13 +10,17 @@ from ..ids import group_of, turn_id
 from ..ports import Exchange, Reaped, ScoreClaim, TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, DeadLetter, Rollout, RunConfig, TurnResult
 from ..rules.giving_up import (
+    BLAME_COUNT_MAX,
     GIVEN_UP,
-    LOSS_COUNT_MAX,
     PROCESS_LOSS,
     RERUN_COUNT_MAX,
     SCORE_LOSS_MAX,
+    Suspicion,
+    after_loss,
+    after_stall,
     given_up,
     is_stale,
+    is_suspect,
     lost_turn,
     too_stale,
 )
@@ -42,15 +46,32 @@ class RunPort:
         return state
 
     def _take_ready(
-        self, table: JobTable, worker_id: str, want: int, claim_ms: int, *, class_count: int = 3
+        self,
+        table: JobTable,
+        worker_id: str,
+        want: int,
+        claim_ms: int,
+        *,
+        class_count: int = 3,
+        takes_suspect: bool = True,
+        is_inside: bool = True,
     ) -> list[tuple[str, JobRecord]]:
         taken: list[tuple[str, JobRecord]] = []
-        while len(taken) < want and (waiting := next(filter(None, table.ready[:class_count]), None)):
+        names = [table.suspects.pop(0)] if takes_suspect and want > 0 and table.suspects else []
+        while len(taken) < want:
+            waiting = names or next(filter(None, table.ready[:class_count]), [])
+            if not waiting:
+                break
             name = waiting.pop(0)
             record = table.records.get(name)
             if record is None or record.state != "ready":
                 continue
+            if is_suspect(record.loss) and not takes_suspect:
+                table.suspects.append(name)
+                continue
+            takes_suspect = takes_suspect and not is_suspect(record.loss)
             record.state, record.fence, record.worker = "claimed", record.fence + 1, worker_id
+            record.is_inside = is_inside
             table.deadlines[name] = self._broker.now_ms() + claim_ms
             table.held[worker_id] = table.held.get(worker_id, 0) + 1
             taken.append((name, record))
@@ -76,11 +97,13 @@ class RunPort:
             record = table.records[name]
             if log is not None:
                 table.logs[name] = log
-            if is_stalled and record.loss + 1 >= LOSS_COUNT_MAX:
-                table.deadlines[name] = 0
-                continue
+            if is_stalled:
+                record.suspicion = after_stall(record.suspicion, self._come(table, name, record)[0])
+                if record.blame >= BLAME_COUNT_MAX:
+                    table.deadlines[name] = 0
+                    continue
             table.end_claim(name, record)
-            record.state, record.worker, record.loss = "ready", "-", record.loss + is_stalled
+            record.state, record.worker = "ready", "-"
             self.run.make_ready(table, name, was_held=True)
             self.run.count("stalled" if is_stalled else "released")
 
@@ -104,10 +127,11 @@ class RunPort:
         return rows
 
     def _take_back(self, table: JobTable, name: str, record: JobRecord, worker_id: str, claim_ms: int) -> str:
+        come, could_be_it = self._come(table, name, record)
         table.end_claim(name, record)
-        record.loss += 1
+        record.suspicion = after_loss(record.suspicion, come, could_be_it=could_be_it)
         self.run.count("reaped")
-        if record.loss < LOSS_COUNT_MAX:
+        if record.blame < BLAME_COUNT_MAX:
             record.state, record.worker = "ready", "-"
             self.run.make_ready(table, name, was_held=True)
             return "ready"
@@ -115,6 +139,16 @@ class RunPort:
         table.deadlines[name] = self._broker.now_ms() + claim_ms
         table.held[worker_id] = table.held.get(worker_id, 0) + 1
         return "lost"
+
+    def _come(self, table: JobTable, name: str, record: JobRecord) -> tuple[int, bool]:
+        """How far a job has come, and whether its worker was at it: a trajectory whose turn is under way only waits."""
+        if table is self.run.turns:
+            log = table.logs.get(name)
+            return (len(log.encode()) if log is not None else 0), True
+        come, turns = record.seen, self.run.turns.records
+        while (turn := turns.get(turn_id(name, come))) is not None and turn.state == "settled":
+            come += 1
+        return come, record.is_inside and turn is None
 
 
 def _may_settle(record: JobRecord, fence: int, worker_id: str) -> bool:
@@ -134,13 +168,16 @@ class MemoryTrajectoryQueue(RunPort):
         self._claim_ms = claim_ms
         self._score_ms = score_ms
 
-    async def claim(self, worker_id: str, want: int) -> list[TrajectoryClaim]:
+    async def claim(
+        self, worker_id: str, want: int, *, takes_suspect: bool = True, is_inside: bool = True
+    ) -> list[TrajectoryClaim]:
         run = self.run
         claims: list[TrajectoryClaim] = []
         # As bus/lua/use/limit.lua.
         must_wait = run.bytes_held >= run.config.memory_bytes_max and bool(run.completed)
         count = 1 if must_wait else 3
-        for name, record in self._take_ready(run.trajectories, worker_id, want, self._claim_ms, class_count=count):
+        which: dict[str, Any] = {"class_count": count, "takes_suspect": takes_suspect, "is_inside": is_inside}
+        for name, record in self._take_ready(run.trajectories, worker_id, want, self._claim_ms, **which):
             turns: list[TurnResult] = []
             while (turn := turn_id(name, len(turns))) in run.results:
                 turns.append(run.results[turn])
@@ -186,7 +223,7 @@ class MemoryTrajectoryQueue(RunPort):
         run.keep_rollout(run.groups[rollout.group_id], rollout)
         run.forget_turns(name)
         run.trajectories.logs.pop(name, None)
-        record.state, record.loss, record.worker = state, 0, "-"
+        record.state, record.suspicion, record.worker = state, Suspicion(), "-"
         if state == "scoring":
             run.trajectories.deadlines[name] = self._broker.now_ms() + self._score_ms
         else:
@@ -258,10 +295,9 @@ class MemoryTrajectoryQueue(RunPort):
         run.trajectories.logs.pop(trajectory_id, None)
         run.forget_rollout(run.groups[group_of(trajectory_id)], trajectory_id)
         record.worker = "-"
-        if record.state == "scoring":
-            record.loss = 0  # what its reward has cost were no agents
-            if not rerun_max:
-                run.count("rewards_failed")
+        if record.state == "scoring" and not rerun_max:
+            run.count("rewards_failed")
+        record.suspicion = Suspicion()  # whoever says so lives
         if run.spend_attempt(record, attempt_max, rerun_max):
             record.state = "ready"
             run.make_ready(run.trajectories, trajectory_id, was_held=True)
@@ -336,6 +372,7 @@ class MemoryTurnQueue(RunPort):
         want: int = 0,
         lease_epoch: int = 0,
         active_version: int = -1,
+        takes_suspect: bool = True,
     ) -> Exchange:
         outcome = Exchange()
         outcome.refused = [
@@ -344,7 +381,7 @@ class MemoryTurnQueue(RunPort):
         rows = [(row.claim.job.turn_id, row.claim.fence, row.log) for row in progress]
         outcome.lost = self._renew(self.run.turns, worker_id, self._claim_ms, rows)
         if want > 0:
-            self._claim(worker_id, want, lease_epoch, active_version, outcome)
+            self._claim(worker_id, want, lease_epoch, active_version, outcome, takes_suspect)
         return outcome
 
     def _settle(self, worker_id: str, claim: TurnClaim, result: TurnResult) -> bool:
@@ -366,7 +403,9 @@ class MemoryTurnQueue(RunPort):
             run.count("tokens", len(result.completion_ids))
         return True
 
-    def _claim(self, worker_id: str, want: int, epoch: int, active_version: int, outcome: Exchange) -> None:
+    def _claim(
+        self, worker_id: str, want: int, epoch: int, active_version: int, outcome: Exchange, takes_suspect: bool = True
+    ) -> None:
         run = self.run
         lease = run.leases.get(worker_id)
         if lease is None or lease[0] != epoch or (lease[2] and lease[2] <= self._broker.now_ms()):
@@ -376,7 +415,7 @@ class MemoryTurnQueue(RunPort):
             outcome.behind = run.head_version
             return
         want = min(want, lease[1] - run.turns.held.get(worker_id, 0))
-        for name, record in self._take_ready(run.turns, worker_id, want, self._claim_ms):
+        for name, record in self._take_ready(run.turns, worker_id, want, self._claim_ms, takes_suspect=takes_suspect):
             outcome.claims.append(
                 TurnClaim(job=run.turns.jobs[name], fence=record.fence, loss=record.loss, log=run.turns.logs.get(name))
             )
@@ -402,7 +441,7 @@ class MemoryTurnQueue(RunPort):
             error=lost_turn(name),
         )
         return TurnSettle(
-            claim=TurnClaim(job=self.run.turns.jobs[name], fence=fence, loss=LOSS_COUNT_MAX), result=result
+            claim=TurnClaim(job=self.run.turns.jobs[name], fence=fence, loss=BLAME_COUNT_MAX), result=result
         )
 
     async def wait(self, timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from ..ids import group_of, trajectory_id, turn_id
 from ..lease_plan import LeasePlan
 from ..records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
 from ..rules.curve import Curve, bucket_of, put_together
+from ..rules.giving_up import Suspicion
 from ..rules.push import no_such_run
 from ..rules.urgency import urgency
 from ..sharing import LendSetting, SharingReport
@@ -33,7 +34,19 @@ class JobRecord:
     attempt: int = 0
     loss: int = 0
     rerun: int = 0
+    blame: int = 0
+    seen: int = 0
+    is_inside: bool = True
     worker: str = "-"
+
+    @property
+    def suspicion(self) -> Suspicion:
+        """What speaks against it."""
+        return Suspicion(self.loss, self.blame, self.seen)
+
+    @suspicion.setter
+    def suspicion(self, known: Suspicion) -> None:
+        self.loss, self.blame, self.seen = known.loss, known.blame, known.seen
 
 
 @dataclass(slots=True)
@@ -47,11 +60,12 @@ class JobTable:
     held: dict[str, int] = field(default_factory=dict)
     logs: dict[str, Any] = field(default_factory=dict)
     bell: asyncio.Event = field(default_factory=asyncio.Event)
+    suspects: list[str] = field(default_factory=list)  # those that wait
 
     @property
     def ready_count(self) -> int:
         """Entries that wait; some may be of jobs that do not any more."""
-        return sum(map(len, self.ready))
+        return sum(map(len, self.ready)) + len(self.suspects)
 
     def end_claim(self, job_id: str, record: JobRecord) -> None:
         """No deadline, one claim less for its worker."""

@@ -10,7 +10,7 @@ import pytest
 
 from rollfab.fabric.errors import QueueFull
 from rollfab.fabric.ids import trajectory_id, turn_id
-from rollfab.fabric.ports import GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
+from rollfab.fabric.ports import GroupPush, Reaped, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.records import (
     DeadLetter,
     Failure,
@@ -23,6 +23,7 @@ from rollfab.fabric.records import (
     TurnJob,
     TurnResult,
 )
+from rollfab.fabric.rules.giving_up import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
 
 from .conftest import World
 
@@ -277,7 +278,7 @@ async def test_a_restarted_agent_inherits_trajectory_turns_and_the_turn_under_wa
     (taken,) = await world.trajectories.claim("a2", 1)
     # Then it knows the settled turn, and the result of the one under way comes to it
     assert [result.turn_id for result in taken.turns] == ["g1.0.0"]
-    assert taken.loss == 1
+    assert taken.loss == 0  # it only waited for its turn
     await world.turns.push("a2", [turn_of(taken, 1, "a2")])
     outcome = await world.turns.exchange("w1", settles=[TurnSettle(claim=second, result=result_of("g1.0.1"))])
     assert outcome.refused == []
@@ -317,18 +318,137 @@ async def test_a_failed_attempt_starts_again_and_the_last_one_is_a_dead_letter(w
     assert await world.rollouts.discard(letter.trajectory_id)
 
 
-async def test_a_trajectory_that_costs_too_many_agents_is_given_up(world: World) -> None:
+# ---- workers that were lost
+
+
+async def lose_agent(world: World, want: int = 1, **how: bool) -> tuple[list[TrajectoryClaim], Reaped]:
+    """An agent claims, and is never heard of again."""
+    claims = await world.trajectories.claim("a1", want, **how)
+    await asyncio.sleep(EXPIRED_S)
+    return claims, await world.trajectories.reap("reaper")
+
+
+async def test_a_trajectory_that_ends_every_agent_is_given_up_after_a_bounded_number(world: World) -> None:
     await world.rollouts.push([group_of_size("g1", 1)])
-    for loss in range(5):
-        (claim,) = await world.trajectories.claim(f"a{loss}", 1)
+    for loss in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX):
+        (claim,), reaped = await lose_agent(world)
         assert claim.loss == loss
-        await asyncio.sleep(EXPIRED_S)
-        reaped = await world.trajectories.reap("reaper")
-    assert reaped.dead_count == 1
+        assert reaped.dead_count == (loss == SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX - 1)
     (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
     (failure,) = delivery.group.failures
     assert failure.trajectory_id == "g1.0"
     assert "5 agent workers died" in failure.reason
+
+
+async def test_what_cannot_end_its_agent_is_never_blamed_for_it(world: World) -> None:
+    # Given one whose environment has a process of its own; when it loses more agents than would give it up
+    await world.rollouts.push([group_of_size("g1", 1)])
+    for _ in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX + 1):
+        (claim,), reaped = await lose_agent(world, is_inside=False)
+        # Then nothing speaks against it
+        assert (claim.loss, reaped.ready_count, reaped.dead_count) == (0, 1, 0)
+
+
+async def test_what_waits_for_its_turn_is_never_blamed_for_its_agent(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    for _ in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX + 1):
+        (claim,) = await world.trajectories.claim("a1", 1)
+        await world.turns.push("a1", [turn_of(claim)])
+        await asyncio.sleep(EXPIRED_S)
+        reaped = await world.trajectories.reap("reaper")
+        assert (claim.loss, reaped.ready_count, reaped.dead_count) == (0, 1, 0)
+
+
+async def test_progress_clears_a_trajectory(world: World) -> None:
+    # Given a suspect
+    await world.rollouts.push([group_of_size("g1", 1)])
+    for _ in range(SUSPECT_LOSS_COUNT):
+        await lose_agent(world)
+    assert await world.trajectories.claim("a1", 1, takes_suspect=False) == []
+    # When it gets on, and then loses its agent again
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await lease(world, "w1")
+    await world.turns.push("a1", [turn_of(claim)])
+    (turn,) = (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims
+    await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
+    await asyncio.sleep(EXPIRED_S)
+    await world.trajectories.reap("reaper")
+    # Then it begins anew
+    (claim,) = await world.trajectories.claim("a1", 1, takes_suspect=False)
+    assert claim.loss == 1
+
+
+async def test_an_agent_gets_one_suspect_at_a_time(world: World) -> None:
+    # Given three suspects, and one trajectory that is new
+    await world.rollouts.push([group_of_size("g1", 3)])
+    for _ in range(SUSPECT_LOSS_COUNT):
+        assert len((await lose_agent(world, 3))[0]) == 3
+    await world.rollouts.push([group_of_size("g2", 1)])
+    # When agents ask for all there is
+    first, second, third = [await world.trajectories.claim(name, 9) for name in ("a1", "a2", "a3")]
+    # Then each has one suspect, others wait apart, and none is lost
+    assert [sum(is_suspect(claim.loss) for claim in claims) for claims in (first, second, third)] == [1, 1, 1]
+    assert sum(map(len, (first, second, third))) == 4
+    # And who takes none gets none, also when one is given back
+    await world.trajectories.release("a1", [claim for claim in first if is_suspect(claim.loss)])
+    assert (await world.board.run_status("r1")).trajectories["queued"] == 1
+    assert await world.trajectories.claim("a4", 9, takes_suspect=False) == []
+    assert len(await world.trajectories.claim("a4", 9)) == 1
+
+
+async def test_among_innocents_the_one_that_ends_its_agents_is_found_and_nobody_else_is_given_up(world: World) -> None:
+    # Given four trajectories, of which one ends every agent that runs it
+    await world.rollouts.push([group_of_size("g1", 4)])
+    await lease(world, "w1", slots=9)
+    dead_agents = 0
+    while (await world.board.run_status("r1")).dead_count == 0:
+        claims = await world.trajectories.claim("a1", 9)
+        if any(claim.job.trajectory_id == "g1.2" for claim in claims):  # it is quicker than all beside it
+            dead_agents += 1
+            await asyncio.sleep(EXPIRED_S)
+            await world.trajectories.reap("reaper")
+        else:
+            for claim in claims:
+                assert await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+        assert dead_agents < 30
+    # Then nobody else had to pay
+    for claim in await world.trajectories.claim("a1", 9):
+        assert await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+    (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
+    assert [failure.trajectory_id for failure in delivery.group.failures] == ["g1.2"]
+
+
+async def test_a_restarted_agent_s_trajectories_are_as_innocent_as_before(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    for _ in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX + 1):
+        (claim,) = await world.trajectories.claim("a1", 1)
+        assert claim.loss == 0
+        await world.trajectories.release("a1", [claim])
+
+
+async def test_a_turn_that_ends_every_worker_is_given_up_and_one_whose_tokens_are_saved_is_not(world: World) -> None:
+    # Given two turns, one of which makes tokens
+    await world.rollouts.push([group_of_size("g1", 2)])
+    await lease(world, "w1", slots=9)
+    await world.turns.push("a1", [turn_of(claim) for claim in await world.trajectories.claim("a1", 2)])
+    dead_count, lost_count, made = 0, 0, 0
+    # When workers that run them die one after the other
+    while dead_count == 0:
+        claims = (await world.turns.exchange("w1", want=2, lease_epoch=1)).claims
+        assert claims and lost_count <= SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX
+        for claim in claims:
+            if claim.job.turn_id == "g1.1.0":
+                made += 2
+                log = TokenLog(completion_ids=np.zeros(made, np.int32), logprobs=np.zeros(made, np.float32))
+                await world.turns.exchange("w1", progress=[TurnProgress(claim=claim, log=log)])
+        lost_count += 1
+        await asyncio.sleep(EXPIRED_S)
+        dead_count += (await world.turns.reap("a1")).dead_count
+    # Then the other is given up, and it goes on
+    (result,) = await world.turns.results("a1", 0.5)
+    assert (result.turn_id, result.finish_reason) == ("g1.0.0", "error")
+    (claim,) = (await world.turns.exchange("w1", want=2, lease_epoch=1)).claims
+    assert (claim.job.turn_id, claim.loss) == ("g1.1.0", 1)
 
 
 async def test_scoring_completes_once_and_is_asked_for_again_when_nobody_answers(world: World) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from rollfab.fabric.ports import TrajectoryClaim
-from rollfab.fabric.rules.giving_up import LOSS_COUNT_MAX, SCORE_LOSS_MAX
+from rollfab.fabric.rules.giving_up import BLAME_COUNT_MAX, SCORE_LOSS_MAX
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import EXPIRED_S, group_of_size, letter_of, rollout_of
 
@@ -29,7 +29,7 @@ async def waiting(world: World) -> int:
 
 async def lose_often(world: World, fence: int) -> None:
     """Let workers die over a reward as often as an attempt may cost agents."""
-    for _ in range(LOSS_COUNT_MAX):
+    for _ in range(BLAME_COUNT_MAX):
         assert await world.trajectories.begin_score("g1.0", fence, "w", 0.0, loss_max=SCORE_LOSS_MAX) is not None
         assert (await world.trajectories.reap("a1")).scoring == (("g1.0", fence),)
 

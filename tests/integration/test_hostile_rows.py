@@ -73,6 +73,15 @@ async def test_a_lease_and_a_head_that_cannot_be_read_are_said_so(url: str, redi
         assert await api.fabric.weights.held("r1") == [(3, "delta")]
 
 
+async def test_a_job_s_record_that_knows_no_suspicion_yet_is_read(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        await api.push_group("old", 1)
+        redis.hset(ShardKeys("r1", 0).trajectory.record, "old.0", b"ready 3 1 2 0 -")
+        (claim,) = await api.claim(1)
+        assert (claim.fence, claim.attempt, claim.loss) == (4, 1, 2)
+        assert redis.hget(ShardKeys("r1", 0).trajectory.record, "old.0").split()[:8] == b"claimed 4 1 2 0 0 0 1".split()
+
+
 async def test_a_job_s_record_that_is_none_ends_in_a_declared_error(url: str, redis: Redis) -> None:
     async with running_api(url) as api:
         for data in (
@@ -82,6 +91,7 @@ async def test_a_job_s_record_that_is_none_ends_in_a_declared_error(url: str, re
             b"ready 1 2 3 w",
             b"\xff\xff",
             b"claimed 1 1 1 agent-1 9 9 9",
+            b"claimed 1 1 1 1 1 1 1 agent-1",
         ):
             await api.push_group(f"g{len(data)}{data[:1].hex()}", 1)
             (name,) = (key for key in redis.hkeys(ShardKeys("r1", 0).trajectory.record) if key)

@@ -10,9 +10,10 @@ from rollfab.fabric.ids import group_of
 from rollfab.fabric.memory import queue as twin
 from rollfab.fabric.ports import GroupPush, Reaped, TrajectoryClaim, TurnPush
 from rollfab.fabric.records import DeadLetter, Rollout
-from rollfab.fabric.rules.giving_up import LOSS_COUNT_MAX
+from rollfab.fabric.rules.giving_up import BLAME_COUNT_MAX, GIVEN_UP, SUSPECT_LOSS_COUNT
 from tests.sim.check_turns import TurnChecker
 from tests.sim.checkers import Facts, Hold, check_taken_over, require
+from tests.sim.environment import KILLER
 from tests.sim.virtual_loop import Process
 
 CLAIM_S = twin.CLAIM_MS / 1000 - 0.05
@@ -179,7 +180,12 @@ class TrajectoryChecker:
         name, options = letter.trajectory_id, self._facts.options
         each = self.trajectories[name]
         is_tried = each.fail_count >= options.attempt_count_max
-        is_costly = each.claim_count >= LOSS_COUNT_MAX or each.settled_fence is not None
+        is_costly = each.claim_count >= SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX or each.settled_fence is not None
+        is_guilty = options.kills and name == KILLER
+        require(
+            letter.reason != GIVEN_UP["lost"] or is_guilty,
+            f"trajectory {name}: given up for its agents' deaths, and never ended one",
+        )
         is_stale = letter.reason.startswith("stale")
         require(is_tried or is_costly or is_stale, f"trajectory {name}: given up too early, {letter.reason}")
 

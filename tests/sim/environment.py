@@ -10,6 +10,7 @@ from rollfab.workers.environments.base import Environment, Observation, Recovery
 from tests.sim.policy import LETTERS
 from tests.sim.virtual_loop import PROCESS
 
+KILLER = "g0.0"  # the trajectory that ends every agent it runs in, where the options say that there is one
 KINDS: tuple[Recovery, ...] = ("replay", "snapshot", "restart")
 TARGETS = [f"sim-{kind}=tests.sim.environment:{kind.capitalize()}" for kind in KINDS]
 
@@ -40,6 +41,7 @@ class Replay(Environment):
     """
 
     name = "sim-replay"
+    isolation = "none"
     recovery: Recovery = "replay"  # type: ignore[misc]
 
     def __init__(self, turns: int, tokens: int, pace_s: float, stops: str = "yz") -> None:
@@ -49,9 +51,12 @@ class Replay(Environment):
         self._pace_s = pace_s
         self._state = 0
         self._turn_count = 0
+        self._kills_at = -1
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         self._state, text = begin(task, seed)
+        self._kills_at = task["kills_at"] if task.get("killer_seed") == seed else -1
+        await self._kill()
         return Observation(text)
 
     async def step(self, action: str) -> Step:
@@ -60,8 +65,16 @@ class Replay(Environment):
         if process is not None and process.is_world_hung:
             await asyncio.Event().wait()
         self._turn_count += 1
+        await self._kill()
         self._state, step = follow(self._state, action, self._turn_count, self._turns)
         return step
+
+    async def _kill(self) -> None:
+        """End the agent, as a crash in native code would."""
+        process = PROCESS.get()
+        if self._turn_count == self._kills_at and process is not None:
+            process.crash()
+            await asyncio.Event().wait()
 
 
 class Snapshot(Replay):

@@ -55,6 +55,7 @@ class Options:
     focus: str
     hangs: bool
     revokes: bool
+    kills: bool
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -140,4 +141,5 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         focus=focus,
         hangs=hangs,
         revokes=revokes,
+        kills=not (focus or hangs or revokes) and Random(f"kills {seed}").random() < 0.25,
     )

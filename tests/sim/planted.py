@@ -18,9 +18,10 @@ from rollfab.fabric.memory.leases import MemoryLeases
 from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue, RunPort
 from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.memory.state import FENCES_PER_CLAIM, JobTable, RunState
+from rollfab.fabric.rules.giving_up import Suspicion
 from rollfab.trainer.ledger import Ledger
 from rollfab.workers import turn as workers_turn
-from rollfab.workers.agent import RunAgent
+from rollfab.workers.keeper import Keeper
 from rollfab.workers.lease import LeaseKeeper
 from rollfab.workers.rollout import RolloutWorker
 from rollfab.workers.running import RunningTurns
@@ -118,10 +119,10 @@ def turn_claims_not_renewed() -> list[Patch]:
 def trajectory_claims_not_renewed() -> list[Patch]:
     """An agent does not say that it still runs its trajectories."""
 
-    async def renew(self: Any) -> None:
+    async def renew(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    return [(RunAgent, "_renew", renew)]
+    return [(Keeper, "_renew", renew)]
 
 
 @plant
@@ -155,10 +156,26 @@ def turns_forgotten_at_takeover() -> list[Patch]:
     """The next agent is not told which turns are settled."""
     original = MemoryTrajectoryQueue.claim
 
-    async def claim(self: Any, worker_id: str, want: int) -> Any:
-        return [dataclasses.replace(each, turns=()) for each in await original(self, worker_id, want)]
+    async def claim(self: Any, worker_id: str, want: int, **how: bool) -> Any:
+        return [dataclasses.replace(each, turns=()) for each in await original(self, worker_id, want, **how)]
 
     return [(MemoryTrajectoryQueue, "claim", claim)]
+
+
+@plant
+def everyone_blamed() -> list[Patch]:
+    """Whatever an agent held when it died is to blame for that."""
+
+    def after_loss(known: Suspicion, come: int, *, could_be_it: bool) -> Suspicion:
+        return Suspicion(known.loss + 1, known.blame + 1, come)
+
+    return [(twin_queue, "after_loss", after_loss)]
+
+
+@plant
+def killer_never_blamed() -> list[Patch]:
+    """Nothing is ever to blame for its agents' deaths."""
+    return [(twin_queue, "after_loss", lambda known, come, *, could_be_it: Suspicion(seen=come))]
 
 
 # ---- tokens
@@ -245,8 +262,8 @@ def stale_workers_served() -> list[Patch]:
     """Turns are handed to workers however old their weights are."""
     original = MemoryTurnQueue._claim
 
-    def claim(self: Any, worker_id: str, want: int, epoch: int, active_version: int, outcome: Any) -> None:
-        original(self, worker_id, want, epoch, max(active_version, self.run.head_version), outcome)
+    def claim(self: Any, worker_id: str, want: int, epoch: int, active_version: int, *rest: Any) -> None:
+        original(self, worker_id, want, epoch, max(active_version, self.run.head_version), *rest)
 
     return [(MemoryTurnQueue, "_claim", claim)]
 

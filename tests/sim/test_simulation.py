@@ -64,7 +64,7 @@ def test_another_seed_is_another_run() -> None:
 @pytest.mark.timeout(60)
 def test_faults_of_every_kind_happen() -> None:
     """What is never injected is never survived."""
-    missing = set("crash stop cut slow engine.dies engine.hangs stall world.hangs clock replace".split())
+    missing = set("crash stop cut slow engine.dies engine.hangs stall world.hangs world.kills clock replace".split())
     for seed in range(1, 61):
         missing -= {what for _, who, what, _, _ in simulate(draw(seed)).lines if who == "fault"}
         if not missing:

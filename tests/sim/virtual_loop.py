@@ -42,6 +42,7 @@ class Process:
         held: while stopped, what it would do next; None while it runs.
         is_replaced: another one runs in its place; it is not started again.
         is_world_hung: whether its environments hang now.
+        crash: ends it, and has another one started.
         trouble_s: until when anything was wrong with it; checkers expect nothing of it before.
     """
 
@@ -53,6 +54,7 @@ class Process:
         self.trouble_s = 0.0
         self.is_replaced = False
         self.is_world_hung = False
+        self.crash: Callable[[], None] = lambda: None
         self.tasks: list[asyncio.Task[Any]] = []
         self.context = copy_context()
         self.context.run(PROCESS.set, self)

@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
+from zlib import crc32
 
 from rollfab.fabric.errors import EngineError, FabricError, RunUnknown
 from rollfab.fabric.memory.fabric import MemoryFabric
@@ -26,6 +28,7 @@ from tests.sim.check_trajectories import TrajectoryChecker
 from tests.sim.check_turns import TurnChecker
 from tests.sim.checkers import Checkers, Facts, Violation
 from tests.sim.engine import FakeEngine
+from tests.sim.environment import KILLER
 from tests.sim.faults import Faults
 from tests.sim.link import Link, Network
 from tests.sim.options import Options
@@ -79,6 +82,8 @@ class World:
         self.agents: dict[str, AgentWorker] = {}
         self.engines: dict[str, FakeEngine] = {}
         self.tasks = {f"g{number}": {"number": number} for number in range(options.group_count)}
+        if options.kills:
+            self.tasks["g0"] |= {"killer_seed": crc32(KILLER.encode()), "kills_at": options.seed % 2}
         self.failed: asyncio.Future[None] = loop.create_future()
         self._loop = loop
         self._main: dict[str, asyncio.Task[None]] = {}
@@ -134,6 +139,7 @@ class World:
         """A new process, under a new name."""
         self._lives[role] = self._lives.get(role, 0) + 1
         process = Process(f"{role}-{self._lives[role]}", role)
+        process.crash = partial(self._crash_by_world, process)
         link = Link(process, self.broker, self.fabric, self.network, self._observe, self.rewards)
         self.links[process.name] = link
         work: roles.Role = getattr(roles, "rollout" if role in ("dedicated", "serving") else role)
@@ -162,6 +168,11 @@ class World:
         process.kill()
         if not process.is_replaced:
             self._loop.call_later(after_s, self._start_again, process.role)
+
+    def _crash_by_world(self, process: Process) -> None:
+        self.facts.note("fault", "world.kills", process.name, "")
+        process.trouble_s = max(process.trouble_s, self._loop.time())
+        self.crash(process, after_s=0.3)
 
     def _start_again(self, role: str) -> None:
         if not self._is_closing:

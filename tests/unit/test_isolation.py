@@ -120,6 +120,13 @@ async def test_nothing_that_the_agent_keeps_secret_reaches_it(captor: Captor, mo
     assert first.info["secret"] is None
 
 
+async def test_a_name_means_the_same_module_there_as_here(captor: Captor) -> None:
+    ours = [each for each in sys.path if each]
+    assert (await captor.play("tell_path")).text.split("\n")[: len(ours)] == ours
+    # But an interpreter with packages of its own looks for them first
+    assert (await captor.play("tell_path", name="elsewhere")).text.split("\n")[-1] == str(ROOT)
+
+
 async def test_strings_hash_alike_in_every_process(captor: Captor) -> None:
     assert (await captor.play("tell_hash", name="once")).text == (await captor.play("tell_hash", name="once")).text
     assert len(captor.groups) == 2
@@ -203,8 +210,8 @@ def test_none_outlives_an_agent_that_is_killed(way: str) -> None:
     [
         ("raise", "environment 'captive': step raised ValueError: no such move", "do_raise"),
         ("leave", "environment 'captive': step raised RuntimeError: SystemExit(3) left the code", "do_leave"),
-        ("say_much", "9,437,2.. bytes, the limit is 8,388,608", ""),
-        ("say_no_json", "cannot be sent: Object of type Captive", ""),
+        ("say_much", "step: its text is 9,437,184 bytes as UTF-8, the limit is 1,048,576: let it be shorter", ""),
+        ("say_no_json", "step: its info cannot be sent: TypeError: Object of type Captive", ""),
         ("say_nothing", "step gave None, expected a Step", ""),
     ],
 )

@@ -64,7 +64,7 @@ def test_the_status_shows_what_a_worker_says_of_itself_without_obeying_it() -> N
     worker = {
         "worker_id": "w1", "role": "dedicated", "state": "failed", "error": f"[/bold] {EVIL}", "running_count": 0,
         "slot_count": 1, "run_id": None, "active_version": -1, "engine": EVIL, "prefix_hit_fraction": None,
-        "wake_ms": None, "sleep_note": None, "heartbeat_age_ms": 1,
+        "wake_ms": None, "sleep_note": None, "weights_note": None, "heartbeat_age_ms": 1,
     }  # fmt: skip
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(draw({"runs": [], "workers": [worker], "leases": {}, "lends": {}}))

@@ -24,6 +24,8 @@ BLOCKED_S = 0.2
 class Blocking(Environment):
     """Claims to be asynchronous, and blocks."""
 
+    isolation = "none"
+
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         time.sleep(4 * BLOCKED_S)  # noqa: ASYNC251
         raise RuntimeError("enough")

@@ -4,9 +4,10 @@
   per turn with the text the policy wrote, and closed.
 - The same task, seed and actions give the same observations and rewards wherever `recovery` is "replay": that is how
   a trajectory whose agent worker died goes on elsewhere.
-- An `inline` environment never blocks: its methods run on the event loop. Every other one is awaited under a time
-  limit, and the adapter below takes its calls off the loop.
-- One whose `isolation` is "process" lives in a process of its own (isolated.py); it may block, hang and crash.
+- An environment lives in a process of its own (isolated.py): it may block, hang and crash.
+- One whose class says that it may be trusted with the agent itself runs inside it: an `inline` one never blocks, and
+  its methods run on the event loop; one whose `isolation` is "none" is awaited under a time limit, and the adapter
+  below takes its calls off the loop.
 
 Finding an environment by name is registry.py's; turning text into tokens is the agent worker's.
 """
@@ -14,9 +15,11 @@ Finding an environment by name is registry.py's; turning text into tokens is the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import reprlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -90,9 +93,10 @@ class Environment(ABC):
             load a "snapshot", or "restart" as a new attempt.
         sampling: how turns are sampled unless the run says otherwise.
         turn_count_max: turns after which the trajectory is cut off, unless the run says fewer.
-        inline: its methods return at once and may run on the event loop.
+        inline: its methods return at once and may run on the agent's event loop: it is trusted as with "none".
         isolation: "process" gives every episode a process to itself: then a call that hangs or crashes is ended.
-        memory_bytes_max: address space of such a process; None: as much as there is.
+            "none": it runs in the agent's own process, which trusts it with all its other trajectories.
+        memory_bytes_max: address space of such a process, at most the agent's own limit.
         episode_count_max: episodes that such a process serves, one after the other; None: the pool's number.
     """
 
@@ -101,7 +105,7 @@ class Environment(ABC):
     sampling: TextSampling = TextSampling()
     turn_count_max: int = 64
     inline: bool = False
-    isolation: ClassVar[Isolation] = "none"
+    isolation: ClassVar[Isolation] = "process"
     memory_bytes_max: ClassVar[int | None] = None
     episode_count_max: ClassVar[int | None] = None
 
@@ -147,7 +151,8 @@ class GymEnvironment(Environment):
         answer = await self._call(lambda: self._world.reset(seed=int(task.get("seed", seed))))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise EnvironmentFailed(
-                f"environment {self.name!r}: reset gave {answer!r}, expected (observation, info)", reason="reset"
+                f"environment {self.name!r}: reset gave {show(answer)}, expected (observation, info)",
+                reason="reset",
             )
         return Observation(str(answer[0]), dict(answer[1]))
 
@@ -160,7 +165,7 @@ class GymEnvironment(Environment):
         answer = await self._call(lambda: self._world.step(action))
         if not (isinstance(answer, tuple) and len(answer) == FIVE):
             raise EnvironmentFailed(
-                f"environment {self.name!r}: step gave {answer!r}, "
+                f"environment {self.name!r}: step gave {show(answer)}, "
                 "expected (observation, reward, terminated, truncated, info)",
                 reason="step",
             )
@@ -188,6 +193,13 @@ class GymEnvironment(Environment):
         return function() if self.inline else await in_thread(function)
 
 
+def show(value: object) -> str:
+    """What user code gave, in the text of an error: whatever its size, and whether it can be shown or not."""
+    brief = reprlib.Repr()
+    brief.maxother = brief.maxstring = 200
+    return brief.repr(value)
+
+
 def as_error(raised: BaseException) -> Exception:
     """What user code raised, as an error that can pass through a coroutine without ending more than its call.
 
@@ -199,6 +211,41 @@ def as_error(raised: BaseException) -> Exception:
     error = RuntimeError(f"{type(raised).__name__}({', '.join(map(repr, raised.args))}) left the code that was called")
     error.__cause__ = raised
     return error
+
+
+LOOKS = 20  # of a time limit
+LATE_S = 0.05  # a look that is later than this says that the loop stood, or a quarter of the time between two looks
+
+
+@contextlib.asynccontextmanager
+async def time_limit(limit_s: float) -> AsyncIterator[None]:
+    """A time limit for what happens elsewhere, in which this loop's own standing still does not count.
+
+    It counts looks, not the time: a look that comes late is none, for what came meanwhile was not read yet.
+
+    Raises:
+        TimeoutError: as asyncio.timeout does.
+    """
+    loop, look_s, left = asyncio.get_running_loop(), limit_s / LOOKS, LOOKS
+    timers: list[asyncio.TimerHandle] = []
+    async with asyncio.timeout(None) as scope:
+
+        def look_later() -> None:
+            timers[:] = [loop.call_later(look_s, look, loop.time() + look_s)]
+
+        def look(due_s: float) -> None:
+            nonlocal left
+            left -= loop.time() - due_s < max(LATE_S, look_s / 4)
+            if left > 0:
+                look_later()
+            else:
+                scope.reschedule(loop.time())
+
+        look_later()
+        try:
+            yield
+        finally:
+            timers[0].cancel()
 
 
 async def in_thread(function: Callable[[], T]) -> T:

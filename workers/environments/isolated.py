@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from ...fabric.errors import EnvironmentFailed, FabricError
-from .base import Environment, Observation, Recovery, Step, make_sampling
+from ...fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
+from .base import Environment, Observation, Recovery, Step, make_sampling, show
 from .pool import ProcessPool
 from .process import EnvironmentProcess
-from .spawn import Program
+from .spawn import ANSWER_BYTES_MAX, Program
 
 OBSERVATION = ("text", "info")
 STEP = ("text", "reward", "terminated", "truncated", "info")
+# What our end of a process refuses by itself has passed these; the rest is for who writes to the channel himself.
+BYTES_MAX = {"snapshot": ANSWER_BYTES_MAX}
+ROW_BYTES_MAX = OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB
 
 
 class IsolatedEnvironment(Environment):
@@ -42,7 +46,7 @@ class IsolatedEnvironment(Environment):
         try:
             process = await pool.take(program)
         except FabricError as error:
-            raise _named(error, name) from error
+            raise named(error, name) from error
         world = cls(name, pool, process, timeout_s)
         try:
             world._take_settings(await world._call("make", {"options": dict(options)}))
@@ -83,14 +87,16 @@ class IsolatedEnvironment(Environment):
 
     async def _call(self, what: str, arguments: Mapping[str, Any]) -> Any:
         try:
-            return await self._process.call(what, arguments, self._timeout_s)
+            limit = BYTES_MAX.get(what, ROW_BYTES_MAX)
+            return await self._process.call(what, arguments, self._timeout_s, bytes_max=limit)
         except FabricError as error:
-            raise _named(error, self.name) from error
+            raise named(error, self.name) from error
 
     def _fields(self, what: str, answer: Any, names: Sequence[str] = ()) -> dict[str, Any]:
         """The answer, which must be an object and have these fields; only they are taken, if any are named."""
         if not isinstance(answer, dict) or any(name not in answer for name in names):
-            raise EnvironmentFailed(f"environment {self.name!r}: {what} gave {answer!r:.200}", reason=what)
+            self._process.has_failed = True
+            raise EnvironmentFailed(f"environment {self.name!r}: {what} gave {show(answer)}", reason=what)
         return {name: answer[name] for name in names} or answer
 
     def _take_settings(self, answer: Any) -> None:
@@ -106,10 +112,10 @@ class IsolatedEnvironment(Environment):
                 self.sampling = make_sampling(stated["sampling"])
         except (TypeError, ValueError) as error:
             raise EnvironmentFailed(
-                f"environment {self.name!r}: settings {stated} do not fit: {error}", reason="make"
+                f"environment {self.name!r}: settings {show(stated)} do not fit: {error}", reason="make"
             ) from error
 
 
-def _named(error: FabricError, name: str) -> FabricError:
+def named(error: FabricError, name: str) -> FabricError:
     """The same error, saying whose it is."""
     return type(error)(f"environment {name!r}: {error.message}", **error.facts)

@@ -2,7 +2,9 @@
 
 - A process runs one episode at a time, and after it another of the same program; one whose call failed in any way is
   never used again, nor is one that has run its `episode_count_max`.
-- Few start at once: imports are the dear part, and a hundred beside each other would all miss their time limit.
+- Few start at once: imports are the dear part, and a hundred beside each other would all miss their time limit. One
+  whose processes fail one after the other waits before each start: it may not spend everybody's cores on starting.
+- There is one process for each episode, and those that wait: an agent's number of environments bounds them.
 - At most `idle_count_max` wait unused, each for at most `idle_s`. Every process is waited for: none becomes a zombie.
 """
 
@@ -12,15 +14,20 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...fabric.errors import EnvironmentFailed
+from ...fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, WORLD_MEMORY_BYTES_MAX
 from .process import EnvironmentProcess
 from .spawn import Program
 
 log = logging.getLogger(__name__)
 
+FREE_FAILURES = 3  # processes that may fail one after the other before the next one waits
+PAUSE_S_MAX = 1.0
 EPISODE_COUNT_MAX = 100  # bounds what an environment leaks; a start costs 0.1 to 0.5 s
 
 
@@ -38,6 +45,8 @@ class PoolConfig:
     """Processes of one program that start beside each other."""
     start_s: float = 30.0
     """A start with all its imports may take this long."""
+    memory_bytes_max: int = WORLD_MEMORY_BYTES_MAX
+    """Address space of each; a class may say that it needs less."""
 
 
 class ProcessPool:
@@ -49,6 +58,7 @@ class ProcessPool:
         self._starting: dict[Program, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(self._config.start_count_max)
         )
+        self._failed: Counter[Program] = Counter()  # processes that failed since one was well
         self._running: set[EnvironmentProcess] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._liveness: tuple[int, int] | None = None
@@ -63,6 +73,7 @@ class ProcessPool:
         process = self._wake(program)
         if process is None:
             async with self._starting[program]:
+                await asyncio.sleep(pause_s(self._failed[program]))
                 process = self._wake(program) or await self._start(program)
         process.episode_count += 1
         process.said.begin_episode()
@@ -72,6 +83,8 @@ class ProcessPool:
         """The episode is over; the process is kept for another if it is fit."""
         most = self._config.episode_count_max if process.episode_count_max is None else process.episode_count_max
         is_used_up = process.episode_count >= most
+        if not process.has_failed and process.is_alive:
+            self._failed.pop(process.program, None)
         if process.has_failed or not process.is_alive or is_used_up or self._config.idle_count_max == 0:
             self.end(process)
             return
@@ -84,6 +97,7 @@ class ProcessPool:
     def end(self, process: EnvironmentProcess) -> None:
         """Kill a process with all it has started."""
         self._running.discard(process)
+        self._failed[process.program] += process.has_failed
         process.kill()
         task = asyncio.get_running_loop().create_task(process.wait())
         self._ending.add(task)
@@ -123,9 +137,21 @@ class ProcessPool:
         process = await EnvironmentProcess.start(program, self._liveness[0])
         self._running.add(process)
         try:
-            arguments = {"target": program.target, "path": program.path(), "decoder": program.decoder}
-            answer = await process.call("load", arguments, self._config.start_s)
-            process.episode_count_max = _count(answer)
+            limits = {
+                "text": OBSERVATION_BYTES_MAX,
+                "info": INFO_BYTES_MAX,
+                "memory": self._config.memory_bytes_max,
+            }
+            arguments = {
+                "target": program.target,
+                "path": program.path(),
+                "is_first": program.python is None,
+                "limits": limits,
+                "decoder": program.decoder,
+            }
+            answer = await process.call("load", arguments, self._config.start_s, bytes_max=64 * KIB)
+            process.stated = answer if isinstance(answer, dict) else {}
+            process.episode_count_max = _count(process.stated)
         except BaseException:
             self.end(process)
             raise
@@ -142,9 +168,14 @@ class ProcessPool:
                 return
 
 
-def _count(answer: object) -> int | None:
+def pause_s(failed_count: int) -> float:
+    """How long to wait before another start of a program whose last processes failed one after the other."""
+    return 0.0 if failed_count < FREE_FAILURES else min(PAUSE_S_MAX, 0.05 * 2 ** min(failed_count - FREE_FAILURES, 10))
+
+
+def _count(answer: Mapping[str, object]) -> int | None:
     """`episode_count_max` as the program states it."""
-    stated = answer.get("episode_count_max") if isinstance(answer, dict) else None
+    stated: Any = answer.get("episode_count_max")
     if stated is None:
         return None
     with contextlib.suppress(TypeError, ValueError):

@@ -23,13 +23,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...fabric.errors import ConfigError, EnvironmentFailed, FabricError
+from .base import time_limit
+from .process_main import TEXT_LENGTH_MAX, TRACEBACK_LENGTH_MAX
 from .spawn import ANSWER_BYTES_MAX, Program, Spawned, spawn
 
 log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct(">I")
 SAID_BYTES_MAX = 16 << 10
-SAID_PAUSE_S = 0.02  # between two reads of one that has printed more
+SAID_PAUSE_S = 0.05  # between two looks at what one prints that has printed more: it is slowed, and nobody else
+BRIEF_BYTES = 64 << 10  # what is longer is read and written in a thread: that takes milliseconds
 TAIL_BYTES_MAX = 8 << 10
 STACK_S = 0.5  # for the stack of one that hangs
 EXIT_S = 1.0  # from the end of the channel to the end of the process, before it is helped along
@@ -97,12 +100,15 @@ class EnvironmentProcess:
         self.episode_count = 0
         self.episode_count_max: int | None = None
         """After so many it is not used again; 0: after this one, for it has left threads or processes behind."""
+        self.stated: Mapping[str, Any] = {}
+        """What the class it has loaded says of itself."""
         self.has_failed = False
         """A call has ended otherwise than with an answer."""
         self._process, self._warden = spawned
         self._reader = reader
         self._writer = writer
         self._is_killed = False
+        self._number = 0  # of the request, which its answer must name: what is left of another one is none
 
     @classmethod
     async def start(cls, program: Program, liveness: int) -> EnvironmentProcess:
@@ -140,13 +146,22 @@ class EnvironmentProcess:
         """Whether it can be called."""
         return not self._is_killed and self._process.poll() is None
 
-    async def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float, *, data: bytes = b"") -> Any:
+    async def call(
+        self,
+        what: str,
+        arguments: Mapping[str, Any],
+        timeout_s: float,
+        *,
+        data: bytes = b"",
+        bytes_max: int = ANSWER_BYTES_MAX,
+    ) -> Any:
         """Ask it something; the answer as it came. It is killed unless it answers, and when the caller is cancelled.
 
         Args:
             what, arguments: what is called, with plain values.
-            timeout_s: how long that may take.
+            timeout_s: for the answer; while the agent's own loop stands still, this does not run.
             data: bytes that go with it, as the argument `data`, where there are any.
+            bytes_max: of the answer; a longer one is not read.
 
         Raises:
             EnvironmentFailed: it raised, or gave no fit answer (reason: `what`); "timeout", "crashed", or "answer" when
@@ -155,8 +170,8 @@ class EnvironmentProcess:
         """
         is_well = False
         try:
-            async with asyncio.timeout(timeout_s):
-                reply = await self._exchange(what, arguments, data)
+            async with time_limit(timeout_s):
+                reply = await self._exchange(what, arguments, data, bytes_max)
             answer = _answer(what, arguments, reply)
             is_well = True
             return answer
@@ -175,22 +190,29 @@ class EnvironmentProcess:
         finally:
             self.has_failed = self.has_failed or not is_well
 
-    async def _exchange(self, what: str, arguments: Mapping[str, Any], data: bytes) -> Mapping[str, Any]:
-        head = json.dumps({"call": what, "arguments": arguments, "data_bytes": len(data)}).encode()
+    async def _exchange(
+        self, what: str, arguments: Mapping[str, Any], data: bytes, bytes_max: int
+    ) -> Mapping[str, Any]:
+        self._number += 1
+        request = {"call": what, "arguments": arguments, "data_bytes": len(data), "number": self._number}
+        is_brief = what not in ("reset", "restore", "score")  # these carry what a user made
+        head = _encode(request) if is_brief else await asyncio.to_thread(_encode, request)
         self._writer.write(LENGTH.pack(len(head)) + head)
         if data:
             self._writer.write(data)
         await self._writer.drain()
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if size > ANSWER_BYTES_MAX:
-            raise ValueError(f"{size:,} bytes, the limit is {ANSWER_BYTES_MAX:,}")
+        if size > bytes_max:
+            raise ValueError(f"{size:,} bytes, the limit is {bytes_max:,}")
         data = await self._reader.readexactly(size)
         try:
-            reply = json.loads(data)
+            reply = json.loads(data) if size <= BRIEF_BYTES else await asyncio.to_thread(json.loads, data)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"no JSON: {error}") from error
         if not isinstance(reply, dict):
             raise ValueError(f"a {type(reply).__name__} for a reply")
+        if reply.get("number") != self._number:
+            raise ValueError("an answer that nobody asked for")
         if reply.get("is_used_up"):
             self.episode_count_max = 0
         return reply
@@ -256,6 +278,10 @@ class EnvironmentProcess:
             self._process.send_signal(number)
 
 
+def _encode(request: Mapping[str, Any]) -> bytes:
+    return json.dumps(request).encode()
+
+
 async def _end_of(process: subprocess.Popen[bytes]) -> None:
     """Until it has ended and is no zombie; asking is cheaper than a thread that waits for each."""
     pause_s = 0.001
@@ -272,11 +298,13 @@ def _answer(what: str, arguments: Mapping[str, Any], reply: Mapping[str, Any]) -
     facts = (
         error if isinstance(error, dict) else {"kind": "answer", "text": f"neither answer nor error: {reply!r:.200}"}
     )
-    kind, text = facts.get("kind"), facts.get("text")
+    kind, text = facts.get("kind"), str(facts.get("text"))[:TEXT_LENGTH_MAX]  # it may come from anybody
     if kind == "load":
         raise ConfigError(f"cannot be loaded: {text}")
     if kind == "options":
-        raise ConfigError(f"does not take the options {arguments['options']}: {text}")
+        raise ConfigError(f"does not take the options {arguments['options']!s:.{TEXT_LENGTH_MAX}}: {text}")
     if kind == "raised":
-        raise EnvironmentFailed(f"{what} raised {text}", reason=what, traceback=str(facts.get("traceback", "")))
-    raise EnvironmentFailed(str(text), reason=what)  # kind "answer"
+        raise EnvironmentFailed(
+            f"{what} raised {text}", reason=what, traceback=str(facts.get("traceback", ""))[-TRACEBACK_LENGTH_MAX:]
+        )
+    raise EnvironmentFailed(text, reason=what)

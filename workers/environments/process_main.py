@@ -45,6 +45,7 @@ class Stage:
     """One world at a time, of one factory; or a reward function, and what decodes its rollouts."""
 
     def __init__(self) -> None:
+        self._text_bytes_max = self._info_bytes_max = sys.maxsize
         self._factory: Any = None
         self._decode: Any = None
         self._world: Any = None
@@ -61,16 +62,27 @@ class Stage:
             told = traceback.format_exc()[-TRACEBACK_LENGTH_MAX:]
             return {"error": {"kind": "raised", "text": describe(error), "traceback": told}}
 
-    def load(self, target: str, path: list[str], decoder: str | None = None) -> dict[str, Any]:
-        """Import what "module:attr" names; returns what it asks of its process."""
-        sys.path.extend([each for each in path if each not in sys.path])
-        self._factory = find(target)
+    def load(
+        self, target: str, path: list[str], is_first: bool, limits: dict[str, int], decoder: str | None = None
+    ) -> dict[str, Any]:
+        """Import what "module:attr" names, looking in `path` before or after the interpreter's own places.
+
+        It lives within limits of text, info and memory. Returns what it says of itself. decoder: the target is a reward
+        function, and this makes its rollouts of their bytes.
+        """
+        self._text_bytes_max, self._info_bytes_max = limits["text"], limits["info"]
+        own = [each for each in sys.path if each not in path]
+        sys.path[:] = [*path, *own] if is_first else [*own, *path]
         if decoder is not None:
+            self._factory = find(target)
             self._decode = find(decoder)
             check_function(self._factory)
             return {}
-        limit_memory(self._factory)
-        return {"episode_count_max": getattr(self._factory, "episode_count_max", None)}
+        limit_memory(limits["memory"])
+        self._factory = find(target)
+        limit_memory(getattr(self._factory, "memory_bytes_max", None))
+        names = ("episode_count_max", "isolation", "inline")
+        return {name: getattr(self._factory, name, None) for name in names}
 
     def score(self, task: dict[str, Any], data: bytes) -> float | str:
         """A rollout's reward; the text of what was given where that is no number, which the caller then names."""
@@ -99,11 +111,11 @@ class Stage:
             answer = self._finish(self._world.reset(task, seed))
             if not hasattr(answer, "text"):
                 raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
-            return {"text": answer.text, "info": getattr(answer, "info", {})}
+            return self._fit("reset", {"text": answer.text, "info": getattr(answer, "info", {})})
         answer = self._world.reset(seed=int(task.get("seed", seed)))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
-        return {"text": str(answer[0]), "info": dict(answer[1])}
+        return self._fit("reset", {"text": str(answer[0]), "info": dict(answer[1])})
 
     def step(self, action: str) -> dict[str, Any]:
         """What followed an action."""
@@ -121,8 +133,28 @@ class Stage:
         row["terminated"], row["truncated"] = bool(row["terminated"]), bool(row["truncated"])
         try:
             row["reward"] = float(row["reward"])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             row["reward"] = show(row["reward"])  # the agent names it as no number
+        return self._fit("step", row)
+
+    def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
+        """The row, if it may travel. It is refused here, where it arose, before anybody else has to carry it."""
+        sizes = (
+            ("text", self._text_bytes_max, "as UTF-8", "let it be shorter"),
+            ("info", self._info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
+        )
+        for name, limit, form, advice in sizes:
+            value = row[name]
+            try:
+                told = value if name == "text" else json.dumps(value, ensure_ascii=False)
+                size = len(told.encode()) if isinstance(told, str) else 0  # a text that is none is the agent's to name
+            except UnicodeEncodeError as error:
+                raise Refused("answer", f"{what}: its {name} is no Unicode: {describe(error)}") from error
+            except Exception as error:  # its keys and values are user code
+                raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}") from error
+            if size > limit:
+                text = f"{what}: its {name} is {size:,} bytes {form}, the limit is {limit:,}: {advice}"
+                raise Refused("answer", text)
         return row
 
     def snapshot(self) -> Any:
@@ -197,11 +229,12 @@ def is_crowded() -> bool:
     return count > LEFT_COUNT_MAX
 
 
-def limit_memory(factory: Any) -> None:
-    """Keep the address space within the class's `memory_bytes_max`, where it has one."""
-    limit = getattr(factory, "memory_bytes_max", None)
+def limit_memory(limit: Any) -> None:
+    """Keep the address space within the agent's limit, and then within the class's own, where it has one."""
     if limit is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def settings(owner: Any) -> dict[str, Any]:
@@ -228,7 +261,10 @@ def describe(error: BaseException) -> str:
 
 def show(value: Any) -> str:
     """A value in an error's text."""
-    return repr(value)[:TEXT_LENGTH_MAX]
+    try:
+        return repr(value)[:TEXT_LENGTH_MAX]
+    except Exception:  # noqa: BLE001 - user code too
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 # ---- the channel
@@ -258,15 +294,16 @@ def read_exactly(channel: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def send(channel: int, reply: dict[str, Any], bytes_max: int) -> None:
-    """Send a reply, or in its place why it cannot be sent."""
+def send(channel: int, head: dict[str, Any], reply: dict[str, Any], bytes_max: int) -> None:
+    """Send a reply, or in its place why it cannot be sent; with the number of the request, which the head holds."""
     try:
-        data = json.dumps(reply).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        data = json.dumps({"error": {"kind": "answer", "text": f"its answer cannot be sent: {error}"}}).encode()
+        data = json.dumps({**head, **reply}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except Exception as error:  # noqa: BLE001 - its keys and values are user code
+        text = f"its answer cannot be sent: {describe(error)}"
+        data = json.dumps({**head, "error": {"kind": "answer", "text": text}}).encode()
     if len(data) > bytes_max:
         text = f"its answer is {len(data):,} bytes, the limit is {bytes_max:,}"
-        data = json.dumps({"error": {"kind": "answer", "text": text}}).encode()
+        data = json.dumps({**head, "error": {"kind": "answer", "text": text}}).encode()
     view = memoryview(LENGTH.pack(len(data)) + data)
     while view:
         view = view[os.write(channel, view) :]
@@ -289,6 +326,9 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # where memory runs out in spite of its limit, it is this process that goes
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
     faulthandler.enable()  # SIGSEGV, and the SIGABRT that is sent to one that hangs, leave a stack on stderr
     if int(sys.argv[2]):
         resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]), int(sys.argv[2])))
@@ -298,10 +338,11 @@ def main() -> None:
         request = receive(channel)
         if request is None:
             os._exit(0)  # the environment's threads do not hold it up
+        number = request.get("number")
         reply = stage.answer(request)
         if request["call"] == "score" and is_crowded():
             reply["is_used_up"] = True
-        send(channel, reply, int(sys.argv[1]))
+        send(channel, {"number": number}, reply, int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 - Names come from installed packages (entry points `rollfab.environments`, `rollfab.rewards`) and from this worker's
   own configuration (`--environment NAME=module:attr`); the worker's own wins. Nothing is imported before it is used.
 - A reward function of a user is never imported here: `workers/scoring.py` calls it in a process of its own.
-- An environment lives in a process of its own when its class asks for that (`isolation`), or when its name is given
-  with an interpreter (`--environment NAME=/venv/bin/python:module:attr`): then this process never imports it.
+- An environment lives in a process of its own, and this process never imports it, unless its class says that it may
+  run inside (`inline`, or `isolation = "none"`). Whether it does is asked of a process, too. Ours are imported at once.
 - A name that arrives with a run is only ever looked up. It is never imported as a path, whatever it looks like: who
   may push tasks may not choose what code runs here.
 """
@@ -18,16 +18,17 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, get_args
 
-from ...fabric.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown
+from ...fabric.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown, FabricError
 from ...fabric.offers import installed
 from ...fabric.records import Rollout
-from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling
-from .isolated import IsolatedEnvironment
+from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling, show
+from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
 from .spawn import Program
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
+OURS = "rollfab."  # modules that are imported here without asking
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 OUR_REWARDS = "rollfab.workers.rewards"  # the module of our own
@@ -59,6 +60,7 @@ class Registry:
         self._pool = ProcessPool(pool)
         _check_interpreters(self._targets)
         self._programs: dict[tuple[str, str], Program] = {}
+        self._inside: dict[str, bool] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
         self._offered = sorted({*self._targets[ENVIRONMENTS], *installed(ENVIRONMENTS)})
 
@@ -71,27 +73,45 @@ class Registry:
         own = self._targets[REWARDS]
         return {name: name in own for name in sorted({*own, *installed(REWARDS)})}
 
-    async def load(self, name: str) -> None:
-        """Import what the name stands for, off the loop: that may take seconds. Nothing of one with an interpreter.
+    async def is_inside(self, name: str) -> bool:
+        """Whether it runs in this process, because its class says that it may; the first time this takes a process.
+
+        One that runs elsewhere keeps its own time limit.
 
         Raises:
             EnvironmentUnknown, ConfigError: as `make`.
+            EnvironmentFailed: its process could not load it.
         """
-        if self._program(ENVIRONMENTS, name).python is None and (ENVIRONMENTS, name) not in self._loaded:
-            await in_thread(lambda: self._load(ENVIRONMENTS, name))
+        if name not in self._inside:
+            self._inside[name] = await self._find_place(name)
+        return self._inside[name]
 
-    def is_isolated(self, name: str) -> bool:
-        """Whether it lives in a process of its own, which keeps its own time limit.
-
-        Raises:
-            EnvironmentUnknown, ConfigError: as `make`.
-        """
-        if self._program(ENVIRONMENTS, name).python is not None:
-            return True
-        isolation = getattr(self._load(ENVIRONMENTS, name), "isolation", "none")
+    async def _find_place(self, name: str) -> bool:
+        program = self._program(ENVIRONMENTS, name)
+        is_known = (ENVIRONMENTS, name) in self._loaded or program.target.startswith(OURS)
+        if program.python is None and is_known:
+            factory = await self._load_aside(name)
+            stated = {key: getattr(factory, key, None) for key in ("isolation", "inline")}
+        else:
+            try:
+                process = await self._pool.take(program)
+            except FabricError as error:
+                raise named(error, name) from error
+            stated = dict(process.stated)
+            self._pool.give_back(process)
+        isolation = stated.get("isolation") or "process"
         if isolation not in get_args(Isolation):
-            raise ConfigError(f"environment {name!r}: isolation is {isolation!r}, not one of {get_args(Isolation)}")
-        return bool(isolation == "process")
+            raise ConfigError(f"environment {name!r}: isolation is {show(isolation)}, not one of {get_args(Isolation)}")
+        is_inside = program.python is None and (isolation == "none" or bool(stated.get("inline")))
+        if is_inside:
+            await self._load_aside(name)
+        return is_inside
+
+    async def _load_aside(self, name: str) -> Any:
+        """Import what the name stands for, off the loop: that may take seconds."""
+        if (ENVIRONMENTS, name) in self._loaded:
+            return self._loaded[ENVIRONMENTS, name]
+        return await in_thread(lambda: self._load(ENVIRONMENTS, name))
 
     async def open(self, name: str, options: Mapping[str, Any] = NO_OPTIONS, *, timeout_s: float = 30.0) -> Environment:
         """A fresh environment where it belongs: in its own process, or made here, off the loop where that may block.
@@ -105,7 +125,7 @@ class Registry:
             EnvironmentUnknown, ConfigError: as `make`.
             EnvironmentFailed: its process could not make it.
         """
-        if self.is_isolated(name):
+        if not await self.is_inside(name):
             program = self._program(ENVIRONMENTS, name)
             return await IsolatedEnvironment.open(name, program, options, pool=self._pool, timeout_s=timeout_s)
         return await in_thread(lambda: self.make(name, options)) if self.may_block(name) else self.make(name, options)
@@ -132,7 +152,8 @@ class Registry:
             world = factory(**options)
         except TypeError as error:
             raise ConfigError(
-                f"environment {name!r} does not take the options {dict(options)}: {error}", environment=name
+                f"environment {name!r} does not take the options {show(dict(options))}: {error}",
+                environment=name,
             ) from error
         return world if isinstance(world, Environment) else _adapt(name, factory, world)
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...fabric.errors import ConfigError
+from ...fabric.limits import SNAPSHOT_BYTES_MAX
 
 MAIN = Path(__file__).with_name("process_main.py")
 WARDEN = ("/bin/sh", "-c", "read _; kill -9 0")  # reads until the pipe closes, then ends its own process group
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-ANSWER_BYTES_MAX = 8 << 20  # an observation of more is a mistake, and every agent would carry it
+ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer, before it is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,10 @@ class Program:
     """Whose it is: processes serve programs of one owner alone."""
 
     def path(self) -> list[str]:
-        """Where modules are found besides the interpreter's own places: beside the user; for our own, where we look."""
+        """Where modules are found besides the interpreter's own places.
+
+        Beside the user; for our own interpreter where we look, in our order: a name means the same there as here.
+        """
         return [each for each in sys.path if each] if self.python is None else [os.getcwd()]
 
     def variables(self) -> dict[str, str]:

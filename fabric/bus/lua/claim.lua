@@ -1,8 +1,10 @@
--- claim(worker, want, claim_ms, lease_epoch | '-', active_version)
--- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first.
+-- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss)
+-- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
+-- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it.
 --   KEYS[1..3] ready streams   KEYS[4] job hash   KEYS[5] record hash   KEYS[6] deadline zset   KEYS[7] held hash
 --   KEYS[8] log hash           KEYS[9] clock      KEYS[10] run hash
 --   KEYS[11] leases hash (turns) or completed stream (trajectories, then lease_epoch is '-')
+--   KEYS[12] suspects list
 -- Returns {1, {id, fence, attempt, loss, job, log}…} · {0} no valid lease · {-1, head_version} weights too old
 -- Jobs whose record is gone or not ready (cancelled, settled meanwhile) are dropped from the stream here.
 -- flags allow-oom
@@ -21,7 +23,8 @@ if ARGV[4] ~= '-' then
 elseif must_wait_for_consumer(KEYS[10], KEYS[11]) then
   class_count = 1
 end
-local entries, ids = {}, {}
+local entries, ids, takes_suspect, suspect_loss = {}, {}, ARGV[6] == '1', tonumber(ARGV[8])
+if takes_suspect and want > 0 then ids[1] = redis.call('LPOP', KEYS[12]) or nil end
 for class = 1, class_count do
   if want > #ids then
     local read = redis.call('XREADGROUP', 'GROUP', 'workers', 'fabric', 'COUNT', want - #ids, 'NOACK',
@@ -35,8 +38,11 @@ end
 local records, taken, deadlines = read_records(KEYS[5], ids), {}, {}
 for _, id in ipairs(ids) do
   local r = records[id]
-  if r and r.state == 'ready' then
-    r.state, r.fence, r.worker = 'claimed', r.fence + 1, worker
+  if r and r.state == 'ready' and r.loss >= suspect_loss and not takes_suspect then
+    redis.call('RPUSH', KEYS[12], id)
+  elseif r and r.state == 'ready' then
+    takes_suspect = takes_suspect and r.loss < suspect_loss
+    r.state, r.fence, r.worker, r.inside = 'claimed', r.fence + 1, worker, tonumber(ARGV[7])
     taken[#taken + 1] = id
     add_pair(deadlines, now + claim_ms, id)
   end

@@ -1,15 +1,30 @@
--- reap(reaper, limit, loss_max, claim_ms, score_ms, score_loss_max)      the last two: trajectories only
+-- reap(reaper, limit, blame_max, suspect_loss, claim_ms, score_ms, score_loss_max)    the last two: trajectories only
 -- Take back jobs whose claim has expired: their worker died, froze or lost the broker.
 --   KEYS[1..3] ready streams   KEYS[4] bell   KEYS[5] open hash   KEYS[6] record hash   KEYS[7] deadline zset
 --   KEYS[8] held hash          KEYS[9] job hash   KEYS[10] counters   KEYS[11] clock
+--   KEYS[12] turn record hash (trajectories) or log hash (turns): how far a job has come
 -- Returns rows {what, id, fence, job}: 'ready' is waiting again · 'scoring' needs its reward asked for again ·
--- 'lost' has cost loss_max workers, 'unscored' a loss of score_loss_max while its reward was computed: the reaper must
--- now give it up, with a reason, under the fence given here. To wait for a reward that nobody has begun costs nothing.
+-- 'lost' is to blame for blame_max workers, 'unscored' for a loss of score_loss_max while its reward was computed: the
+-- reaper must now give it up, with a reason, under the fence given here. To wait for a reward that nobody has begun
+-- costs nothing.
 -- flags allow-oom
--- use batch record hold look time ring
-local reaper, loss_max, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+-- use batch record hold look time ring suspect
+local reaper, blame_max, suspect_loss, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = now_ms(KEYS[11])
 local answer = {}
+
+-- How far a job has come, and whether its worker was at it: a trajectory whose turn is under way only waits.
+local function look_at(id, r)
+  if not ARGV[6] then return redis.call('HSTRLEN', KEYS[12], id), true end
+  local come, state = r.seen, 'settled'
+  while state == 'settled' do
+    local turn = redis.call('HGET', KEYS[12], id .. '.' .. come)
+    state = turn and string.match(turn, '^%S+') or nil
+    if state == 'settled' then come = come + 1 end
+  end
+  return come, r.inside == 1 and state == nil
+end
+
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', now, 'LIMIT', 0, tonumber(ARGV[2]))) do
   local r = read_record(KEYS[6], id)
   local what = 'ready'
@@ -22,13 +37,14 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', now, 'LIMIT', 0
       redis.call('HINCRBY', KEYS[10], 'rewards_lost', 1)
       write_record(KEYS[6], id, r)
     end
-    what = r.loss < tonumber(ARGV[6]) and 'scoring' or 'unscored'
-    redis.call('ZADD', KEYS[7], now + tonumber(ARGV[5]), id)
+    what = r.loss < tonumber(ARGV[7]) and 'scoring' or 'unscored'
+    redis.call('ZADD', KEYS[7], now + tonumber(ARGV[6]), id)
   else
     end_claim(KEYS[7], KEYS[8], id, r)
-    r.loss = r.loss + 1
+    local come, could_be_it = look_at(id, r)
+    note_loss(r, come, could_be_it, suspect_loss)
     redis.call('HINCRBY', KEYS[10], 'reaped', 1)
-    if r.loss < loss_max then
+    if r.blame < blame_max then
       r.state, r.worker = 'ready', '-'
       make_ready({KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5], {id}, true)
     else

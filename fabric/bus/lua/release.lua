@@ -1,12 +1,12 @@
--- release(worker, loss_max | 0, then per job: id, fence, log | '')
+-- release(worker, blame_max | 0, then per job: id, fence, log | '')
 -- Give claimed jobs back, with what they have made so far. Being revoked is no failure: attempt and loss stay.
--- With a loss_max they stalled: that has cost a worker, and the last one's claim is left to the reaper as expired.
+-- With a blame_max they stalled, for which they are to blame; the last one's claim is left to the reaper as expired.
 --   KEYS[1..3] ready streams   KEYS[4] bell   KEYS[5] open hash   KEYS[6] record hash   KEYS[7] deadline zset
 --   KEYS[8] held hash          KEYS[9] log hash   KEYS[10] counters
 -- Returns per job 1 given back · 0 the claim was lost already (nothing written)
 -- flags allow-oom
--- use batch record hold ring
-local worker, loss_max = ARGV[1], tonumber(ARGV[2])
+-- use batch record hold ring suspect
+local worker, blame_max = ARGV[1], tonumber(ARGV[2])
 local answer, back, logs, lines = {}, {}, {}, {}
 for i = 3, #ARGV, 3 do
   local id = ARGV[i]
@@ -15,11 +15,14 @@ for i = 3, #ARGV, 3 do
   if kept then
     local r = parse_record(value)
     if ARGV[i + 2] ~= '' then add_pair(logs, id, ARGV[i + 2]) end
-    if loss_max > 0 and r.loss + 1 >= loss_max then
+    local come = ARGV[i + 2] ~= '' and #ARGV[i + 2] or redis.call('HSTRLEN', KEYS[9], id)
+    if blame_max > 0 then note_stall(r, come) end
+    if blame_max > 0 and r.blame >= blame_max then
       redis.call('ZADD', KEYS[7], 0, id)
+      add_pair(lines, id, format_record(r))
     else
       end_claim(KEYS[7], KEYS[8], id, r)
-      r.state, r.worker, r.loss = 'ready', '-', r.loss + math.min(1, loss_max)
+      r.state, r.worker = 'ready', '-'
       add_pair(lines, id, format_record(r))
       back[#back + 1] = id
     end
@@ -29,5 +32,5 @@ end
 call_in_parts('HSET', KEYS[6], lines)
 call_in_parts('HSET', KEYS[9], logs)
 make_ready({KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5], back, true)
-if #back > 0 then redis.call('HINCRBY', KEYS[10], loss_max > 0 and 'stalled' or 'released', #back) end
+if #back > 0 then redis.call('HINCRBY', KEYS[10], blame_max > 0 and 'stalled' or 'released', #back) end
 return answer

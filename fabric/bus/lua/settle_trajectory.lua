@@ -5,7 +5,7 @@
 --   KEYS[1..19] see use/drop.lua   KEYS[20] clock   KEYS[21] rewards hash (a complete one is counted there, once)
 -- Returns 1 settled (also when asked again) · 0 the fence is stale · {2, head_version} its tokens are (nothing written)
 -- flags allow-oom
--- use batch record hold look time forget_turns drop close curve
+-- use batch record hold look time suspect forget_turns drop close curve
 local id, fence, group_id, state = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local r = read_record(KEYS[1], id)
 if r and r.fence == fence and r.state == state then return 1 end
@@ -24,7 +24,8 @@ weigh(#ARGV[5] - redis.call('HSTRLEN', KEYS[14], id))
 redis.call('HSET', KEYS[14], id, ARGV[5])
 forget_turns(TURN_KEYS, id)
 redis.call('HDEL', KEYS[5], id)
-r.state, r.loss, r.worker = state, 0, '-'
+clear(r)
+r.state, r.worker = state, '-'
 write_record(KEYS[1], id, r)
 if state == 'scoring' then
   redis.call('ZADD', KEYS[2], now_ms(KEYS[20]) + tonumber(ARGV[6]), id)

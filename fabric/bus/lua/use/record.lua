@@ -1,14 +1,18 @@
--- A job's record is "state fence attempt loss rerun worker"; see keys.py. Needs batch.lua before it.
+-- A job's record is "state fence attempt loss rerun blame seen inside worker"; see keys.py. Needs batch.lua before it.
+-- One that was written before there was suspicion has neither blame, seen nor inside.
 local function parse_record(value)
-  local state, fence, attempt, loss, rerun, worker = string.match(value, '^(%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$')
+  local old, new = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$', '^(%S+ %d+ %d+ %d+ %d+) (%d+) (%d+) (%d+) (%S+)$'
+  local head, blame, seen, inside, name = string.match(value, new)
+  local state, fence, attempt, loss, rerun, worker = string.match(head and head .. ' ' .. name or value, old)
   return {state = state, fence = tonumber(fence), attempt = tonumber(attempt), loss = tonumber(loss),
-    rerun = tonumber(rerun), worker = worker}
+    rerun = tonumber(rerun), blame = tonumber(blame or 0), seen = tonumber(seen or 0), inside = tonumber(inside or 1),
+    worker = worker}
 end
 
 local FENCES_PER_CLAIM = 65536 -- of a turn, within one claim of its trajectory
 
 local function new_record(fence)
-  return {state = 'ready', fence = fence, attempt = 0, loss = 0, rerun = 0, worker = '-'}
+  return {state = 'ready', fence = fence, attempt = 0, loss = 0, rerun = 0, blame = 0, seen = 0, inside = 1, worker = '-'}
 end
 
 local function read_record(key, id)
@@ -32,7 +36,8 @@ local function is_held(value, fence, worker)
 end
 
 local function format_record(r)
-  return string.format('%s %d %d %d %d %s', r.state, r.fence, r.attempt, r.loss, r.rerun, r.worker)
+  return string.format('%s %d %d %d %d %d %d %d %s', r.state, r.fence, r.attempt, r.loss, r.rerun, r.blame, r.seen,
+    r.inside, r.worker)
 end
 
 local function write_record(key, id, r)
