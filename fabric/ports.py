@@ -172,11 +172,34 @@ class RunStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """Who takes complete groups of a run, all clients of its name together.
+
+    held_count: groups received and not acknowledged. idle_s: since it asked. is_live: it gives signs of life, though it
+    may not have asked for long: a training step takes its time.
+    """
+
+    name: str
+    held_count: int
+    idle_s: float
+    is_live: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDetails:
+    """What a run's numbers do not say: who consumes, and why one of its dead letters died (None: there is none)."""
+
+    consumers: tuple[Consumer, ...] = ()
+    dead_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """All that a capacity plan is made of but what serving teams said. workers: with the age of the last heartbeat, ms.
+    """All that a capacity plan is made of but what serving teams said. workers: with the age of the last heartbeat, ms;
+    below 0: it lies in the future.
 
     assignments: worker → the run whose leases it looks at. leases: by run, then by worker; one that is not the same on
-    all shards of its run shows with no slots. wall_ms: the broker machine's time.
+    all shards of its run shows with no slots. wall_ms: the broker machine's time. now_ms: the fabric's clock.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]]
@@ -184,6 +207,7 @@ class Survey:
     runs: Mapping[str, RunStatus]
     leases: Mapping[str, Mapping[str, Lease]]
     wall_ms: int = 0
+    now_ms: int = 0
 
 
 class TrajectoryQueue(Protocol):
@@ -355,6 +379,14 @@ class LeaseBoard(Protocol):
     async def delete_run(self, run_id: str) -> None: ...
     async def run_status(self, run_id: str) -> RunStatus:
         """Raises RunUnknown."""
+        ...
+
+    async def run_details(self, run: RunConfig) -> RunDetails:
+        """What the run's numbers do not say."""
+        ...
+
+    async def memory_bytes(self) -> tuple[int, int]:
+        """What the broker holds and what it may hold (0: no limit); of a cluster, of the fullest node."""
         ...
 
     async def set_agreement(self, run_id: str, agreement: Agreement) -> None:

@@ -48,12 +48,12 @@ BEAT = "heartbeat read_lease"
 # assignments, sharing: to leave, its own
 BEAT_KEYS = "{rf}:workers {rf}:heartbeats {rf}:assignments {rf}:sharing {rf}:clock {run}:clock"
 LEAVE = "hexists hdel zrem hgetall"
-STATUS = "pttl get hgetall hmget hget hvals hlen llen xlen zcard zrange"
+STATUS = "pttl get hgetall hmget hget hvals hlen hscan llen xlen xinfo|consumers zcard zrange"
 STATUS_KEYS = (
-    "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:lends {rf}:sharing {rf}:plan {rf}:clock {run}:run "
-    "{run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed {run}:dead {run}:trajectory:ready:* "
-    "{run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects {run}:turn:suspects "
-    "{run}:turn:ready:* {run}:turn:held"
+    "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:assignments {rf}:lends {rf}:sharing {rf}:plan "
+    "{rf}:clock {run}:run {run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed {run}:consumers "
+    "{run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects "
+    "{run}:turn:suspects {run}:turn:ready:* {run}:turn:held"
 )
 ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
@@ -77,7 +77,7 @@ RIGHTS: dict[str, Rights] = {
         purpose="creates runs, pushes groups, takes completed ones, publishes weights",
         scripts="push_group beat_consumer acknowledge cancel_group rerun_stale open_publisher put_manifest "
         "advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
-        commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hscan hdel hkeys set persist exists unlink "
+        commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
         "mget get getrange xrevrange xread wait waitaof",
         reads=f"{STATUS_KEYS} {{weights}}:*",
         writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
@@ -118,20 +118,20 @@ RIGHTS: dict[str, Rights] = {
     "api-read": Rights(
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",
         scripts="clock holders",
-        commands=f"{STATUS} hkeys hscan xread",
+        commands=f"{STATUS} hkeys xread",
         reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
     ),
     "api-control": Rights(
         purpose="an api that also switches lending",
         scripts="clock holders add_event set_lend",
-        commands=f"{STATUS} hkeys hscan xread",
+        commands=f"{STATUS} hkeys xread",
         reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
         writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs",
         scripts="push_group clock holders add_event set_lend answer put_manifest drop_version mend",
-        commands=f"{STATUS} set hset hkeys hscan hdel xread xrevrange scan unlink mget getrange get persist exists",
+        commands=f"{STATUS} set hset hkeys hdel xread xrevrange scan unlink mget getrange get persist exists",
         reads="",
         writes="{rf}:* {run}:*",
     ),

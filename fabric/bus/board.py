@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 from ..agreement import Agreement
 from ..errors import ConfigError
 from ..limits import EVENT_BYTES_MAX
-from ..ports import RunStatus
+from ..ports import RunDetails, RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
 from ..rules.lending import (
@@ -34,6 +34,8 @@ from ..rules.runs import check_same_run
 from ..sharing import LendSetting, SharingReport
 from ..wire import check_size, dump_json
 from . import keys as names
+from .channel import checked
+from .cluster_client import ClusterClient
 from .connection import translate
 from .keys import ShardKeys, WeightKeys
 from .leases import RedisLeases
@@ -41,7 +43,7 @@ from .rollouts import stream_rows
 from .rows import event_row, lease_row, lend_row, sharing_row, worker_row
 from .scripts import Argument
 from .shards import RunShards
-from .status import queue_status, read_status, sum_up, unknown_run
+from .status import details_of, queue_status, read_status, sum_up, unknown_run
 
 NOTICED_S = 1.0  # after this long workers and controllers look for a deleted run no more
 
@@ -134,6 +136,30 @@ class RedisLeaseBoard(RedisLeases):
             answers = await pipeline.execute()
         size = len(answers) // len(shards)
         return sum_up(config, [read_status(answers[n * size : (n + 1) * size]) for n in range(len(shards))])
+
+    async def run_details(self, run: RunConfig) -> RunDetails:
+        shards = RunShards(run.run_id, run.shard_count).all
+        pipeline = self._client.pipeline(transaction=False)
+        for keys in shards:
+            pipeline.execute_command("XINFO", "CONSUMERS", keys.completed, names.CONSUMER_GROUP_TRAINER)
+            pipeline.hscan(keys.dead, 0, count=1)
+            pipeline.zrange(keys.consumers, 0, -1, withscores=True)
+        with translate():
+            answers = await pipeline.execute(raise_on_error=False)  # a run that is being made or deleted has no stream
+            clocks = checked(await self._scripts.call_many([("clock", [keys.clock], []) for keys in shards]))
+        lives = [
+            {name for name, until_ms in rows if until_ms > now_ms}
+            for rows, (now_ms, _) in zip(answers[2::3], clocks, strict=True)
+            if not isinstance(rows, Exception)
+        ]
+        return details_of(answers[::3], answers[1::3], set().union(*lives))
+
+    async def memory_bytes(self) -> tuple[int, int]:
+        with translate():
+            servers = self._client.primaries() if isinstance(self._client, ClusterClient) else [self._client]
+            infos = [await server.info("memory") for server in servers]
+        found = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
+        return max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
 
     async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
         run = await self._run(run_id)

@@ -70,18 +70,17 @@ class RedisLeases:
             for _, keys in parts:
                 pipeline.hgetall(keys.leases)
                 queue_status(pipeline, keys)
-            # The clocks come after the heartbeats, or a worker's age might be less than nothing.
+            # The clocks come after the heartbeats: an age below 0 is then a clock that went back.
             answers = list(await pipeline.execute())
             clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]
             (now_ms, wall_ms), *shown = checked(await self._scripts.call_many([("clock", [key], []) for key in clocks]))
         infos, beats, assigned = answers[0], dict(answers[1]), answers[2]
         self._seen = {name: self._seen_row(name, raw) for name, raw in infos.items()}
         return Survey(
-            workers={
-                _text(name): (info, max(0, now_ms - int(beats.get(name, 0)))) for name, (_, info) in self._seen.items()
-            },
+            workers={_text(name): (info, now_ms - int(beats.get(name, 0))) for name, (_, info) in self._seen.items()},
             assignments={_text(name): _text(run_id) for name, run_id in assigned.items()},
             wall_ms=wall_ms,
+            now_ms=now_ms,
             **_by_run(configs, parts, answers[3:], [shard_ms for shard_ms, _ in shown]),
         )
 

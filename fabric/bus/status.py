@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import RunUnknown
-from ..ports import RunStatus
-from ..records import RunConfig
+from ..errors import RunUnknown, WireError
+from ..ports import Consumer, RunDetails, RunStatus
+from ..records import DeadLetter, RunConfig
 from ..rules.curve import put_together, read_curve
 from ..rules.push import no_such_run
 from . import keys as names
@@ -18,7 +18,7 @@ from .connection import translate
 from .keys import ShardKeys
 from .rows import agreement_row
 
-__all__ = ["queue_status", "read_status", "sum_up", "unknown_run"]
+__all__ = ["details_of", "queue_status", "read_status", "sum_up", "unknown_run"]
 
 
 async def unknown_run(client: Any, run_id: str) -> RunUnknown:
@@ -92,3 +92,38 @@ def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
         agreement=agreement_row(parts[0]["agreement"]),
         rewards=put_together(bucket for part in parts for bucket in part["rewards"]),
     )
+
+
+def details_of(consumers: list[Any], dead: list[Any], live: set[bytes]) -> RunDetails:
+    """What XINFO CONSUMERS and HSCAN answered, one of each per shard; what a shard refused is left out.
+
+    live: the clients that give signs of life, as "consumer/client".
+    """
+    found: dict[str, Consumer] = {}
+    for rows in consumers:
+        for row in rows if isinstance(rows, list) else ():
+            facts = _pairs(row)
+            raw: bytes = facts["name"]
+            name = (raw.rpartition(b"/")[0] or raw).decode("utf-8", "replace")
+            before = found.get(name, Consumer(name=name, held_count=0, idle_s=float("inf")))
+            found[name] = Consumer(
+                name=name,
+                held_count=before.held_count + int(facts["pending"]),
+                idle_s=min(before.idle_s, int(facts["idle"]) / 1000),
+                is_live=before.is_live or raw in live,
+            )
+    letters = [raw for answer in dead if not isinstance(answer, Exception) for raw in answer[1].values()]
+    return RunDetails(consumers=tuple(found.values()), dead_reason=_reason_of(letters[0]) if letters else None)
+
+
+def _pairs(row: Any) -> dict[str, Any]:
+    """A row of either RESP version: a map, or names and values in turn."""
+    pairs = row.items() if isinstance(row, dict) else zip(row[::2], row[1::2], strict=True)
+    return {name.decode() if isinstance(name, bytes) else name: value for name, value in pairs}
+
+
+def _reason_of(raw: bytes) -> str:
+    try:
+        return DeadLetter.decode(raw).reason
+    except WireError as error:
+        return f"its dead letter cannot be read: {error}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..agreement import Agreement
-from ..ports import RunStatus, Survey
+from ..ports import Consumer, RunDetails, RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
 from ..rules.lending import CLEAR, changed, check_subject, concerns, lent_by_name, setting_of, subjects_of, switch_facts
@@ -66,7 +66,26 @@ class MemoryLeaseBoard(MemoryLeases):
             runs={name: await self.run_status(name) for name in self._broker.runs},
             leases={name: await self.leases(name) for name in self._broker.runs},
             wall_ms=self._broker.clock.wall_ms(),
+            now_ms=int(now),
         )
+
+    async def run_details(self, run: RunConfig) -> RunDetails:
+        state, now_s = self._run(run.run_id), self._broker.clock.now_s()
+        now_ms, found = self._broker.now_ms(), dict[str, Consumer]()
+        for client, at_s in state.asked_at_s.items():
+            name = client.rpartition("/")[0]
+            before = found.get(name, Consumer(name=name, held_count=0, idle_s=float("inf")))
+            found[name] = Consumer(
+                name=name,
+                held_count=before.held_count + list(state.pending.values()).count(client),
+                idle_s=min(before.idle_s, now_s - at_s),
+                is_live=before.is_live or state.consumers.get(client, 0.0) > now_ms,
+            )
+        reason = next((letter.reason for letter in state.dead.values()), None)
+        return RunDetails(consumers=tuple(found.values()), dead_reason=reason)
+
+    async def memory_bytes(self) -> tuple[int, int]:
+        return sum(state.bytes_held for state in self._broker.runs.values()), 0
 
     async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
         self._run(run_id).agreement = Agreement.decode(agreement.encode())

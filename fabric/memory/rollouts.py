@@ -91,12 +91,14 @@ class MemoryRolloutStream(RunPort):
                 run.pending.update(dict.fromkeys(entries, me))
                 taken_count += len(entries)
                 del run.consumers[other]
+                run.asked_at_s.pop(other, None)
             elif is_namesake:
                 namesakes.append(other.rpartition("/")[2])
         return ConsumerBeat(taken_count=taken_count, was_lost=was_lost, namesakes=tuple(namesakes))
 
     async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
         run, me = self.run, self._holder(consumer)
+        run.asked_at_s[me] = self._broker.clock.now_s()
         owed = [entry for entry, name in run.pending.items() if name == me and entry not in self._in_hand]
         found = [entry for entry in owed if run.groups.get(self._name_of(entry)) and not self._rerun_stale(entry)]
         if found:

@@ -126,6 +126,7 @@ class RunState:
     completed_bell: asyncio.Event = field(default_factory=asyncio.Event)
     pending: dict[int, str] = field(default_factory=dict)  # the consumer that holds each, "name/client"
     consumers: dict[str, float] = field(default_factory=dict)  # until when what each received is its own
+    asked_at_s: dict[str, float] = field(default_factory=dict)  # consumer → when it asked for groups last
     consumed: set[str] = field(default_factory=set)
     dead: dict[str, DeadLetter] = field(default_factory=dict)
     leases: dict[str, tuple[int, int, float]] = field(default_factory=dict)

@@ -12,9 +12,13 @@ import pytest
 from rollfab.fabric.agreement import Agreement, AlarmRule, WorkerFigures
 from rollfab.fabric.errors import InputError, RunMismatch, RunUnknown
 from rollfab.fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand
+from rollfab.fabric.memory.board import MemoryLeaseBoard
+from rollfab.fabric.ports import RunDetails, TrajectoryClaim
 from rollfab.fabric.records import Lease, WorkerInfo
+from rollfab.fabric.rules.giving_up import given_up
 from rollfab.fabric.sharing import LendSetting, SharingReport
 from rollfab.trainer.checks import make_groups
+from tests.rollouts import rollout_of
 
 from .conftest import World
 
@@ -365,3 +369,55 @@ async def test_events_are_read_backwards_page_by_page_from_the_newest(world: Wor
         before = page[-1][0] if page else before
     assert pages == [[4, 3], [2, 1], [0], []]
     assert (await world.board.newest_events("", 9))[::-1] == await world.board.events("0-0", 9, 0.05)
+
+
+async def test_who_consumes_and_what_died_are_told_of_a_run(world: World) -> None:
+    # Given a run of which nobody has asked anything
+    assert await world.board.run_details(world.run) == RunDetails()
+    # When two groups are complete, one consumer holds one and another has only asked
+    for name in ("g1", "g2"):
+        await world.rollouts.push([make_groups([{"seed": 1}], 1, [name])[0]])
+    for claim in await claimed(world, 2):
+        assert await world.trajectories.settle(claim, rollout_of(claim.job), is_scored=True)
+    (held,) = await world.rollouts.receive("old", 1, 0.1)
+    # Then it is known who holds how many, and when each asked
+    found = {each.name: each for each in (await world.board.run_details(world.run)).consumers}
+    assert found["old"].held_count == 1
+    assert 0 <= found["old"].idle_s < 5
+    assert (await world.board.run_status("r1")).groups_waiting == 2
+    await world.rollouts.acknowledge(held)
+    (row,) = (await world.board.run_details(world.run)).consumers
+    assert row.held_count == 0
+    # And a run that is gone has nobody
+    await world.board.delete_run("r1")
+    if not isinstance(world.board, MemoryLeaseBoard):
+        assert await world.board.run_details(world.run) == RunDetails()
+
+
+async def test_a_dead_letter_s_reason_is_told(world: World) -> None:
+    await world.rollouts.push([make_groups([{"seed": 1}], 1, ["g1"])[0]])
+    (claim,) = await claimed(world, 1)
+    letter = given_up("r1", "a1", claim.job, "step raised KeyError")
+    assert await world.trajectories.fail(claim.job.trajectory_id, claim.fence, letter, is_final=True) == "dead"
+    assert (await world.board.run_details(world.run)).dead_reason == "step raised KeyError"
+
+
+async def claimed(world: World, count: int) -> list[TrajectoryClaim]:
+    """Trajectories, however many calls they take: shards are asked in turn."""
+    found: list[TrajectoryClaim] = []
+    while len(found) < count:
+        found += await world.trajectories.claim("a1", count - len(found))
+    return found
+
+
+async def test_what_the_broker_holds_and_may_hold_is_known(world: World) -> None:
+    used, limit = await world.board.memory_bytes()
+    assert used >= 0
+    assert limit == 0, "brokers of tests have no bound"
+
+
+async def test_a_survey_tells_heartbeats_that_lie_in_the_future(world: World) -> None:
+    await world.board.heartbeat(info())
+    survey = await world.board.survey()
+    assert survey.now_ms > 0
+    assert 0 <= survey.workers["w1"][1] < 1_000

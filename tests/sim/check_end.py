@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 IDLE_S = 1.5  # within which cancelled work has let go of its slots: a second, and the way there
 # What stays of a run that has nothing to do, each with its own bound.
-STAYS = {"config", "counters", "rewards", "consumed", "consumers", "leases", "dead", "inboxes", "ready", "suspects"}
+STAYS = {
+    *("config", "counters", "rewards", "consumed", "consumers", "leases", "dead", "inboxes", "ready", "suspects"),
+    "asked_at_s",
+}
 
 
 async def check_idle(world: World) -> None:
