@@ -23,7 +23,7 @@ from redis import exceptions
 from ..errors import BrokerError
 from .cluster_client import ClusterClient
 from .facts import BrokerFacts, broker_facts, problems
-from .patience import PatientRetry
+from .patience import SAY_AFTER_S, PatientRetry
 from .pools import Pools
 from .sentinel import LedClient
 from .translate import broker_name, translate
@@ -129,9 +129,14 @@ async def check_broker(client: redis.asyncio.Redis, *, loading_timeout_s: float 
 
 async def _facts_when_loaded(client: redis.asyncio.Redis, until_s: float) -> BrokerFacts:
     """What a server says once it has loaded its data, or what it says at `until_s`."""
+    begun_s, has_said = asyncio.get_running_loop().time(), False
     while True:
         with translate(client):
             facts = broker_facts(await client.info())
-        if not facts.is_loading or asyncio.get_running_loop().time() >= until_s:
+        now_s = asyncio.get_running_loop().time()
+        if not facts.is_loading or now_s >= until_s:
             return facts
+        if now_s - begun_s >= SAY_AFTER_S and not has_said:
+            has_said = True
+            log.warning("the broker %s loads its data: waiting for it %.0f s", broker_name(client), until_s - now_s)
         await asyncio.sleep(LOADING_POLL_S)

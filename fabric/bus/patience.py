@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -14,6 +15,10 @@ from redis.backoff import ExponentialWithJitterBackoff
 __all__ = ["PatientRetry", "may_pass", "pause_s"]
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+SAY_AFTER_S = 5.0  # of trying in vain: whoever waits is told for what
 
 NEVER_PASSING = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.MaxConnectionsError)
 BACKOFF = ExponentialWithJitterBackoff(base=0.02, cap=0.5)
@@ -29,6 +34,7 @@ class PatientRetry(Retry):
     def __init__(self, patience_s: float) -> None:
         super().__init__(BACKOFF, retries=-1)
         self._patience_s = patience_s
+        self._said_at_s = float("-inf")
 
     async def call_with_retry(
         self,
@@ -52,7 +58,16 @@ class PatientRetry(Retry):
                 left_s = until_s - clock()
                 if left_s <= 0 or not may_pass(error):
                     raise
+                if left_s <= self._patience_s - SAY_AFTER_S:
+                    self._say(error, left_s, clock())
                 await asyncio.sleep(min(left_s, pause_s(failure_count)))
+
+    def _say(self, error: BaseException, left_s: float, now_s: float) -> None:
+        """Once for all calls that wait for the same broker."""
+        if now_s - self._said_at_s >= self._patience_s:
+            self._said_at_s = now_s
+            text = "the broker has not answered for %.0f s (%s): trying for another %.0f s. Is it running?"
+            log.warning(text, self._patience_s - left_s, error, left_s)
 
 
 def pause_s(failure_count: int) -> float:

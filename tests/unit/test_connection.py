@@ -18,6 +18,7 @@ from rollfab.fabric.bus.facts import broker_facts, problems
 from rollfab.fabric.bus.patience import PatientRetry
 from rollfab.fabric.bus.url import read_url
 from rollfab.fabric.errors import BrokerError, BrokerFull, ConfigError, FabricError, QueueFull
+from tests.sim.virtual_loop import on_virtual_time
 
 VALKEY_9 = "redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\n"
 FIT = "role:master\r\nloading:0\r\naof_enabled:1\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\ncluster_enabled:0\r\n"
@@ -302,3 +303,24 @@ async def test_what_cannot_pass_is_not_tried_twice(error: Exception) -> None:
     with pytest.raises(type(error)):
         await PatientRetry(5.0).call_with_retry(do, fail)
     assert call_count == 1
+
+
+def test_who_waits_for_a_broker_is_told_so_once_after_5_s(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async def refuse() -> None:
+            raise exceptions.ConnectionError("Error 111 connecting to localhost:1")
+
+        async def again(error: Exception) -> None:
+            return None
+
+        retry = PatientRetry(10.0)
+        for _ in range(2):  # two calls at once wait for the same broker
+            calls = [retry.call_with_retry(refuse, again) for _ in range(2)]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert all(isinstance(each, exceptions.ConnectionError) for each in outcomes)
+
+    with caplog.at_level("WARNING"):
+        on_virtual_time(work())
+    told = [row.getMessage() for row in caplog.records]
+    assert len(told) == 2, "once for each time of waiting"
+    assert told[0].startswith("the broker has not answered for 5 s (Error 111 connecting to localhost:1): trying for")
