@@ -28,13 +28,14 @@ from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError, FabricError
 from ..fabric.ids import check_name, new_worker_id
 from ..fabric.limits import WORLD_MEMORY_BYTES_MAX
+from ..fabric.models import FoundModel, find_model
 from ..fabric.records import WorkerInfo
 from ..workers.engines.base import Engine
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
 
 if TYPE_CHECKING:
     from ..workers.environments.pool import PoolConfig
-    from ..workers.rollout import RolloutConfig
+    from ..workers.rollout_config import RolloutConfig
     from ..workers.serving.options import ServingOptions
     from ..workers.serving.wiring import Sharing
     from ..workers.supply import SupplyOptions
@@ -161,7 +162,6 @@ def run_worker(
     """Generate turns under a lease.
 
     Args:
-        options, role, engine: see there.
         sleep_after_s: see RolloutConfig.
         supply: where its weights come from.
         serving: the serving engine that it shares its device with.
@@ -188,8 +188,8 @@ def run_worker(
             ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
             if sharing is not None:
                 stack.callback(sharing.close)
-                stack.push_async_callback(_forget, ports, worker_id)
-            async with _told_of(ports, worker_id, engine.model, serving, sharing):
+            stack.push_async_callback(_forget, ports, worker_id)
+            async with _told_of(ports, config, sharing):
                 if sharing is not None:
                     await sharing.wait(stop, _say)
                 if stop.is_set():
@@ -222,10 +222,12 @@ def _rollout_config(
 ) -> RolloutConfig:
     from ..workers.rollout import RolloutConfig
 
+    model = _model(engine)
     return RolloutConfig(
         worker_id=worker_id,
         role=role,
-        model=engine.model,
+        model=model.name,
+        model_digest=model.digest,
         slot_count=engine.slot_count,
         pool=serving.pool,
         is_observing=serving.is_observing,
@@ -236,28 +238,27 @@ def _rollout_config(
 
 
 @contextlib.asynccontextmanager
-async def _told_of(
-    ports: RedisFabric, worker_id: str, model: str, serving: ServingOptions, sharing: Sharing | None
-) -> AsyncIterator[None]:
+async def _told_of(ports: RedisFabric, config: RolloutConfig, sharing: Sharing | None) -> AsyncIterator[None]:
     """While the block runs the broker knows of a worker whose engine has not started, and what it waits for.
 
     Nothing forgets it afterwards: the worker's own heartbeats go on from there.
     """
-    if sharing is None:
-        yield
-        return
 
     def tell() -> WorkerInfo:
-        trouble = sharing.trouble()
-        return dataclasses.replace(
-            _info(worker_id, "serving"),
-            model=model,
-            pool=serving.pool,
+        trouble = sharing.trouble() if sharing is not None else ""
+        told = dataclasses.replace(
+            _info(config.worker_id, config.role),
+            model=config.model,
+            model_digest=config.model_digest,
+            pool=config.pool,
             state="waiting" if trouble else "loading",
             error=trouble or None,
-            guard_state="shut",
-            guard_reason=trouble or "the rollout engine is starting",
+            waits_for=None if trouble else "its engine to start",
         )
+        if sharing is None:
+            return told
+        reason = trouble or "the rollout engine is starting"
+        return dataclasses.replace(told, guard_state="shut", guard_reason=reason)
 
     async with _beside(_beat(ports, tell)):
         yield
@@ -291,6 +292,16 @@ def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[
     made = make_engine(dataclasses.replace(engine, guard=sharing.config))
     sharing.check(made)
     return made
+
+
+def _model(engine: EngineOptions) -> FoundModel:
+    """What runs call its model. A server may stand elsewhere: what is no path here may be one there."""
+    try:
+        return find_model(engine.model)
+    except ConfigError:
+        if engine.server is None:
+            raise
+        return FoundModel(name=engine.model)
 
 
 def _context_tokens_max(engine: EngineOptions) -> int | None:

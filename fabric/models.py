@@ -3,13 +3,18 @@
 - A preset is a plain config (the keyword arguments of the architecture's config class); nothing is downloaded.
 - Whoever builds a preset starts from random weights; workers and trainer agree once version 0 is published.
 - A name that is no preset is a path or a hub name, and is left to the library that loads it.
+- A path means the same wherever it is said: it is made absolute, without links, and its files are known by a digest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -120,3 +125,70 @@ def model_config(name: str) -> dict[str, Any]:
             f"model {name!r} is no preset: use one of {', '.join(PRESETS)}, or load it as a path or hub name", name=name
         )
     return dict(PRESETS[name])
+
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+UNSAID = ("transformers_version",)  # of config.json: which library wrote it does not make another model; nor does "_…"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """What a model's name means here. digest: of its files; "": it has none that could be read here."""
+
+    name: str
+    digest: str = ""
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path: a hub name begins with a letter or digit."""
+    return name.startswith(("/", ".", "~"))
+
+
+def find_model(name: str) -> FoundModel:
+    """A model by its name: presets and hub names as they are, local paths absolute and with a digest of their files.
+
+    Raises:
+        ConfigError: it can only be a path, and nothing is there.
+    """
+    if is_preset(name):
+        return FoundModel(name=name)
+    try:
+        place = Path(name).expanduser().resolve()
+        is_here = place.exists() if is_path(name) else (place / "config.json").is_file()
+    except (OSError, RuntimeError, ValueError):  # a name that no path can have, or "~nobody"
+        is_here = False
+    if is_here:
+        return FoundModel(name=str(place), digest=_digest(place))
+    if is_path(name):
+        raise ConfigError(
+            f"model {name!r}: there is no such file or directory on this machine; give the path of a directory with a "
+            f"config.json, a preset ({', '.join(PRESETS)}), or a hub name",
+            name=name,
+        )
+    return FoundModel(name=name)
+
+
+def _digest(place: Path) -> str:
+    """Of what makes a model's architecture and its tokens, 16 hex digits; "" where there is no config.json."""
+    try:
+        config = json.loads((place / "config.json").read_bytes())
+        found = hashlib.sha256()
+        kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in UNSAID}
+        found.update(json.dumps(kept, sort_keys=True).encode())
+        for name in TOKENIZER_FILES:
+            path = place / name
+            if path.is_file():
+                found.update(f"\n{name}\n".encode())
+                found.update(path.read_bytes())
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return found.hexdigest()[:16]

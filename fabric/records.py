@@ -87,6 +87,7 @@ class RunConfig(Record):
     scrub_bytes_per_s: int = 4 << 20  # of published weights, read again by the publisher to find damage; 0: none
     shard_count: int = 1
     weight: float = 1.0  # share of the pool among runs
+    model_digest: str = ""  # of the model's files, where its creator read them: another path may hold the same model
 
     @property
     def turns_finish(self) -> bool:
@@ -258,8 +259,8 @@ class WorkerInfo(Record):
     environments: list[str] = field(default_factory=list)
     rewards: list[str] = field(default_factory=list)  # reward functions that a reward worker offers
     headroom_fraction: float | None = None  # serving workers: distance to the SLO, None where nothing is measured
-    # ready, loading, waiting (serving workers: for their serving engine), asleep (without a lease, until it gets one),
-    # draining, failed
+    # ready, loading (its engine, or its run's first weights), waiting (serving workers: for their serving engine),
+    # asleep (without a lease, until it gets one), failed
     state: str = "ready"
     error: str | None = None
     engine: str | None = None  # what generates, with its version
@@ -278,6 +279,11 @@ class WorkerInfo(Record):
     open_fraction: float | None = None  # of the last seconds, in which its guard let rollouts run
     tokens_per_s: float | None = None  # rollout tokens, of late
     probe: str | None = None  # by what its guard sees the serving engine
+    model_digest: str = ""  # of its model's files; empty: a preset, a hub name, or another machine's path
+    waits_for: str | None = (
+        None  # what it needs before it can take a turn, though it is well: a lease, weights of a run
+    )
+    rewards: list[str] = field(default_factory=list)  # a reward worker's functions, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,9 +65,13 @@ class Processes:
         self.wait_for_role("controller", "agent", "dedicated")
 
     def wait_for_role(self, *names: str) -> None:
-        """Wait until these children, and not some earlier ones, are known to the broker."""
+        """Wait until these children, and not some earlier ones, are known to the broker and have loaded."""
         for name in names:
-            self.until(lambda name=name: self.worker_of(name) is not None, 30.0, f"{name} is known to the broker")
+            self.until(lambda name=name: self._is_up(name), 60.0, f"{name} is known to the broker, and up")
+
+    def _is_up(self, name: str) -> bool:
+        info = self.worker_of(name)
+        return info is not None and info.state != "loading"
 
     def worker_of(self, name: str) -> WorkerInfo | None:
         """What the broker knows of the worker that runs in a child."""

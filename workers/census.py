@@ -70,6 +70,23 @@ class Census:
         self._doubt_at_s: dict[str, float] = {}
         self._withdrawn_at_s: dict[str, float] = {}
         self._speeds: dict[str, _Speed] = {}
+        self._moved: dict[
+            str, tuple[int, int]
+        ] = {}  # run → what has come of it so far, and since when (fabric's clock)
+
+    def moved_at_ms(self, survey: Survey) -> dict[str, int]:
+        """When something last came of each run: a token, a turn, an end; at first the time of the first reading."""
+        made: dict[str, int] = {}
+        for info, _ in survey.workers.values():
+            if info.run_id is not None:
+                made[info.run_id] = made.get(info.run_id, 0) + info.token_count
+        found: dict[str, tuple[int, int]] = {}
+        for run_id, status in survey.runs.items():
+            sign = sum(status.counters.values()) + made.get(run_id, 0)
+            before = self._moved.get(run_id)
+            found[run_id] = before if before is not None and before[0] == sign else (sign, survey.now_ms)
+        self._moved = found
+        return {run_id: at_ms for run_id, (_, at_ms) in found.items()}
 
     def workers(
         self,
@@ -112,6 +129,7 @@ class Census:
         return WorkerFacts(
             worker_id=name,
             model=info.model or "",
+            model_digest=info.model_digest,
             slot_count=info.slot_count if info.state != "failed" else 0,
             lend=offer[0],
             lend_reason=offer[1],
@@ -139,6 +157,7 @@ class Census:
         return RunFacts(
             run_id=run_id,
             model=status.config.model,
+            model_digest=status.config.model_digest,
             weight=status.config.weight,
             has_weights=status.head_version >= 0,
             open_count=open_count,

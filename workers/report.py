@@ -79,13 +79,16 @@ class WorkerReport:
         elif readiness.is_asleep:
             state = "asleep"
         else:
-            state = "ready" if active_version >= 0 else "loading"
+            is_fetching = active_version < 0 and receiver is not None and receiver.head_version >= 0
+            state = "loading" if is_fetching or not readiness.is_awake else "ready"
         return WorkerInfo(
             worker_id=self._config.worker_id,
             role=self._config.role,
             pid=os.getpid(),
             host=socket.gethostname(),
             model=self._config.model,
+            model_digest=self._config.model_digest,
+            waits_for=_waited_for(state, run_id, active_version, readiness),
             slot_count=0 if self._config.is_observing else self._config.slot_count,
             running_count=running_count,
             run_id=run_id,
@@ -111,6 +114,15 @@ class WorkerReport:
             probe=view.probe if view else None,
             tokens_per_s=self._pace.look(stats.token_count, running_count),
         )
+
+
+def _waited_for(state: str, run_id: str | None, active_version: int, readiness: Readiness) -> str | None:
+    """What a worker that is well needs before it can take a turn; None: nothing."""
+    if active_version >= 0 or state == "failed":
+        return None
+    if state == "loading" and not readiness.is_awake:
+        return "its engine to wake"
+    return "a lease" if run_id is None else f"weights of run {run_id}"
 
 
 def _guard_state(view: GuardView) -> str:

@@ -15,6 +15,8 @@ class RolloutConfig:
     model: str
     slot_count: int
     """Turns it can run at once, [1, 4096]."""
+    model_digest: str = ""
+    """Of the model's files (fabric/models.py)."""
     pool: str = ""
     """serving: the group of workers that its team switches together."""
     is_observing: bool = False

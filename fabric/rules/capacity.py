@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from .benefit import Backlog, is_worth, slot_time_s, speed_of
 from .division import divide, settle
-from .supply import CapacityRule, Grant, RunFacts, WorkerFacts
+from .supply import CapacityRule, Grant, RunFacts, WorkerFacts, is_same_model
 
 __all__ = ["CapacityRule", "Grant", "RunFacts", "WorkerFacts", "plan", "settle"]
 
@@ -26,12 +26,13 @@ RISK_LEVELS = 5  # of headroom times openness: finer ones would only reorder wor
 def plan(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule) -> list[Grant]:
     """What every worker should serve now, in the order given."""
     ordered = sorted(workers, key=_order)
-    by_model: dict[str, list[WorkerFacts]] = {}
+    by_model: dict[tuple[str, str], list[WorkerFacts]] = {}
     for worker in ordered:
-        by_model.setdefault(worker.model, []).append(worker)
+        by_model.setdefault((worker.model, worker.model_digest), []).append(worker)
     grants: dict[str, Grant] = {}
-    for model, group in by_model.items():
-        grants |= _Lending(group, _fitting(model, runs), rule).grants()
+    for (model, digest), group in by_model.items():
+        known = [run for run in runs if is_same_model(model, digest, run.model, run.model_digest)]
+        grants |= _Lending(group, _fitting(known), rule, _idle_reason(model, known)).grants()
     return [grants[worker.worker_id] for worker in workers]
 
 
@@ -49,18 +50,28 @@ def _risk_level(worker: WorkerFacts) -> int:
     return int((1.0 - headroom * openness) * RISK_LEVELS)
 
 
-def _fitting(model: str, runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Runs that a worker of this model can serve: those with work; without any of these, all."""
-    fitting = [run for run in runs if run.model == model and run.has_weights]
+def _fitting(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Runs that workers of a model can serve, of those of that model: those with work; without any of these, all."""
+    fitting = [run for run in runs if run.has_weights]
     return [run for run in fitting if run.open_count > 0] or fitting
+
+
+def _idle_reason(model: str, runs: Sequence[RunFacts]) -> str:
+    """Why a worker serves none of these runs of its model, where it serves none."""
+    if not runs:
+        return f"no run has its model {model!r}"
+    return f"waits for the first weights of run {runs[0].run_id!r}"
 
 
 class _Lending:
     """The plan for the workers of one model, in their order: what each run was given so far decides about the next."""
 
-    def __init__(self, workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule) -> None:
+    def __init__(
+        self, workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule, idle_reason: str
+    ) -> None:
         self._workers = workers
         self._rule = rule
+        self._idle_reason = idle_reason
         self._refusals = {each.worker_id: _refusal(each, rule) for each in workers if each.lend is not None}
         offers = {each.worker_id: 0 if self._refusals.get(each.worker_id) else _offered(each) for each in workers}
         self._places = divide(offers, {each.worker_id: each.run_id for each in workers}, runs, rule)
@@ -81,7 +92,7 @@ class _Lending:
 
     def _grant(self, worker: WorkerFacts, run: RunFacts | None) -> Grant:
         if run is None:
-            return _made(worker, None, 0, "no run of this model has weights")
+            return _made(worker, None, 0, self._idle_reason)
         if worker.lend is None:
             return _made(worker, run, worker.slot_count, "dedicated")
         refusal = self._refusals[worker.worker_id]

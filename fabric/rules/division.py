@@ -33,8 +33,8 @@ def settle(
     for grant in grants:
         given[grant.run_id] = given.get(grant.run_id, 0) + grant.slot_count
     found: dict[str, float] = {}
-    for model in dict.fromkeys(run.model for run in runs):
-        fitting = [run for run in runs if run.model == model and run.has_weights]
+    for key in dict.fromkeys(run.pool_key for run in runs):
+        fitting = [run for run in runs if run.pool_key == key and run.has_weights]
         sharing = [run for run in fitting if run.open_count > 0]
         counted = [run for run in fitting if run.open_count > 0 or run.idle_s < rule.take_back_after_s]
         served = {run.run_id: given.get(run.run_id, 0) for run in sharing}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ..errors import RunMismatch
 from ..records import RunConfig
+from .supply import is_same_model
 
 FIXED = ("model", "environment", "environment_options", "reward", "shard_count")  # the rest may change between starts
 
 
 def is_same_run(existing: RunConfig, wanted: RunConfig) -> bool:
     """Whether they differ at most in what may change between starts."""
-    return all(getattr(existing, name) == getattr(wanted, name) for name in FIXED)
+    return not _differing(existing, wanted)
 
 
 def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
@@ -20,12 +21,17 @@ def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
         RunMismatch: names each differing setting, with both values.
     """
     differing = [
-        f"{name} is {getattr(existing, name)!r}, not {getattr(wanted, name)!r}"
-        for name in FIXED
-        if getattr(existing, name) != getattr(wanted, name)
+        f"{name} is {getattr(existing, name)!r}, not {getattr(wanted, name)!r}" for name in _differing(existing, wanted)
     ]
     if differing:
         raise RunMismatch(
             f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. "
             f"Use another name, or delete it first: rollfab runs rm {wanted.run_id}"
         )
+
+
+def _differing(existing: RunConfig, wanted: RunConfig) -> list[str]:
+    """A model may be reached by another path; under its own name it may have changed."""
+    names = [name for name in FIXED if getattr(existing, name) != getattr(wanted, name)]
+    is_same = is_same_model(existing.model, existing.model_digest, wanted.model, wanted.model_digest)
+    return [name for name in names if name != "model" or not is_same]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 class WorkerFacts:
     """A rollout worker as the controller sees it.
 
+    model, model_digest: what it holds, see is_same_model.
     lend: slots its team offers; None: dedicated, all of them. lend_reason: why it offers no more.
     activation_ms: what waking it is expected to take; 0: it is awake. fetch_ms: what fetching the weights that it lacks
     is; 0: it lacks none.
@@ -27,6 +28,7 @@ class WorkerFacts:
     worker_id: str
     model: str
     slot_count: int
+    model_digest: str = ""
     lend: int | None = None
     lend_reason: str = "lending is switched off"
     headroom_fraction: float | None = None
@@ -60,6 +62,20 @@ class RunFacts:
     idle_s: float
     owed: float = 0.0
     left_tokens: float | None = None
+    model_digest: str = ""
+
+    @property
+    def pool_key(self) -> str:
+        """Runs of one pool of workers have it in common."""
+        return self.model_digest or self.model
+
+
+def is_same_model(name: str, digest: str, other_name: str, other_digest: str) -> bool:
+    """Whether two names mean one model: by what is in the files where both sides have read them, else by the names.
+
+    digest: of the model's files (fabric/models.py); "": it is a preset or a hub name, or was not read here.
+    """
+    return digest == other_digest if digest and other_digest else name == other_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def test_a_worker_without_a_lease_puts_its_engine_to_sleep_and_a_lease_wakes_it_
         await stage.ask(2)
         async with stage.worker(sleep_after_s=5.0):
             await asyncio.sleep(4.5)
-            assert (stage.engine.is_asleep, stage.info.state) == (False, "loading")
+            assert (stage.engine.is_asleep, stage.info.state, stage.info.waits_for) == (False, "ready", "a lease")
             await asyncio.sleep(1.0)
             assert (stage.engine.is_asleep, stage.info.state) == (True, "asleep")
             assert (stage.info.sleep_ms, stage.info.wake_ms, stage.info.engine) == (250, None, "played 1")
@@ -160,7 +160,7 @@ def test_an_engine_that_cannot_sleep_is_asked_once_and_stays_in_use(caplog: pyte
             await asyncio.sleep(60.0)
             assert stage.engine.sleep_count == 1
             assert stage.info.sleep_note == "it has no bed: use another"
-            assert (stage.info.state, stage.info.error, stage.info.sleep_ms) == ("loading", None, None)
+            assert (stage.info.state, stage.info.error, stage.info.sleep_ms) == ("ready", None, None)
             await stage.lease(1, 1)
             await asyncio.sleep(0.5)
             assert (stage.info.state, len(stage.engine.turns), stage.engine.wake_count) == ("ready", 1, 0)
