@@ -35,6 +35,27 @@ class Readiness(Model):
     """What is not there, each with the next step; empty when ready."""
 
 
+class CauseView(Model):
+    """Why a run does or does not move."""
+
+    code: str
+    """In one word: docs/why.md lists all."""
+    kind: Literal["moves", "waits", "passing", "stuck"]
+    """Work moves; it waits for its trainer or its turn; it stands and this may pass; it stands until somebody acts."""
+    text: str
+    """One sentence."""
+    step: str
+    """What to do next; empty: nothing."""
+
+
+class RunReadiness(Readiness):
+    """Whether the work of one run can flow. missing: the sentence and next step of every cause that is in the way."""
+
+    run_id: str
+    causes: list[CauseView]
+    """The most fundamental first; never empty."""
+
+
 class Rates(Model):
     """Work per second over the last few seconds."""
 
@@ -193,6 +214,10 @@ class RunView(Model):
     """Null until a trainer reports a step."""
     reward_curve: list[RewardPoint]
     """By version; at most 128 points here, at most 256 in /v1/runs/{run_id}."""
+    is_well: bool
+    """Nothing has to be mended, and nothing has to pass, before its work moves."""
+    causes: list[CauseView]
+    """Why it does or does not move, the most fundamental first; never empty."""
     agreement: AgreementView | None = None
     """Null until a trainer compares (`run.compare`)."""
 
@@ -203,7 +228,9 @@ class WorkerView(Model):
     worker_id: str
     role: str
     state: str
-    """ready, loading, asleep, draining or failed."""
+    """ready, loading, asleep or failed."""
+    waits_for: str | None = None
+    """What it needs before it can take a turn, though it is well: a lease, or weights of a run."""
     error: str | None
     host: str
     pid: int

@@ -8,16 +8,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from .. import __version__
 from ..fabric.clock import Clock
+from ..fabric.diagnosing import Cause, read_fabric
 from ..fabric.errors import BrokerError, FabricError
 from ..fabric.ports import Fabric, RunStatus
 from ..fabric.ports_weights import WeightStore
-from ..fabric.records import Lease, WorkerInfo
+from ..fabric.records import WorkerInfo
+from ..fabric.rules.diagnosis import is_well
 from ..fabric.rules.hours import minute_of_week
 from ..fabric.rules.lease import has_ended
 from ..fabric.rules.tax import sharing_totals
@@ -32,6 +34,7 @@ from .schemas_weights import WeightsView
 from .views import (
     COUNTERS,
     agreement_view,
+    cause_views,
     counters_of,
     lease_view,
     readiness,
@@ -60,27 +63,10 @@ class Ports(Fabric, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RunReading:
-    """What was read of one run."""
-
-    status: RunStatus
-    leases: dict[str, Lease]
-    weights: WeightsView
-
-
-@dataclass(frozen=True, slots=True)
-class _LendingFacts:
-    """The controller's reason for every worker, and what sharing cost and gave."""
-
-    reasons: dict[str, str]
-    sharing: SharingTotals
-
-
-@dataclass(frozen=True, slots=True)
 class _WorkerFacts:
     """What is said of workers elsewhere. minute: of the week, by the broker machine's time, as workers count hours."""
 
-    lends: dict[str, LendSetting]
+    lends: Mapping[str, LendSetting]
     leases: list[LeaseView]
     heads: dict[str, int]
     reasons: dict[str, str]
@@ -175,20 +161,26 @@ class StatusReader:
             ) from error
 
     async def _read(self) -> Status:
-        board = self._ports.board
-        infos, lends, configs, said, broker_ms = await asyncio.gather(
-            board.workers(), board.lends(), board.runs(), self._read_lending(), board.wall_ms()
+        found, reports = await asyncio.gather(
+            read_fabric(self._ports.board, has_rewards=True), self._ports.board.sharing()
         )
-        self._weights.keep(configs)
-        readings = [each for each in await _for_each(sorted(configs), self._read_run) if each is not None]
+        survey, plan = found.survey, found.plan
+        self._weights.keep(survey.runs)
+        weights = await _for_each(sorted(survey.runs), self._read_weights)
         wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
-        found = (lease for each in readings for lease in each.leases.values())
-        leases = [lease_view(lease) for lease in found if not has_ended(lease)]
-        heads = {each.status.config.run_id: each.status.head_version for each in readings}
-        facts = _WorkerFacts(lends, leases, heads, said.reasons, minute_of_week(broker_ms))
-        workers = self._worker_views(infos, facts)
-        runs = [self._run_view(each.status, now_s) for each in readings]
-        counters = sum_up(counters_of(each.status for each in readings).values())
+        held = (lease for _, leases in sorted(survey.leases.items()) for lease in leases.values())
+        leases = [lease_view(lease) for lease in held if not has_ended(lease)]
+        facts = _WorkerFacts(
+            lends=found.lends,
+            leases=leases,
+            heads={run_id: status.head_version for run_id, status in survey.runs.items()},
+            reasons={row.worker_id: row.reason for row in plan.rows} if plan is not None else {},
+            minute=minute_of_week(survey.wall_ms),
+        )
+        workers = self._worker_views(survey.workers, facts)
+        runs = [self._run_view(status, found.causes[name], now_s) for name, status in sorted(survey.runs.items())]
+        counters = sum_up(counters_of(survey.runs.values()).values())
+        lends = found.lends
         return Status(
             time_ms=wall_ms,
             version=__version__,
@@ -196,10 +188,10 @@ class StatusReader:
             runs=runs,
             workers=workers,
             leases=leases,
-            weights=[each.weights for each in readings],
+            weights=[each for each in weights if each is not None],
             lend_all=value_of(lends[ALL]) if ALL in lends else "observe",
             lending=[setting_view(subject, setting) for subject, setting in sorted(lends.items())],
-            sharing=said.sharing,
+            sharing=SharingTotals(**sharing_totals(reports.values())),
             totals=totals(runs, workers),
             rates=_rates(self._runs.rates(now_s, ALL, counters)),
             rollouts_per_s_history=self._runs.history(ALL, "trajectories_completed"),
@@ -207,23 +199,15 @@ class StatusReader:
             events=self._tail.newest(EVENT_COUNT),
         )
 
-    async def _read_lending(self) -> _LendingFacts:
-        board = self._ports.board
-        plan, reports = await asyncio.gather(board.plan(), board.sharing())
-        reasons = {row.worker_id: row.reason for row in plan.rows} if plan is not None else {}
-        return _LendingFacts(reasons, SharingTotals(**sharing_totals(reports.values())))
-
-    async def _read_run(self, run_id: str) -> RunReading | None:
-        board = self._ports.board
+    async def _read_weights(self, run_id: str) -> WeightsView | None:
         try:
-            status = await board.run_status(run_id)
-            return RunReading(status, await board.leases(run_id), await self._weights.read(run_id, VERSION_COUNT))
+            return await self._weights.read(run_id, VERSION_COUNT)
         except BrokerError:
             raise
         except FabricError:
             return None  # deleted since we read the list
 
-    def _worker_views(self, infos: dict[str, tuple[WorkerInfo, int]], facts: _WorkerFacts) -> list[WorkerView]:
+    def _worker_views(self, infos: Mapping[str, tuple[WorkerInfo, int]], facts: _WorkerFacts) -> list[WorkerView]:
         now_s = self._clock.now_s()
         by_worker = {lease.worker_id: lease for lease in facts.leases}
         views = []
@@ -231,7 +215,7 @@ class StatusReader:
             rate = self._tokens.rates(now_s, name, {"tokens": info.token_count})["tokens"]
             view = worker_view(
                 info,
-                age_ms,
+                max(0, age_ms),
                 found=terms_of(info, facts.lends, facts.minute),
                 heads=facts.heads,
                 lease=by_worker.get(name),
@@ -241,7 +225,7 @@ class StatusReader:
             views.append(view)
         return views
 
-    def _run_view(self, status: RunStatus, now_s: float) -> RunView:
+    def _run_view(self, status: RunStatus, causes: Sequence[Cause], now_s: float) -> RunView:
         config = status.config
         run_id = config.run_id
         return RunView(
@@ -265,6 +249,8 @@ class StatusReader:
             rollouts_per_s_history=self._runs.history(run_id, "trajectories_completed"),
             training=self._tail.training(run_id),
             reward_curve=reward_curve(status.rewards, CURVE_COUNT),
+            is_well=is_well(causes),
+            causes=cause_views(causes),
             agreement=agreement_view(status.agreement) if status.agreement is not None else None,
         )
 

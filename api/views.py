@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from ..fabric.agreement import Agreement
+from ..fabric.diagnosing import Cause
 from ..fabric.ports import RunStatus
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.rules.curve import FINITE_MAX, Curve, put_together
@@ -16,9 +17,11 @@ from .schemas import (
     AgreementAlarm,
     AgreementFigures,
     AgreementView,
+    CauseView,
     LeaseView,
     Readiness,
     RewardPoint,
+    RunReadiness,
     RunView,
     Totals,
     WorkerAgreement,
@@ -60,6 +63,7 @@ def worker_view(
         worker_id=info.worker_id,
         role=info.role,
         state=info.state,
+        waits_for=info.waits_for,
         error=info.error,
         host=info.host,
         pid=info.pid,
@@ -135,6 +139,22 @@ def readiness(workers: Iterable[WorkerView]) -> Readiness:
     if not any(worker.role == "controller" and worker.is_fresh for worker in workers):
         missing.append("no controller has been heard of for 3 s, so no lease is given: start one (rollfab controller)")
     return Readiness(is_ready=not missing, missing=missing)
+
+
+def cause_views(causes: Iterable[Cause]) -> list[CauseView]:
+    """Why a run does or does not move."""
+    return [CauseView(**asdict(cause)) for cause in causes]
+
+
+def run_readiness(run: RunView) -> RunReadiness:
+    """What keeps one run from moving."""
+    missing = [f"{each.text}. {each.step}" if each.step else each.text for each in run.causes if is_bad(each)]
+    return RunReadiness(run_id=run.run_id, is_ready=run.is_well, missing=missing, causes=run.causes)
+
+
+def is_bad(cause: CauseView) -> bool:
+    """Whether it has to be mended or to pass."""
+    return cause.kind in ("passing", "stuck")
 
 
 def totals(runs: Iterable[RunView], workers: Iterable[WorkerView]) -> Totals:

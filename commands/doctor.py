@@ -1,4 +1,7 @@
-"""`rollfab doctor`: what this machine has of what the roles need, and what to type where something is missing."""
+"""`rollfab doctor`: what this machine has of what the roles need, and what to type where something is missing.
+
+With `--run`: why that run does or does not move, and what to type to mend it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import importlib.metadata
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..fabric.diagnosing import diagnose_run
+from ..fabric.rules.diagnosis import is_well
 from ..fabric.wire import dump_json
 from ..workers.gpu import GpuReport, gpu_line, look_at_gpus
-from .options import AsJson
+from .options import AsJson, Url, need_url
+from .status import cause_lines, with_ports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +51,17 @@ def register(app: typer.Typer) -> None:
     """Add the command of this file."""
 
     @app.command()
-    def doctor(json: AsJson = False) -> None:
-        """Say what is missing on this machine, and what to type."""
+    def doctor(
+        run: Annotated[
+            str | None, typer.Option(help="A run: why it does not move, instead of what this machine lacks.")
+        ] = None,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        """Say what is missing on this machine, or why a run does not move, and what to type."""
+        if run is not None:
+            examine_run(need_url(url), run, json)
+            return
         findings = examine()
         if json:
             print(dump_json([asdict(finding) for finding in findings]).decode())
@@ -54,6 +70,19 @@ def register(app: typer.Typer) -> None:
                 _tell(finding)
         if not all(finding.is_fine or finding.is_optional for finding in findings):
             raise typer.Exit(1)
+
+
+def examine_run(url: str, run_id: str, json: bool) -> None:
+    """Print every cause with its next step; exit code 1 where one has to be mended or to pass."""
+    causes = with_ports(url, lambda ports: diagnose_run(ports.board, run_id))
+    row = {"run_id": run_id, "is_well": is_well(causes), "causes": [asdict(cause) for cause in causes]}
+    if json:
+        print(dump_json(row).decode())
+    else:
+        for line in cause_lines(row, has_all=True):
+            Console().print(line, soft_wrap=True)
+    if not row["is_well"]:
+        raise typer.Exit(1)
 
 
 def _tell(finding: Finding) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
+from ..fabric.diagnosing import Cause, read_fabric
 from ..fabric.ports import RunStatus
 from ..fabric.rules.curve import FINITE_MAX, RewardBucket
+from ..fabric.rules.diagnosis import is_well
+from ..fabric.rules.push import no_such_run
 from ..fabric.text import cleaned
 from ..fabric.wire import dump_json
 from .demo_view import spark
@@ -39,20 +41,29 @@ def with_ports(url: str, work: Callable[[RedisFabric], Awaitable[T]]) -> T:
 
 async def snapshot(ports: RedisFabric) -> dict[str, Any]:
     """Everything the status shows, as plain values."""
-    runs = [await ports.board.run_status(name) for name in await ports.board.runs()]
-    workers = await ports.board.workers()
-    leases = {
-        name: asdict(lease) for run in runs for name, lease in (await ports.board.leases(run.config.run_id)).items()
-    }
+    found = await read_fabric(ports.board, has_rewards=True)
+    held = (lease for leases in found.survey.leases.values() for lease in leases.values())
     return {
-        "runs": [_run_row(run) for run in runs],
-        "workers": [{**asdict(info), "heartbeat_age_ms": age} for info, age in workers.values()],
-        "leases": leases,
-        "lends": {name: asdict(said) for name, said in (await ports.board.lends()).items()},
+        "runs": [_run_row(run, found.causes[name]) for name, run in found.survey.runs.items()],
+        "workers": [{**asdict(info), "heartbeat_age_ms": max(0, age)} for info, age in found.survey.workers.values()],
+        "leases": {lease.worker_id: asdict(lease) for lease in held},
+        "lends": {name: asdict(said) for name, said in found.lends.items()},
     }
 
 
-def _run_row(run: RunStatus) -> dict[str, Any]:
+def only_run(seen: dict[str, Any], run_id: str) -> dict[str, Any]:
+    """The status of one run, with the workers as they are.
+
+    Raises:
+        RunUnknown: there is none of that name.
+    """
+    runs = [run for run in seen["runs"] if run["run_id"] == run_id]
+    if not runs:
+        raise no_such_run(run_id)
+    return {**seen, "runs": runs}
+
+
+def _run_row(run: RunStatus, causes: Sequence[Cause]) -> dict[str, Any]:
     return {
         "run_id": run.config.run_id,
         "model": run.config.model,
@@ -67,6 +78,8 @@ def _run_row(run: RunStatus) -> dict[str, Any]:
         "counters": dict(run.counters),
         "rewards": [_reward_row(bucket) for bucket in run.rewards],
         "agreement": None if run.agreement is None else asdict(run.agreement),
+        "is_well": is_well(causes),
+        "causes": [asdict(cause) for cause in causes],
     }
 
 
@@ -77,8 +90,8 @@ def _reward_row(bucket: RewardBucket) -> dict[str, Any]:
     return {**place, **finite, "completion_tokens_mean": bucket.token_mean}
 
 
-def draw(seen: dict[str, Any]) -> Group:
-    """The status as tables."""
+def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
+    """The status as tables. has_all: every cause of every run, and not the first alone."""
     seen = cleaned(seen)
     runs = Table(title="runs", title_justify="left", header_style="bold")
     for heading in ("run", "model", "environment", "head", "queued", "running", "turns", "waiting", "consumed", "dead"):
@@ -104,7 +117,7 @@ def draw(seen: dict[str, Any]) -> Group:
         workers.add_row(
             each["worker_id"],
             each["role"],
-            each["state"] if not each["error"] else f"[red]{escape(each['state'] + ': ' + each['error'])}",
+            _state(each),
             f"{each['running_count']}/{each['slot_count']}" if each["slot_count"] else "",
             f"{lease['slot_count']} slots" if lease else "",
             each["run_id"] or "",
@@ -112,7 +125,25 @@ def draw(seen: dict[str, Any]) -> Group:
             _engine(each),
             f"{each['heartbeat_age_ms'] / 1000:.1f} s",
         )
-    return Group(runs, workers, *_reward_lines(seen["runs"]), *_agreement_tables(seen["runs"]))
+    causes = [line for run in seen["runs"] for line in cause_lines(run, has_all=has_all)]
+    return Group(runs, *causes, workers, *_reward_lines(seen["runs"]), *_agreement_tables(seen["runs"]))
+
+
+def cause_lines(run: dict[str, Any], *, has_all: bool) -> list[Text]:
+    """Why a run does or does not move, with the next steps."""
+    lines = []
+    for cause in run["causes"] if has_all else run["causes"][:1]:
+        style = {"moves": "green", "waits": "default", "passing": "yellow"}.get(cause["kind"], "red")
+        lines.append(Text.assemble((f"{run['run_id']}: ", "bold"), (cause["text"], style)))
+        if cause["step"]:
+            lines.append(Text(f"  → {cause['step']}"))
+    return lines
+
+
+def _state(worker: dict[str, Any]) -> Text:
+    if worker["error"]:
+        return Text(f"{worker['state']}: {worker['error']}", style="red")
+    return Text(f"{worker['state']}, waits for {worker['waits_for']}" if worker["waits_for"] else worker["state"])
 
 
 def _reward_lines(runs: list[dict[str, Any]]) -> list[Table]:
@@ -181,18 +212,27 @@ def register(app: typer.Typer) -> None:
     def status(
         url: Url = None,
         watch: Annotated[bool, typer.Option("--watch", help="Keep looking, once a second.")] = False,
+        run: Annotated[
+            str | None, typer.Option(help="One run, and all that keeps it from moving; exit code 1 if anything does.")
+        ] = None,
         json: AsJson = False,
     ) -> None:
-        """Show runs, workers and leases."""
+        """Show runs, workers and leases, and why each run does or does not move."""
+
+        def chosen(seen: dict[str, Any]) -> dict[str, Any]:
+            return seen if run is None else only_run(seen, run)
+
         if json or not watch:
-            seen = with_ports(need_url(url), snapshot)
-            print(dump_json(seen).decode()) if json else Console().print(draw(seen))
+            seen = chosen(with_ports(need_url(url), snapshot))
+            print(dump_json(seen).decode()) if json else Console().print(draw(seen, has_all=run is not None))
+            if run is not None and not seen["runs"][0]["is_well"]:
+                raise typer.Exit(1)
             return
 
         async def follow(ports: RedisFabric) -> None:
             with Live(refresh_per_second=4, console=Console()) as live:
                 while True:
-                    live.update(draw(await snapshot(ports)))
+                    live.update(draw(chosen(await snapshot(ports)), has_all=run is not None))
                     await asyncio.sleep(1.0)
 
         with_ports(need_url(url), follow)

@@ -232,7 +232,8 @@ class _Life:
     def _is_there(self, child: Child) -> bool:
         if child.name == "api":
             return _answers(f"http://127.0.0.1:{self._options.port}/healthz")
-        return child.pid in self._workers
+        info = self._workers.get(child.pid or 0)
+        return info is not None and info.state != "loading"
 
     def _tell_up(self) -> None:
         self._is_up = True

@@ -13,6 +13,7 @@ FabricError
 ├─ BrokerError                      the broker refused, is unreachable, or is not fit
 │   └─ BrokerFull                   out of memory at the broker, which takes nothing new in
 ├─ ConnectionForked                 a connection is used in a child of the process that opened it
+├─ NothingMoves                     no group came, and none will until somebody acts; carries the causes
 ├─ QueueError
 │   ├─ QueueFull                    retry later; carries depth and limit
 │   ├─ ClaimLost                    someone else holds the job now; drop the work
@@ -47,6 +48,7 @@ __all__ = [
     "RunUnknown",
     "RunMismatch",
     "InputError",
+    "NothingMoves",
     "PayloadTooLarge",
     "WireError",
     "SchemaUnknown",
@@ -137,6 +139,18 @@ class BrokerFull(BrokerError):
 
 class ConnectionForked(FabricError):
     """A connection is used in a forked child of the process that opened it; open another one there."""
+
+
+class NothingMoves(FabricError):
+    """No group came in time, and none will until somebody acts.
+
+    Facts: run_id, cause (its code, see rules/diagnosis.py), step (what to do), causes (all of them, as rows).
+    """
+
+    @property
+    def cause(self) -> str:
+        """The first cause, in one word."""
+        return str(self.facts.get("cause", ""))
 
 
 class QueueError(FabricError):

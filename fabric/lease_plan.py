@@ -44,12 +44,17 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDemand:
-    """One run's demand. dedicated_count, borrowed_count: slots that it is given."""
+    """One run's demand. dedicated_count, borrowed_count: slots that it is given.
+
+    moved_at_ms: by the fabric's clock, when the controller last saw something come of it (a token, a turn, an end); 0:
+    not known.
+    """
 
     run_id: str
     open_count: int
     dedicated_count: int
     borrowed_count: int
+    moved_at_ms: int = 0
 
 
 def plan_rows(rows: list[Any]) -> tuple[PlanRow, ...]:

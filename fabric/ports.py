@@ -414,8 +414,8 @@ class LeaseBoard(Protocol):
         """From here on no lease of an older term can be written, on any run that there is."""
         ...
 
-    async def survey(self) -> Survey:
-        """Everything that a plan is made of, in a few round trips."""
+    async def survey(self, *, has_rewards: bool = False) -> Survey:
+        """Everything that a plan is made of, in a few round trips; also the curves of rewards, if wanted."""
         ...
 
     async def change_leases(self, term: int, changes: Sequence[LeaseChange], assigned: Mapping[str, str]) -> list[bool]:

@@ -280,10 +280,7 @@ class WorkerInfo(Record):
     tokens_per_s: float | None = None  # rollout tokens, of late
     probe: str | None = None  # by what its guard sees the serving engine
     model_digest: str = ""  # of its model's files; empty: a preset, a hub name, or another machine's path
-    waits_for: str | None = (
-        None  # what it needs before it can take a turn, though it is well: a lease, weights of a run
-    )
-    rewards: list[str] = field(default_factory=list)  # a reward worker's functions, by name
+    waits_for: str | None = None  # what it needs to take a turn, though it is well: a lease, weights of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

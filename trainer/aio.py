@@ -23,6 +23,7 @@ from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import ConfigError, EnvironmentUnknown, FabricError, QueueFull, RewardUnknown, RunUnknown
 from ..fabric.home import Home
 from ..fabric.ids import check_name
+from ..fabric.models import find_model
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
 from ..fabric.records import Group, RunConfig
@@ -34,6 +35,7 @@ from .filters import Keep, Refill, find_filter
 from .ledger import TAKEOVER_S, Hand, Ledger, Submission
 from .publish import AnyPublisher, PublishReport, make_publisher
 from .tensors import ComparesOn, pairs_of
+from .waiting import Waiting
 
 PUSH_RETRY_S = 0.1
 ANSWER_S = 2.0  # a push that is cancelled is waited for so long, to say what it took in
@@ -62,7 +64,8 @@ class AsyncFabric:
 
         Args:
             run_id: 1-63 letters, digits, "-" or "_".
-            model: preset, path or hub name; workers that hold it will serve the run. Needed to create.
+            model: preset, path or hub name; workers that hold it will serve the run, a local one by whatever path they
+                reach it. Needed to create.
             environment: what trajectories play in, as agent workers offer it. Needed to create.
             **settings: other fields of RunConfig (staleness, reward, environment_options, sampling, …). Of a run that
                 exists, and where not both of model and environment are given, these are changed and the others stay.
@@ -71,6 +74,7 @@ class AsyncFabric:
             RunUnknown: neither model nor environment given, and the run does not exist.
             EnvironmentUnknown: nobody offers that environment.
             RewardUnknown: the same of its reward function.
+            ConfigError: the model can only be a path, and nothing is there.
             RunMismatch: the run exists with other settings.
         """
         self._home.check()
@@ -82,14 +86,17 @@ class AsyncFabric:
                 raise RunUnknown(
                     f"run {run_id!r} does not exist on this broker: give model=… and environment=… to create it"
                 )
-            given = {"model": model, "environment": environment}
+            if model is not None:
+                settings |= await self._model(model)
+            given = {"environment": environment}
             settings |= {name: value for name, value in given.items() if value is not None}
             if not settings:
                 return self._open(existing)
             config = replace(existing, **settings)
         else:
             await self._check_environment(environment)
-            config = RunConfig(run_id=run_id, model=model, environment=environment, **settings)
+            settings |= await self._model(model)
+            config = RunConfig(run_id=run_id, environment=environment, **settings)
         check_run(config)
         if config.reward is not None and (existing is None or existing.reward != config.reward):
             await self._check_reward(config.reward)
@@ -122,6 +129,19 @@ class AsyncFabric:
                 f"`rollfab reward --reward {name}=module:attr` (`rollfab up` takes the same option)",
                 reward=name,
             )
+
+    async def _model(self, name: Any) -> dict[str, str]:
+        """The settings that name a model. A path of another machine will do where a worker holds it by that name."""
+        if not isinstance(name, str):
+            return {"model": name}  # check_run says what is wrong
+        try:
+            found = await asyncio.to_thread(find_model, name)
+        except ConfigError:
+            held = [info.model for info, _ in (await self._ports.board.workers()).values()]
+            if name not in held:
+                raise
+            return {"model": name, "model_digest": ""}
+        return {"model": found.name, "model_digest": found.digest}
 
     async def runs(self) -> dict[str, RunConfig]:
         """Every run on this broker."""
@@ -158,6 +178,7 @@ class AsyncRun:
         self._publisher: AnyPublisher | None = None
         self._ledger = Ledger(ports.rollouts(config), run_id=config.run_id, open_ledgers=open_ledgers)
         self._hand = Hand(self._ledger)
+        self._waiting = Waiting(ports.board, config.run_id)
         self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
 
     @property
@@ -238,14 +259,18 @@ class AsyncRun:
             raise too_many_open(self.run_id, 0, limit, largest)
 
     async def _push(self, groups: list[GroupPush], deadline_s: float, submission: Submission) -> None:
+        refused_at_s: float | None = None
         while True:
             try:
                 await self._push_once(groups, submission)
                 return
             except QueueFull as error:
                 is_hopeless = error.facts.get("need", 0) > error.facts["limit"]
-                if is_hopeless or asyncio.get_running_loop().time() >= deadline_s:
+                now_s = asyncio.get_running_loop().time()
+                if is_hopeless or now_s >= deadline_s:
                     raise
+                refused_at_s = refused_at_s or now_s
+                self._waiting.tell_refusal(now_s - refused_at_s, error)
                 await asyncio.sleep(PUSH_RETRY_S)
 
     async def _push_once(self, groups: list[GroupPush], submission: Submission) -> None:
@@ -282,7 +307,8 @@ class AsyncRun:
         """Completed groups as they come. See `Groups` for when they are acknowledged.
 
         Args:
-            timeout: seconds without any group after which the iteration ends; None: wait for ever.
+            timeout: seconds without any group after which the iteration ends, and `ended_why` of the returned object
+                says why; None: wait for ever. After 5 s without a group a warning says why, and what to do.
             consumer: who consumes; several processes of one trainer use different names. A process that starts under
                 a name gets at once what the one before it left, so two that live under one name are warned of.
             count: end after this many groups.
@@ -296,11 +322,14 @@ class AsyncRun:
 
         Raises:
             InputError: there is no filter of that name, or another argument makes no sense.
+            NothingMoves: as it is iterated, after a timeout of at least 5 s: nothing was running, and no group can
+                come until somebody acts.
         """
         self._home.check()
         check_view(consumer, takeover)
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
-        return Groups(self._ledger, self._hand, view, None if refill is None else Refill(tasks=iter(refill)))
+        refilled = None if refill is None else Refill(tasks=iter(refill))
+        return Groups(self._ledger, self._hand, view, refilled, waiting=self._waiting)
 
     async def publish(
         self,
@@ -415,7 +444,7 @@ class View:
 
 
 class Groups:
-    """Completed groups of a run, in either of two ways.
+    """Completed groups of a run, in either of two ways. `ended_why` says why the iteration ended.
 
     `async for group in run.groups()`: each is acknowledged once the program goes on, that is with the next group or
     the next call on the run. A body that raises and ends the process leaves its group to be delivered again.
@@ -424,8 +453,11 @@ class Groups:
     when the block ends without an exception; otherwise all of them come again, marked `redelivered`.
     """
 
-    def __init__(self, ledger: Ledger, hand: Hand, view: View, refill: Refill | None = None) -> None:
+    def __init__(
+        self, ledger: Ledger, hand: Hand, view: View, refill: Refill | None = None, *, waiting: Waiting
+    ) -> None:
         self._home = Home()
+        self._waiting = waiting
         self._ledger = ledger
         self._hand = hand
         self._view = view
@@ -433,6 +465,7 @@ class Groups:
         self._left = view.count
         self._held: list[Delivery] | None = None
         self.dropped_count = 0
+        self.ended_why = ""
 
     def __aiter__(self) -> Groups:
         return self
@@ -441,6 +474,7 @@ class Groups:
         self._home.check()
         await self._hand.acknowledge()
         if self._left == 0:
+            self.ended_why = f"all {self._view.count} groups came"
             raise StopAsyncIteration
         delivery = await self._receive()
         if delivery is None:
@@ -456,17 +490,24 @@ class Groups:
     async def _receive(self) -> Delivery | None:
         loop = asyncio.get_running_loop()
         timeout_s = math.inf if self._view.timeout is None else self._view.timeout
-        end_s = loop.time() + timeout_s
+        begun_s = loop.time()
         while True:
-            left_s = min(POLL_S, end_s - loop.time())
+            waited_s = loop.time() - begun_s
+            left_s = min(POLL_S, timeout_s - waited_s, self._waiting.look_in_s(waited_s))
             found = await self._ledger.receive(self._view.consumer, max(left_s, 0.001), takeover_s=self._view.takeover)
-            if found is not None and self._is_wanted(found):
-                return found
             if found is not None:
+                self._waiting.forget()
+                if self._is_wanted(found):
+                    return found
                 await self._drop(found)
-                end_s = loop.time() + timeout_s
-            elif loop.time() >= end_s:
+                begun_s = loop.time()
+                continue
+            waited_s = loop.time() - begun_s
+            if waited_s >= timeout_s:
+                self.ended_why = await self._waiting.why(waited_s, timeout_s)
                 return None
+            if not self._waiting.look_in_s(waited_s):
+                await self._waiting.tell(waited_s)
 
     def _is_wanted(self, delivery: Delivery) -> bool:
         try:

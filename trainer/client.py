@@ -363,6 +363,11 @@ class Groups:
         """Groups that `keep` refused so far."""
         return self._groups.dropped_count
 
+    @property
+    def ended_why(self) -> str:
+        """Why the iteration ended; empty before."""
+        return self._groups.ended_why
+
     def __iter__(self) -> Iterator[Group]:
         return self
 

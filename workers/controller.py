@@ -7,6 +7,7 @@
   controller that lost the lead writes nothing any more. Every process opens a term of its own, also under a name that
   led before or leads: no epoch is given twice, and of several processes of one name the one that started last leads.
 - A tick is a handful of round trips, however many workers there are.
+- Once a second it looks why runs stand (fabric/diagnosing.py), and tells as an event what has changed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..fabric.clock import Clock
+from ..fabric.diagnosing import Cause, diagnose_survey
 from ..fabric.errors import FabricError
 from ..fabric.ids import new_process_id
 from ..fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand, term_of
@@ -26,12 +29,14 @@ from ..fabric.ports import LeaseBoard, Survey
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.rules.capacity import CapacityRule, Grant, RunFacts, plan, settle
 from ..fabric.rules.lease import has_ended
+from ..fabric.sharing import LendSetting
 from .census import Census
 
 log = logging.getLogger(__name__)
 
 PASSED_S_MAX = 1.0  # of the time between two ticks: nobody knows what became of leases in a longer gap
 PLAN_S = 1.0  # between two plans written down for people
+LOOK_S = 1.0  # between two looks at why runs stand: what is the same twice is told
 REASON_LENGTH_MAX = 200  # in them: there is a row for every worker
 
 
@@ -68,6 +73,8 @@ class Controller:
         self._term = 0
         self._shown: LeasePlan | None = None
         self._shown_at_s = 0.0
+        self._standing = Standing()
+        self._looked_at_s = -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
         """Plan until `stop`; a broker that cannot be reached is waited for."""
@@ -102,7 +109,8 @@ class Controller:
         news |= {lease.lease_epoch for lease in gone}
         await self._publish(term, changes, news, survey)
         await self._forget(term, silent)
-        await self._show(term, workers, grants, runs)
+        shown = await self._show(term, workers, grants, runs, self._census.moved_at_ms(survey))
+        await self._tell(survey, lends, shown)
         return grants
 
     def _begin(self, term: int) -> None:
@@ -110,6 +118,7 @@ class Controller:
         self._term, self._count = term, 0
         self._census, self._grants, self._owed = Census(), [], {}
         self._shown = None
+        self._standing = Standing()
 
     def _mind_the_gap(self) -> tuple[float, float]:
         """Seconds since the last tick that can be accounted for, and the time.
@@ -197,21 +206,63 @@ class Controller:
             await self._board.add_events([("worker.gone", each) for each in facts])
 
     async def _show(
-        self, term: int, workers: Mapping[str, WorkerInfo], grants: Sequence[Grant], runs: Sequence[RunFacts]
-    ) -> None:
-        """Write the plan down for people, when it has changed, at most once a second."""
+        self,
+        term: int,
+        workers: Mapping[str, WorkerInfo],
+        grants: Sequence[Grant],
+        runs: Sequence[RunFacts],
+        moved_at_ms: Mapping[str, int],
+    ) -> LeasePlan | None:
+        """Write the plan down for people, when it has changed, at most once a second; returns what stands there."""
         now_s = self._clock.now_s()
         if self._shown is not None and now_s - self._shown_at_s < PLAN_S:
-            return
+            return self._shown
         rows = tuple(_row(workers[grant.worker_id], grant) for grant in grants)
-        demand = tuple(_demand(run, grants) for run in runs)
+        demand = tuple(_demand(run, grants, moved_at_ms[run.run_id]) for run in runs)
         if self._shown is not None and (self._shown.rows, self._shown.runs) == (rows, demand):
-            return
+            return self._shown
         shown = LeasePlan(
             controller_id=self._config.worker_id, term=term, made_at_ms=self._clock.wall_ms(), rows=rows, runs=demand
         )
         if await self._board.set_plan(shown):
             self._shown, self._shown_at_s = shown, now_s
+        return self._shown
+
+    async def _tell(self, survey: Survey, lends: Mapping[str, LendSetting], shown: LeasePlan | None) -> None:
+        """Say once of every run that it stands and why, and that it moves again."""
+        now_s = self._clock.now_s()
+        if now_s - self._looked_at_s < LOOK_S:
+            return
+        self._looked_at_s = now_s
+        causes = await diagnose_survey(self._board, survey, lends, shown, await self._board.memory_bytes())
+        events = self._standing.news({run_id: found[0] for run_id, found in causes.items()})
+        for kind, facts in events:
+            log.info(kind, extra=facts)
+        if events:
+            await self._board.add_events(events)
+
+
+class Standing:
+    """Which runs stand, and why, as it was told. What is seen once only (weights on their way, say) is not told."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, str] = {}
+        self._told: dict[str, str] = {}
+
+    def news(self, causes: Mapping[str, Cause]) -> list[tuple[str, dict[str, Any]]]:
+        """Events, of each run's first cause as it is now: one for each change."""
+        events = []
+        for run_id, cause in causes.items():
+            is_steady = self._seen.get(run_id) == cause.code
+            if is_steady and not cause.is_well and self._told.get(run_id) != cause.code:
+                self._told[run_id] = cause.code
+                facts = {"run_id": run_id, "code": cause.code, "text": cause.text, "step": cause.step}
+                events.append(("run.stands", facts))
+            elif cause.is_well and self._told.pop(run_id, None) is not None:
+                events.append(("run.moves", {"run_id": run_id, "code": cause.code, "text": cause.text}))
+        self._seen = {run_id: cause.code for run_id, cause in causes.items()}
+        self._told = {run_id: code for run_id, code in self._told.items() if run_id in causes}
+        return events
 
 
 def _by_worker(survey: Survey) -> dict[str, list[Lease]]:
@@ -258,11 +309,12 @@ def _row(info: WorkerInfo, grant: Grant) -> PlanRow:
     )
 
 
-def _demand(run: RunFacts, grants: Sequence[Grant]) -> RunDemand:
+def _demand(run: RunFacts, grants: Sequence[Grant], moved_at_ms: int) -> RunDemand:
     own = [grant for grant in grants if grant.run_id == run.run_id]
     return RunDemand(
         run_id=run.run_id,
         open_count=run.open_count,
         dedicated_count=sum(grant.slot_count for grant in own if grant.is_standing),
         borrowed_count=sum(grant.slot_count for grant in own if not grant.is_standing),
+        moved_at_ms=moved_at_ms,
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ... import __version__
-from ...fabric.errors import FabricError
+from ...fabric.errors import FabricError, RunUnknown
 from ..context import Context
 from ..metrics import CONTENT_TYPE, render
-from ..schemas import Health, Readiness
+from ..schemas import Health, Problem, Readiness, RunReadiness
+from ..views import run_readiness
+from .read import find_run
 
 
 def router(context: Context) -> APIRouter:
@@ -20,11 +22,20 @@ def router(context: Context) -> APIRouter:
         """The process is alive; says nothing of the broker."""
         return Health(version=__version__)
 
-    @routes.get("/readyz", responses={503: {"model": Readiness, "description": "Something is missing"}})
-    async def readyz(response: Response) -> Readiness:
-        """The broker answers and a controller is there; 503 says what is missing."""
+    @routes.get(
+        "/readyz",
+        responses={
+            404: {"model": Problem, "description": "No such run"},
+            503: {"model": RunReadiness, "description": "Something is missing"},
+        },
+    )
+    async def readyz(response: Response, run: str | None = None) -> RunReadiness | Readiness:
+        """The broker answers and a controller is there; 503 says what is missing. run: nothing keeps it from moving."""
         try:
-            ready = (await context.status.read()).readiness
+            status = await context.status.read()
+            ready = status.readiness if run is None else run_readiness(await find_run(context, run))
+        except RunUnknown:
+            raise
         except FabricError as error:
             ready = Readiness(is_ready=False, missing=[error.message])
         if not ready.is_ready:

@@ -84,7 +84,7 @@ function render(status) {
   renderTiles(status);
   text($("run-count"), status.runs.length || "");
   show($("no-runs"), status.runs.length === 0);
-  cards.update(status.runs, (run) => run.run_id, (row, run) => fillRun(row, run, status));
+  cards.update(status.runs, (run) => run.run_id, fillRun);
   renderWorkers(status);
   renderWeights(status);
   renderSharing(status);
@@ -107,13 +107,11 @@ function renderTiles(status) {
   tiles["dead-tile"].classList.toggle("is-bad", totals.dead_count > 0);
 }
 
-function fillRun({ root, f }, run, status) {
+function fillRun({ root, f }, run) {
   root.dataset.run = run.run_id;
   text(f.name, run.run_id);
   text(f.what, `${run.environment} · ${run.model}`);
-  const [kind, words] = whoWaits(run, status);
-  f.waits.dataset.kind = kind;
-  text(f.waits, words);
+  fillCauses(f, run);
 
   text(f.head_version, run.head_version < 0 ? "none" : run.head_version);
   text(f.rollouts_per_s, rate(run.rates.rollouts_per_s));
@@ -155,20 +153,19 @@ function fillReward(f, run) {
   text(f.bottom, rewards.length ? +range.low.toFixed(2) : "");
 }
 
-/** Who holds the run up: the one line an operator wants. */
-function whoWaits(run, status) {
-  const { queued = 0, running = 0, scoring = 0 } = run.trajectories;
-  const hasLease = status.leases.some((lease) => lease.run_id === run.run_id && lease.slot_count > 0);
-  const hasAgent = status.workers.some((worker) => worker.is_fresh && worker.role === "agent");
-  if (run.depth === 0) return ["idle", "idle: nothing submitted"];
-  if (queued + running + scoring === 0) return ["warn", "trainer has all its groups"];
-  if (run.head_version < 0) return ["warn", "waits for first weights"];
-  if (!hasAgent) return ["bad", "no agent worker"];
-  if (!hasLease) return ["bad", "no worker holds a lease"];
-  if ((run.turns.ready ?? 0) > (run.turns.claimed ?? 0)) return ["warn", "turns wait for slots"];
-  if (run.groups_waiting > 8) return ["warn", "groups wait for the trainer"];
-  if (scoring > running) return ["warn", "rollouts wait for rewards"];
-  return ["good", "flowing"];
+const CHIP = { moves: "good", waits: "idle", passing: "warn", stuck: "bad" };
+
+/** Why the run does or does not move: the one line an operator wants. */
+function fillCauses(f, run) {
+  const [first, ...others] = run.causes;
+  f.waits.dataset.kind = CHIP[first.kind];
+  text(f.waits, first.code.replaceAll("_", " "));
+  f.why.dataset.kind = CHIP[first.kind];
+  text(f.cause, first.text);
+  text(f.next, first.step);
+  show(f.next, Boolean(first.step));
+  text(f.also, others.length ? `and then: ${others.map((cause) => cause.text).join("; ")}` : "");
+  show(f.also, others.length > 0);
 }
 
 function renderWorkers(status) {
@@ -199,6 +196,7 @@ function fillWorker({ root, f }, worker, blamed, words) {
   f.state.dataset.state = state;
   text(f.state, state);
   text(f.error, worker.error ?? "");
+  text(f.waits_for, worker.waits_for ? `waits for ${worker.waits_for}` : "");
   show(f.disagrees, blamed.has(worker.worker_id));
   text(f.run, worker.run_id ?? "–");
   text(f.slots, worker.slot_count ? `${worker.running_count}/${worker.slot_count}` : "–");
@@ -260,7 +258,7 @@ function eventRow(event) {
   return row;
 }
 
-const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "said_by", "reason", "error", "text"]; // say themselves what they are
+const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "said_by", "reason", "error", "text", "code", "step"]; // say themselves what they are
 const UNSAID = ["lease_epoch", "source"];
 
 function factsText(facts) {

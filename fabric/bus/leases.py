@@ -59,7 +59,7 @@ class RedisLeases:
             ]
             checked(await self._scripts.call_many(calls))
 
-    async def survey(self) -> Survey:
+    async def survey(self, *, has_rewards: bool = False) -> Survey:
         with translate():
             configs = [RunConfig.decode(raw) for raw in (await self._client.hgetall(names.RUNS)).values()]
             parts = [(config, keys) for config in configs for keys in _shards(config).all]
@@ -69,7 +69,7 @@ class RedisLeases:
             pipeline.hgetall(names.ASSIGNMENTS)
             for _, keys in parts:
                 pipeline.hgetall(keys.leases)
-                queue_status(pipeline, keys)
+                queue_status(pipeline, keys, has_rewards=has_rewards)
             # The clocks come after the heartbeats: an age below 0 is then a clock that went back.
             answers = list(await pipeline.execute())
             clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]

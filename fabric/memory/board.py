@@ -58,7 +58,7 @@ class MemoryLeaseBoard(MemoryLeases):
             rewards=run.rewards,
         )
 
-    async def survey(self) -> Survey:
+    async def survey(self, *, has_rewards: bool = False) -> Survey:
         now = self._broker.now_ms()
         return Survey(
             workers={name: (info, int(now - beat)) for name, (info, beat) in self._broker.workers.items()},

@@ -49,7 +49,7 @@ async def test_the_page_shows_what_happens_while_it_is_open(api: ApiWorld, brows
     page = await browser.open(api.url)
     await page.wait_text("#state", "live")
     await page.wait_text(f"{CARD} [data-f=queued]", "0")
-    await page.wait_text(f"{CARD} [data-f=waits]", "idle")
+    await page.wait_text(f"{CARD} [data-f=waits]", "nothing submitted")
     # When a group is pushed, run and finished, and a trainer reports a step
     await api.push_group("g1", 8)
     await page.wait_text(f"{CARD} [data-f=queued]", "8")
@@ -65,6 +65,27 @@ async def test_the_page_shows_what_happens_while_it_is_open(api: ApiWorld, brows
     # And everything it needed came from here
     assert page.complaints() == []
     assert all(address.startswith((api.url, "data:")) for address in page.requested())
+
+
+async def test_why_a_run_stands_is_on_its_card_with_the_next_step(api: ApiWorld, browser: Browser) -> None:
+    # Given a run with work and without weights, and a page
+    await api.push_group("g1", 8)
+    page = await browser.open(api.url)
+    await page.wait_text(f"{CARD} [data-f=waits]", "no weights")
+    await page.wait_text(f"{CARD} [data-f=cause]", "no weights of run 'r1' are published yet")
+    await page.wait_text(f"{CARD} [data-f=next]", "run.publish(model.named_parameters(), version=0)")
+    await page.wait_text(f"{CARD} [data-f=also]", "no agent is connected that could play environment 'frozenlake'")
+    assert await page.evaluate(f"document.querySelector('{CARD} [data-f=why]').dataset.kind") == "bad"
+    # When weights come, and a worker that failed with a text of its own
+    await Publisher(api.fabric.weights, "r1").publish({"w": np.zeros(4, np.float32)}.items(), 0)
+    await api.beat("agent-1", "agent", environments=["frozenlake"], slot_count=8)
+    await api.beat("w1", "dedicated", model="tiny", slot_count=8, state="failed", error="<b>out of memory</b>")
+    # Then the page says so, as text
+    await page.wait_text(f"{CARD} [data-f=cause]", "w1: <b>out of memory</b>")
+    # And a worker that is well says what it waits for
+    await api.beat("w1", "dedicated", model="tiny", slot_count=8, waits_for="a lease")
+    await page.wait_text("[data-worker=w1] [data-f=waits_for]", "waits for a lease")
+    assert page.complaints() == []
 
 
 async def test_the_switch_on_the_page_lends_and_takes_back(api: ApiWorld, browser: Browser) -> None:

@@ -21,6 +21,7 @@ from rollfab.fabric.bus.scripts import Scripts
 from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.bus.turns import RedisTurnQueue
 from rollfab.fabric.bus.weights import RedisWeightStore
+from rollfab.fabric.diagnosing import diagnose_run
 from rollfab.fabric.lease_plan import EPOCHS_PER_TERM, LeasePlan
 from rollfab.fabric.ports import Exchange, GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.records import (
@@ -34,6 +35,7 @@ from rollfab.fabric.records import (
     TurnResult,
     WorkerInfo,
 )
+from rollfab.fabric.rules.giving_up import given_up
 from rollfab.fabric.sharing import SharingReport
 from rollfab.fabric.weights.chain import fetch_weights
 from rollfab.fabric.weights.manifest import Damage, Holder
@@ -379,3 +381,17 @@ async def leave(who: dict[str, Part]) -> None:
         await who[role].board.forget_worker(who[role].name)
     await who["operator"].board.delete_run("r1")
     assert await who["operator"].board.runs() == {}
+
+
+@pytest.mark.parametrize("role", ["trainer", "controller", "api-read", "api-control", "operator"])
+async def test_whoever_shows_a_run_may_read_why_it_stands(broker: Guarded, role: str) -> None:
+    async with parts(broker) as found:
+        trainer, agent = found["trainer"], found["agent"]
+        await trainer.board.create_run(RUN)
+        await trainer.rollouts.push([group("g1")])
+        (claim,) = await agent.trajectories.claim(agent.name, 1)
+        letter = given_up("r1", agent.name, claim.job, "step raised KeyError")
+        await agent.trajectories.fail(claim.job.trajectory_id, claim.fence, letter, is_final=True)
+        causes = await diagnose_run(found[role].board, "r1")
+    assert causes[0].code == "attempts_fail" and "step raised KeyError" in causes[0].text
+    assert broker.admin.acl_log() == []

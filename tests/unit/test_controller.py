@@ -9,6 +9,7 @@ from rollfab.fabric.memory.board import MemoryLeaseBoard
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.records import RunConfig, WorkerInfo
 from rollfab.fabric.sharing import LendSetting
+from rollfab.workers.census import Census
 from rollfab.workers.controller import Controller, ControllerConfig
 
 
@@ -388,3 +389,71 @@ async def test_a_guard_that_stays_shut_gives_the_worker_back_and_it_rests_afterw
     after = await lent("open", 12.0)
     assert not any(after[: 4 * 6])
     assert after[-1]
+
+
+# ---------------------------------------------------------------- what it tells of runs
+
+
+def told(setting: Setting) -> list[tuple[str, str, str]]:
+    return [
+        (kind, facts["run_id"], facts["code"]) for _, kind, facts in setting.broker.events if kind.startswith("run.")
+    ]
+
+
+async def test_a_run_that_stands_and_moves_again_is_told_once_each() -> None:
+    # Given a run with work, a controller and no agent
+    setting = await Setting().begin()
+    setting.demand(3)
+    setting.broker.runs["r1"].depth = 3
+    await setting.board.heartbeat(WorkerInfo(worker_id="c1", role="controller", pid=1, host="h"))
+    clock = HandClock()
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+
+    async def look(count: int) -> None:
+        for _ in range(count):
+            clock.now += 1.0
+            await controller.tick(1)
+
+    # When it is looked at again and again, then what keeps it is told once, and not at the first look
+    await look(1)
+    assert told(setting) == []
+    await look(5)
+    assert told(setting) == [("run.stands", "r1", "no_agent")]
+    # And when an agent comes, that it moves
+    agent = WorkerInfo(worker_id="a", role="agent", pid=1, host="h", environments=["e"], slot_count=4)
+    worker, _ = setting.broker.workers["dedicated"]
+    await setting.board.heartbeat(agent)
+    await setting.board.heartbeat(dataclasses.replace(worker, run_id="r1", active_version=0))
+    await look(3)
+    assert told(setting)[1:] == [("run.moves", "r1", "moves")]
+
+
+async def test_a_successor_tells_again_what_stands() -> None:
+    setting = await Setting().begin()  # there is no agent
+    setting.demand(3)
+    setting.broker.runs["r1"].depth = 3
+    for term in (1, 2):
+        clock = HandClock()
+        controller = Controller(setting.board, ControllerConfig(worker_id=f"c{term}"), clock)
+        for _ in range(3):
+            clock.now += 1.0
+            await controller.tick(term)
+    assert [kind for kind, _, _ in told(setting)] == ["run.stands", "run.stands"]
+
+
+async def test_the_plan_says_when_something_last_came_of_a_run() -> None:
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    (first,) = (await setting.board.plan()).runs  # type: ignore[union-attr]
+    assert first.moved_at_ms > 0
+    await setting.board.heartbeat(
+        WorkerInfo(worker_id="d", role="dedicated", pid=1, host="h", model="m", run_id="r1", token_count=7)
+    )
+    survey = await setting.board.survey()
+    census = Census()
+    begun = census.moved_at_ms(survey)["r1"]
+    assert census.moved_at_ms(dataclasses.replace(survey, now_ms=survey.now_ms + 500))["r1"] == begun, "nothing came"
+    setting.broker.runs["r1"].count("turns_settled")
+    later = dataclasses.replace(await setting.board.survey(), now_ms=survey.now_ms + 900)
+    assert census.moved_at_ms(later)["r1"] == survey.now_ms + 900

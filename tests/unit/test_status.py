@@ -33,3 +33,35 @@ def test_an_engine_that_cannot_sleep_says_why_in_its_own_words() -> None:
 
 def test_a_worker_without_an_engine_is_drawn() -> None:
     assert "w1" in drawn()
+
+
+def test_why_a_run_stands_is_drawn_with_the_next_step_and_all_of_it_for_one_run() -> None:
+    causes = [
+        {"code": "no_worker", "kind": "stuck", "text": "no worker [is] there", "step": "Start one: rollfab worker"},
+        {"code": "no_agent", "kind": "stuck", "text": "no agent is there", "step": ""},
+    ]
+    counts = {"queued": 0, "running": 0, "scoring": 0, "ready": 0, "claimed": 0}
+    run = {"run_id": "r1", "model": "m", "environment": "e", "head_version": 0, "trajectories": counts}
+    run |= {
+        "turns": counts,
+        "groups_waiting": 0,
+        "counters": {},
+        "dead_count": 0,
+        "agreement": None,
+        "causes": causes,
+        "rewards": [],
+    }
+
+    def shown(*, has_all: bool) -> str:
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(draw({"runs": [run], "workers": [], "leases": {}, "lends": {}}, has_all=has_all))
+        return capture.get()
+
+    assert "r1: no worker [is] there" in shown(has_all=False) and "→ Start one: rollfab worker" in shown(has_all=False)
+    assert "no agent" not in shown(has_all=False)
+    assert "r1: no agent is there" in shown(has_all=True)
+
+
+def test_a_worker_that_is_well_says_what_it_waits_for() -> None:
+    assert "ready, waits for a lease" in drawn(waits_for="a lease")

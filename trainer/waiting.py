@@ -1,0 +1,118 @@
+"""Saying why a call waits: a trainer that gets no group, or may not push, is told the cause and the next step.
+
+- After SAY_AFTER_S of waiting one warning is logged, which Python shows on stderr where nobody has set up logging;
+  again when the cause changes, and every SAY_AGAIN_S.
+- The cause is that of fabric/diagnosing.py, asked at most every LOOK_EVERY_S and only while a call waits.
+- A fabric that cannot be asked is no reason to fail: then nothing is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from ..fabric.diagnosing import read_fabric
+from ..fabric.errors import FabricError, NothingMoves
+from ..fabric.ports import LeaseBoard
+from ..fabric.rules.diagnosis import Cause
+
+log = logging.getLogger(__name__)
+
+SAY_AFTER_S = 5.0
+SAY_AGAIN_S = 60.0
+LOOK_EVERY_S = 5.0
+MADE = ("tokens", "turns_settled", "trajectories_completed", "attempts_failed")  # counters that show work
+POLL_S = 1.0  # an iteration that waits for less is one of many, and asks nobody why
+
+
+class Waiting:
+    """What one run's trainer was told of its waiting, over all of its calls."""
+
+    def __init__(self, board: LeaseBoard, run_id: str) -> None:
+        self._board = board
+        self._run_id = run_id
+        self._causes: Sequence[Cause] = ()
+        self._looked_at_s = self._said_at_s = float("-inf")
+        self._said = ""
+        self._made: int | None = None  # what had come of the run when it was last looked at, in this wait
+        self._has_moved = False  # something came of it in this wait
+        self._waited_s = 0.0  # without a group, by iterations that have ended: short ones in a row are one long wait
+
+    def look_in_s(self, waited_s: float) -> float:
+        """Seconds until an iteration that has waited so long should tell why."""
+        return max(SAY_AFTER_S - waited_s, self._looked_at_s + LOOK_EVERY_S - _now_s(), 0.0)
+
+    async def tell(self, waited_s: float) -> None:
+        """An iteration has waited so long, and goes on: say why, if it is news."""
+        causes = await self._look()
+        if causes:
+            self._say(causes[0], f"groups() has waited for {waited_s:.0f} s: {causes[0].words}")
+
+    def tell_refusal(self, waited_s: float, error: FabricError) -> None:
+        """A submit is refused again and again, and goes on trying: the refusal itself says why."""
+        if waited_s >= SAY_AFTER_S:
+            cause = Cause(code=type(error).__name__, kind="passing", text=error.message)
+            self._say(cause, f"submit has waited for {waited_s:.0f} s: {error.message}")
+
+    async def why(self, waited_s: float, timeout_s: float) -> str:
+        """Why an iteration ends without another group.
+
+        Raises:
+            NothingMoves: it has waited long enough to know, nothing ran meanwhile, and the run stands until somebody
+                acts.
+        """
+        try:
+            return await self._why(waited_s, timeout_s)
+        finally:
+            self._made, self._has_moved = None, False
+
+    async def _why(self, waited_s: float, timeout_s: float) -> str:
+        self._waited_s += waited_s
+        is_poll = timeout_s < POLL_S and self._waited_s < SAY_AFTER_S
+        age_s = 0.0 if timeout_s >= SAY_AFTER_S else LOOK_EVERY_S  # an error must be of now
+        causes = self._causes if is_poll else await self._look(age_s)
+        if not causes:
+            return f"no group came within {timeout_s:g} s"
+        text = f"no group came within {timeout_s:g} s: {causes[0].words}"
+        if timeout_s >= SAY_AFTER_S and causes[0].kind == "stuck" and not self._has_moved:
+            rows = [asdict(each) for each in causes]
+            raise NothingMoves(text, run_id=self._run_id, cause=causes[0].code, step=causes[0].step, causes=rows)
+        if not causes[0].is_well:
+            self._say(causes[0], text)
+        return text
+
+    def forget(self) -> None:
+        """A group came: what stood moves, and is told again when it stands again."""
+        self._causes, self._said, self._waited_s, self._looked_at_s = (), "", 0.0, float("-inf")
+        self._made, self._has_moved = None, False
+
+    async def _look(self, age_s: float = LOOK_EVERY_S) -> Sequence[Cause]:
+        """The causes, as they were so long ago at most."""
+        if _now_s() - self._looked_at_s >= age_s:
+            self._looked_at_s = _now_s()
+            try:
+                found = await read_fabric(self._board, self._run_id)
+                self._causes = found.causes[self._run_id]
+                self._note_made(found.survey.runs[self._run_id].counters)
+            except FabricError as error:
+                self._causes = ()
+                log.info("waiting.not_diagnosed", extra={"run_id": self._run_id, "error": str(error)})
+        return self._causes
+
+    def _note_made(self, counters: Mapping[str, int]) -> None:
+        made = sum(counters.get(name, 0) for name in MADE)
+        self._has_moved = self._has_moved or self._made not in (None, made)
+        self._made = made
+
+    def _say(self, cause: Cause, text: str) -> None:
+        if cause.code == self._said and _now_s() - self._said_at_s < SAY_AGAIN_S:
+            return
+        self._said, self._said_at_s = cause.code, _now_s()
+        level = logging.INFO if cause.kind == "moves" else logging.WARNING  # slow work is no reason to alarm anybody
+        log.log(level, "%s", text, extra={"run_id": self._run_id, "cause": cause.code})
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
