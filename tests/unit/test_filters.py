@@ -16,6 +16,7 @@ from rollfab.trainer.aio import AsyncRun, Groups, View
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
 from rollfab.trainer.ledger import Hand, Ledger
+from rollfab.trainer.waiting import Waiting
 from tests.rollouts import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
@@ -55,6 +56,10 @@ async def settle(fabric: MemoryFabric, rewards: dict[str, float]) -> None:
         assert await queue.settle(claim, made, is_scored=True)
 
 
+def groups_of(fabric: MemoryFabric, ledger: Ledger, view: View, refill: Refill | None = None) -> Groups:
+    return Groups(ledger, Hand(ledger), view, refill, waiting=Waiting(fabric.board, "r1"))
+
+
 async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -> None:
     # Given a group whose rewards are all 0, and one whose rewards differ
     fabric = MemoryFabric()
@@ -65,7 +70,7 @@ async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -
 
     # When the trainer asks for varied groups, with tasks to refill from
     view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
-    groups = Groups(ledger, Hand(ledger), view, Refill(tasks=iter([{"task_id": "next"}])))
+    groups = groups_of(fabric, ledger, view, Refill(tasks=iter([{"task_id": "next"}])))
     (kept,) = [group async for group in groups]
 
     # Then it gets the good one; the other is gone, and the next task runs in its place, in a group of the same size
@@ -87,7 +92,7 @@ async def test_a_filter_that_fails_leaves_the_group_to_be_delivered_again() -> N
     def broken(group: Group) -> bool:
         raise ValueError(group.group_id)
 
-    groups = Groups(ledger, Hand(ledger), View(timeout=0.05, consumer="t", count=1, keep=broken))
+    groups = groups_of(fabric, ledger, View(timeout=0.05, consumer="t", count=1, keep=broken))
     with pytest.raises(ValueError, match="g1"):
         await anext(groups)
     again = await ledger.receive("t", 0.01)
@@ -107,7 +112,7 @@ async def test_a_group_that_cannot_be_replaced_comes_again() -> None:
 
     # When its replacement is refused, Then that is said, and the group is still there
     with pytest.raises(QueueFull):
-        await anext(Groups(ledger, Hand(ledger), view, Refill(tasks=iter([{}]))))
+        await anext(groups_of(fabric, ledger, view, Refill(tasks=iter([{}]))))
     again = await ledger.receive("t", 0.01)
     assert again is not None
     assert again.group.group_id == "dull"
@@ -141,7 +146,7 @@ async def test_a_group_comes_again_where_the_tasks_to_refill_from_fail() -> None
     # When it is dropped, Then that is said, and the group is still there
     view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
     with pytest.raises(OSError, match="tasks is gone"):
-        await anext(Groups(ledger, Hand(ledger), view, Refill(tasks=broken())))
+        await anext(groups_of(fabric, ledger, view, Refill(tasks=broken())))
     again = await ledger.receive("t", 0.01)
     assert again is not None
     assert again.group.group_id == "dull"
@@ -162,7 +167,7 @@ async def test_a_group_whose_dropping_is_interrupted_comes_again(monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(ledger, "push", interrupted)
         with pytest.raises(asyncio.CancelledError):
-            await anext(Groups(ledger, Hand(ledger), view, Refill(tasks=iter([{}]))))
+            await anext(groups_of(fabric, ledger, view, Refill(tasks=iter([{}]))))
 
     # When it goes on, Then the group is still there
     again = await ledger.receive("t", 0.01)
