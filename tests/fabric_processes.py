@@ -31,6 +31,7 @@ KEPT_KEYS = {
     "run",
     "clock",
     "counters",
+    "rewards",
     "leases",
     "lease_term",
     "consumed",

@@ -291,10 +291,10 @@ class RewardWorker:
         while not self._is_stopping.is_set():
             try:
                 check_queue(self._queue)
-                self._serve()
+                self._serve()  # until it is told to end, or the broker is away or refuses it
             except RedisError as error:
                 log.warning("rewards.queue_lost", extra={"error": str(error)})
-                self._is_stopping.wait(AWAY_S)
+            self._is_stopping.wait(AWAY_S)
 
     def _serve(self) -> None:
         worker = _Puller(

@@ -62,8 +62,8 @@ ENDING_KEYS = (
 RQ_ASK = "sadd hset rpush multi exec llen"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"
 RQ_WORK = (  # … and to take one, run it and keep its books; measured (MONITOR) with rq 2.12
-    f"{RQ_ASK} blmove del exists expire hdel hget hgetall hincrby hincrbyfloat llen lrange lrem persist set smembers "
-    "srem subscribe unsubscribe watch unwatch xadd zadd zcard zrange zrangebyscore zrem zremrangebyscore"
+    f"{RQ_ASK} blmove blpop del exists expire hdel hget hgetall hincrby hincrbyfloat llen lrange lrem persist set "
+    "smembers srem subscribe unsubscribe watch unwatch xadd zadd zcard zrange zrangebyscore zrem zremrangebyscore"
 )
 
 HOLD_KEYS = (
