@@ -40,9 +40,9 @@ T = TypeVar("T")
 BRIEF = 16 * KIB  # characters, or values: what is more is tokenised and encoded in a thread
 
 DIVERGED = {  # what to do about it, by how the environment recovers
-    "replay": "Its answers do not follow from task, seed and actions: mend that, or have it recover by a restart",
-    "snapshot": "Its answers do not follow from its snapshot and the actions since: mend that, or have it recover by a "
-    "restart",
+    "replay": 'Its answers do not follow from task, seed and actions: mend that, or set recovery = "restart" on it',
+    "snapshot": "Its answers do not follow from its snapshot and the actions since: mend that, or set "
+    'recovery = "restart" on it',
     "restart": "Nothing is wrong with it: it began again, as it says, and that turn was still on its way for the life "
     "before",
 }
