@@ -59,7 +59,7 @@ def only_run(seen: dict[str, Any], run_id: str) -> dict[str, Any]:
     """
     runs = [run for run in seen["runs"] if run["run_id"] == run_id]
     if not runs:
-        raise no_such_run(run_id)
+        raise no_such_run(run_id, known=[run["run_id"] for run in seen["runs"]])
     return {**seen, "runs": runs}
 
 

@@ -187,7 +187,8 @@ class _Life:
             elif missing and now_s >= news_at_s:
                 self._say(f"not ready yet after {now_s - begun_s:.0f} s: {', '.join(missing)}")
                 for name in missing:
-                    if last := self._supervisor.children[name].tail(1):
+                    child = self._supervisor.children[name]
+                    if last := child.tail(1, since_byte=child.start_at_byte):
                         self._say(f"  {name} said last: {one_line(last)[:LINE_LENGTH_MAX]}")
                 news_at_s = now_s + NEWS_S
         return self._code

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from .errors import RunUnknown
 from .lease_plan import LeasePlan
 from .ports import LeaseBoard, RunDetails, RunStatus, Survey
 from .rules.diagnosis import SILENT_MS, Cause, Scene, diagnose
@@ -54,8 +55,12 @@ async def read_fabric(board: LeaseBoard, run_id: str | None = None, *, has_rewar
         board.survey(has_rewards=has_rewards), board.lends(), board.plan(), board.memory_bytes()
     )
     if run_id is not None and run_id not in survey.runs:
-        await board.run_status(run_id)  # it says what became of the run …
-        raise no_such_run(run_id)  # … unless that was made a moment ago
+        try:
+            await board.run_status(run_id)  # it says what became of the run, unless that was made a moment ago
+        except RunUnknown as error:
+            if "deleted_ago_ms" in error.facts:
+                raise
+        raise no_such_run(run_id, known=survey.runs)
     causes = await diagnose_survey(board, survey, lends, plan, memory, None if run_id is None else [run_id])
     return Reading(survey=survey, lends=lends, plan=plan, causes=causes)
 

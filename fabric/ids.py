@@ -26,10 +26,10 @@ def check_name(kind: str, name: str) -> str:
     """
     if not isinstance(name, str) or not NAME.match(name):
         raise ConfigError(
-            f"{kind} {name!r} is not a valid name: use 1 to 63 letters, digits, '-' or '_', "
+            f"{kind} {name!r:.100} is not a valid name: use 1 to 63 letters, digits, '-' or '_', "
             "starting with a letter or digit",
             kind=kind,
-            name=name,
+            name=name[:100] if isinstance(name, str) else name,
         )
     return name
 

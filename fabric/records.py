@@ -307,6 +307,8 @@ def check_reward(reward: Any, where: str, error_type: type[FabricError] = Enviro
         EnvironmentFailed, or the error type given: not a finite number; the trajectory is retried, never scored as 0.
     """
     try:
+        if isinstance(reward, str | bytes | bytearray):
+            raise TypeError("a text is no number, though it may say one")
         value = float(reward)
     except (TypeError, ValueError, OverflowError) as error:
         told = reprlib.repr(reward)  # it may be of any size

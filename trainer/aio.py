@@ -20,14 +20,24 @@ from typing import Any
 
 from ..fabric.agreement import Agreement, AlarmRule
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError, EnvironmentUnknown, FabricError, QueueFull, RewardUnknown, RunUnknown
+from ..fabric.errors import (
+    ConfigError,
+    EnvironmentUnknown,
+    FabricError,
+    QueueFull,
+    RewardUnknown,
+    RunUnknown,
+    VersionUnknown,
+    WeightError,
+    WireError,
+)
 from ..fabric.home import Home
 from ..fabric.ids import check_name
 from ..fabric.models import find_model
 from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
 from ..fabric.records import Group, RunConfig
-from ..fabric.rules.push import too_many_open
+from ..fabric.rules.push import never_fits
 from ..fabric.weights.chain import Weights, fetch_weights
 from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
@@ -38,6 +48,7 @@ from .tensors import ComparesOn, pairs_of
 from .waiting import Waiting
 
 PUSH_RETRY_S = 0.1
+HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mended, and how often it looks
 ANSWER_S = 2.0  # a push that is cancelled is waited for so long, to say what it took in
 POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
 
@@ -256,7 +267,7 @@ class AsyncRun:
         limit = self.config.trajectory_count_max // self.config.shard_count
         largest = max((len(group.jobs) for group in groups), default=0)
         if largest > limit:
-            raise too_many_open(self.run_id, 0, limit, largest)
+            raise never_fits(self.run_id, limit, largest)
 
     async def _push(self, groups: list[GroupPush], deadline_s: float, submission: Submission) -> None:
         refused_at_s: float | None = None
@@ -380,11 +391,24 @@ class AsyncRun:
 
         Its `dtypes` say what each array is, so it can be published again as it is.
 
+        Damage that the publisher is mending is waited for, up to HEAL_S.
+
         Raises:
             VersionUnknown: never published, or no longer held.
+            WeightError, WireError: damaged, and not mended in time: `rollfab weights repair`, or publish again.
         """
         self._home.check()
-        return await fetch_weights(self._ports.weights, self.run_id, version)
+        store, loop = self._ports.weights, asyncio.get_running_loop()
+        end_s = loop.time() + HEAL_S
+        while True:
+            try:
+                return await fetch_weights(store, self.run_id, version)
+            except VersionUnknown:
+                raise
+            except (WeightError, WireError):
+                if loop.time() >= end_s or await store.tended(self.run_id) is None:
+                    raise
+                await asyncio.sleep(HEAL_LOOK_S)
 
     async def head_version(self) -> int:
         """The newest published version; -1 before the first."""

@@ -176,7 +176,7 @@ class Publisher:
             raise InputError(f"version {version} is above {VERSION_MAX}: versions count up from 0", version=version)
         async with self._lock:
             layout, bits = await self._in_thread(partial(self._collect, named))
-            await self._open(layout)
+            await self._open(layout, version)
             await self._check_layout(layout)
             await self._mind_a_lost_head()
             if self._pending is not None:
@@ -228,10 +228,20 @@ class Publisher:
         await self._healing.close()
         await self._carrying.close()
 
-    async def _open(self, layout: Layout) -> None:
-        """Take charge of the run, once, and learn what is published."""
+    async def _open(self, layout: Layout, version: int) -> None:
+        """Take charge of the run, once, and learn what is published.
+
+        What would be refused is refused before: a stray call must not put the run's living publisher out of charge.
+        """
         if self._epoch:
             return
+        published = await self._store.head(self._run_id)
+        if version <= published.version:
+            raise not_newer(self._run_id, version, published.version)
+        for manifest in await self._held():
+            if manifest.version == published.version:
+                manifest.tensors.check(layout)
+                break
         epoch = await self._store.open_publisher(self._run_id)
         head = await self._store.head(self._run_id)
         manifests = await self._held()

@@ -25,7 +25,7 @@ from ..fabric.rules.giving_up import SCORE_LOSS_MAX
 from .environments.pool import PoolConfig, ProcessPool
 from .environments.process import EnvironmentProcess
 from .environments.registry import Registry, RewardFunction
-from .environments.spawn import Program, give_way
+from .environments.spawn import NICENESS, Program, give_way
 from .failures import dead_letter, reason_of
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ WAITING_COUNT_MAX = 128  # of a run; with more, the rest stays on its queue, for
 FEW = 6  # processes keep the broker busy, where a call takes less than
 WORTH_S = 0.02
 SLOW_S = 1.0  # a call that takes longer gives way to others for the processors
-SLOW_NICENESS, NICENESS = 19, 5
+SLOW_NICENESS = 19
 SUSPECT_S = 2.0
 KEEP_S = 2.0  # a reward that is seen to for this long: its worker may be killed
 KEEP_EVERY_S = 0.5

@@ -275,7 +275,7 @@ def _nothing_open(view: _View) -> Iterator[Cause]:
 
 def _attempts_fail(view: _View) -> Iterator[Cause]:
     failed = view.count("trajectories_failed")
-    if not view.run.depth or view.count("trajectories_completed") or failed <= view.running + view.scoring:
+    if not failed or view.count("trajectories_completed") or failed <= view.running + view.scoring:
         return  # those that still run may be of another mind
     reason = view.details.dead_reason if view.details is not None else None
     why = f": {_plain(reason)}" if reason else ""
@@ -316,26 +316,31 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
     held = [each for each in consumers if each.held_count]
     in_hand = sum(each.held_count for each in held)
     step = "Take them: for group in run.groups(): …, or `rollfab consume --run " + view.config.run_id + "`"
-    idle_s: float | None
+    idle_s = min((each.idle_s for each in consumers), default=None)
+    is_live = any(each.is_live for each in held or consumers)
+    is_asked = idle_s is not None and idle_s < GONE_S
     if in_hand >= waiting and held:
-        silent = min(held, key=lambda each: each.idle_s)
         text = f"{groups} are held by consumer {_names([each.name for each in held])}, and not acknowledged"
-        idle_s, step = (
-            silent.idle_s,
-            f'Let that consumer go on, or take its place: run.groups(consumer="{_plain(silent.name)}")',
-        )
+        if not is_live and is_asked:
+            yield view.cause(
+                "consumer_gone",
+                f"{text}; it gives no sign of life, so they go to whoever asks, once it has been silent for the "
+                "takeover time, 60 s by default",
+                f'Wait, ask with a shorter groups(takeover=…), or at once as consumer="{_plain(held[0].name)}"',
+                kind="passing",
+            )
+            return
     else:
-        idle_s = min((each.idle_s for each in consumers), default=None)
         text = f"{groups} wait for the trainer"
     if idle_s is None and view.details is not None:
         yield view.cause("consumer_gone", f"{text}, and nobody has ever asked for one", step)
-    elif idle_s is not None and idle_s >= GONE_S and not any(each.is_live for each in held or consumers):
+    elif idle_s is not None and not is_asked and not is_live:
         yield view.cause("consumer_gone", f"{text}; nobody has asked for one for {idle_s:.0f} s", step)
     else:
         yield view.cause("for_trainer", text, step)
 
 
-_FIRST: tuple[Check, ...] = (_clock, _nothing_open, _attempts_fail, _moves, _for_trainer)
+_FIRST: tuple[Check, ...] = (_clock, _attempts_fail, _nothing_open, _moves, _for_trainer)
 
 
 # ---------------------------------------------------------------- who or what is missing
@@ -366,7 +371,8 @@ def _nobody(view: _View) -> Iterator[Cause]:
         yield view.cause(
             "nothing_started",
             f"nothing works for {view.name}: neither a controller nor an agent nor a worker is connected to the broker",
-            f"Start all of them: ROLLFAB_URL=… rollfab up --model {_plain(view.config.model)}",
+            f"Start all of them in another shell, rollfab up --model {_plain(view.config.model)}, and give your "
+            "trainer the ROLLFAB_URL that it prints",
         )
 
 
@@ -438,10 +444,10 @@ def _why_unleased(view: _View, info: WorkerInfo) -> tuple[str, str]:
         return "lend_off" if terms is not None else "worker_failed", "it only observes, and offers no slots"
     if info.guard_state in ("shut", "silent"):
         return "guard_shut", f"its guard is {info.guard_state}: {info.guard_reason or 'it does not say why'}"
-    if serves is not None:
-        return "takes_turns", f"it serves run {serves!r}"
     if not view.scene.by_role.get("controller"):
         return "no_lease", "there is no controller to give it one"
+    if serves is not None:
+        return "takes_turns", f"it serves run {serves!r}"
     return "no_lease", reason or "the controller has not planned with it yet"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import FabricError, QueueFull, RunUnknown
+from ..text import did_you_mean
 
 DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this bounds them to tens of megabytes
 
@@ -15,6 +16,16 @@ def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
         f"run {run_id!r} holds {depth} trajectories not yet consumed, its limit is {limit}, and the group has {need}: "
         "consume groups, or raise trajectory_count_max",
         depth=depth,
+        limit=limit,
+        need=need,
+    )
+
+
+def never_fits(run_id: str, limit: int, need: int) -> QueueFull:
+    """A group is larger than the run may ever hold."""
+    return QueueFull(
+        f"run {run_id!r} may hold {limit} trajectories, and the group has {need}: it would never fit; push smaller "
+        "groups, or raise trajectory_count_max",
         limit=limit,
         need=need,
     )
@@ -41,8 +52,8 @@ def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
     )
 
 
-def no_such_run(run_id: str, deleted_ago_ms: int | None = None) -> RunUnknown:
-    """The run was never created, or was deleted (so long ago; None: not that anybody knows)."""
+def no_such_run(run_id: str, deleted_ago_ms: int | None = None, *, known: Iterable[str] = ()) -> RunUnknown:
+    """The run was never created, or was deleted (so long ago; None: not that anybody knows). known: those there are."""
     if deleted_ago_ms is not None:
         return RunUnknown(
             f"run {run_id!r} was deleted {deleted_ago_ms / 1000:.0f} s ago, with all that it had on this broker: "
@@ -50,7 +61,9 @@ def no_such_run(run_id: str, deleted_ago_ms: int | None = None) -> RunUnknown:
             run_id=run_id,
             deleted_ago_ms=deleted_ago_ms,
         )
-    return RunUnknown(f"run {run_id!r} does not exist on this broker: create it with fabric.run(…)", run_id=run_id)
+    names = list(known)
+    hint = f"; {did_you_mean(run_id, names)}" if names else ": create it with fabric.run(…)"
+    return RunUnknown(f"run {run_id!r:.100} does not exist on this broker{hint}", run_id=run_id)
 
 
 def outcome(answers: Mapping[str, bool | FabricError], doubtful: Sequence[str] = ()) -> list[bool]:

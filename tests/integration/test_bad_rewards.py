@@ -54,6 +54,7 @@ FAILED = {  # it raised, or gave no number: the attempt failed
     "NaN": "gave reward nan: rewards must be finite",
     "infinite": "gave reward -inf: rewards must be finite",
     "None": "gave reward None: not a number",
+    "number as text": "gave reward '1.0': not a number",
     "array": "not a number",
     "evil": "raised RuntimeError: no",
     "raises": "raised ZeroDivisionError: division by zero",

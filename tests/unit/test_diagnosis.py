@@ -362,3 +362,36 @@ def test_a_healthy_fabric_is_never_blamed(
     others = [each for each in strangers if each.worker_id not in ("c1", "a1", "w1")]
     # Then it moves, and nothing else is said
     assert codes(diagnose(scene(run, *ALL, *others, leases=HELD), "r1")) == ["moves"]
+
+
+def test_what_a_silent_consumer_holds_stands_in_nobodys_way_who_asks() -> None:
+    ghost = Consumer(name="ghost", held_count=2, idle_s=GONE_S + 9)
+    asker = Consumer(name="trainer", held_count=0, idle_s=0.5, is_live=False)
+
+    first = diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(ghost, asker))), "r1")[0]
+
+    assert (first.code, first.kind) == ("consumer_gone", "passing")
+    assert "held by consumer ghost" in first.text and "takeover" in first.text
+
+
+def test_groups_held_by_one_who_lives_are_not_lost() -> None:
+    busy = Consumer(name="trainer", held_count=2, idle_s=GONE_S * 20, is_live=True)
+
+    assert diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(busy,))), "r1")[0].kind == "waits"
+
+
+def test_a_run_whose_every_trajectory_failed_is_not_told_to_push_more_of_the_same() -> None:
+    done = status(0, groups_submitted=2, groups_consumed=2, trajectories_failed=8)
+
+    first = diagnose(scene(done, *ALL, leases=HELD), "r1")[0]
+
+    assert first.code == "attempts_fail" and "rollfab dead ls --run r1" in first.step
+
+
+def test_without_a_controller_nobody_is_said_to_take_turns() -> None:
+    codes = [
+        cause.code
+        for cause in diagnose(scene(None, AGENT, WORKER, leases=(lease(run_id="r2"),), others=(OTHER,)), "r1")
+    ]
+
+    assert codes[0] == "no_controller" and "takes_turns" not in codes

@@ -184,6 +184,23 @@ async def test_the_older_of_two_publishers_is_told(
         await publisher.publish(model.named_parameters(), 2)
 
 
+async def test_a_publisher_that_is_refused_at_its_start_takes_nobodys_place(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    await publisher.publish(model.named_parameters(), 3)
+    train(model)
+
+    for named, version, error in (
+        (model, 3, VersionConflict),
+        (model, 1, VersionConflict),
+        (small_model().float(), 9, LayoutMismatch),
+    ):
+        with pytest.raises(error):
+            await Publisher(store, RUN).publish(named.named_parameters(), version)
+
+    assert (await publisher.publish(model.named_parameters(), 4)).kind == DELTA
+
+
 @pytest.mark.parametrize("place", ["put_chunks", "put_manifest", "advance_head"])
 @pytest.mark.parametrize("how", ["fail_at", "lose_answer_at"])
 async def test_a_publish_that_failed_is_finished_by_the_next(

@@ -94,6 +94,7 @@ async def test_a_group_that_can_never_fit_is_refused_before_anything_is_taken_in
     error = await refused(fabric, run, QueueFull, names=["a", "b"], size=5)
     assert held(fabric) == []
     assert error.facts["need"] == 5
+    assert "may hold 4 trajectories, and the group has 5" in str(error) and "consume" not in str(error)
 
 
 async def test_a_group_of_too_many_bytes_is_refused_without_waiting() -> None:

@@ -87,6 +87,8 @@ class Stage:
     def score(self, task: dict[str, Any], data: bytes) -> float | str:
         """A rollout's reward; the text of what was given where that is no number, which the caller then names."""
         reward = self._finish(self._factory(task, self._decode(data)))
+        if isinstance(reward, str | bytes | bytearray):  # a text may say a number, and is none
+            return show(reward)
         try:
             return float(reward)
         except (TypeError, ValueError, OverflowError):

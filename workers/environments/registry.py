@@ -24,7 +24,7 @@ from ...fabric.records import Rollout
 from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
-from .spawn import Program
+from .spawn import NICENESS, Program
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
@@ -203,7 +203,7 @@ class Registry:
         if (group, name) not in self._programs:
             points = entry_points(group=group, name=name)
             named = self._targets[group].get(name)
-            found = named or next((Program(f"{each.module}:{each.attr}") for each in points), None)
+            found = named or next((Program(f"{each.module}:{each.attr}", niceness=NICENESS) for each in points), None)
             if found is None:
                 raise self._unknown(group, name)
             self._programs[group, name] = found
@@ -227,7 +227,7 @@ def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
         *python, module, attribute = rest.rsplit(":", 2) if ":" in rest else ("", "")
         if not (name and module and attribute.isidentifier() and python != [""]):
             raise ConfigError(f"{option} {pair!r} does not name code: write {option} NAME=module:attr", name=name)
-        targets[name] = Program(f"{module}:{attribute}", python[0] if python else None)
+        targets[name] = Program(f"{module}:{attribute}", python[0] if python else None, niceness=NICENESS)
     return targets
 
 

@@ -20,6 +20,7 @@ from ...fabric.limits import SNAPSHOT_BYTES_MAX
 
 MAIN = Path(__file__).with_name("process_main.py")
 WARDEN = ("/bin/sh", "-c", "read _; kill -9 0")  # reads until the pipe closes, then ends its own process group
+NICENESS = 5  # of users' code: it gives way to the agents and workers of everybody
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer, before it is looked at
 
