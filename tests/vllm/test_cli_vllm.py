@@ -91,8 +91,10 @@ def worker_words(log: Path, name: str) -> list[str]:
     return ["worker", "--engine", "vllm", "--slots", "4", "--context", "64", "--name", name, "--engine-log", str(log)]
 
 
-def is_beating(broker_url: str, name: str) -> bool:
-    return name in with_ports(broker_url, lambda ports: ports.board.workers())
+def is_up(broker_url: str, name: str) -> bool:
+    """Whether the broker knows it, with its engine: it is known while that starts, too."""
+    known = with_ports(broker_url, lambda ports: ports.board.workers())
+    return name in known and known[name][0].state != "loading"
 
 
 @contextmanager
@@ -102,7 +104,7 @@ def running_worker(broker_url: str, log: Path, name: str) -> Iterator[tuple[subp
     children: list[psutil.Process] = []
     try:
         deadline_s = time.monotonic() + START_S
-        while not is_beating(broker_url, name):
+        while not is_up(broker_url, name):
             time.sleep(0.2)
             assert worker.poll() is None, worker.communicate()
             assert time.monotonic() < deadline_s, log.read_text()[-2000:]
