@@ -35,18 +35,7 @@ PHRASES = {408: b"Request Timeout", 503: b"Service Unavailable"}
 def bounded_protocol(limits: ApiConfig) -> type[asyncio.Protocol]:
     """What uvicorn makes of each connection."""
 
-    class Protocol(BoundedProtocol):
-        def __init__(
-            self,
-            config: Config,
-            server_state: ServerState,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> None:
-            super().__init__(config, server_state, app_state, _loop)
-            self.limits = limits
-
-    return Protocol
+    return type("Protocol", (BoundedProtocol,), {"limits": limits})
 
 
 class BoundedProtocol(H11Protocol):
