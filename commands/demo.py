@@ -204,7 +204,7 @@ def _tell(console: Console, summary: dict[str, Any], directory: Path, curve: Pat
         f"reward curve   {curve}",
         f"logs           {directory / 'logs'}/",
         f"your trainer   {command('up')}, then follow README.md, “Bring your own”",
-        f"your harm      {command('demo')} --environment guess-the-number; kill any process but the broker",
+        f"your harm      {command('demo')} --environment guess-the-number; kill any role",
     )
     for line in lines:
         console.print(line, highlight=False)

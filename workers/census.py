@@ -26,6 +26,7 @@ WAKE_MS = 10_000  # of a sleeping engine that was never woken: later than any th
 SAMPLE_COUNT_MIN = 5  # heartbeats in a row under load, before a speed is believed
 SPEED_S = 60.0  # a speed is believed so long after it was last seen: a worker found slow is not tried again at once
 SMOOTHING = 0.2  # of a new sample
+THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots until it does, however much it has open
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class Census:
 
     def __init__(self) -> None:
         self._busy_at_s: dict[str, float] = {}
+        self._asked_at_s: dict[str, float] = {}
         self._shut_at_s: dict[str, float] = {}
         self._doubt_at_s: dict[str, float] = {}
         self._withdrawn_at_s: dict[str, float] = {}
@@ -99,6 +101,7 @@ class Census:
     ) -> list[WorkerFacts]:
         """Facts of rollout workers, of those given here."""
         self._busy_at_s = {name: at_s for name, at_s in self._busy_at_s.items() if name in survey.runs}
+        self._asked_at_s = {name: at_s for name, at_s in self._asked_at_s.items() if name in survey.runs}
         leased = {
             name: run_id
             for run_id, leases in survey.leases.items()
@@ -149,9 +152,16 @@ class Census:
         )
 
     def run(self, status: RunStatus, now_s: float) -> RunFacts:
-        """Facts of one run."""
+        """Facts of one run.
+
+        A run whose trajectories all hang or think, or that no agent plays, wants no slots: others would wait for it.
+        """
         queued, running = status.trajectories["queued"], status.trajectories["running"]
         open_count, run_id = queued + running, status.config.run_id
+        if sum(status.turns.values()) or not open_count or run_id not in self._asked_at_s:
+            self._asked_at_s[run_id] = now_s
+        if now_s - self._asked_at_s[run_id] >= THINK_S:
+            open_count = 0
         if open_count or run_id not in self._busy_at_s:
             self._busy_at_s[run_id] = now_s
         return RunFacts(

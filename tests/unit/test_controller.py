@@ -54,8 +54,11 @@ class Setting:
             info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", model="m", slot_count=4)
             await self.board.heartbeat(info)
 
-    def demand(self, count: int) -> None:
-        self.broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(count)], [], [])
+    def demand(self, count: int, run_id: str = "r1") -> None:
+        """Trajectories that wait, and a turn that is asked for."""
+        run = self.broker.runs[run_id]
+        run.trajectories.ready = ([f"g.{index}" for index in range(count)], [], [])
+        run.turns.ready = (["g.99.0"] if count else [], [], [])
 
     def controller(self, name: str = "c1") -> Controller:
         return Controller(self.board, ControllerConfig(worker_id=name), SystemClock())
@@ -193,9 +196,8 @@ async def two_busy_runs() -> Setting:
     info = WorkerInfo(worker_id="dedicated", role="dedicated", pid=1, host="h", model="m", slot_count=4, run_id="r1")
     await setting.board.heartbeat(info)
     for run_id in ("r1", "r2"):
-        run = setting.broker.runs[run_id]
-        run.head_version = 0
-        run.trajectories.ready = ([f"g.{index}" for index in range(20)], [], [])
+        setting.broker.runs[run_id].head_version = 0
+        setting.demand(20, run_id)
     return setting
 
 
@@ -217,6 +219,19 @@ async def test_two_runs_take_turns_on_one_worker() -> None:
     changes = [index for index in range(1, len(found)) if found[index] != found[index - 1]]
     assert len(changes) >= 4
     assert min(after - before for before, after in zip([0, *changes], changes, strict=False)) >= 4 * 10
+
+
+async def test_a_run_that_asks_for_no_turn_takes_nobodys_worker_for_long() -> None:
+    # Given two runs, of which one has trajectories open that never ask for a turn
+    setting, clock = await two_busy_runs(), HandClock()
+    setting.broker.runs["r1"].turns.ready = ([], [], [])
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    # Then after a while the worker is the other's alone
+    await served(setting, controller, clock, 200)
+    assert set(await served(setting, controller, clock, 400)) == {"r2"}
+    # And when it asks for one, they take turns at once
+    setting.demand(20)
+    assert set(await served(setting, controller, clock, 200)) == {"r1", "r2"}
 
 
 async def test_a_controller_that_is_started_again_moves_no_worker_before_its_time() -> None:
