@@ -569,7 +569,10 @@ class Groups:
     ) -> None:
         held, self._held = self._held or [], None
         if error is None:
-            await asyncio.gather(*map(self._ledger.acknowledge, held))
+            answers = await asyncio.gather(*map(self._ledger.acknowledge, held), return_exceptions=True)
+            for answer in answers:  # all have ended, so none is still at it when the caller goes on
+                if isinstance(answer, BaseException):
+                    raise answer
         else:
             for delivery in held:
                 self._ledger.put_back(delivery)

@@ -105,7 +105,7 @@ class Ledger:
             is_counted = await self._rollouts.acknowledge(delivery)
         except ClaimLost as error:
             is_counted, lost = False, error
-        del self._unsaid[key]
+        self._unsaid.pop(key, None)  # or whoever said it at the same time has removed it
         if not is_counted and not is_repeated:
             await self._tell_lost(key, lost)
         self._in_hand.pop(key, None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollfab.fabric.errors import BrokerError, FabricError, QueueFull
 from rollfab.fabric.records import WorkerInfo
+from rollfab.fabric.rules.giving_up import SCORE_LOSS_MAX
 from rollfab.trainer.aio import AsyncFabric, AsyncRun
 from rollfab.workers.agent import AgentConfig, AgentWorker
 from rollfab.workers.controller import Controller, ControllerConfig
@@ -122,7 +123,7 @@ async def reward(world: World, link: Link, stop: asyncio.Event) -> None:
         try:
             run_id, trajectory_id, fence = await link.rewards.take()
             queue = link.trajectories((await link.board.runs())[run_id])
-            begun = await queue.begin_score(trajectory_id, fence, "reward", 1.0)
+            begun = await queue.begin_score(trajectory_id, fence, info.worker_id, 1.0, loss_max=SCORE_LOSS_MAX)
             if begun is not None and begun.rollout is not None:
                 await asyncio.sleep(0.05)
                 await queue.score(trajectory_id, fence, score(begun.rollout))

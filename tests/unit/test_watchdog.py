@@ -41,13 +41,13 @@ class BlockingInline(Blocking):
 
 
 async def start_episode(name: str) -> None:
-    registry = Registry([f"{name}={__name__}:{name}"])
     run = RunConfig(run_id="r", model="tiny", environment=name)
     job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={}, seed=0)
     facts: dict[str, Any] = {"worker_id": "a"} if "worker_id" in TrajectoryClaim.__slots__ else {}
     claim = TrajectoryClaim(job=job, fence=1, attempt=0, loss=0, **facts)
     limits = Limits(agent_id="a", call_timeout_s=10.0)
-    await Episode(run, claim, registry, CharTokenizer(), limits, None, None).run()  # type: ignore[arg-type]
+    async with Registry([f"{name}={__name__}:{name}"]) as registry:
+        await Episode(run, claim, registry, CharTokenizer(), limits, None, None).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["Blocking", "BlockingInline"])
