@@ -68,7 +68,7 @@ def ignore_all_signals() -> None:
 def fill_memory() -> None:
     held = []
     while True:
-        held.append(bytearray(8 << 20))
+        held.append(bytes(8 << 20))  # not written to: on a busy machine that takes longer than a reward may
 
 
 def print_for_ever() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.commands import cli
+from rollfab.commands.logs import NOISY
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.trainer.client import connect
 
@@ -25,6 +27,16 @@ def url() -> Iterator[str]:
         with connect(broker.url) as fabric:
             fabric.run("my-run", model="tiny", environment="frozenlake")
         yield broker.url
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """main() sets levels for its process, which here is that of other tests too."""
+    loggers = [logging.getLogger(name) for name in ("rollfab", *NOISY)]
+    levels = [each.level for each in loggers]
+    yield
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
 
 
 @pytest.fixture

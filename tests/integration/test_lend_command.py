@@ -33,6 +33,7 @@ class Desk:
         self.url = url
         self.fabric = fabric
         self.infos: dict[str, WorkerInfo] = {}
+        self._beating = asyncio.Lock()  # what a worker says next is not overtaken by what it read before
 
     async def run(self, *words: str) -> str:
         """What a command prints. Raises what it raises."""
@@ -47,16 +48,23 @@ class Desk:
 
     async def beat(self, worker_id: str, **facts: Any) -> None:
         info = {"role": "serving", "pid": 1, "host": "h", "slot_count": 8, **facts}
-        self.infos[worker_id] = WorkerInfo(worker_id=worker_id, **info)
-        await self.fabric.board.heartbeat(self.infos[worker_id])
+        async with self._beating:
+            self.infos[worker_id] = WorkerInfo(worker_id=worker_id, **info)
+            await self.fabric.board.heartbeat(self.infos[worker_id])
+
+    async def fall_silent(self, worker_id: str) -> None:
+        """What it said last is what it says before it falls silent."""
+        async with self._beating:
+            await self.fabric.board.heartbeat(self.infos.pop(worker_id))
 
     async def live(self) -> None:
         """Its workers say that they live, until it is cancelled; those that may not lend run nothing."""
         while True:
-            for name, info in list(self.infos.items()):
-                said, _ = await self.fabric.board.lends_of(name, info.pool)
-                may_lend = terms(said, name, info.pool, 0).may_lend
-                await self.fabric.board.heartbeat(info if may_lend else dataclasses.replace(info, running_count=0))
+            async with self._beating:
+                for name, info in list(self.infos.items()):
+                    said, _ = await self.fabric.board.lends_of(name, info.pool)
+                    may_lend = terms(said, name, info.pool, 0).may_lend
+                    await self.fabric.board.heartbeat(info if may_lend else dataclasses.replace(info, running_count=0))
             await asyncio.sleep(0.05)
 
 
@@ -156,9 +164,9 @@ async def test_the_answer_says_what_was_taken_back_and_who_has_not_answered(desk
     # And one that does not answer is named
     await desk.run("clear", "--all")
     await desk.run("on", "--pool", "chat")
+    await desk.beat("w2", pool="chat", running_count=2)
     await desk.beat("w1", pool="chat", running_count=3)
-    silent = desk.infos.pop("w1")
-    await desk.fabric.board.heartbeat(silent)
+    await desk.fall_silent("w1")
     shown = " ".join((await desk.run("off", "--pool", "chat")).split())
     assert "taken back: 2 workers, 5 running turns" in shown
     assert "not yet: w1 told last" in shown and "that 3 turns ran" in shown

@@ -18,6 +18,7 @@ from rollfab.fabric.relay.client import Connection
 from rollfab.fabric.relay.frames import Word
 from rollfab.fabric.relay.joining import fetch_snapshot
 from rollfab.fabric.relay.live import LiveServer
+from rollfab.fabric.relay.options import RelayOptions
 from rollfab.fabric.relay.server import RelayServer
 from rollfab.fabric.relay.store import RelayedStore
 from tests.relay_nodes import FAST, RUN, LiveBits, Trainer, digest_of
@@ -39,8 +40,8 @@ async def trainer(store: MemoryWeightStore) -> Trainer:
 
 
 @asynccontextmanager
-async def peer(store: MemoryWeightStore, source: LiveBits) -> AsyncIterator[RelayServer]:
-    server = RelayServer(RelayedStore(store, None), options=FAST)
+async def peer(store: MemoryWeightStore, source: LiveBits, options: RelayOptions = FAST) -> AsyncIterator[RelayServer]:
+    server = RelayServer(RelayedStore(store, None), options=options)
     server.offer(RUN, source)
     await server.start()
     try:
@@ -128,9 +129,10 @@ async def test_a_joiner_waits_while_the_peer_commits(store: MemoryWeightStore, t
 async def test_a_peer_that_never_stands_still_is_left(store: MemoryWeightStore, trainer: Trainer) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     source.on_read = lambda: source.commit({}, 1)
-    async with peer(store, source) as server:
+    patient = replace(FAST, stall_s=30.0, patience_s=60.0)  # it gives up by looks, of which it takes hundreds
+    async with peer(store, source, patient) as server:
         with pytest.raises(PeerLost, match="not of one version"):
-            await fetch_snapshot(store, RUN, server.address, at_least_version=0, options=FAST)
+            await fetch_snapshot(store, RUN, server.address, at_least_version=0, options=patient)
 
         assert server.served_bytes < trainer.layout.byte_count / BLOCK_COUNT
 

@@ -18,7 +18,7 @@ from rollfab.workers.environments.registry import Registry
 from rollfab.workers.episode import Episode, Limits
 from rollfab.workers.watchdog import watching
 
-BLOCKED_S = 0.2
+BLOCKED_S = 0.4
 
 
 class Blocking(Environment):
@@ -40,23 +40,24 @@ class BlockingInline(Blocking):
     inline = True
 
 
-async def start_episode(name: str) -> None:
+async def start_episode(name: str, registry: Registry) -> None:
     run = RunConfig(run_id="r", model="tiny", environment=name)
     job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={}, seed=0)
     facts: dict[str, Any] = {"worker_id": "a"} if "worker_id" in TrajectoryClaim.__slots__ else {}
     claim = TrajectoryClaim(job=job, fence=1, attempt=0, loss=0, **facts)
     limits = Limits(agent_id="a", call_timeout_s=10.0)
-    async with Registry([f"{name}={__name__}:{name}"]) as registry:
-        await Episode(run, claim, registry, CharTokenizer(), limits, None, None).run()  # type: ignore[arg-type]
+    await Episode(run, claim, registry, CharTokenizer(), limits, None, None).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["Blocking", "BlockingInline"])
 async def test_an_environment_that_blocks_is_named_with_its_stack_and_the_remedy(
     caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    # Given an agent under watch; when an environment blocks it
-    with watching(BLOCKED_S), pytest.raises(Exception, match="enough"):
-        await asyncio.create_task(start_episode(name))
+    # Given an agent under watch, that has loaded its environments; when one of them blocks it
+    async with Registry([f"{name}={__name__}:{name}"]) as registry:
+        registry.make(name)
+        with watching(BLOCKED_S), pytest.raises(Exception, match="enough"):
+            await asyncio.create_task(start_episode(name, registry))
     # Then the log says once which, where, and what to do
     (told,) = [record for record in caplog.records if record.message == "environment.blocks_the_agent"]
     assert f"environment '{name}'" in told.who  # type: ignore[attr-defined]
