@@ -124,7 +124,8 @@ def bench_chaos(
         print(report.json())
     else:
         print_table(report)
-    if complaint := complain(report.results, seed):
+    again = f"rollfab bench chaos --seed {seed}" + (f" --kill-agents {agent_kill_count}" if agent_kill_count else "")
+    if complaint := complain(report.results, again):
         print(f"{complaint}\n{where}", file=sys.stderr)
         return 1
     shutil.rmtree(directory, ignore_errors=True)
@@ -148,7 +149,8 @@ async def measure(settings: Settings, seed: int, directory: Path) -> Report:
         await _start(cast, settings)
         watch = ClaimWatch(cast.broker.url, RUN_ID)
         director = Director(cast, watch, seed, settings.pauses)
-        progress = asyncio.create_task(_show_progress(director, settings.duration_s))
+        most = f"{settings.agent_kill_count} kills" if settings.agent_kill_count else f"{settings.duration_s:.0f} s"
+        progress = asyncio.create_task(_show_progress(director, most))
         try:
             if settings.agent_kill_count:
                 await director.kill_agents(settings.agent_kill_count)
@@ -234,7 +236,7 @@ async def _status(cast: Cast) -> RunStatus:
         return await ports.board.run_status(RUN_ID)
 
 
-async def _show_progress(director: Director, duration_s: float) -> None:
+async def _show_progress(director: Director, most: str) -> None:
     """One line that is written over on a terminal, one every 15 s elsewhere."""
     is_terminal = sys.stderr.isatty()
     started_s = time.monotonic()
@@ -242,5 +244,5 @@ async def _show_progress(director: Director, duration_s: float) -> None:
         await asyncio.sleep(1.0 if is_terminal else 15.0)
         counts = Counter(each.fault.kind for each in director.injected)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        text = f"{time.monotonic() - started_s:4.0f} of {duration_s:.0f} s: {len(director.injected)} faults ({kinds})"
+        text = f"{time.monotonic() - started_s:4.0f} s, of {most}: {len(director.injected)} faults ({kinds})"
         print(f"\r{text}" if is_terminal else text, end="" if is_terminal else "\n", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from .chaos_claims import ClaimWatch, Held
 from .chaos_schedule import BROKER, CUT, FREEZE, HOLD, KILL, Fault, faults
 
 RECOVERY_TIMEOUT_S = 60.0
+KILLS_RECOVERY_TIMEOUT_S = 300.0  # where agents die all the time: who is suspected waits to run alone, one at a time
 SERVING_TIMEOUT_S = 60.0
 SETTLE_S = 0.01  # what a process had sent before its fault reaches the broker within this time
 
@@ -84,7 +85,8 @@ class Director:
             worker_id, started_s = self._cast.worker_id(name), time.monotonic()
             injected = self._note(replace(fault, kind=KILL, duration_s=0.0))
             self._cast.kill(name)
-            self._late.append(asyncio.create_task(self._recover(injected, "agent", worker_id, started_s)))
+            recovering = self._recover(injected, "agent", worker_id, started_s, KILLS_RECOVERY_TIMEOUT_S)
+            self._late.append(asyncio.create_task(recovering))
         await asyncio.gather(*self._late)
 
     async def _lane(self, role: str) -> None:
@@ -137,12 +139,19 @@ class Director:
             self._cast.thaw(name)
         self._cast.relays[name].heal(name)
 
-    async def _recover(self, injected: Injected, role: str, worker_id: str | None, started_s: float) -> None:
+    async def _recover(
+        self,
+        injected: Injected,
+        role: str,
+        worker_id: str | None,
+        started_s: float,
+        timeout_s: float = RECOVERY_TIMEOUT_S,
+    ) -> None:
         await asyncio.sleep(SETTLE_S)
         held = await self._held(role, worker_id)
         injected.held_count = sum(len(each.claims) for each in held)
         if injected.held_count:
-            injected.is_recovered = await self._watch.wait(held, RECOVERY_TIMEOUT_S)
+            injected.is_recovered = await self._watch.wait(held, timeout_s)
             injected.recovery_ms = 1000 * (time.monotonic() - started_s)
 
     async def _held(self, role: str, worker_id: str | None) -> list[Held]:

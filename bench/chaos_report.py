@@ -78,16 +78,13 @@ def time_recoveries(injected: list[Injected]) -> dict[str, Any]:
     }
 
 
-def complain(results: dict[str, Any], seed: int) -> str:
-    """What broke a promise, in words; empty when nothing did."""
+def complain(results: dict[str, Any], again: str) -> str:
+    """What broke a promise, in words, and the command for the same again; empty when nothing did."""
     broken = [f"{results[name]} {name}" for name in PROMISES if results[name]]
     if not broken:
         return ""
     examples = "; ".join(results["examples"])
-    return (
-        f"chaos broke promises: {', '.join(broken)}. {examples}\n"
-        f"To have the same faults again: rollfab bench chaos --seed {seed}"
-    )
+    return f"chaos broke promises: {', '.join(broken)}. {examples}\nTo have the same faults again: {again}"
 
 
 def print_table(report: Report) -> None:
