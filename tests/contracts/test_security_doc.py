@@ -13,12 +13,34 @@ from rollfab.fabric.bus.acl import RIGHTS, user_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "security.md").read_text("utf-8")
-TESTS = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+TEST_FILES = list((ROOT / "tests").rglob("test_*.py"))
+TESTS = {path.name for path in TEST_FILES}
+SECTION = TEXT.split("## Who may be bad\n")[1].split("\n## ")[0]
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(test_\w+\.py)`", TEXT))))
 def test_a_test_that_is_named_exists(name: str) -> None:
     assert name in TESTS
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(test_\w+)`", TEXT))))
+def test_a_test_function_that_is_named_exists(name: str) -> None:
+    assert any(f"def {name}(" in path.read_text("utf-8") for path in TEST_FILES)
+
+
+def test_everyone_who_may_be_bad_has_a_part() -> None:
+    assert re.findall(r"^### (.+)", SECTION, re.MULTILINE) == [
+        *("Another user of the host", "An environment", "An agent", "A reward function", "A worker", "A trainer"),
+        *("A serving engine", "The network"),
+    ]
+    for part in SECTION.split("\n### ")[1:]:
+        assert "\nReaches at most: " in part and "\n- held: " in part and "\nNot defended" in part, part
+
+
+def test_what_is_held_names_its_test() -> None:
+    held = re.findall(r"^- held: .+(?:\n  .+)*", SECTION, re.MULTILINE)
+    assert held
+    assert [each for each in held if not re.search(r"`test_\w+(?:\.py)?`", each)] == []
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:fabric|tests)/[\w/]+\.py)`", TEXT))))
