@@ -61,7 +61,7 @@ def broker(url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def run(broker: Redis, fabric: Fabric) -> Run:
-    return fabric.run("r", model="tiny", environment="frozenlake", trajectory_count_max=8)
+    return fabric.run("r", model="any", environment="frozenlake", trajectory_count_max=8)
 
 
 def contents(broker: Redis) -> dict[bytes, bytes | None]:
@@ -153,13 +153,13 @@ def test_a_run_is_not_reopened_with_other_settings(broker: Redis, fabric: Fabric
         broker,
         RunMismatch,
         ["run 'r' exists", "environment is 'frozenlake', not 'guess-the-number'", "another name, or delete it"],
-        lambda: fabric.run("r", model="tiny", environment="guess-the-number"),
+        lambda: fabric.run("r", model="any", environment="guess-the-number"),
     )
 
 
 def test_of_a_run_that_exists_what_is_given_holds(broker: Redis, fabric: Fabric, run: Run) -> None:
     refused: list[tuple[dict[str, Any], type[FabricError], str]] = [
-        ({"model": "small"}, RunMismatch, "model is 'tiny', not 'small'"),
+        ({"model": "small"}, RunMismatch, "model is 'any', not 'small'"),
         ({"environment": "guess-the-number"}, RunMismatch, "environment is 'frozenlake'"),
         ({"staleness": "two"}, InputError, "staleness"),
         ({"environment": "frozenlake", "sampling": {"bogus": 1}}, InputError, "bogus"),

@@ -42,7 +42,7 @@ def url() -> Iterator[str]:
     """A broker with versions 0 to HEAD: the last jump, its deltas, and the next delta."""
     with EmbeddedBroker.start() as broker:
         with rollfab.connect(broker.url) as fabric:
-            run = fabric.run(RUN, model="tiny", environment="frozenlake")
+            run = fabric.run(RUN, model="any", environment="frozenlake")
             for version in range(HEAD + 1):
                 run.publish(weights(version), version=version)
         yield broker.url
