@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import InputError, RunUnknown, WireError
+from ..fabric.errors import InputError, WireError
 from ..fabric.ids import new_group_id, trajectory_id
 from ..fabric.ports import GroupPush
 from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
-from ..fabric.text import did_you_mean, one_line, printable
+from ..fabric.rules.push import no_such_run
+from ..fabric.text import one_line, printable
 from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
 from .options import AsJson, Url, need_url
@@ -173,7 +174,7 @@ async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:
 async def _run(ports: RedisFabric, run: str) -> RunConfig:
     runs = await ports.board.runs()
     if run not in runs:
-        raise RunUnknown(f"run {run!r} does not exist on this broker; {did_you_mean(run, runs)}")
+        raise no_such_run(run, known=runs)
     return runs[run]
 
 

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError, RunUnknown
+from ..fabric.errors import ConfigError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.rules.chain import readable_versions
+from ..fabric.rules.push import no_such_run
 from ..fabric.weights.diff import diff_versions
 from ..fabric.weights.held import readable
 from ..fabric.weights.inspection import Inspection, inspect_version, version_row
@@ -184,7 +185,7 @@ def _add_diff(weights: typer.Typer) -> None:
 async def _require_run(ports: RedisFabric, run: str) -> None:
     """Raises RunUnknown: nothing was ever published or pushed under that name."""
     if (await ports.weights.head(run)).epoch == 0 and run not in (runs := await ports.board.runs()):
-        raise RunUnknown(f"run {run!r} does not exist on this broker; there are: {', '.join(sorted(runs)) or 'none'}")
+        raise no_such_run(run, known=runs)
 
 
 def _show(found: dict[str, Any] | list[Any]) -> None:

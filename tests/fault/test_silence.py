@@ -25,6 +25,7 @@ from rollfab.commands.cli import app
 from rollfab.commands.up import free_port
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.errors import NothingMoves, QueueFull
+from rollfab.fabric.models import preset_shapes
 from rollfab.fabric.records import WorkerInfo
 from rollfab.fabric.sharing import LendSetting
 from rollfab.trainer.client import Run
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]  # each process takes
 
 TASKS = [{"seed": 1}, {"seed": 2}]
 LOGGER = "rollfab.trainer.waiting"
-SOME = {"w": np.zeros(8, np.float32)}  # weights of a run whose workers are played, and read none
+SOME = {name: np.zeros(shape, np.float32) for name, shape in preset_shapes("small").items()}  # nobody reads them
 CHAT = {"slot_count": 4, "pool": "chat"}
 
 
@@ -199,10 +200,10 @@ def test_a_run_without_weights(fabric: Watched, caplog: pytest.LogCaptureFixture
 
 
 def test_a_run_of_a_model_that_nobody_holds(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    with fabric.run("smallish", "played") as run:
+    with fabric.run("smallish", "small") as run:
         run.publish(SOME, version=0)
         run.submit(TASKS)
-        words = "no worker holds the model 'played' of run 'smallish': they hold tiny"
+        words = "no worker holds the model 'small' of run 'smallish': they hold tiny"
         check(fabric, run, "other_model", caplog, words=words)
 
 
@@ -217,7 +218,7 @@ def test_a_run_whose_environment_no_agent_offers_any_more(fabric: Watched, caplo
 
 
 def test_a_run_whose_serving_worker_is_switched_off(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    with fabric.run("unlent", "played") as run, played(fabric, "chat-1", "serving", model="played", **CHAT):
+    with fabric.run("unlent", "small") as run, played(fabric, "chat-1", "serving", model="small", **CHAT):
         run.publish(SOME, version=0)
         run.submit(TASKS)
         off = LendSetting(mode="off", said_by="ann", reason="launch day")
@@ -227,8 +228,8 @@ def test_a_run_whose_serving_worker_is_switched_off(fabric: Watched, caplog: pyt
 
 def test_a_run_whose_workers_cannot_reach_its_head(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
     error = "chunk 0 of version 2 does not have the digest that its manifest promises"
-    facts = {"model": "played", "slot_count": 4, "run_id": "behind", "active_version": 0, "error": error}
-    with fabric.run("behind", "played", staleness=1) as run, played(fabric, "stale-1", "dedicated", **facts):
+    facts = {"model": "small", "slot_count": 4, "run_id": "behind", "active_version": 0, "error": error}
+    with fabric.run("behind", "small", staleness=1) as run, played(fabric, "stale-1", "dedicated", **facts):
         for version in range(3):
             run.publish({name: each + version for name, each in SOME.items()}, version=version)
         run.submit(TASKS)
@@ -237,8 +238,8 @@ def test_a_run_whose_workers_cannot_reach_its_head(fabric: Watched, caplog: pyte
 
 
 def test_a_run_whose_worker_failed(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    facts = {"model": "played", "slot_count": 4, "state": "failed", "error": "CUDA error: device-side assert"}
-    with fabric.run("broken", "played") as run, played(fabric, "broken-1", "dedicated", **facts):
+    facts = {"model": "small", "slot_count": 4, "state": "failed", "error": "CUDA error: device-side assert"}
+    with fabric.run("broken", "small") as run, played(fabric, "broken-1", "dedicated", **facts):
         run.publish(SOME, version=0)
         run.submit(TASKS)
         check(fabric, run, "worker_failed", caplog, words="broken-1: CUDA error: device-side assert")
@@ -269,7 +270,7 @@ def test_groups_that_another_consumer_holds(fabric: Watched, caplog: pytest.LogC
 
 
 def test_a_submit_that_waits_says_for_what(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    with fabric.run("brimful", "played", trajectory_count_max=2) as run:
+    with fabric.run("brimful", "small", trajectory_count_max=2) as run:
         run.submit(TASKS)
         with caplog.at_level(logging.WARNING, LOGGER), pytest.raises(QueueFull):
             run.submit(TASKS, timeout=6)

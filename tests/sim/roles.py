@@ -72,7 +72,7 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
         worker_id=name,
         role=link.process.role,
         pool=POOL if link.process.role == "serving" else "",
-        model="played",
+        model="tiny",
         slot_count=options.slot_count,
         log_s=options.log_s,
         first_token_s=FIRST_TOKEN_S,
@@ -137,7 +137,7 @@ async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
     while not stop.is_set():
         try:
             run = await fabric.run(
-                RUN_ID, model="played", environment=f"sim-{world.options.recovery}", **world.options.settings
+                RUN_ID, model="tiny", environment=f"sim-{world.options.recovery}", **world.options.settings
             )
             break
         except FabricError:  # no agent has said yet that it offers the environment
