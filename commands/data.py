@@ -16,6 +16,7 @@ from ..fabric.rules.push import no_such_run
 from ..fabric.text import one_line, printable
 from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
+from ..trainer.ledger import TAKEOVER_S
 from .options import AsJson, Url, need_url
 from .status import with_ports
 
@@ -60,11 +61,17 @@ def _register_work(app: typer.Typer) -> None:
         timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
         consumer: Annotated[str, typer.Option(help="Who consumes.")] = "trainer",
         keep: Annotated[str | None, typer.Option(help='"varied": drop groups whose rewards are all equal.')] = None,
+        takeover: Annotated[
+            float, typer.Option(help="Seconds of silence after which another consumer's groups are taken over.")
+        ] = TAKEOVER_S,
         url: Url = None,
     ) -> None:
         """Print completed groups as JSON lines, acknowledging each."""
         with connect(need_url(url)) as fabric:
-            for group in fabric.run(run).groups(timeout=timeout, count=count, consumer=consumer, keep=keep):
+            groups = fabric.run(run).groups(
+                timeout=timeout, count=count, consumer=consumer, keep=keep, takeover=takeover
+            )
+            for group in groups:
                 print(dump_json(_group_row(group)).decode(), flush=True)
 
 

@@ -101,6 +101,8 @@ def typed(
         ("worker --model smal", WRONG, "did you mean 'small'?"),
         ("up --model Tinny --port 0", WRONG, "did you mean 'tiny'?"),
         ("weights ls my-rnu", WRONG, "did you mean my-run?"),
+        ("weights verify my-run", FAILED, "run.publish(model.named_parameters(), version=0)"),
+        ("consume --run my-run --timeout 0.1 --takeover 0", FAILED, "takeover is 0"),
         ("lend onn", WRONG, "did you mean"),
         ("lend off --pool caht", WRONG, "no pool 'caht'"),
         ("worker --role servign", WRONG, "neither dedicated nor serving: did you mean serving?"),
