@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from .. import __version__
 from ..fabric.errors import ConfigError, FabricError
@@ -32,6 +31,7 @@ from .options import (
     need_url,
     with_commands,
 )
+from .speech import say
 
 app = typer.Typer(
     name="rollfab",
@@ -73,17 +73,17 @@ def _tell(error: Exception) -> None:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif not isinstance(error, FabricError):  # nobody foresaw it
         text = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}; --debug shows where"
-    line = f"[bold red]error:[/] {escape(printable(with_commands(text)))}"
-    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    say(Console(stderr=True), printable(with_commands(text)), "error")
 
 
 def _warn_of_password(arguments: list[str]) -> None:
     """A password on the command line is seen by every user of the machine (`ps`), and kept by the shell's history."""
     if any("://" in each and ("@" in each or "password=" in each) for each in arguments):
-        Console(stderr=True).print(
-            "[yellow]warning:[/] a password on the command line is seen by every user of this machine (`ps`): "
+        say(
+            Console(stderr=True),
+            "a password on the command line is seen by every user of this machine (`ps`): "
             "put the broker's URL into ROLLFAB_URL instead",
-            highlight=False,
+            "warning",
         )
 
 

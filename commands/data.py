@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import InputError, RunUnknown, WireError
+from ..fabric.errors import InputError, WireError
 from ..fabric.ids import new_group_id, trajectory_id
 from ..fabric.ports import GroupPush
 from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
-from ..fabric.text import did_you_mean, one_line, printable
+from ..fabric.rules.push import no_such_run
+from ..fabric.text import one_line, printable
 from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
+from ..trainer.ledger import TAKEOVER_S
 from .options import AsJson, Url, need_url
 from .status import with_ports
 
@@ -59,11 +61,17 @@ def _register_work(app: typer.Typer) -> None:
         timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
         consumer: Annotated[str, typer.Option(help="Who consumes.")] = "trainer",
         keep: Annotated[str | None, typer.Option(help='"varied": drop groups whose rewards are all equal.')] = None,
+        takeover: Annotated[
+            float, typer.Option(help="Seconds of silence after which another consumer's groups are taken over.")
+        ] = TAKEOVER_S,
         url: Url = None,
     ) -> None:
         """Print completed groups as JSON lines, acknowledging each."""
         with connect(need_url(url)) as fabric:
-            for group in fabric.run(run).groups(timeout=timeout, count=count, consumer=consumer, keep=keep):
+            groups = fabric.run(run).groups(
+                timeout=timeout, count=count, consumer=consumer, keep=keep, takeover=takeover
+            )
+            for group in groups:
                 print(dump_json(_group_row(group)).decode(), flush=True)
 
 
@@ -173,7 +181,7 @@ async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:
 async def _run(ports: RedisFabric, run: str) -> RunConfig:
     runs = await ports.board.runs()
     if run not in runs:
-        raise RunUnknown(f"run {run!r} does not exist on this broker; {did_you_mean(run, runs)}")
+        raise no_such_run(run, known=runs)
     return runs[run]
 
 

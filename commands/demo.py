@@ -19,9 +19,11 @@ from ..fabric.bus.embedded import EmbeddedBroker
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.directories import make_directory
 from ..fabric.errors import FabricError
+from ..fabric.text import printable
 from ..fabric.wire import dump_json, load_json
 from .demo_view import DemoState, draw, draw_curve, summarise
 from .options import command
+from .speech import say
 from .status import snapshot
 from .supervisor import Supervisor
 from .up import POOL, UpOptions, free_port, start_roles
@@ -29,6 +31,7 @@ from .up import POOL, UpOptions, free_port, start_roles
 RUN_ID = "demo"
 DEADLINE_S = 900.0
 LOOK_S = 0.25
+NEWS_S = 10.0  # of waiting for the first step, where there is no terminal to draw on
 SLOT_COUNT = 32  # fewer than trajectories in flight, so that lending shows
 
 
@@ -116,17 +119,20 @@ async def _watch(url: str, supervisor: Supervisor, console: Console, options: De
     trainer = supervisor.children["trainer"]
     async with await RedisFabric.open(url, client_name="demo") as ports:
         with Live(console=console, refresh_per_second=4, transient=False) as live:
-            after = "0-0"
+            after, news_at_s = "0-0", NEWS_S
             while trainer.is_running and state.elapsed_s() < DEADLINE_S:
                 after = await _look(ports, state, after)
                 for child in supervisor.watch():
                     if child.name != "trainer":
                         state.say(f"{child.name} ended with code {child.exit_code}; the supervisor starts it again")
                 await _act(ports, supervisor, state, script.due(state.share(), state.running_on("dedicated")))
-                live.update(draw(state))
+                live.update(draw(state, console))
+                if not console.is_terminal and not state.last_step and state.elapsed_s() >= news_at_s:
+                    say(console, f"after {state.elapsed_s():.0f} s {state.waits_for()}")  # no picture before the end
+                    news_at_s += NEWS_S
                 await asyncio.sleep(LOOK_S)
             await _look(ports, state, after)
-            live.update(draw(state))
+            live.update(draw(state, console))
         if not console.is_terminal:
             console.print()  # a file gets the last picture without the end of its last line
     if trainer.is_running:
@@ -178,8 +184,8 @@ def _finish(state: DemoState, directory: Path, console: Console, options: DemoOp
     """Summary, curve, and where to look next."""
     found = directory / "summary.json"
     if state.failure is not None or not found.exists():
-        console.print(f"[bold red]error:[/] the demo failed: {state.failure or 'the trainer left no summary'}")
-        console.print(f"Every role's log is in {directory / 'logs'}/")
+        reason = printable(state.failure or "the trainer left no summary")
+        say(console, f"the demo failed: {reason}\nEvery role's log is in {directory / 'logs'}/", "error")
         return 1
     summary: dict[str, Any] = summarise(state, load_json(found.read_bytes()))
     curve = directory / "reward.png"

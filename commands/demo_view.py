@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -61,6 +61,18 @@ class DemoState:
         elif kind == "worker.gone":
             self.say(f"{facts['worker_id']} is silent and forgotten")
 
+    def waits_for(self) -> str:
+        """What keeps the first step from being seen."""
+        working = {row["role"] for row in self.seen["workers"] if row["state"] != "loading"}
+        starting = [role for role in ROLE_ORDER if role not in working]
+        if starting:
+            return f"the processes still start and load torch: {', '.join(starting)}"
+        if not self.seen["runs"]:
+            return "the trainer still loads torch"
+        if self.seen["runs"][0]["head_version"] < 0:
+            return "the trainer still makes its first weights"
+        return "the first step's rollouts are still made"
+
     def counters(self) -> dict[str, int]:
         """Totals of the run."""
         return dict(self.seen["runs"][0]["counters"]) if self.seen["runs"] else {}
@@ -82,9 +94,14 @@ class DemoState:
         return (last[1] - first[1]) / span_s, (last[2] - first[2]) / span_s
 
 
-def draw(state: DemoState) -> Group:
-    """The live picture."""
-    return Group(_headline(state), _workers(state), _news(state))
+def draw(state: DemoState, console: Console) -> Group:
+    """The live picture; at a terminal it fits: of the news it has the last rows that there is room for."""
+    above = (_headline(state), _workers(state))
+    news = list(_news(state).wrap(console, console.width))
+    if console.is_terminal:
+        used = sum(len(console.render_lines(part, pad=False)) for part in above)
+        news = news[len(news) - max(0, min(len(news), console.height - used)) :]
+    return Group(*above, Text("\n").join(news))
 
 
 def _headline(state: DemoState) -> Panel:
@@ -95,7 +112,7 @@ def _headline(state: DemoState) -> Panel:
     for _ in range(4):
         grid.add_column()
     if run is None or not step:
-        grid.add_row("starting the processes and loading torch, a few seconds …")
+        grid.add_row(f"after {state.elapsed_s():.0f} s {state.waits_for()}")
     else:
         grid.add_row(
             f"step [bold]{step['step']}[/]/{step['step_count']}",
@@ -116,8 +133,8 @@ def _headline(state: DemoState) -> Panel:
 
 def _workers(state: DemoState) -> Table:
     table = Table(header_style="bold", expand=False)
-    for heading in ("process", "holds a lease", "turns / environments", "version", "last seen"):
-        table.add_column(heading)
+    for heading in ("process", "lease", "in use", "version", "last seen"):
+        table.add_column(heading, no_wrap=True)  # a row each: the news below have the rest of the screen
     rows = sorted(state.seen["workers"], key=lambda row: (ROLE_ORDER.index(row["role"]), row["worker_id"]))
     for row in rows:
         lease = state.seen["leases"].get(row["worker_id"])

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import sys
 from typing import Any
 
 from ..fabric.text import one_line, printable
+from .speech import wrapped
 
 PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "vllm_process_name"}
 NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers")
 
 
+STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) [\w.]+ (.*)", re.DOTALL)
+QUIET = ("DEBUG", "INFO")
+
+
 class FactsFormatter(logging.Formatter):
     """Adds what was given as `extra` to the event's name: `lease.granted worker_id='a' slot_count=8`."""
+
+    def __init__(self, layout: str, width: int | None = None) -> None:
+        """width: of the terminal; None: lines are as long as they are."""
+        super().__init__(layout)
+        self._width = width
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line; tracebacks follow it as always."""
         line = one_line(super().formatMessage(record))
         facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
-        return " ".join([line, *(f"{name}={_short(value)}" for name, value in facts.items())])
+        line = " ".join([line, *(f"{name}={_short(value)}" for name, value in facts.items())])
+        return line if self._width is None else wrapped(line, self._width)
 
     def formatException(self, ei: Any) -> str:
         """A traceback quotes what users' code raised."""
@@ -31,10 +44,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
+def plain_lines(text: str) -> list[str]:
+    """What a log says to a person: its lines without what is only noted, and without time, level and logger."""
+    found = []
+    for line in text.splitlines():
+        stamped = STAMPED.fullmatch(line)
+        if stamped is None or stamped[1] not in QUIET:
+            found.append(line if stamped is None else stamped[2])
+    return found
+
+
 def set_up_logs(level: int) -> None:
     """Log to stderr, quietly for libraries that say too much."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(FactsFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    handler.setFormatter(FactsFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", width))
     logging.basicConfig(level=level, handlers=[handler])
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -30,6 +30,7 @@ from ..fabric.ids import check_name, new_worker_id
 from ..fabric.limits import WORLD_MEMORY_BYTES_MAX
 from ..fabric.models import FoundModel, find_model
 from ..fabric.records import WorkerInfo
+from ..fabric.text import did_you_mean
 from ..workers.engines.base import Engine
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
 
@@ -173,7 +174,9 @@ def run_worker(
     from ..workers.supply import place_of, weights_for
 
     if role not in ("dedicated", "serving"):
-        raise ConfigError(f"role {role!r} is neither dedicated nor serving")
+        raise ConfigError(
+            f"role {role!r} is neither dedicated nor serving: {did_you_mean(role, ('dedicated', 'serving'))}"
+        )
     worker_id, serving = options.worker_id(role), serving or ServingOptions()
     check_engine_options(engine)
     check_serving_options(role, serving, has_server=engine.server is not None)

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError, RunUnknown
-from ..fabric.text import cleaned, did_you_mean
+from ..fabric.errors import ConfigError
+from ..fabric.rules.push import no_such_run
+from ..fabric.text import cleaned
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
 from .status import with_ports
@@ -39,7 +40,7 @@ def register(app: typer.Typer) -> None:
         """Delete a run with all that it has in the broker: work, groups nobody consumed, dead letters, weights."""
         found = {row["run_id"]: row for row in with_ports(need_url(url), _rows)}
         if run not in found:
-            raise RunUnknown(f"run {run!r} does not exist on this broker; {did_you_mean(run, found)}")
+            raise no_such_run(run, known=found)
         if not is_sure and not _agrees(found[run]):
             raise ConfigError(f"run {run!r} was not deleted: say yes, or give --yes")
         with_ports(need_url(url), lambda ports: ports.board.delete_run(run))

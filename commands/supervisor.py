@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .logs import plain_lines
+
 STOP_TIMEOUT_S = 8.0
 PAUSE_S_MAX = 10.0
 LAST_WORDS_LINE_COUNT = 5
@@ -94,11 +96,11 @@ class Child:
             os.killpg(self.process.pid, number)
 
     def tail(self, line_count: int = 12, *, since_byte: int = 0) -> str:
-        """The last lines of its log."""
+        """The last lines of its log that are for people."""
         if not self.log_path.exists():
             return ""
         text = self.log_path.read_bytes()[since_byte:].decode("utf-8", "replace")
-        return "\n".join(text.splitlines()[-line_count:])
+        return "\n".join(plain_lines(text)[-line_count:])
 
 
 class Supervisor:

@@ -13,29 +13,32 @@ import os
 import signal
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from rich.console import Console
-from rich.markup import escape
 
 from ..fabric.bus.embedded import EmbeddedBroker, starter_of
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.bus.url import is_local, mask_url
-from ..fabric.clock import SystemClock
 from ..fabric.directories import make_directory
 from ..fabric.errors import BrokerError, ConfigError, FabricError
 from ..fabric.records import WorkerInfo
 from ..fabric.text import one_line, printable
 from .options import command
+from .speech import say
 from .status import with_ports
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
 
 LOOK_S = 0.1
 FIRST_NEWS_S, NEWS_S = 3.0, 10.0  # while roles start
+TOGETHER_S = 1.0  # roles that began within so long are told of at once
 LIVES_MAX = 3
 STARTER = "rollfab up"
 LINE_LENGTH_MAX = 300
@@ -114,7 +117,7 @@ def run_up(options: UpOptions) -> int:
         if broker is not None:
             broker.stop()
     if broker is not None:
-        console.print(f"stopped; queued work and weights are kept in {escape(str(directory))}", highlight=False)
+        say(console, f"stopped; queued work and weights are kept in {directory}")
     return code
 
 
@@ -138,13 +141,13 @@ def _given_broker(options: UpOptions, home: Path, console: Console) -> str | Non
         _say_left(console, options.url, "nobody answers there")
         return None
     whence = "--url" if options.is_url_given else "ROLLFAB_URL"
-    console.print(f"using the broker of {whence}: {escape(mask_url(options.url))}", highlight=False, soft_wrap=True)
+    say(console, f"using the broker of {whence}: {mask_url(options.url)}")
     return options.url
 
 
 def _say_left(console: Console, url: str, why: str) -> None:
     text = f"ROLLFAB_URL is passed over, {why}: {mask_url(url)}; starting a private broker"
-    console.print(escape(text), highlight=False, soft_wrap=True)
+    say(console, text)
 
 
 async def _nothing(_: RedisFabric) -> None:
@@ -162,8 +165,9 @@ class _Life:
         self._broker = broker
         self._options = options
         self._console = console
-        self._clock = SystemClock()
         self._is_up = False
+        self._told: dict[str, tuple[int, float]] = {}
+        """Of each child, the life that was last told of as not ready, and its age then."""
         self._code = 0
         self._workers: dict[int, WorkerInfo] = {}
 
@@ -172,25 +176,16 @@ class _Life:
         start_roles(self._supervisor, self._url, self._options)
         names = ", ".join(self._supervisor.children)
         self._say(f"starting {names}; logs: {self._supervisor.log_directory}/")
-        begun_s = self._clock.now_s()
-        news_at_s = begun_s + FIRST_NEWS_S
         while not interrupts.wait(LOOK_S):
             if self._broker is not None and not self._broker.is_running:
-                self._console.print("[bold red]error:[/] the private broker has ended; its data is kept: start again")
+                self._say("the private broker has ended; its data is kept: start again", "error")
                 return 1
             if not self._mourn():
                 return 1
             missing = self._missing()
-            now_s = self._clock.now_s()
             if not missing and not self._is_up:
                 self._tell_up()
-            elif missing and now_s >= news_at_s:
-                self._say(f"not ready yet after {now_s - begun_s:.0f} s: {', '.join(missing)}")
-                for name in missing:
-                    child = self._supervisor.children[name]
-                    if last := child.tail(1, since_byte=child.start_at_byte):
-                        self._say(f"  {name} said last: {one_line(last)[:LINE_LENGTH_MAX]}")
-                news_at_s = now_s + NEWS_S
+            self._tell_missing(missing, time.monotonic())
         return self._code
 
     def _mourn(self) -> bool:
@@ -198,13 +193,14 @@ class _Life:
         for child in self._supervisor.watch():
             where = f"its log: {child.log_path}"
             if not child.is_given_up:
-                self._console.print(f"[yellow]{child.name} ended with code {child.exit_code} and is started again[/]")
-                self._say(printable(child.last_words))
+                self._say(f"{child.name} ended with code {child.exit_code} and is started again", "warning")
+                if child.last_words:
+                    self._say(printable(child.last_words))
                 continue
             reason = printable(child.last_words) or "it said nothing"
             lives = f"{child.lost_lives} times in a row" if child.lost_lives > 1 else "and would again"
             how = f"{child.name} ended {lives}, code {child.exit_code}; {where}"
-            self._console.print(f"[bold red]error:[/] {escape(how)}", highlight=False, soft_wrap=True)
+            self._say(how, "error")
             self._say(reason)
             self._code = 1
             if not self._is_up:
@@ -213,7 +209,26 @@ class _Life:
             self._say(f"the others go on without {child.name}; mend it, then stop all and start again")
         return True
 
-    def _missing(self) -> list[str]:
+    def _tell_missing(self, missing: Sequence[Child], now_s: float) -> None:
+        """Say now and then who is not ready, each since its own start; of those that began together at once."""
+        rows = [(child, now_s - child.start_at_s, self._news_at_s(child)) for child in missing if child.is_running]
+        if not any(age_s >= at_s for _, age_s, at_s in rows):
+            return
+        due = [(child, age_s) for child, age_s, at_s in rows if age_s >= at_s - TOGETHER_S]
+        for age in dict.fromkeys(f"{age_s:.0f}" for _, age_s in due):
+            names = [child.name for child, age_s in due if f"{age_s:.0f}" == age]
+            self._say(f"not ready yet after {age} s: {', '.join(names)}")
+        for child, age_s in due:
+            self._told[child.name] = (child.start_count, age_s)
+            if last := child.tail(1, since_byte=child.start_at_byte):
+                self._say(f"  {child.name} said last: {one_line(last)[:LINE_LENGTH_MAX]}")
+
+    def _news_at_s(self, child: Child) -> float:
+        """The age at which it is told of, if it is not ready by then."""
+        life, told_s = self._told.get(child.name, (0, 0.0))
+        return told_s + NEWS_S if life == child.start_count else FIRST_NEWS_S
+
+    def _missing(self) -> list[Child]:
         """Roles of which this life has not been seen at work."""
         waiting = [each for each in self._supervisor.children.values() if not each.is_ready and not each.is_given_up]
         if waiting:
@@ -221,7 +236,9 @@ class _Life:
         for child in waiting:
             if child.pid is not None:
                 child.is_ready = self._is_there(child)
-        return [each.name for each in waiting if not each.is_ready]
+                if child.is_ready and child.start_count > 1:
+                    self._say(f"{child.name} is ready again")
+        return [each for each in waiting if not each.is_ready]
 
     def _look(self) -> None:
         try:
@@ -239,22 +256,20 @@ class _Life:
     def _tell_up(self) -> None:
         self._is_up = True
         children = [self._supervisor.children[name] for name in self._supervisor.children]
-        self._console.print(
-            f"[bold]rollfab is up.[/] Page: http://127.0.0.1:{self._options.port}", highlight=False, soft_wrap=True
-        )
+        self._say(f"rollfab is up. Page: http://127.0.0.1:{self._options.port}")
         for child in children:
             info = self._workers.get(child.pid or 0)
             if info is not None and info.role in ("dedicated", "serving"):
                 device = " on cpu" if self._options.engine == "transformers" else ""
                 what = f"{info.model} ({info.engine}{device}, {info.slot_count} slots)"
-                lent = f"; lend it: {command(f'lend on --pool {POOL}')}" if info.role == "serving" else ""
+                lent = f"; lend it: `{command(f'lend on --pool {POOL}')}`" if info.role == "serving" else ""
                 self._say(f"{child.name} holds the model {printable(what)}{lent}")
         shown = self._url if self._broker is not None else mask_url(self._url)  # what was given is not ours to tell
         self._say(f"For your trainer:  export ROLLFAB_URL={shown}")
         self._say(f"Look:              {command('status --watch')}      Logs: {self._supervisor.log_directory}/")
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _say(self, text: str, kind: Literal["", "error", "warning"] = "") -> None:
+        say(self._console, text, kind)
 
 
 def _answers(url: str) -> bool:

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError, RunUnknown
+from ..fabric.errors import ConfigError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.rules.chain import readable_versions
+from ..fabric.rules.push import no_such_run
 from ..fabric.weights.diff import diff_versions
 from ..fabric.weights.held import readable
 from ..fabric.weights.inspection import Inspection, inspect_version, version_row
@@ -75,10 +76,11 @@ def _add_ls(weights: typer.Typer) -> None:
             return await list_versions(ports.weights, run)
 
         rows = with_ports(need_url(url), work)
+        nothing = f"nothing is published in run {run} yet: its trainer does, with run.publish"
         if json:
             print(dump_json(rows).decode())
         else:
-            Console().print(version_table(rows) if rows else f"nothing is published in run {run} yet", highlight=False)
+            Console().print(version_table(rows) if rows else nothing, highlight=False)
 
 
 def _add_inspect(weights: typer.Typer) -> None:
@@ -184,7 +186,7 @@ def _add_diff(weights: typer.Typer) -> None:
 async def _require_run(ports: RedisFabric, run: str) -> None:
     """Raises RunUnknown: nothing was ever published or pushed under that name."""
     if (await ports.weights.head(run)).epoch == 0 and run not in (runs := await ports.board.runs()):
-        raise RunUnknown(f"run {run!r} does not exist on this broker; there are: {', '.join(sorted(runs)) or 'none'}")
+        raise no_such_run(run, known=runs)
 
 
 def _show(found: dict[str, Any] | list[Any]) -> None:
@@ -201,6 +203,15 @@ def _progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], Non
     """A bar of bytes on a terminal's stderr; the function given moves it."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True, disable=not is_shown or not console.is_terminal) as bar:
-        task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=console, transient=True, disable=not is_shown or not console.is_terminal)
+    task = bar.add_task(what)
+
+    def tell(done: int, total: int) -> None:
+        bar.start()  # not before there is anything to show
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield tell
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -19,9 +20,11 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import ConfigError
+from .text import did_you_mean
 from .tokenizer import CharTokenizer
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+PRESET_CUTOFF = 0.75  # how near to a preset's name, by difflib, another is a mistake: one letter of four or five
 _COMMON = {
     "model_type": "qwen2",
     "vocab_size": CharTokenizer.vocabulary_size,
@@ -70,8 +73,10 @@ def check_model_name(model: str) -> None:
     Raises:
         ConfigError: the text says what is wrong with the path, and what may be given.
     """
-    if is_preset(model) or (HUB_NAME.fullmatch(model) and not os.path.exists(model)):
-        return
+    if is_preset(model):
+        return None
+    if HUB_NAME.fullmatch(model) and not os.path.exists(model):
+        return check_spelling(model)
     if not os.path.lexists(model) or not model:
         why = "there is no such directory, and it is no hub name"
     elif not os.path.isdir(model):
@@ -79,11 +84,26 @@ def check_model_name(model: str) -> None:
     elif not os.path.isfile(os.path.join(model, "config.json")):
         why = "that directory holds no config.json: save the model there with `save_pretrained`"
     else:
-        return
+        return None
     raise ConfigError(
         f"model {model!r}: {why}. Give a preset ({', '.join(PRESETS)}), the directory of a model, or a hub name",
         name=model,
     )
+
+
+def check_spelling(model: str) -> None:
+    """Refuse a name that is surely a preset's, misspelt: a hub would be asked for it in vain, and nobody holds it.
+
+    Raises:
+        ConfigError: names the preset that is meant.
+    """
+    near = difflib.get_close_matches(model.lower()[:100], PRESETS, n=1, cutoff=PRESET_CUTOFF)
+    if near and not is_preset(model):
+        raise ConfigError(
+            f"there is no model {model!r}: did you mean {near[0]!r}? A preset is one of {', '.join(PRESETS)}; a"
+            f" directory of that name is written ./{model}, a model of a hub OWNER/{model}",
+            name=model,
+        )
 
 
 def preset_shapes(name: str) -> dict[str, tuple[int, ...]]:
@@ -122,7 +142,7 @@ def model_config(name: str) -> dict[str, Any]:
     """
     if name not in PRESETS:
         raise ConfigError(
-            f"model {name!r} is no preset: use one of {', '.join(PRESETS)}, or load it as a path or hub name", name=name
+            f"model {name!r} is no preset: {did_you_mean(name, PRESETS, 'Or load it as a path or hub name')}", name=name
         )
     return dict(PRESETS[name])
 
@@ -157,7 +177,7 @@ def find_model(name: str) -> FoundModel:
     """A model by its name: presets and hub names as they are, local paths absolute and with a digest of their files.
 
     Raises:
-        ConfigError: it can only be a path, and nothing is there.
+        ConfigError: it can only be a path, and nothing is there; or it is a preset's, misspelt.
     """
     if is_preset(name):
         return FoundModel(name=name)
@@ -174,6 +194,7 @@ def find_model(name: str) -> FoundModel:
             f"config.json, a preset ({', '.join(PRESETS)}), or a hub name",
             name=name,
         )
+    check_spelling(name)
     return FoundModel(name=name)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -316,6 +317,21 @@ def check_reward(reward: Any, where: str, error_type: type[FabricError] = Enviro
     if not math.isfinite(value):
         raise error_type(f"{where} gave reward {value}: rewards must be finite", reason="reward")
     return value
+
+
+def sum_rewards(rewards: Sequence[float], where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:
+    """The reward of a trajectory: the sum of its steps', each of which is finite.
+
+    Raises:
+        EnvironmentFailed, or the error type given: it overflows.
+    """
+    total = float(sum(rewards))
+    if not math.isfinite(total):
+        raise error_type(
+            f"{where}: the rewards of its {len(rewards)} steps overflow, their sum is {total}: give smaller ones",
+            reason="reward",
+        )
+    return total
 
 
 def check_task(task: Any, index: int) -> dict[str, Any]:

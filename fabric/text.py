@@ -37,11 +37,12 @@ def cleaned(value: Any) -> Any:
     return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of a refusal: the nearest of the names there are, or else those there are, bounded."""
+def did_you_mean(given: str, known: Iterable[str], then: str = "") -> str:
+    """The end of a refusal: the nearest of the names there are, or else those there are, bounded. then: what to do."""
+    end = f". {then}" if then else ""
     names = sorted(set(known))
     near = difflib.get_close_matches(given[:200], names, n=3, cutoff=0.6)
     if near:
-        return f"did you mean {' or '.join(near)}?"
+        return f"did you mean {' or '.join(near)}?{end[1:]}"
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"there are {', '.join(names[:NAMES_SHOWN])}{more}" if names else "there are none"
+    return (f"there are {', '.join(names[:NAMES_SHOWN])}{more}" if names else "there are none") + end

@@ -34,6 +34,7 @@ class Captive:
         self._pace_s = pace_s
         self._turn = 0
         self._fault = ""
+        self._kept: Any = None
 
     async def reset(self, task: dict[str, Any], seed: int) -> SimpleNamespace:
         self._fault = task.get("fault", "")
@@ -49,7 +50,7 @@ class Captive:
         return getattr(self, "do_" + fault)() if fault else said("" if is_last else ".", is_over=is_last)
 
     async def snapshot(self) -> dict[str, Any]:
-        return {"turn": self._turn}
+        return {"turn": self._turn, "kept": self._kept}
 
     async def restore(self, snapshot: dict[str, Any]) -> None:
         self._turn = snapshot["turn"]
@@ -94,6 +95,14 @@ class Captive:
 
     def do_leave(self) -> None:
         raise SystemExit(3)
+
+    def do_keep_much(self) -> SimpleNamespace:
+        self._kept = "x" * (9 << 20)
+        return said("")
+
+    def do_keep_strange(self) -> SimpleNamespace:
+        self._kept = {1, 2}
+        return said("")
 
     def do_say_much(self) -> SimpleNamespace:
         return said("x" * (9 << 20))

@@ -94,7 +94,7 @@ class _Trainer:
         import rollfab.aio
 
         async with await rollfab.aio.connect(url) as fabric:
-            run = await fabric.run(run_id, model="tiny", environment="frozenlake")
+            run = await fabric.run(run_id, model="any", environment="frozenlake")
             report = await run.publish([*self._named()], version=version, group=dist.group.WORLD)
         return {"report": report}
 

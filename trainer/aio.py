@@ -38,6 +38,7 @@ from ..fabric.offers import installed
 from ..fabric.ports import Delivery, GroupPush, RunStatus
 from ..fabric.records import Group, RunConfig
 from ..fabric.rules.push import never_fits
+from ..fabric.text import did_you_mean
 from ..fabric.weights.chain import Weights, fetch_weights
 from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
@@ -85,7 +86,7 @@ class AsyncFabric:
             RunUnknown: neither model nor environment given, and the run does not exist.
             EnvironmentUnknown: nobody offers that environment.
             RewardUnknown: the same of its reward function.
-            ConfigError: the model can only be a path, and nothing is there.
+            ConfigError: the model can only be a path, and nothing is there; or it is a preset's name, misspelt.
             RunMismatch: the run exists with other settings.
         """
         self._home.check()
@@ -95,7 +96,8 @@ class AsyncFabric:
         if model is None or environment is None:
             if existing is None:
                 raise RunUnknown(
-                    f"run {run_id!r} does not exist on this broker: give model=… and environment=… to create it"
+                    f"run {run_id!r} does not exist on this broker: "
+                    + did_you_mean(run_id, await self.runs(), "Give model=… and environment=… to create it")
                 )
             if model is not None:
                 settings |= await self._model(model)
@@ -124,8 +126,13 @@ class AsyncFabric:
             offered.update(info.environments)
         if name not in offered:
             raise EnvironmentUnknown(
-                f"environment {name!r} is offered by no agent worker and not installed here; known: "
-                f"{', '.join(sorted(offered)) or 'none'}. Start an agent with --environment {name}=module:attr",
+                f"environment {name!r} is offered by no agent worker and not installed here: "
+                + did_you_mean(
+                    name,
+                    offered,
+                    f"If it is your own, start an agent with `rollfab agent --environment {name}=module:attr` "
+                    "(`rollfab up` takes the same option)",
+                ),
                 environment=name,
             )
 
@@ -135,9 +142,13 @@ class AsyncFabric:
             offered.update(info.rewards)
         if name not in offered:
             raise RewardUnknown(
-                f"reward function {name!r} is offered by no reward worker and not installed here; known: "
-                f"{', '.join(sorted(offered)) or 'none'}. Start a reward worker with "
-                f"`rollfab reward --reward {name}=module:attr` (`rollfab up` takes the same option)",
+                f"reward function {name!r} is offered by no reward worker and not installed here: "
+                + did_you_mean(
+                    name,
+                    offered,
+                    "If it is your own, start a reward worker with "
+                    f"`rollfab reward --reward {name}=module:attr` (`rollfab up` takes the same option)",
+                ),
                 reward=name,
             )
 

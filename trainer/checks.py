@@ -18,6 +18,7 @@ from ..fabric.ports import GroupPush
 from ..fabric.records import RunConfig, TrajectoryJob, check_task
 from ..fabric.rules.carrier import CARRIERS
 from ..fabric.seeds import SEED_MAX, is_seed
+from ..fabric.text import did_you_mean
 from ..fabric.wire import check_size, dump_json, load_json
 
 SHARD_COUNT_MAX = 1024
@@ -36,7 +37,7 @@ def check_settings(run_id: str, names: Iterable[str]) -> None:
     known = sorted(field.name for field in fields(RunConfig))
     for name in names:
         if name not in known:
-            raise InputError(f"run {run_id!r}: there is no setting {name!r}; there are {', '.join(known)}", name=name)
+            raise InputError(f"run {run_id!r}: there is no setting {name!r}: {did_you_mean(name, known)}", name=name)
 
 
 def check_run(config: RunConfig) -> None:
@@ -50,7 +51,7 @@ def check_run(config: RunConfig) -> None:
         _require(where, name, getattr(config, name), check)
     for name, value in config.sampling.items():
         if name not in _SAMPLING:
-            raise InputError(f"{where}: sampling has no {name!r}; it has {', '.join(_SAMPLING)}", name=name)
+            raise InputError(f"{where}: sampling has no {name!r}: {did_you_mean(name, _SAMPLING)}", name=name)
         _require(f"{where}, sampling", name, value, _SAMPLING[name])
     if config.trajectory_count_max < config.shard_count:
         raise InputError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..fabric.errors import InputError
 from ..fabric.records import Group
+from ..fabric.text import did_you_mean
 
 Keep = Callable[[Group], bool]
 REFILL = re.compile(r"^(.*)-r(\d+)$")
@@ -38,7 +39,7 @@ def find_filter(keep: str | Keep | None) -> Keep:
         return lambda _: True
     if isinstance(keep, str):
         if keep not in FILTERS:
-            raise InputError(f"there is no group filter {keep!r}; there are {', '.join(FILTERS)}, or give a function")
+            raise InputError(f"there is no group filter {keep!r}: {did_you_mean(keep, FILTERS, 'Or give a function')}")
         return FILTERS[keep]
     return keep
 

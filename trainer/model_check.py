@@ -3,16 +3,18 @@
 - A preset is known by its shapes, a directory by the headers of its safetensors files. Any other model, and one whose
   files are stored otherwise than it is listed (experts, several modalities, quantised), is not looked into.
 - The dtype of floating-point weights is the workers' to choose; one that is not the files' is said.
-- Weights that share no name with the model are something else altogether, as an adapter is: that is said, not refused.
+- Weights that share no name with the model are another model's, and refused; but for an adapter's, which has its own.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
-from ..fabric.errors import InputError, LayoutMismatch
+from ..fabric.errors import ConfigError, InputError, LayoutMismatch
 from ..fabric.models import is_preset, preset_shapes
 from ..fabric.weights.checkpoints import open_checkpoint
 from ..fabric.weights.layout import Layout, TensorSpec
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
 BUFFERS = ("inv_freq", "masked_bias", "position_ids", ".attn.bias")  # that old checkpoints hold beside parameters
+ADAPTER = ".lora_"  # in every name of one
+NAMES_SHOWN = 2
 OTHERWISE = ("expert", "vision", "visual", "audio", "quant", "scale", "lora")  # in a name: listed otherwise than stored
 
 
@@ -39,22 +43,23 @@ def check_model(run_id: str, name: str, layout: Layout) -> None:
 
     Raises:
         LayoutMismatch: names the missing, unknown and different tensors; nothing was written.
+        ConfigError: all of them are unknown; names some of each.
     """
     model = read_model(name)
     if model is None:
         return
     expected = {spec.name: spec for spec in model.layout.tensors}
     given = {spec.name: spec for spec in layout.tensors}
+    if all(ADAPTER in each for each in given):
+        return  # beside the model, not of it: the workers know which they take
     if not expected.keys() & given.keys():
-        log.warning(
-            "weights.not_the_models: none of the tensors of model %r, with which run %r was created, is among the %d"
-            " that are published (%s, …): no worker that holds that model can load them",
-            name,
-            run_id,
-            len(given),
-            next(iter(given)),
+        raise ConfigError(
+            f"none of the {len(given):,} tensors that were to be published ({_some(given)}) is one of model {name!r}"
+            f" ({_some(expected)}), with which run {run_id!r} was created, so nothing was written. Publish that model's"
+            " .named_parameters(), by the names that it has without a wrapper's prefix, or create another run with the"
+            " model that these are of",
+            model=name,
         )
-        return
     wanted = [_in_dtype_of(spec, given.get(spec.name)) for key, spec in expected.items() if key not in model.optional]
     compared = [spec for key, spec in given.items() if key not in model.optional]
     try:
@@ -75,6 +80,10 @@ def check_model(run_id: str, name: str, layout: Layout) -> None:
             expected[other.name].dtype,
             other.dtype,
         )
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(islice(names, NAMES_SHOWN)) + ", …"
 
 
 def read_model(name: str) -> Model | None:

@@ -41,8 +41,8 @@ def tuned_for(environment: str) -> GrpoSettings:
     """
     if environment not in PRESETS:
         raise ConfigError(
-            f"no settings are known for environment {environment!r}: {did_you_mean(environment, PRESETS)}. "
-            "For another one write your own loop, as README.md shows",
+            f"no settings are known for environment {environment!r}: "
+            + did_you_mean(environment, PRESETS, "For another one write your own loop, as README.md shows"),
             environment=environment,
         )
     return PRESETS[environment]

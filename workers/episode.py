@@ -25,7 +25,17 @@ from ..fabric.errors import EnvironmentFailed, FabricError, InputError, PayloadT
 from ..fabric.ids import turn_id
 from ..fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, SNAPSHOT_BYTES_MAX, check_prompt
 from ..fabric.ports import TrajectoryClaim
-from ..fabric.records import NO_IDS, Int32, Rollout, RunConfig, Sampling, TurnJob, TurnResult, check_reward
+from ..fabric.records import (
+    NO_IDS,
+    Int32,
+    Rollout,
+    RunConfig,
+    Sampling,
+    TurnJob,
+    TurnResult,
+    check_reward,
+    sum_rewards,
+)
 from ..fabric.seeds import turn_seed
 from ..fabric.tokenizer import Tokenizer
 from ..fabric.wire import check_size, dump_json, load_json
@@ -106,7 +116,7 @@ class Episode:
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
             task_id=job.task_id,
-            reward=sum(rewards) if self._run.reward is None else None,
+            reward=sum_rewards(rewards, self._name) if self._run.reward is None else None,
             finish_reason="terminated" if last.terminated else "truncated" if last.truncated else "turns",
             turn_count=len(rewards),
             attempt=self._claim.attempt,

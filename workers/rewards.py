@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from ..fabric.errors import RewardFailed
-from ..fabric.records import Rollout
+from ..fabric.records import Rollout, sum_rewards
 
 
 def environment_sum(task: dict[str, Any], rollout: Rollout) -> float:
     """The sum of the environment's own rewards, turn by turn.
 
     Raises:
-        RewardFailed: the rollout carries no rewards by turn.
+        RewardFailed: the rollout carries no rewards by turn, or their sum overflows.
     """
     rewards = rollout.info.get("rewards")
     if rewards is None:
         raise RewardFailed(
             f"rollout {rollout.trajectory_id} carries no rewards by turn, so they cannot be summed", reason="reward"
         )
-    return float(sum(rewards))
+    return sum_rewards(rewards, f"the environment of rollout {rollout.trajectory_id}", RewardFailed)
 
 
 def success(task: dict[str, Any], rollout: Rollout) -> float:

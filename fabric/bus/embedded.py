@@ -31,6 +31,7 @@ from urllib.parse import unquote, urlsplit
 from ..clock import SystemClock
 from ..errors import BrokerError, ConfigError
 from .server_process import Door, end, say_farewell, spawn
+from .url import mask_url
 
 __all__ = ["EmbeddedBroker", "find_broker", "starter_of"]
 
@@ -199,9 +200,11 @@ def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
 
 def _in_use(directory: Path, holder: dict[str, Any]) -> BrokerError:
     server, owner = holder.get("server_pid", "?"), holder.get("owner_pid", "?")
+    url = holder.get("url")
+    way = f"connect to it (ROLLFAB_URL={mask_url(url)})" if isinstance(url, str) else "wait until it has started"
     return BrokerError(
         f"the data directory {directory} is in use by the broker with process id {server}, started by process {owner}: "
-        "stop that one, connect to it by its URL, or choose another directory",
+        f"stop that one, {way}, or choose another directory",
         data_directory=str(directory),
         server_pid=server,
         owner_pid=owner,

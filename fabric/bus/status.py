@@ -12,7 +12,7 @@ from ..errors import RunUnknown, WireError
 from ..ports import Consumer, RunDetails, RunStatus
 from ..records import DeadLetter, RunConfig
 from ..rules.curve import put_together, read_curve
-from ..rules.push import no_such_run
+from ..rules.push import no_such_run, waiting
 from . import keys as names
 from .connection import translate
 from .keys import ShardKeys
@@ -47,23 +47,24 @@ def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -
 def read_status(answers: list[Any]) -> dict[str, Any]:
     """What one shard answered."""
     *answers, curve = answers if isinstance(answers[-1], dict) else (*answers, {})
-    facts, counters, waiting, *rest = answers
+    facts, counters, groups_waiting, *rest = answers
     queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -6])
     suspected, suspected_turns, running, claimed, timed, dead = rest[-6:]
-    running_count = sum(map(int, running))
+    running_count, claimed_count, depth = sum(map(int, running)), sum(map(int, claimed)), int(facts[1] or 0)
+    scoring = max(0, timed - running_count)
     return {
         "head_version": int(facts[0] or -1),
-        "depth": int(facts[1] or 0),
+        "depth": depth,
         "memory_bytes": int(facts[2] or 0),
         "agreement": facts[3],
         "counters": {name.decode(): int(value) for name, value in counters.items()},
         "trajectories": {
-            "queued": queued + suspected,
+            "queued": waiting(queued + suspected, depth - scoring, running_count),
             "running": running_count,
-            "scoring": max(0, timed - running_count),
+            "scoring": scoring,
         },
-        "turns": {"ready": ready + suspected_turns, "claimed": sum(map(int, claimed))},
-        "groups_waiting": waiting,
+        "turns": {"ready": waiting(ready + suspected_turns, depth - scoring, claimed_count), "claimed": claimed_count},
+        "groups_waiting": groups_waiting,
         "dead_count": dead,
         "rewards": read_curve(curve),
     }

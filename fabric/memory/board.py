@@ -11,6 +11,7 @@ from ..ports import Consumer, RunDetails, RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
 from ..rules.lending import CLEAR, changed, check_subject, concerns, lent_by_name, setting_of, subjects_of, switch_facts
+from ..rules.push import waiting
 from ..rules.runs import check_same_run
 from ..sharing import LendSetting, SharingReport
 from .leases import MemoryLeases
@@ -39,18 +40,19 @@ class MemoryLeaseBoard(MemoryLeases):
 
     async def run_status(self, run_id: str) -> RunStatus:
         run = self._run(run_id)
-        running = sum(run.trajectories.held.values())
+        running, claimed = sum(run.trajectories.held.values()), sum(run.turns.held.values())
+        scoring = len(run.trajectories.deadlines) - running
         return RunStatus(
             config=run.config,
             head_version=run.head_version,
             depth=run.depth,
             memory_bytes=run.bytes_held,
             trajectories={
-                "queued": run.trajectories.ready_count,
+                "queued": waiting(run.trajectories.ready_count, run.depth - scoring, running),
                 "running": running,
-                "scoring": len(run.trajectories.deadlines) - running,
+                "scoring": scoring,
             },
-            turns={"ready": run.turns.ready_count, "claimed": sum(run.turns.held.values())},
+            turns={"ready": waiting(run.turns.ready_count, run.depth - scoring, claimed), "claimed": claimed},
             groups_waiting=len(run.completed) + len(run.pending),
             dead_count=len(run.dead),
             counters=dict(run.counters),

@@ -418,12 +418,16 @@ def _unleased(view: _View) -> Iterator[Cause]:
             yield view.cause(code, text.format(run=view.name) + named + more, step)
 
 
+_LOADS = "Wait; if it takes minutes, read the log of that worker"
 _LEASE_WORDS = {
     "worker_failed": ("no worker can generate for {run}. ", "Mend what its log says, and restart it"),
-    "worker_loading": ("a worker for {run} is not ready yet. ", ""),
+    "worker_loading": ("a worker for {run} is not ready yet. ", _LOADS),
     "lend_off": ("no serving worker is lent for {run}. ", "Its team lends it: rollfab lend on --all, or --pool NAME"),
     "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: rollfab lend report"),
-    "takes_turns": ("the workers of its model serve another run before {run}. ", ""),
+    "takes_turns": (
+        "the workers of its model serve another run before {run}. ",
+        "Wait for its turn, or start another worker of that model: rollfab worker --model NAME --url $ROLLFAB_URL",
+    ),
     "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: rollfab status"),
 }
 
@@ -468,16 +472,21 @@ def _weights(view: _View) -> Iterator[Cause]:
     if any(view.is_behind(each) and each.active_version >= 0 and each.run_id == view.config.run_id for each in behind):
         bound = f"the head is version {head}, staleness allows {staleness}"
         text = f"no worker of {view.name} may generate: {bound}, and {named}"
-        yield view.cause("staleness" if troubled else "catching_up", text, _HEAL if troubled else "")
+        yield view.cause("staleness" if troubled else "catching_up", text, _heal(view) if troubled else _FETCHES)
     elif troubled:
-        yield view.cause("worker_failed", f"no worker can generate for {view.name}. {named}", _HEAL)
+        yield view.cause("worker_failed", f"no worker can generate for {view.name}. {named}", _heal(view))
     else:
-        yield view.cause("worker_loading", f"a worker for {view.name} is not ready yet. {named}")
+        yield view.cause("worker_loading", f"a worker for {view.name} is not ready yet. {named}", _LOADS)
 
 
-_HEAL = (
-    "See what is damaged: rollfab weights verify; a keyframe heals it: publish the next version, or restart the worker"
-)
+_FETCHES = "Wait: it fetches the head by itself; if it takes minutes, read the log of that worker"
+
+
+def _heal(view: _View) -> str:
+    return (
+        f"See what is damaged: rollfab weights verify {view.config.run_id}; a keyframe heals it: publish the next "
+        "version, or restart the worker"
+    )
 
 
 def _weights_of(view: _View, info: WorkerInfo) -> str:

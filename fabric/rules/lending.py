@@ -179,9 +179,11 @@ def check_known(subject: str, infos: Iterable[WorkerInfo], settings: Iterable[st
     is_pool = subject.startswith(POOL)
     known = [name.removeprefix(POOL) for name in subjects if name.startswith(POOL) == is_pool and name != ALL]
     name, kind = subject.removeprefix(POOL), "pool" if is_pool else "serving worker"
+    option = "pool" if is_pool else "name"
+    start = "" if serving else f"Start a serving worker: `rollfab worker --role serving --{option} {name} …`. "
     raise InputError(
-        f"no {kind} {name!r} is known to the broker, and nothing was switched: {did_you_mean(name, known)}. "
-        "If it is still to come, say so with --future (over HTTP: future)",
+        f"no {kind} {name!r} is known to the broker, and nothing was switched: "
+        + did_you_mean(name, known, f"{start}If it is still to come, say so with --future (over HTTP: future)"),
         known=sorted(known),
     )
 

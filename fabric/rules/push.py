@@ -66,6 +66,17 @@ def no_such_run(run_id: str, deleted_ago_ms: int | None = None, *, known: Iterab
     return RunUnknown(f"run {run_id!r:.100} does not exist on this broker{hint}", run_id=run_id)
 
 
+def waiting(entry_count: int, depth: int, claimed_count: int) -> int:
+    """How many jobs of a kind wait, at most: entries of what was cancelled lie in the streams until they are read.
+
+    Args:
+        entry_count: in the ready streams, and among the suspects.
+        depth: trajectories that may still have such a job; each has one at most.
+        claimed_count: those that are claimed.
+    """
+    return max(0, min(entry_count, depth - claimed_count))
+
+
 def outcome(answers: Mapping[str, bool | FabricError], doubtful: Sequence[str] = ()) -> list[bool]:
     """What a push of several groups returns.
 

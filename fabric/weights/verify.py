@@ -75,7 +75,12 @@ async def verify(
     head = await store.head(run_id)
     names = [name for name in await store.held(run_id) if name[0] <= head.version]
     if not names:
-        raise VersionUnknown(f"nothing is published in run {run_id!r} yet", version=version, head=head.version)
+        raise VersionUnknown(
+            f"nothing is published in run {run_id!r} yet: its trainer does, with"
+            " run.publish(model.named_parameters(), version=0)",
+            version=version,
+            head=head.version,
+        )
     if version is not None and version not in {name[0] for name in names}:
         raise VersionUnknown(
             f"version {version} of run {run_id!r} is not held by the broker (head is {head.version}):"

@@ -567,6 +567,24 @@ async def test_a_cancelled_group_does_not_come_back_when_it_is_pushed_again(worl
     assert not await world.trajectories.claim("a1", 1)
 
 
+async def test_what_was_cancelled_is_not_counted_as_waiting(world: World) -> None:
+    # Given three groups, one trajectory of which asks for a turn
+    await world.rollouts.push([group_of_size("g1", 1)])
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.turns.push("a1", [turn_of(claim)])
+    await world.rollouts.push([group_of_size("g2", 2), group_of_size("g3", 3)])
+    status = await world.board.run_status("r1")
+    assert (status.trajectories["queued"], status.turns["ready"]) == (5, 1)
+
+    # When two are cancelled, and nobody has claimed anything since; then what is left waits
+    for name, queued in (("g3", 2), ("g1", 2), ("g2", 0)):
+        assert await world.rollouts.cancel(name)
+        status = await world.board.run_status("r1")
+        assert (status.trajectories["queued"], status.trajectories["running"]) == (queued, int(name == "g3"))
+        assert status.turns["ready"] <= status.depth
+    assert status.turns == {"ready": 0, "claimed": 0}
+
+
 async def test_turns_of_a_cancelled_group_can_not_be_pushed(world: World) -> None:
     await push(world, size=1)
     (claim,) = await world.trajectories.claim("a1", 1)

@@ -55,21 +55,19 @@ def fabric_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_trainer_of_the_readme_runs(fabric_up: str) -> None:
+def test_the_trainer_of_the_readme_runs(fabric_up: str, capsys: pytest.CaptureFixture[str]) -> None:
     # Given the README's loop, cut to two steps
     source = snippet("Bring your own trainer")
     assert "range(1, 100)" in source
-    from rollfab.trainer.grpo import build_model
-
-    learnt: list[Any] = []
-    names = {"model": build_model("tiny"), "learn": learnt.append}
+    names: dict[str, Any] = {}
     # When it is run as it stands
     exec(compile(source.replace("range(1, 100)", "range(1, 3)"), "README.md", "exec"), names)
-    # Then both steps had their eight groups of eight
-    assert [[len(group.rollouts) for group in groups] for groups in learnt] == [[8] * 8, [8] * 8]
+    # Then both steps learnt
+    assert capsys.readouterr().out.count("mean reward") == 2
     with rollfab.connect() as fabric:
         run = fabric.run("my-run")
         assert run.head_version() == 2
+        assert run.status().counters["groups_consumed"] == 16
         assert set(run.weights()) == {name for name, _ in names["model"].named_parameters()}
     names["fabric"].close()
 

@@ -25,6 +25,7 @@ from rollfab.commands.cli import app
 from rollfab.commands.up import free_port
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.errors import NothingMoves, QueueFull
+from rollfab.fabric.models import preset_shapes
 from rollfab.fabric.records import WorkerInfo
 from rollfab.fabric.sharing import LendSetting
 from rollfab.trainer.client import Run
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]  # each process takes
 
 TASKS = [{"seed": 1}, {"seed": 2}]
 LOGGER = "rollfab.trainer.waiting"
-SOME = {"w": np.zeros(8, np.float32)}  # weights of a run whose workers are played, and read none
+SOME = {name: np.zeros(shape, np.float32) for name, shape in preset_shapes("small").items()}  # nobody reads them
 CHAT = {"slot_count": 4, "pool": "chat"}
 
 

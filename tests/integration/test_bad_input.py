@@ -28,6 +28,7 @@ from rollfab.fabric.errors import (
     LayoutMismatch,
     PayloadTooLarge,
     QueueFull,
+    RewardUnknown,
     RunMismatch,
     RunUnknown,
     VersionConflict,
@@ -61,7 +62,7 @@ def broker(url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def run(broker: Redis, fabric: Fabric) -> Run:
-    return fabric.run("r", model="tiny", environment="frozenlake", trajectory_count_max=8)
+    return fabric.run("r", model="any", environment="frozenlake", trajectory_count_max=8)
 
 
 def contents(broker: Redis) -> dict[bytes, bytes | None]:
@@ -85,20 +86,37 @@ def check_refused(broker: Redis, kind: type[FabricError], texts: list[str], acti
 
 RUN = {"model": "tiny", "environment": "frozenlake"}
 BAD_RUNS: dict[str, tuple[str, dict[str, Any], type[FabricError], list[str]]] = {
-    "unknown run": ("nobody", {}, RunUnknown, ["run 'nobody' does not exist", "give model=… and environment=…"]),
+    "unknown run": ("nobody", {}, RunUnknown, ["run 'nobody' does not exist", "Give model=… and environment=…"]),
     "only a model": ("nobody", {"model": "tiny"}, RunUnknown, ["'nobody'", "environment=…"]),
     "unknown environment": (
         "r",
         {**RUN, "environment": "frozenlace"},
         EnvironmentUnknown,
-        ["environment 'frozenlace' is offered by no agent", "frozenlake", "--environment frozenlace=module:attr"],
+        [
+            "environment 'frozenlace' is offered by no agent",
+            "did you mean frozenlake? If",
+            "--environment frozenlace=module:attr",
+        ],
     ),
     "dotted environment": ("r", {**RUN, "environment": "os.system"}, EnvironmentUnknown, ["'os.system'"]),
     "bad name": ("a run", RUN, ConfigError, ["run 'a run' is not a valid name", "1 to 63 letters, digits"]),
     "empty name": ("", RUN, ConfigError, ["run '' is not a valid name"]),
     "name with a brace": ("r{x}", RUN, ConfigError, ["'r{x}'"]),
     "name too long": ("r" * 64, RUN, ConfigError, ["1 to 63"]),
-    "unknown setting": ("r", {**RUN, "stalenes": 1}, InputError, ["run 'r'", "no setting 'stalenes'", "staleness"]),
+    "unknown setting": (
+        "r",
+        {**RUN, "stalenes": 1},
+        InputError,
+        ["run 'r'", "'stalenes': did you mean staleness"],
+    ),
+    "misspelt preset": ("r", {**RUN, "model": "tinny"}, ConfigError, ["no model 'tinny': did you mean 'tiny'?"]),
+    "misspelt reward": ("r", {**RUN, "reward": "environment-smu"}, RewardUnknown, ["did you mean environment-sum"]),
+    "misspelt sampling": (
+        "r",
+        {**RUN, "sampling": {"temprature": 1}},
+        InputError,
+        ["sampling has no 'temprature': did you mean temperature?"],
+    ),
     "negative staleness": ("r", {**RUN, "staleness": -1}, InputError, ["run 'r': staleness is -1", "at least 0"]),
     "text for a number": ("r", {**RUN, "staleness": "one"}, InputError, ["run 'r': staleness is 'one'", "number"]),
     "NaN weight": ("r", {**RUN, "weight": float("nan")}, InputError, ["run 'r': weight is nan"]),
@@ -153,13 +171,13 @@ def test_a_run_is_not_reopened_with_other_settings(broker: Redis, fabric: Fabric
         broker,
         RunMismatch,
         ["run 'r' exists", "environment is 'frozenlake', not 'guess-the-number'", "another name, or delete it"],
-        lambda: fabric.run("r", model="tiny", environment="guess-the-number"),
+        lambda: fabric.run("r", model="any", environment="guess-the-number"),
     )
 
 
 def test_of_a_run_that_exists_what_is_given_holds(broker: Redis, fabric: Fabric, run: Run) -> None:
     refused: list[tuple[dict[str, Any], type[FabricError], str]] = [
-        ({"model": "small"}, RunMismatch, "model is 'tiny', not 'small'"),
+        ({"model": "small"}, RunMismatch, "model is 'any', not 'small'"),
         ({"environment": "guess-the-number"}, RunMismatch, "environment is 'frozenlake'"),
         ({"staleness": "two"}, InputError, "staleness"),
         ({"environment": "frozenlake", "sampling": {"bogus": 1}}, InputError, "bogus"),

@@ -28,7 +28,7 @@ def url() -> Iterator[str]:
 
 def publish(url: str, count: int, **settings: int) -> tuple[rollfab.trainer.client.Fabric, Run]:
     fabric = rollfab.connect(url)
-    run = fabric.run(RUN, model="tiny", environment="frozenlake", **settings)
+    run = fabric.run(RUN, model="any", environment="frozenlake", **settings)
     for version in range(count):
         run.publish(weights(version), version=version)
     return fabric, run

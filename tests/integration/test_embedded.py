@@ -134,6 +134,7 @@ def test_two_brokers_never_share_a_directory(home: Path, monkeypatch: pytest.Mon
         with pytest.raises(BrokerError) as caught:
             EmbeddedBroker.start(home)
         assert str(broker.pid) in str(caught.value)
+        assert f"ROLLFAB_URL={broker.url}" in str(caught.value)
         assert str(os.getpid()) in str(caught.value)
         assert broker.is_running
     assert find_broker(home) is None

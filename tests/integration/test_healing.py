@@ -327,7 +327,7 @@ async def test_a_keyframe_can_be_asked_for(url: str) -> None:
     # Given
     weights = {"w": np.arange(1000, dtype=np.float32)}
     fabric = await connect(url)
-    run = await fabric.run(RUN, model="tiny", environment="frozenlake")
+    run = await fabric.run(RUN, model="any", environment="frozenlake")
     await run.publish(weights, version=0)
     weights["w"][3] += 1
 

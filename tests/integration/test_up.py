@@ -133,6 +133,24 @@ def test_up_is_said_when_every_role_works_and_one_interrupt_is_answered_and_ends
         assert all_gone(children)
 
 
+@pytest.mark.timeout(180)
+def test_a_role_that_came_back_is_said_to_be_ready_again(tmp_path: Path) -> None:
+    # Given all roles, of which one is killed some time later
+    with up(tmp_path / "data", "--dedicated", "0") as terminal:
+        terminal.until("status --watch")
+        (agent,) = [pid for pid in children_of(terminal.process.pid) if b"\0agent\0" in command_line(pid) + b"\0"]
+        os.kill(agent, signal.SIGKILL)
+
+        # Then its end, and that it is there again, are said in plain words
+        shown = terminal.until("agent-0 is ready again").partition("status --watch")[2]
+        assert "warning: agent-0 ended with code -9 and is started again" in shown
+        assert " INFO " not in shown
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 @pytest.mark.timeout(120)
 def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
     with up(tmp_path / "data", "--dedicated", "0") as terminal:

@@ -19,7 +19,7 @@ from rollfab.fabric.tokenizer import CharTokenizer
 TEXT = CharTokenizer()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 IDS: list[int] = TEXT.encode(LETTERS).tolist()
-SHAPES = {"body": (12, 8), "head": (16,)}
+SHAPES = {"body.lora_A": (12, 8), "head.lora_A": (16,)}  # an adapter's names: of no model
 
 
 def tensors(version: int, publisher: int) -> dict[str, NDArray[np.float32]]:

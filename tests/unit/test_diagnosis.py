@@ -202,7 +202,8 @@ def test_a_cause_is_found_and_says_what_is_wrong_in_one_sentence(code: str) -> N
     assert words in found.text
     assert found.kind == CODES[code][0]
     assert not found.text.endswith(".") and "\n" not in found.text
-    assert found.step or found.kind in ("moves", "passing", "waits"), "nobody is told what to do"
+    assert found.step or found.kind == "moves", "nobody is told what to do"
+    assert all(cause.step or cause.kind == "moves" for cause in diagnose(seen, "r1")), "nor after that is mended"
 
 
 @pytest.mark.parametrize("code", [code for code in CODES if code != "run_full"])

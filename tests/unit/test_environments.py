@@ -235,6 +235,8 @@ def rollout(info: dict[str, Any], finish_reason: str = "terminated") -> Rollout:
 
 def test_rewards_read_what_the_environment_said() -> None:
     assert environment_sum({}, rollout({"rewards": [0.5, -0.25]})) == 0.25
+    with pytest.raises(RewardFailed, match="the rewards of its 2 steps overflow, their sum is inf"):
+        environment_sum({}, rollout({"rewards": [1e308, 1e308]}))
     assert success({}, rollout({"success": True})) == 1.0
     assert success({}, rollout({"success": False})) == 0.0
     assert success({}, rollout({}, finish_reason="turns")) == 0.0  # out of turns is not solved

@@ -215,6 +215,15 @@ def test_a_snapshot_that_cannot_be_read_fails_the_attempt(snapshot: bytes) -> No
         run_through("snapshot", {"script": [["a", 0.0], ["b", 1.0]]}, broker)
 
 
+@pytest.mark.parametrize(("kind", "rewards"), [("replay", [1e308, 1e308]), ("snapshot", [-1e308, 0.0, -1e308])])
+def test_rewards_of_steps_that_overflow_are_named_with_their_environment(kind: str, rewards: list[float]) -> None:
+    script = [["a", reward] for reward in rewards]
+    says = f"environment {kind!r}: the rewards of its {len(rewards)} steps overflow, their sum is .?inf"
+    with pytest.raises(EnvironmentFailed, match=says) as caught:
+        run_through(kind, {"script": script}, Broker(set()))
+    assert caught.value.facts["reason"] == "reward"
+
+
 def _keep(broker: Broker, snapshot: bytes) -> Any:
     async def save(_: bytes) -> None:
         broker.snapshot = snapshot

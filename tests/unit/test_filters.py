@@ -38,7 +38,7 @@ def test_a_group_whose_rewards_are_all_equal_teaches_nothing() -> None:
 
 
 def test_an_unknown_filter_is_named_with_those_there_are() -> None:
-    with pytest.raises(InputError, match="no group filter 'best'; there are varied"):
+    with pytest.raises(InputError, match=r"no group filter 'best': there are varied\. Or give"):
         find_filter("best")
 
 

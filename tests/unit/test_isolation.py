@@ -114,6 +114,22 @@ async def test_its_state_travels_to_another_process(captor: Captor) -> None:
     assert len(captor.groups) == 2
 
 
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        ("keep_much", r"snapshot: its answer is 9,.* bytes as JSON, the limit is 8,.*: say less in it"),
+        ("keep_strange", "snapshot: its answer cannot be sent: TypeError.* set .*plain JSON values"),
+    ],
+)
+async def test_a_state_that_cannot_travel_is_called_a_snapshot(captor: Captor, action: str, says: str) -> None:
+    world = await captor.open(turns=3)
+    await world.reset({}, 0)
+    await world.step(action)
+    with pytest.raises(EnvironmentFailed, match=f"environment 'captive': {says}") as caught:
+        await world.snapshot()
+    assert caught.value.facts["reason"] == "snapshot"
+
+
 async def test_nothing_that_the_agent_keeps_secret_reaches_it(captor: Captor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFAB_URL", "redis://:password@broker")
     first = await (await captor.open()).reset({}, 0)

@@ -133,7 +133,7 @@ def test_a_name_that_nobody_has_is_refused_with_the_nearest_ones() -> None:
     ):
         with pytest.raises(InputError, match=text):
             check_known(unknown, infos, ["pool:said"])
-    with pytest.raises(InputError, match="there are none"):
+    with pytest.raises(InputError, match=r"there are none\. Start a serving worker: `rollfab worker --role serving"):
         check_known("pool:chat", [], [])
 
 

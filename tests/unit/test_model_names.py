@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.errors import ConfigError, RunMismatch
-from rollfab.fabric.models import find_model
+from rollfab.fabric.models import check_model_name, find_model
 from rollfab.fabric.records import RunConfig
 from rollfab.fabric.rules.capacity import CapacityRule, RunFacts, WorkerFacts, plan
 from rollfab.fabric.rules.runs import check_same_run
@@ -32,6 +32,23 @@ def test_presets_and_hub_names_stay_as_they_are(name: str, tmp_path: Path, monke
     (tmp_path / "gpt2").mkdir()  # results of some run, say: no model
     make_model(tmp_path / "tiny")
     assert (find_model(name).name, find_model(name).digest) == (name, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("tinny", "tiny"), ("Tiny", "tiny"), ("tiy", "tiny"), ("smal", "small"), ("samll", "small"), ("SMALL", "small")],
+)
+def test_a_preset_that_is_misspelt_is_named(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for check in (find_model, check_model_name):
+        with pytest.raises(ConfigError, match=f"no model {name!r}: did you mean {meant!r}"):
+            check(name)
+    check_model_name("any")
+    assert find_model(f"owner/{name}").name == f"owner/{name}"
+    make_model(tmp_path / name)
+    assert find_model(f"./{name}").digest == find_model(name).digest != ""
 
 
 def test_every_way_to_say_a_path_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

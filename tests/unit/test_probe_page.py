@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollfab.fabric.errors import ConfigError
 from rollfab.fabric.rules.serving import ServingState, StepWork
-from rollfab.workers.serving.page import ALIVE_NS, AT_LAYOUT, REQUEST_COUNT_MAX, RING, SIZE_BYTES, ProbeWriter
+from rollfab.workers.serving.page import ALIVE_NS, AT_LAYOUT, REQUEST_COUNT_MAX, RING, SEQ, SIZE_BYTES, ProbeWriter
 from rollfab.workers.serving.reader import LOOK_AGAIN_S, ProbeReader
 
 S = 1_000_000_000
@@ -138,14 +139,17 @@ def test_a_reader_never_sees_half_of_what_belongs_together(tmp_path: Path) -> No
     read(reader)
     has_ended = threading.Event()
 
+    seen: set[int] = set()
+
     def write() -> None:
-        for number in range(1, 20_000):
+        number = 0
+        while number < 20_000 or len(seen) < 2:
+            number += 1
             shown(writer, waiting=[], running=[(number, number, number)] * 3, kv_used=number)
         has_ended.set()
 
     thread = threading.Thread(target=write)
     thread.start()
-    seen = set()
     while not has_ended.is_set():
         state = read(reader)
         if len(state.running) == 3:
@@ -153,7 +157,30 @@ def test_a_reader_never_sees_half_of_what_belongs_together(tmp_path: Path) -> No
             assert len(numbers) == 1
             seen |= numbers
     thread.join()
-    assert len(seen) > 1
+
+
+def test_what_was_read_while_it_changed_is_not_shown_later_either(tmp_path: Path) -> None:
+    # Given a state that was read, and a newer one
+    writer, reader = ProbeWriter(tmp_path / "page"), ProbeReader(tmp_path / "page")
+    shown(writer, running=[(1, 1, 1)], kv_used=1)
+    assert read(reader).kv_used_tokens == 1
+    shown(writer, running=[(2, 2, 2)], kv_used=2)
+
+    # When the writer goes on as that one is read, and then stands in the middle of the next
+    page = reader._page
+    assert page is not None
+    rows = page.rows
+
+    def rows_of_later(*place: Any) -> list[list[int]]:
+        shown(writer, running=[(3, 3, 3)], kv_used=3)
+        writer._set(SEQ, page.word(SEQ) + 1)
+        return rows(*place)
+
+    page.rows = rows_of_later  # type: ignore[method-assign]
+    state = read(reader)
+
+    # Then the last whole one is shown
+    assert (state.kv_used_tokens, [each.token_count for each in state.running]) == (1, [1])
 
 
 # ---- what is wrong with a page, and what to do
@@ -268,6 +295,7 @@ def test_two_engines_with_one_path_are_refused(tmp_path: Path) -> None:
     made = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from rollfab.workers.serving.page import ProbeWriter
 writer = ProbeWriter(Path(sys.argv[1]))
 writer.alive(time.monotonic_ns() + 500_000_000_000)

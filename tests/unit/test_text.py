@@ -77,3 +77,5 @@ def test_the_nearest_names_are_said_or_else_those_there_are() -> None:
     assert did_you_mean("x", ["chat", "batch"]) == "there are batch, chat"
     assert did_you_mean("x", [f"name-{index}" for index in range(20)]).endswith("and 12 more")
     assert did_you_mean("x", []) == "there are none"
+    assert did_you_mean("caht", ["chat"], "Or wait") == "did you mean chat? Or wait"
+    assert did_you_mean("x", ["chat"], "Or wait") == "there are chat. Or wait"

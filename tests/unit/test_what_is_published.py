@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollfab.fabric.errors import FabricError, InputError, LayoutMismatch
+from rollfab.fabric.errors import ConfigError, FabricError, InputError, LayoutMismatch
 from rollfab.fabric.models import PRESETS, model_config, preset_shapes
 from rollfab.fabric.weights.chain import Weights, fetch_weights
 from rollfab.fabric.weights.checkpoints import INDEX
@@ -247,13 +246,28 @@ async def test_first_weights_that_are_not_the_models_are_refused_by_name(
     )
 
 
-async def test_weights_with_no_name_of_the_models_are_published_with_a_warning(
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+async def test_weights_with_no_name_of_the_models_are_refused_with_some_names_of_each(
+    store: FaultyStore, prefix: str
+) -> None:
+    wrapped = {f"{prefix}{name}": each for name, each in tiny().items()}
+
+    text = rf"none of the 26 .*\({prefix}model\.embed_tokens.* of model 'tiny' \(model\.embed_tokens.*prefix"
+    with pytest.raises(ConfigError, match=text):
+        await Publisher(store, RUN, model="tiny").publish(wrapped, 0)
+
+    assert (await store.held(RUN), (await store.head(RUN)).version) == ([], -1)
+
+
+async def test_an_adapter_and_what_cannot_be_read_here_are_published_as_they_are(
     store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await Publisher(store, RUN, model="tiny").publish({"adapter": np.zeros(3, np.float32)}, 0)
+    pair = {f"base.q_proj.lora_{side}.weight": np.zeros((2, 2), np.float32) for side in "AB"}
 
-    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert "none of the tensors of model 'tiny'" in record.getMessage() and "(adapter, …)" in record.getMessage()
+    await Publisher(store, RUN, model="tiny").publish(pair, 0)
+    await Publisher(FaultyStore(), RUN, model="not/here").publish({"w": np.zeros(3, np.float32)}, 0)
+
+    assert not caplog.records
 
 
 async def test_a_directory_is_a_model_that_weights_are_checked_against(

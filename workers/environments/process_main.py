@@ -296,15 +296,15 @@ def read_exactly(channel: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def send(channel: int, head: dict[str, Any], reply: dict[str, Any], bytes_max: int) -> None:
-    """Send a reply, or in its place why it cannot be sent; with the number of the request, which the head holds."""
+def send(channel: int, what: str, head: dict[str, Any], reply: dict[str, Any], bytes_max: int) -> None:
+    """Send a reply to a call, or in its place why it cannot be sent; the head holds the number of the request."""
     try:
         data = json.dumps({**head, **reply}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except Exception as error:  # noqa: BLE001 - its keys and values are user code
-        text = f"its answer cannot be sent: {describe(error)}"
+        text = f"{what}: its answer cannot be sent: {describe(error)}; give plain JSON values"
         data = json.dumps({**head, "error": {"kind": "answer", "text": text}}).encode()
     if len(data) > bytes_max:
-        text = f"its answer is {len(data):,} bytes, the limit is {bytes_max:,}"
+        text = f"{what}: its answer is {len(data):,} bytes as JSON, the limit is {bytes_max:,}: say less in it"
         data = json.dumps({**head, "error": {"kind": "answer", "text": text}}).encode()
     view = memoryview(LENGTH.pack(len(data)) + data)
     while view:
@@ -344,7 +344,7 @@ def main() -> None:
         reply = stage.answer(request)
         if request["call"] == "score" and is_crowded():
             reply["is_used_up"] = True
-        send(channel, {"number": number}, reply, int(sys.argv[1]))
+        send(channel, request["call"], {"number": number}, reply, int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, get_args
 from ...fabric.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown, FabricError
 from ...fabric.offers import installed
 from ...fabric.records import Rollout
+from ...fabric.text import did_you_mean
 from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
@@ -212,9 +213,10 @@ class Registry:
     def _unknown(self, group: str, name: str) -> ConfigError:
         kind, option = ("environment", "--environment") if group == ENVIRONMENTS else ("reward function", "--reward")
         names = sorted({*self._targets[group], *installed(group)})
-        text = (
-            f"{kind} {name!r} is not offered by this worker; it offers {', '.join(names) or 'none'}. "
-            f"Install a package that registers it under {group!r}, or start the worker with {option} NAME=module:attr"
+        text = f"{kind} {name!r} is not offered by this worker: " + did_you_mean(
+            name,
+            names,
+            f"Install a package that registers it under {group!r}, or start the worker with {option} NAME=module:attr",
         )
         return EnvironmentUnknown(text, environment=name) if group == ENVIRONMENTS else ConfigError(text, name=name)
 

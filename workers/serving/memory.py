@@ -21,6 +21,7 @@ from typing import Protocol, runtime_checkable
 from ...fabric.errors import ConfigError, EngineUnsupported
 from ...fabric.rules.memory import MemoryFacts, MemoryRule, MemoryState, decide
 from ...fabric.rules.serving import ServingState
+from ...fabric.text import did_you_mean
 from ..engines.base import Engine
 from ..engines.vllm.environment import installed_version
 from .bounds import Bounds
@@ -155,7 +156,7 @@ def check_memory_options(options: MemoryOptions) -> None:
     """Refuse what does not go together. Raises ConfigError."""
     backend, is_kvcached = options.backend or "static", options.backend == "kvcached"
     if backend not in BACKENDS:
-        raise ConfigError(f"there is no memory backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+        raise ConfigError(f"there is no memory backend {backend!r}: {did_you_mean(backend, BACKENDS)}")
     for flag, value in (("--kvcached-segment", options.segment), ("--kvcached-token-bytes", options.token_bytes)):
         if is_kvcached and not value:
             raise ConfigError(

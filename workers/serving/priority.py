@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...fabric.errors import ConfigError
+from ...fabric.text import did_you_mean
 
 PRIORITIES = ("yield", "idle", "low", "normal")
 NICE_LOW = 19
@@ -34,7 +35,7 @@ MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"  # 0: normal, 1: below normal
 def check_priority(how: str) -> None:
     """Raises ConfigError: it is none of PRIORITIES."""
     if how not in PRIORITIES:
-        raise ConfigError(f"priority {how!r} is none of {', '.join(PRIORITIES)}", option="--priority")
+        raise ConfigError(f"there is no priority {how!r}: {did_you_mean(how, PRIORITIES)}", option="--priority")
 
 
 def lower(pids: Iterable[int], how: str) -> str:

@@ -142,6 +142,7 @@ class ProbeReader:
                 continue
             state = self._state(page, header)
             if page.word(at.SEQ) == header[at.SEQ]:
+                self._last = (_key(header), state)  # not before: what was read while it changed belongs to no moment
                 return state
         return self._last[1] if self._last is not None else None
 
@@ -188,13 +189,12 @@ class ProbeReader:
         return [make(row) for row in self._page.rows(table, first, count - first)] if count > first else []
 
     def _state(self, page: _Page, header: list[int]) -> ServingState:
-        key = (header[at.SEQ], header[at.ARRIVED])
         seen_at_s = header[at.ALIVE_NS] / 1e9
-        if self._last is not None and self._last[0] == key:
+        if self._last is not None and self._last[0] == _key(header):
             return _seen_again(self._last[1], seen_at_s)
         began_ns = header[at.STEP_BEGAN_NS]
         running_count = min(max(0, header[at.RUNNING]), at.REQUEST_COUNT_MAX)
-        state = ServingState(
+        return ServingState(
             seen_at_s=seen_at_s,
             waiting=tuple(_waiting(page, header)),
             running=tuple(
@@ -206,8 +206,6 @@ class ProbeReader:
             kv_used_tokens=header[at.KV_USED],
             kv_capacity_tokens=header[at.KV_CAPACITY],
         )
-        self._last = (key, state)
-        return state
 
     def _look_for_it(self, now_s: float) -> None:
         """Open the page that is at the path now, if it is another one than before and can be believed."""
@@ -228,6 +226,11 @@ class ProbeReader:
             self._page, self._last = page, None
             header = page.header()
             self._seen = {counter: header[counter] for counter in (at.ARRIVED, at.STEPPED, at.ENDED)}
+
+
+def _key(header: list[int]) -> tuple[int, int]:
+    """What changes with the state."""
+    return header[at.SEQ], header[at.ARRIVED]
 
 
 def _waiting(page: _Page, header: list[int]) -> list[WaitingRequest]:
