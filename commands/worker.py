@@ -38,6 +38,9 @@ WeightsListen = Annotated[
 WeightsHost = Annotated[str, typer.Option(help="How other machines reach that HOST, if by another name.")]
 Region = Annotated[str, typer.Option(help="Where this machine is: regions are crossed once.")]
 HomeRegion = Annotated[str, typer.Option("--home-region", help="Where the broker is.")]
+PeerWeights = Annotated[
+    bool, typer.Option(help="Take live weights and folds of other workers; off where a worker may lie.")
+]
 Probe = Annotated[
     str | None, typer.Option(help="serving: what shows the serving engine: its ROLLFAB_PROBE page, or its http:// URL.")
 ]
@@ -87,6 +90,7 @@ def _worker(
     weights_host: WeightsHost = "",
     region: Region = "",
     home: HomeRegion = "",
+    peer_weights: PeerWeights = True,
     probe: Probe = None,
     probe_user: ProbeUser = None,
     slo_ttft_ms: SloTtft = None,
@@ -121,7 +125,12 @@ def _worker(
         adapter_alpha=adapter_alpha,
     )
     supply = SupplyOptions(
-        is_shared=shared_weights, listen=weights_listen, public_host=weights_host, region=region, home_region=home
+        is_shared=shared_weights,
+        listen=weights_listen,
+        public_host=weights_host,
+        region=region,
+        home_region=home,
+        believes_peers=peer_weights,
     )
     serving = ServingOptions(
         probe=probe,

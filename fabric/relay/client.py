@@ -1,6 +1,7 @@
 """Asking another relay: connections that prove themselves, and chunks that are verified before anyone sees them.
 
-- A peer can delay what we get, never change it: chunks are checked against the digests of our own manifest.
+- A peer can delay what we get, never change it: chunks are checked against the hashes of our own manifest. What has
+  none is not asked for: the broker gives it.
 - Every wait has an end (RelayOptions); whatever a peer does wrong is PeerLost, and its connection is closed.
 - Connections are kept between requests, because over long ways a new one costs several round trips. One that was kept
   and does not answer may have been cut by something on the way: a fresh one is tried before the relay counts as lost.
@@ -217,7 +218,7 @@ async def _next_chunk(connection: Connection, manifest: WeightManifest, left: se
     if word == Word.MISSING:
         return index, None
     chunk = data[INDEX.size :]
-    if not await asyncio.to_thread(chunk_name(manifest, index).matches, chunk):
+    if not await asyncio.to_thread(manifest.proves, index, chunk):
         raise PeerLost(f"a peer sent other bytes than chunk {index} of version {manifest.version}")
     return index, chunk
 

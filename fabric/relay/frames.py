@@ -34,7 +34,7 @@ from ..limits import RECORD_BYTES_MAX
 T = TypeVar("T")
 
 MAGIC = b"rollfab-relay"
-VERSION = 1
+VERSION = 2  # chunks are named by hash
 FRAME = struct.Struct("<BI")
 HELLO = struct.Struct("<13sH16s")  # magic, version, nonce
 INDEX = struct.Struct("<I")  # before the bytes of a chunk
@@ -47,7 +47,7 @@ class Word(IntEnum):
 
     HELLO = 1
     AUTH = 2
-    CHUNKS = 3  # JSON: run_id, version, kind, epoch, chunks: rows [index, digest, size]
+    CHUNKS = 3  # JSON: run_id, version, kind, epoch, chunks: rows [index, hash, size, xxh3-64]
     SNAPSHOT = 4  # JSON: run_id, at_least_version
     FOLD = 5  # JSON: run_id, base_version, version, epoch
     CHUNK = 10  # INDEX, bytes
