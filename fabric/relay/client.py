@@ -47,7 +47,7 @@ class Connection:
             host, port, secret = read_address(address)
             async with asyncio.timeout(options.parent_stall_s):
                 reader, writer = await asyncio.open_connection(host, port, limit=BUFFER_BYTES)
-        except (OSError, TimeoutError, WireError) as error:
+        except (OSError, TimeoutError, WireError, ValueError) as error:  # the last: a name that no host can have
             raise PeerLost(f"a peer cannot be reached: {error or 'it does not answer'}") from error
         connection = cls(reader, writer, options)
         try:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import struct
 from collections.abc import Awaitable
 from enum import IntEnum
@@ -39,6 +40,9 @@ FRAME = struct.Struct("<BI")
 HELLO = struct.Struct("<13sH16s")  # magic, version, nonce
 INDEX = struct.Struct("<I")  # before the bytes of a chunk
 BLOCK = struct.Struct("<IQ")  # before the bytes of a block: which one, and their xxh3-64
+ADDRESS_CHARS_MAX = 512
+HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
+SECRET = re.compile(r"[A-Za-z0-9_-]{1,128}")
 READ_BYTES = 1 << 18  # each such piece that arrives, or is taken, shows that the peer lives
 
 
@@ -97,6 +101,8 @@ def read_address(address: str) -> tuple[str, int, str]:
         host = port = secret = None
     if not address.startswith("relay://") or not host or not port or not secret:
         raise WireError("a holder's address is not one of a relay: relay://secret@host:port")
+    if len(address) > ADDRESS_CHARS_MAX or not HOST.fullmatch(host) or not SECRET.fullmatch(secret):
+        raise WireError("a holder's address is not one of a relay: it has a host or secret that none has")
     return host, port, secret
 
 

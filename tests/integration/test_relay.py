@@ -25,6 +25,7 @@ from rollfab.fabric.relay.store import RelayedStore
 from rollfab.fabric.weights import stage as stage_module
 from rollfab.fabric.weights.chain import fetch_bits
 from rollfab.fabric.weights.manifest import Holder, WeightManifest, chunk_digest
+from rollfab.workers.snapshots import PeerSource
 from tests.redis_server import redis_server
 from tests.relay_nodes import (
     FAST,
@@ -348,6 +349,35 @@ async def test_a_lying_parent_delays_and_corrupts_nothing(broker: CountingStore,
     assert len(broker.fetched) == CHUNK_COUNT
     await store.close()
     await liar.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "relay://secret@" + "a" * 70 + ".example:1",
+        "relay://secret@no\0host:1",
+        "relay://secret@" + "a" * 5000 + ":1",
+        "relay://secret@a b:1",
+        "relay://secret@host:99999",
+        "relay://se%20cret@127.0.0.1:1",
+        "relay://secret@127.0.0.1:1",
+        "http://127.0.0.1:1",
+        "\N{SNOWMAN}" * 100,
+    ],
+)
+async def test_a_holder_with_an_address_that_nobody_answers_costs_time_only(
+    broker: CountingStore, tmp_path: Path, address: str
+) -> None:
+    trainer = Trainer(broker, tensor_count=1)
+    await trainer.publish(0)
+    await broker.hold(RUN, Holder("bad", 0, address, "bad", HOME), 60)
+    parents = Parents(broker, Holder("me", -1, "", "mine", HOME), home_region=HOME, options=FAST)
+    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), parents=parents, options=FAST)
+
+    assert await read_through(store) == trainer.digest
+
+    assert await PeerSource(broker, "me", FAST).version_above(RUN, trainer.layout, -1) is None
+    await store.close()
 
 
 FORGED = b"forged: "
