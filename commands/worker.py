@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -124,14 +125,8 @@ def _worker(
         adapter_rank=adapter_rank,
         adapter_alpha=adapter_alpha,
     )
-    supply = SupplyOptions(
-        is_shared=shared_weights,
-        listen=weights_listen,
-        public_host=weights_host,
-        region=region,
-        home_region=home,
-        believes_peers=peer_weights,
-    )
+    supply = SupplyOptions(is_shared=shared_weights, listen=weights_listen, believes_peers=peer_weights)
+    supply = replace(supply, public_host=weights_host, region=region, home_region=home)
     serving = ServingOptions(
         probe=probe,
         probe_user=probe_user,
