@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 SOMEWHERE_ELSE = "192.0.2.1"  # an address for documents (RFC 5737): the route to it is the default one
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+HOST = re.compile(r"[A-Za-z0-9._:%-]{0,255}")  # what a member may say of where it is
 NETWORK = Path("/proc/self/ns/net")
 
 
@@ -26,7 +28,7 @@ def node() -> str:
 
 def host_towards(peer: str) -> str:
     """The address that packets to `peer` (an address or a name) leave from; 127.0.0.1 where there is no way to it."""
-    with contextlib.suppress(OSError, UnicodeError):  # the second: of a name that none can have
+    with contextlib.suppress(OSError, ValueError):  # the second: of a name that none can have
         family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)

@@ -12,11 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-import xxhash
-
 from ..fabric.ports_weights import Range, WeightStore
 from ..fabric.relay.passing import PassingStore
-from ..fabric.weights.manifest import WeightManifest
+from ..fabric.weights.manifest import WeightManifest, chunk_hash
 
 Name = tuple[str, str, int, str]  # run, content, version, kind
 
@@ -86,7 +84,7 @@ class CollectedStore(PassingStore):
 
 
 def _name(manifest: WeightManifest) -> Name:
-    content = xxhash.xxh3_128_hexdigest("".join(manifest.chunk_digests).encode())
+    content = chunk_hash("".join(manifest.chunk_hashes).encode())  # members pass chunks and manifests on to one another
     return manifest.run_id, content, manifest.version, manifest.kind
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from ..fabric.clock import Clock
 from ..fabric.errors import ConfigError, WireError
 from ..fabric.ports_weights import WeightStore
-from .addresses import LOOPBACK, host_towards
+from .addresses import HOST, LOOPBACK, host_towards
+from .keys import keys_of
 from .meeting import Meeting
-from .offers import Answer, CollectiveOptions, Offer, Watch
+from .offers import PUBLISHER, Answer, CollectiveOptions, Offer, Watch
 from .side_thread import Progress, SideThread
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class Room:
         found: dict[str, Answer] = {}
         for member, raw in (await self.store.answers(offer.run_id, offer.round_id)).items():
             with contextlib.suppress(WireError):
-                found[member] = Answer.decode(raw)
+                answer = Answer.decode(raw)
+                if HOST.fullmatch(answer.host):
+                    found[member] = answer
         return found
 
     async def take_part(
@@ -112,6 +115,7 @@ class Room:
     async def _carry(self, offer: Offer, me: Answer, meeting: Meeting, wake: asyncio.Event) -> None:
         """Bring this member's keys to the board and the others' from there, for as long as the round takes."""
         said: dict[str, bytes] = {}
+        ranks = {member: rank for rank, member in enumerate([PUBLISHER, *offer.members])}
         pause_s = LOOK_S
         try:
             while True:
@@ -125,13 +129,24 @@ class Room:
                     await wake.wait()
                     wake.clear()
                     continue
-                for answer in (await self.answers(offer)).values():
-                    meeting.learn({key: bytes.fromhex(value) for key, value in answer.keys.items()})
+                for member, answer in (await self.answers(offer)).items():
+                    if member in ranks and not _learn(meeting, answer, ranks[member], own, offer):
+                        del ranks[member]
                 await self.clock.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, LOOK_S_MAX)
         except Exception as error:  # noqa: BLE001 - whatever it was, the others' keys do not come any more
             log.warning("collective.not_met", extra={"run_id": offer.run_id, "error": str(error)})
             meeting.close(f"members of the group cannot be met: {error}")
+
+
+def _learn(meeting: Meeting, answer: Answer, rank: int, own: Mapping[str, bytes], offer: Offer) -> bool:
+    """Learn a member's keys; False: they are not right. The round then goes as if that member had not come."""
+    try:
+        meeting.learn(keys_of(answer, rank, own, offer.backend))
+        return True
+    except WireError as error:
+        log.warning("collective.answer_refused", extra={"run_id": offer.run_id, "error": str(error)})
+        return False
 
 
 def _ring(loop: asyncio.AbstractEventLoop, wake: asyncio.Event) -> None:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..fabric.limits import RECORD_BYTES_MAX
-from ..fabric.weights.manifest import WeightManifest, chunk_digest
+from ..fabric.weights.manifest import WeightManifest
 from .group import Group
 from .offers import CollectiveFailed, Offer, Watch, manifest_digest
 
@@ -80,7 +80,7 @@ def receive(group: Group, offer: Offer, watch: Watch) -> Collected:
     wanted: Sequence[int] = range(chunk_count)
     for _ in range(PASS_COUNT_MAX):
         for index, chunk in zip(wanted, _receive_chunks(group, manifest, wanted, watch), strict=True):
-            if index not in good and chunk_digest(chunk) == manifest.chunk_digests[index]:
+            if index not in good and manifest.proves(index, chunk):
                 good[index] = chunk
         missing = _nothing_missing(group, chunk_count)
         missing[group.seat.rank - 1, [index for index in range(chunk_count) if index not in good]] = 1
@@ -103,6 +103,8 @@ def _receive_manifest(group: Group, offer: Offer) -> WeightManifest:
     manifest = WeightManifest.decode(data)
     if int(manifest.chunk_bytes.sum()) != offer.payload_bytes or (manifest.chunk_bytes < 0).any():
         raise CollectiveFailed(f"version {offer.version} has another size than was offered")
+    if not manifest.has_proofs:
+        raise CollectiveFailed(f"version {offer.version} came without hashes of its chunks: upgrade its publisher")
     return manifest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -38,6 +39,9 @@ WeightsListen = Annotated[
 WeightsHost = Annotated[str, typer.Option(help="How other machines reach that HOST, if by another name.")]
 Region = Annotated[str, typer.Option(help="Where this machine is: regions are crossed once.")]
 HomeRegion = Annotated[str, typer.Option("--home-region", help="Where the broker is.")]
+PeerWeights = Annotated[
+    bool, typer.Option(help="Take live weights and folds of other workers; off where a worker may lie.")
+]
 Probe = Annotated[
     str | None, typer.Option(help="serving: what shows the serving engine: its ROLLFAB_PROBE page, or its http:// URL.")
 ]
@@ -87,6 +91,7 @@ def _worker(
     weights_host: WeightsHost = "",
     region: Region = "",
     home: HomeRegion = "",
+    peer_weights: PeerWeights = True,
     probe: Probe = None,
     probe_user: ProbeUser = None,
     slo_ttft_ms: SloTtft = None,
@@ -120,9 +125,8 @@ def _worker(
         adapter_rank=adapter_rank,
         adapter_alpha=adapter_alpha,
     )
-    supply = SupplyOptions(
-        is_shared=shared_weights, listen=weights_listen, public_host=weights_host, region=region, home_region=home
-    )
+    supply = SupplyOptions(is_shared=shared_weights, listen=weights_listen, believes_peers=peer_weights)
+    supply = replace(supply, public_host=weights_host, region=region, home_region=home)
     serving = ServingOptions(
         probe=probe,
         probe_user=probe_user,

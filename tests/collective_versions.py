@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import WeightManifest, chunk_digest
+from rollfab.fabric.weights.manifest import WeightManifest, chunk_digest, chunk_hash
 from rollfab.fabric.weights.snapshot import Identity, Snapshot
 
 OPTIONS: dict[str, Any] = {"answer_s": 2.0, "stall_s": 3.0}
@@ -37,6 +37,7 @@ class Versions:
             version=version,
             chunk_bytes=np.array(sizes, dtype=np.int32),
             chunk_digests=[chunk_digest(chunk) for chunk in chunks],
+            chunk_hashes=[chunk_hash(chunk) for chunk in chunks],
             payload_bytes=sum(sizes),
         )
         return manifest, chunks

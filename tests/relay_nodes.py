@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class Trainer:
         self.bits: dict[str, Bits] = {
             spec.name: self._rng.integers(0, 1 << 16, spec.element_count, dtype=np.uint16) for spec in specs
         }
+        self.has_proofs = True
         self._epoch = 0
         self._snapshot: Snapshot | None = None
 
@@ -78,6 +80,8 @@ class Trainer:
             for array in self.bits.values():
                 array[self._rng.integers(0, len(array), len(array) // 100)] += 1
             prepared = self._snapshot.prepare_delta(identity, self.bits)
+        if not self.has_proofs:  # as older publishers did
+            prepared = replace(prepared, manifest=replace(prepared.manifest, hash_name="", chunk_hashes=[]))
         await self._send(prepared)
         self._snapshot.advance(prepared)
         return prepared.manifest

@@ -145,12 +145,14 @@ class Share:
         self.sums = numbers[len(self.rows) :]
         self.chunk_bytes: list[int] = message.facts["chunk_bytes"]
         self.chunk_digests: list[str] = message.facts["chunk_digests"]
+        self.chunk_hashes: list[str] = message.facts["chunk_hashes"]
 
 
 def _share(part: Part) -> RankMessage:
     facts = {
         "chunk_bytes": [len(chunk) for chunk in part.chunks],
         "chunk_digests": [chunk_digest(chunk) for chunk in part.chunks],
+        "chunk_hashes": part.hashes,
     }
     numbers = np.concatenate([np.array(part.digests, dtype=np.uint64), part.sums])
     return RankMessage(facts=facts, rows=np.array(part.rows, dtype=np.int64).reshape(-1), numbers=numbers)
@@ -160,7 +162,7 @@ def _stub(identity: Identity, facts: Mapping[str, Any]) -> WeightManifest:
     """As much of the manifest as says where its chunks lie."""
     nothing = np.zeros(0, dtype=np.uint64)
     place = Place(kind=facts["kind"], base_version=facts["base_version"], sums=nothing)
-    stub = make_manifest(identity, Layout(()), Part([], [], [], [], nothing), place, cut="")
+    stub = make_manifest(identity, Layout(()), Part([], [], [], [], nothing, []), place, cut="")
     return replace(stub, chunk_bytes=np.zeros(facts["chunk_count"], dtype=np.int32))
 
 

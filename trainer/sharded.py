@@ -201,6 +201,7 @@ class _Ranks(Snapshot):
             block_digests=np.array([digest for part in parts for digest in part.digests], dtype=np.uint64),
             chunk_bytes=np.array([size for part in parts for size in part.chunk_bytes], dtype=np.int32),
             chunk_digests=[digest for part in parts for digest in part.chunk_digests],
+            chunk_hashes=[digest for part in parts for digest in part.chunk_hashes],
             payload_bytes=sum(sum(part.chunk_bytes) for part in parts),
             changed_count=sum(row.changed_count for row in rows),
         )

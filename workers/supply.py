@@ -55,6 +55,9 @@ class SupplyOptions:
     """Where this node is; between regions every chunk travels once."""
     home_region: str = ""
     """Where the broker is."""
+    believes_peers: bool = True
+    """Whether live weights and folds of other workers are taken. Their sums guard against faults alone: a worker that
+    lies can make others of the same sums. Off, nothing is taken but chunks that the broker's manifest proves."""
 
 
 @asynccontextmanager
@@ -133,15 +136,8 @@ class WeightSupply:
             engine,
             clock=self._clock,
             holder=self._me,
-            sources=[PeerSource(self._broker, self._me.holder_id)],
-            catch_up=CatchUp(
-                self._broker,
-                self._me,
-                cache=self._cache,
-                parents=self._parents,
-                home_region=self._options.home_region,
-                clock=self._clock,
-            ),
+            sources=[PeerSource(self._broker, self._me.holder_id)] if self._options.believes_peers else (),
+            catch_up=self._catch_up() if self._options.believes_peers else None,
             attend=attend,
             may_stage_by_ranks=self._server is None,  # who joins copies whole weights from us
         )
@@ -149,6 +145,16 @@ class WeightSupply:
         if self._server is not None:
             self._server.offer(run_id, made)
         return made
+
+    def _catch_up(self) -> CatchUp:
+        return CatchUp(
+            self._broker,
+            self._me,
+            cache=self._cache,
+            parents=self._parents,
+            home_region=self._options.home_region,
+            clock=self._clock,
+        )
 
     async def close(self) -> None:
         """Stop serving; receivers are closed already."""

@@ -1,6 +1,7 @@
-"""Chunks in the shared memory of a node: one file each, named by digest and size, for all processes of one user.
+"""Chunks in the shared memory of a node: one file each, named by hash and size, for all processes of one user.
 
-- A file has its name only once it is complete; every read checks the digest, and what is corrupt is removed.
+- A file has its name only once it is complete; every read checks it by its fast digest, and what is corrupt is removed.
+  Whoever may write here is this user: against others chunks were proven before they came here (client.py).
 - A process alone keeps within the budget: the least recently used files leave first. Each further process that
   writes at the same time may add an eighth of it, until one of them looks again.
 - What the dead leave behind goes: unfinished files when room is made, a whole cache when another one of the same user
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError, WireError
 from ..ids import check_name
-from ..weights.manifest import WeightManifest, chunk_digest
+from ..weights.manifest import WeightManifest, chunk_digest, chunk_hash
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +35,28 @@ BUDGET_BYTES = 2 << 30  # a gigabyte-sized keyframe, or hundreds of deltas
 FREE_BYTES_MIN = 128 << 20  # below it (containers often have 64 MB) a cache would only be churned
 FREE_SHARE = 2  # at most this part (1/2) of what is free becomes the budget
 SLACK_SHARE = 8  # an eighth of the budget is written between two looks at what is there
-DIGEST = re.compile(r"[0-9a-f]{16}\Z")
+HEX = "[0-9a-f]{64}|[0-9a-f]{16}"
+DIGEST = re.compile(rf"(?:{HEX})\Z")
 ALIVE, UNFINISHED, TURN = "alive", "new-", "turn-"
-OURS = re.compile(rf"{ALIVE}|{UNFINISHED}\w+|{TURN}[\d-]+|[0-9a-f]{{16}}-\d+")  # the files of a cache
+OURS = re.compile(rf"{ALIVE}|{UNFINISHED}\w+|{TURN}[\d-]+|(?:{HEX})-\d+")  # the files of a cache
 ENTER_COUNT_MAX, ENTER_PAUSE_S = 100, 0.01  # a cache that is being cleared away is gone within a second
 
 
 class ChunkName(NamedTuple):
-    """What a chunk is called: its content. digest: xxh3-64, hex."""
+    """What a chunk is called: its content.
+
+    digest: its hash (SHA-256, hex), so that nobody can make another one of that name; of an older publisher's, which
+    are never fetched from others, xxh3-64. fast: xxh3-64, hex, where it is known.
+    """
 
     digest: str
     size: int
+    fast: str = ""
 
     def matches(self, data: bytes | memoryview) -> bool:
-        """Whether `data` is that chunk."""
-        return len(data) == self.size and chunk_digest(data) == self.digest
+        """Whether `data`, which was proven or is the broker's, is still that chunk."""
+        is_quick = len(data) == self.size and chunk_digest(data) in (self.fast, self.digest)
+        return is_quick or (len(data) == self.size and chunk_hash(data) == self.digest)
 
 
 def chunk_name(manifest: WeightManifest, index: int) -> ChunkName:
@@ -57,7 +65,9 @@ def chunk_name(manifest: WeightManifest, index: int) -> ChunkName:
     Raises:
         WireError: the manifest does not hold a digest there.
     """
-    name = ChunkName(manifest.chunk_digests[index], int(manifest.chunk_bytes[index]))
+    fast = manifest.chunk_digests[index]
+    digest = manifest.chunk_hashes[index] if manifest.has_proofs else fast
+    name = ChunkName(digest, int(manifest.chunk_bytes[index]), fast)
     check_chunk_name(name)
     return name
 
@@ -69,7 +79,7 @@ def check_chunk_name(name: ChunkName) -> None:
         WireError: it is not one.
     """
     if not isinstance(name.digest, str) or not DIGEST.match(name.digest) or name.size < 0:
-        raise WireError(f"{name.digest!r} of {name.size} bytes is not the digest of a chunk: 16 hex digits are")
+        raise WireError(f"{name.digest!r} of {name.size} bytes is not the digest of a chunk: 64 hex digits are")
 
 
 def open_cache(broker_id: str, *, root: Path | None = None, budget_bytes: int = BUDGET_BYTES) -> ChunkCache | None:

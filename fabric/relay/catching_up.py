@@ -192,11 +192,15 @@ def _trusted(goal: WeightManifest, base_version: int, said: WeightManifest) -> W
         block_digests=said.block_digests,
         chunk_bytes=said.chunk_bytes,
         chunk_digests=said.chunk_digests,
+        hash_name=said.hash_name,
+        chunk_hashes=said.chunk_hashes,
         payload_bytes=int(said.chunk_bytes.sum()),
         carrier=BROKER,
         of_entropy_floor=0.0,
     )
     fold.check()
+    if not fold.has_proofs:
+        raise WireError("a fold came without hashes: upgrade its maker")
     for index in range(len(fold.chunk_bytes)):
         chunk_name(fold, index)
     return replace(fold, changed_count=sum(row.changed_count for row in fold.rows))

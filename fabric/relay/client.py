@@ -1,6 +1,7 @@
 """Asking another relay: connections that prove themselves, and chunks that are verified before anyone sees them.
 
-- A peer can delay what we get, never change it: chunks are checked against the digests of our own manifest.
+- A peer can delay what we get, never change it: chunks are checked against the hashes of our own manifest. What has
+  none is not asked for: the broker gives it.
 - Every wait has an end (RelayOptions); whatever a peer does wrong is PeerLost, and its connection is closed.
 - Connections are kept between requests, because over long ways a new one costs several round trips. One that was kept
   and does not answer may have been cut by something on the way: a fresh one is tried before the relay counts as lost.
@@ -46,7 +47,7 @@ class Connection:
             host, port, secret = read_address(address)
             async with asyncio.timeout(options.parent_stall_s):
                 reader, writer = await asyncio.open_connection(host, port, limit=BUFFER_BYTES)
-        except (OSError, TimeoutError, WireError) as error:
+        except (OSError, TimeoutError, WireError, ValueError) as error:  # the last: a name that no host can have
             raise PeerLost(f"a peer cannot be reached: {error or 'it does not answer'}") from error
         connection = cls(reader, writer, options)
         try:
@@ -217,7 +218,7 @@ async def _next_chunk(connection: Connection, manifest: WeightManifest, left: se
     if word == Word.MISSING:
         return index, None
     chunk = data[INDEX.size :]
-    if not await asyncio.to_thread(chunk_name(manifest, index).matches, chunk):
+    if not await asyncio.to_thread(manifest.proves, index, chunk):
         raise PeerLost(f"a peer sent other bytes than chunk {index} of version {manifest.version}")
     return index, chunk
 

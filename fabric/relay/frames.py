@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import struct
 from collections.abc import Awaitable
 from enum import IntEnum
@@ -34,11 +35,14 @@ from ..limits import RECORD_BYTES_MAX
 T = TypeVar("T")
 
 MAGIC = b"rollfab-relay"
-VERSION = 1
+VERSION = 2  # chunks are named by hash
 FRAME = struct.Struct("<BI")
 HELLO = struct.Struct("<13sH16s")  # magic, version, nonce
 INDEX = struct.Struct("<I")  # before the bytes of a chunk
 BLOCK = struct.Struct("<IQ")  # before the bytes of a block: which one, and their xxh3-64
+ADDRESS_CHARS_MAX = 512
+HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
+SECRET = re.compile(r"[A-Za-z0-9_-]{1,128}")
 READ_BYTES = 1 << 18  # each such piece that arrives, or is taken, shows that the peer lives
 
 
@@ -47,7 +51,7 @@ class Word(IntEnum):
 
     HELLO = 1
     AUTH = 2
-    CHUNKS = 3  # JSON: run_id, version, kind, epoch, chunks: rows [index, digest, size]
+    CHUNKS = 3  # JSON: run_id, version, kind, epoch, chunks: rows [index, hash, size, xxh3-64]
     SNAPSHOT = 4  # JSON: run_id, at_least_version
     FOLD = 5  # JSON: run_id, base_version, version, epoch
     CHUNK = 10  # INDEX, bytes
@@ -97,6 +101,8 @@ def read_address(address: str) -> tuple[str, int, str]:
         host = port = secret = None
     if not address.startswith("relay://") or not host or not port or not secret:
         raise WireError("a holder's address is not one of a relay: relay://secret@host:port")
+    if len(address) > ADDRESS_CHARS_MAX or not HOST.fullmatch(host) or not SECRET.fullmatch(secret):
+        raise WireError("a holder's address is not one of a relay: it has a host or secret that none has")
     return host, port, secret
 
 

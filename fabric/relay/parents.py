@@ -2,7 +2,7 @@
 
 - A parent that is dead, frozen or wrong is left after parent_stall_s for the next one, and left alone for retry_s.
   One that has nothing of what it is asked for (it keeps no cache) is left alone for refresh_s.
-- What they yield is verified; what none of them yields is the broker's matter (store.py).
+- What they yield is proven; what none of them yields, and what could not be proven, is the broker's matter (store.py).
 - Who they are is rules/relay_tree.py's decision, over the holders that the broker knows, looked up now and then.
 """
 
@@ -54,7 +54,7 @@ class Parents:
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> AsyncGenerator[tuple[int, bytes], None]:
         """Chunks as they come, verified; those that no parent has are left out."""
         left = dict.fromkeys(indices)
-        for address in await self._usable(manifest.run_id):
+        for address in await self._usable(manifest.run_id) if manifest.has_proofs else ():
             if not left:
                 return
             client = self._clients.setdefault(address, RelayClient(address, self._options))

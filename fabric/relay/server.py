@@ -24,7 +24,7 @@ from ..errors import FabricError, PeerLost, WireError
 from ..rules.chain import FOLD
 from ..weights.manifest import WeightManifest
 from ..wire import load_json
-from .cache import ChunkName, check_chunk_name
+from .cache import ChunkName, check_chunk_name, chunk_name
 from .folding import Folder, FoldRequest
 from .frames import (
     BYTES_MAX,
@@ -68,9 +68,9 @@ class ChunkRequest(NamedTuple):
         """A request as it was sent. Raises WireError: it is not one."""
         facts = load_json(data)
         try:
-            names = {int(index): ChunkName(digest, int(size)) for index, digest, size in facts["chunks"]}
+            names = {int(row[0]): ChunkName(row[1], int(row[2]), str(row[3])) for row in facts["chunks"]}
             request = cls(str(facts["run_id"]), int(facts["version"]), str(facts["kind"]), int(facts["epoch"]), names)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise WireError(f"not a request for chunks: {error}") from error
         for index, name in names.items():
             check_chunk_name(name)
@@ -261,9 +261,8 @@ class RelayServer:
 
 def _has(manifest: WeightManifest, request: ChunkRequest, index: int) -> bool:
     """Whether the child means the same chunk as we do."""
-    digest, size = request.names[index]
     is_there = 0 <= index < len(manifest.chunk_digests)
-    return is_there and manifest.chunk_digests[index] == digest and int(manifest.chunk_bytes[index]) == size
+    return is_there and chunk_name(manifest, index)[:2] == request.names[index][:2]
 
 
 def _pieces(names: Mapping[int, ChunkName], piece_bytes: int) -> list[list[int]]:

@@ -54,7 +54,7 @@ async def fold(
     for source in sources:
         source.check()
     rows = _by_region(sources)
-    part = Part([], [], [], [], np.zeros(len(sources[-1].sums), dtype=np.uint64))
+    part = Part([], [], [], [], np.zeros(len(sources[-1].sums), dtype=np.uint64), [])
     for window in _windows(sorted(rows), rows):
         blocks = await _fetch(store, sources, [item for region in window for item in rows[region]])
         part = _added(part, await asyncio.to_thread(_fold_window, sources[-1], window, rows, blocks, read_goal))
@@ -129,4 +129,5 @@ def _added(part: Part, more: Part) -> Part:
     """Parts one behind the other, without changes: those of folded blocks would be steps."""
     shift = len(part.chunks)
     rows = [row._replace(chunk=row.chunk + shift) for row in more.rows]
-    return Part(part.rows + rows, part.digests + more.digests, part.chunks + more.chunks, [], part.sums)
+    chunks, hashes = part.chunks + more.chunks, part.hashes + more.hashes
+    return Part(part.rows + rows, part.digests + more.digests, chunks, [], part.sums, hashes)

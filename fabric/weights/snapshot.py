@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from .codec import Bits, Encoded, Encoder
 from .digest import state_sums, tensor_key
 from .entropy import sampled_ratio
 from .layout import Layout
-from .manifest import BROKER, CODEC, BlockRow, Sums, WeightManifest, block_digest, chunk_digest
+from .manifest import BROKER, CODEC, HASH, BlockRow, Sums, WeightManifest, block_digest, chunk_digest, chunk_hash
 from .regions import Region, cut, cut_digest
 from .scatter import scatter
 
@@ -58,6 +58,7 @@ class Part:
     """Encoded regions: a version, or one publishing rank's part of it.
 
     rows: chunks are counted from 0 within the part. sums: uint64 (T,): by how much the part moves the state's sums.
+    hashes: of the chunks, hex.
     """
 
     rows: list[BlockRow]
@@ -65,6 +66,7 @@ class Part:
     chunks: list[bytes]
     changes: list[Change]
     sums: Sums
+    hashes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +187,11 @@ def apply_change(flat: Bits, change: Change) -> None:
 
 @dataclass(slots=True)
 class _Chunks:
-    """Encoded blocks, gathered into chunks of whole blocks."""
+    """Encoded blocks, gathered into chunks of whole blocks, which are hashed while the next ones are encoded."""
 
+    hashing: ThreadPoolExecutor
     done: list[bytes] = field(default_factory=list)
+    hashes: list[Future[str]] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
     size: int = 0
 
@@ -203,6 +207,7 @@ class _Chunks:
     def close(self) -> None:
         if self.parts:
             self.done.append(b"".join(self.parts))
+            self.hashes.append(self.hashing.submit(chunk_hash, self.done[-1]))
         self.parts, self.size = [], 0
 
 
@@ -236,9 +241,13 @@ def encode_part(
             encoded = replace(encoded, indices=None, olds=None, values=np.empty(0, dtype=encoded.values.dtype))
         return region, encoded and replace(encoded, olds=None), moved  # olds are let go before it waits for its turn
 
-    part = Part([], [], [], [], np.zeros(len(layout.tensors), dtype=np.uint64))
-    chunks, totals = _Chunks(), [0] * len(layout.tensors)
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="encode") as pool:
+    part = Part([], [], [], [], np.zeros(len(layout.tensors), dtype=np.uint64), [])
+    totals = [0] * len(layout.tensors)
+    with (
+        ThreadPoolExecutor(thread_count, thread_name_prefix="hash") as hashing,
+        ThreadPoolExecutor(thread_count, thread_name_prefix="encode") as pool,
+    ):
+        chunks = _Chunks(hashing)
         for region, encoded, moved in pool.map(work, regions):
             if encoded is None:
                 continue
@@ -248,8 +257,9 @@ def encode_part(
             if has_changes:
                 part.changes.append(Change(region, encoded.indices, encoded.values))
             totals[region.tensor] += moved
-    chunks.close()
+        chunks.close()
     part.chunks.extend(chunks.done)
+    part.hashes.extend(future.result() for future in chunks.hashes)
     part.sums[:] = [total % 2**64 for total in totals]
     return part
 
@@ -277,4 +287,6 @@ def make_manifest(identity: Identity, layout: Layout, part: Part, place: Place, 
         dense_bytes=layout.byte_count,
         carrier=identity.carrier,
         of_entropy_floor=sampled_ratio(layout, part.rows, part.chunks),
+        hash_name=HASH,
+        chunk_hashes=part.hashes,
     )

@@ -50,7 +50,7 @@ from rollfab.fabric.sharing import LendSetting, SharingReport
 from rollfab.fabric.weights.codec import Encoder
 from rollfab.fabric.weights.decoder import Decoder
 from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import CODEC, BlockRow, WeightManifest, chunk_digest
+from rollfab.fabric.weights.manifest import CODEC, HASH, BlockRow, WeightManifest, chunk_digest, chunk_hash
 from rollfab.fabric.weights.ranked import encode_ranked, is_ranked
 from rollfab.fabric.weights.stage import Stage
 from rollfab.fabric.wire import ALIGNMENT, HEADER, MAGIC, SCHEMA, Record, load_json
@@ -240,6 +240,8 @@ def manifest(kind: str, chunks: list[bytes], rows: list[BlockRow], **changes: An
         "block_digests": np.zeros(len(rows), np.uint64),
         "chunk_bytes": np.array([len(chunk) for chunk in chunks], np.int32),
         "chunk_digests": [chunk_digest(chunk) for chunk in chunks],
+        "hash_name": HASH,
+        "chunk_hashes": [chunk_hash(chunk) for chunk in chunks],
         "payload_bytes": sum(map(len, chunks)),
         "sums": np.zeros(len(LAYOUT.tensors), np.uint64),
         "changed_count": 1,

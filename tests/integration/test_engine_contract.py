@@ -590,6 +590,77 @@ async def test_a_temperature_that_no_engine_samples_at_is_refused_and_harms_nobo
     assert beside == "beside"
 
 
+WORDS: Any = "words"
+HOSTILE: dict[str, dict[str, Any]] = {
+    "temperature of a name": {"temperature": WORDS},
+    "temperature of none": {"temperature": None},
+    "temperature of truth": {"temperature": True},
+    "temperature of a list": {"temperature": [1.0]},
+    "temperature below floats": {"temperature": 1e-40},
+    "temperature below nothing": {"temperature": -0.5},
+    "temperature without end": {"temperature": 10**400},
+    "max_tokens of a name": {"max_tokens": WORDS},
+    "max_tokens of a fraction": {"max_tokens": 1.5},
+    "max_tokens not a number": {"max_tokens": float("nan")},
+    "max_tokens below nothing": {"max_tokens": -(10**30)},
+    "max_tokens without end": {"max_tokens": 10**30},
+    "stop_ids of a name": {"stop_ids": WORDS},
+    "stop_ids of none": {"stop_ids": None},
+    "stop_ids of fractions": {"stop_ids": (0.5,)},
+    "stop_ids below nothing": {"stop_ids": (-1,)},
+    "stop_ids beyond tokens": {"stop_ids": (1 << 62,)},
+    "stop_ids without end": {"stop_ids": tuple(range(100_000))},
+    "stop_ids outside the vocabulary": {"stop_ids": ((1 << 31) - 1,)},
+    "seed of a name": {"seed": WORDS},
+    "seed of a fraction": {"seed": 0.5},
+    "seed beyond": {"seed": 1 << 63},
+    "prompt of a list": {"prompt_ids": [1, 2, 3]},
+    "prompt of fractions": {"prompt_ids": np.array([0.5, np.nan])},
+    "prompt of rows": {"prompt_ids": np.ones((2, 3), np.int32)},
+    "prompt of names": {"prompt_ids": np.array(["a"])},
+    "prompt of anything": {"prompt_ids": np.array([None, 1], dtype=object)},
+    "prompt of nothing": {"prompt_ids": np.zeros(0, np.int32)},
+    "prompt below nothing": {"prompt_ids": np.array([-1], np.int32)},
+    "prompt outside the vocabulary": {"prompt_ids": np.array([1 << 40], np.int64)},
+    "prompt of a million": {"prompt_ids": np.ones(1 << 20, np.int32)},
+    "prior of a name": {"prior_ids": WORDS},
+    "prior outside the vocabulary": {"prior_ids": np.array([(1 << 31) - 1], np.int32)},
+    "prior of a million": {"prior_ids": np.ones(1 << 20, np.int32)},
+}
+
+
+def hostile(request_id: str, **values: Any) -> GenerationRequest:
+    """A request like any other but for these values."""
+    arrays = {name: values.pop(name) for name in ("prompt_ids", "prior_ids") if name in values}
+    sampling = Sampling(**{"temperature": 1.0, "max_tokens": 4, **values})
+    return GenerationRequest(**{"request_id": request_id, "prompt_ids": PROMPT, "sampling": sampling, **arrays})
+
+
+async def test_a_hostile_request_fails_alone_with_a_sentence(engine: Engine) -> None:
+    # Given what a good request makes alone
+    (alone,) = await run(engine, greedy("good", 200))
+
+    # When every hostile one comes while it runs
+    engine.generate(greedy("good", 200))
+    begun, refusals = [], {}
+    for name, values in HOSTILE.items():
+        try:
+            engine.generate(hostile(name, **values))
+            begun.append(name)
+        except EngineError as error:
+            refusals[name] = str(error)
+        await asyncio.sleep(0)
+    assert all(repr(name) in told and len(told) < 500 for name, told in refusals.items())
+    ended = await gather(engine, 1 + len(begun))
+
+    # Then it makes the same, those that mean something have ended, and the engine takes more
+    assert ended["good"].completion_ids.tolist() == alone.completion_ids.tolist()
+    assert set(begun) == {"max_tokens below nothing", "max_tokens without end"}
+    assert {ended[name].finish_reason for name in begun} == {"length"}
+    (after,) = await run(engine, greedy("after", 20))
+    assert after.completion_ids.tolist() == alone.completion_ids.tolist()[:20]
+
+
 async def until_paused_by(engine: Engine, *reasons: str) -> None:
     for _ in range(1000):
         if engine.stats().paused_by == reasons:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ from rollfab.fabric.bus.fabric import RedisFabric
 from rollfab.fabric.errors import DigestMismatch, PeerLost
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
+from rollfab.fabric.relay import cache as cache_module
 from rollfab.fabric.relay.cache import ChunkCache, ChunkName
 from rollfab.fabric.relay.client import Connection, RelayClient
 from rollfab.fabric.relay.frames import VERSION, Word, make_address, read_address
 from rollfab.fabric.relay.parents import Parents
 from rollfab.fabric.relay.server import RelayServer
 from rollfab.fabric.relay.store import RelayedStore
+from rollfab.fabric.weights import stage as stage_module
 from rollfab.fabric.weights.chain import fetch_bits
-from rollfab.fabric.weights.manifest import Holder
+from rollfab.fabric.weights.manifest import Holder, WeightManifest, chunk_digest
+from rollfab.workers.snapshots import PeerSource
 from tests.redis_server import redis_server
 from tests.relay_nodes import (
     FAST,
@@ -297,9 +300,10 @@ async def test_whoever_is_no_relay_of_ours_is_left(said: bytes) -> None:
         b"{}",
         b"not json",
         b"[]",
-        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[0,"../x",1]]}',
-        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[-1,"0123456789abcdef",1]]}',
-        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[8589934592,"0123456789abcdef",1]]}',
+        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[0,"../x",1,""]]}',
+        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[-1,"0123456789abcdef",1,""]]}',
+        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[8589934592,"0123456789abcdef",1,""]]}',
+        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[0,"0123456789abcdef",1]]}',
         b'{"run_id":"r","version":1e999,"kind":"k","epoch":1,"chunks":[]}',
     ],
 )
@@ -345,6 +349,87 @@ async def test_a_lying_parent_delays_and_corrupts_nothing(broker: CountingStore,
     assert len(broker.fetched) == CHUNK_COUNT
     await store.close()
     await liar.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "relay://secret@" + "a" * 70 + ".example:1",
+        "relay://secret@no\0host:1",
+        "relay://secret@" + "a" * 5000 + ":1",
+        "relay://secret@a b:1",
+        "relay://secret@host:99999",
+        "relay://se%20cret@127.0.0.1:1",
+        "relay://secret@127.0.0.1:1",
+        "http://127.0.0.1:1",
+        "\N{SNOWMAN}" * 100,
+    ],
+)
+async def test_a_holder_with_an_address_that_nobody_answers_costs_time_only(
+    broker: CountingStore, tmp_path: Path, address: str
+) -> None:
+    trainer = Trainer(broker, tensor_count=1)
+    await trainer.publish(0)
+    await broker.hold(RUN, Holder("bad", 0, address, "bad", HOME), 60)
+    parents = Parents(broker, Holder("me", -1, "", "mine", HOME), home_region=HOME, options=FAST)
+    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), parents=parents, options=FAST)
+
+    assert await read_through(store) == trainer.digest
+
+    assert await PeerSource(broker, "me", FAST).version_above(RUN, trainer.layout, -1) is None
+    await store.close()
+
+
+FORGED = b"forged: "
+
+
+class ForgingStore(RelayedStore):
+    """Gives the bytes that `forging` takes for the right ones."""
+
+    async def cached(self, names: Sequence[ChunkName]) -> list[bytes | None]:
+        return [FORGED + bytes(name.size - len(FORGED)) for name in names]
+
+
+@pytest.fixture
+def forging(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightManifest], None]:
+    """Makes forged bytes have the fast digest of a chunk, as who wants to can make them within a millisecond."""
+
+    def forge(manifest: WeightManifest) -> None:
+        digests = dict(zip(manifest.chunk_bytes.tolist(), manifest.chunk_digests, strict=True))
+
+        def fooled(data: bytes | memoryview) -> str:
+            return digests[len(data)] if bytes(data[: len(FORGED)]) == FORGED else chunk_digest(data)
+
+        monkeypatch.setattr(cache_module, "chunk_digest", fooled)
+        monkeypatch.setattr(stage_module, "chunk_digest", fooled)
+
+    return forge
+
+
+@pytest.mark.parametrize("has_proofs", [True, False], ids=["with hashes", "of an older publisher"])
+async def test_a_parent_that_forges_fast_digests_corrupts_nothing(
+    broker: CountingStore, tmp_path: Path, forging: Callable[[WeightManifest], None], has_proofs: bool
+) -> None:
+    # Given a version of one chunk, and a parent with other bytes of the same fast digest
+    trainer = Trainer(broker, tensor_count=1)
+    trainer.has_proofs = has_proofs
+    manifest = await trainer.publish(0)
+    assert manifest.has_proofs == has_proofs and len(manifest.chunk_bytes) == 1
+    forging(manifest)
+    forger = RelayServer(ForgingStore(broker, None), options=FAST)
+    await forger.start()
+    await broker.hold(RUN, Holder("forger", 0, forger.address, "forger", HOME), 60)
+    parents = Parents(broker, Holder("me", -1, "", "mine", HOME), home_region=HOME, options=FAST)
+    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), parents=parents, options=FAST)
+
+    # When the version is read, and again out of the node's cache
+    assert [await read_through(store) for _ in range(2)] == [trainer.digest] * 2
+
+    # Then it was the broker's; what could not be proven was not even asked for
+    assert len(broker.fetched) == 1
+    assert (forger.served_bytes > 0) == has_proofs
+    await store.close()
+    await forger.close()
 
 
 async def test_a_parent_that_failed_is_tried_again(broker: CountingStore, tmp_path: Path) -> None:

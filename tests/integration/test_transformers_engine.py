@@ -1,6 +1,7 @@
 """What is particular to the transformers engine: its thread, how it fails, how it draws. The rest is the contract."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollfab.fabric.errors import ConfigError, EngineError, WeightError
 from rollfab.fabric.records import Sampling
@@ -318,3 +321,58 @@ def test_versions_cover_every_token_once() -> None:
     assert stretches([(0, 4), (2, 5)], 2) == ((0, 2, 4),), "a version that began after the last token made none"
     assert stretches([(0, 4), (2, 5)], 1) == ((0, 1, 4),)
     assert stretches([(0, 4)], 0) == stretches([], 0) == ()
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=3), st.lists(st.integers(), max_size=3), st.binary(max_size=3)
+)
+NUMBERS = st.one_of(st.integers(-(10**40), 10**40), st.integers(-3, 200), st.floats())
+IDS = st.lists(st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(0, 103), max_size=40)
+ARRAYS = st.one_of(JUNK, IDS.map(lambda ids: np.array(ids, np.int32)), st.lists(st.floats(), max_size=9).map(np.array))
+SAMPLINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": JUNK | NUMBERS | st.just(1.0),
+        "max_tokens": JUNK | NUMBERS,
+        "stop_ids": JUNK | IDS | IDS.map(tuple),
+        "seed": JUNK | NUMBERS,
+    },
+)
+
+
+@pytest.mark.timeout(120)
+def test_no_request_harms_the_one_beside_it() -> None:
+    with asyncio.Runner() as runner:
+        engine = runner.run(started(seed=0))
+
+        def good(name: str) -> GenerationRequest:
+            prompt = np.arange(5, 25, dtype=np.int32)
+            return GenerationRequest(
+                request_id=name, prompt_ids=prompt, sampling=Sampling(temperature=0.0, max_tokens=10)
+            )
+
+        async def beside(sampling: dict[str, Any], arrays: dict[str, Any]) -> Generation:
+            engine.generate(good("good"))
+            wanted = 1
+            with contextlib.suppress(EngineError):  # whatever else it raises is a fault
+                hostile: Any = {"prompt_ids": np.arange(5, 25, dtype=np.int32), **arrays}
+                engine.generate(GenerationRequest(request_id="hostile", sampling=Sampling(**sampling), **hostile))
+                wanted = 2
+            ended = {each.request_id: each for each in await gather(engine, wanted)}
+            assert len(ended) == wanted
+            return ended["good"]
+
+        engine.generate(good("good"))
+        (alone,) = runner.run(gather(engine, 1))
+
+        @settings(max_examples=80, deadline=None)
+        @given(SAMPLINGS, st.fixed_dictionaries({}, optional={"prompt_ids": ARRAYS, "prior_ids": ARRAYS}))
+        def look(sampling: dict[str, Any], arrays: dict[str, Any]) -> None:
+            found = runner.run(beside(sampling, arrays))
+            assert (found.finish_reason, found.error) == ("length", None)
+            assert found.completion_ids.tolist() == alone.completion_ids.tolist()
+
+        try:
+            look()
+        finally:
+            runner.run(engine.close())

@@ -121,6 +121,28 @@ async def test_who_joins_after_a_collective_takes_a_copy_from_a_peer_that_serves
     await publisher.close()
 
 
+async def test_who_believes_no_peer_takes_no_copy_of_one(
+    store: FaultyStore, workers: Workers, model: torch.nn.Module
+) -> None:
+    # Given a version that only a worker that serves still has, and nobody publishes it again
+    store.room = 0
+    first, _ = await workers.start("first", listen="127.0.0.1:0", is_shared=False)
+    await _until_held(store, 1)
+    publisher = Publisher(store, RUN, carrier="collective")
+    await publisher.publish(model.named_parameters(), 0)
+    assert await first.wait(0, WAIT_S), first.error
+    await _until_held(store, 1, version=0)
+    await publisher.close()
+
+    wary, engine = await workers.start("wary", is_shared=False, believes_peers=False)
+    trusting, _ = await workers.start("trusting", is_shared=False)
+
+    assert await trusting.wait(0, WAIT_S), trusting.error
+    assert not await wary.wait(0, 1.0) and wary.error
+    with pytest.raises(AssertionError):
+        assert_holds(engine, model)
+
+
 async def test_what_a_collective_has_carried_is_at_the_broker_for_those_who_come_later(
     store: FaultyStore, workers: Workers, model: torch.nn.Module
 ) -> None:

@@ -45,7 +45,7 @@ async def test_chunks_of_a_version_that_never_came_out_are_not_taken_for_those_o
     store = CollectedStore(MemoryFabric().weights)
     assert store.add(manifest, dict(enumerate(chunks)))
 
-    again = dataclasses.replace(manifest, chunk_digests=["0" * 16, *manifest.chunk_digests[1:]])
+    again = dataclasses.replace(manifest, chunk_hashes=["0" * 64, *manifest.chunk_hashes[1:]])
 
     assert await store.chunks(again, [0, 1]) == [None, None]
     assert await store.chunks(manifest, [0, 1]) == chunks[:2]

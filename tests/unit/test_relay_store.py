@@ -62,7 +62,7 @@ async def test_chunks_that_appear_renew_the_patience(broker: CountingStore, tmp_
             index = unsent.pop(0)
             data = found[index]
             assert data is not None
-            (cache.directory / f"{manifest.chunk_digests[index]}-{len(data)}").write_bytes(data)
+            (cache.directory / f"{manifest.chunk_hashes[index]}-{len(data)}").write_bytes(data)
 
     clock.on_sleep = send_one
     store = RelayedStore(broker, cache, options=FAST, clock=clock)
@@ -86,7 +86,7 @@ async def test_an_owner_that_beats_is_not_passed_though_it_brings_nothing_for_lo
     def beat() -> None:
         owner.beat()
         if clock.time_s > 3 * STALL_COUNT_MAX * FAST.stall_s:
-            (cache.directory / f"{manifest.chunk_digests[0]}-{len(data)}").write_bytes(data)
+            (cache.directory / f"{manifest.chunk_hashes[0]}-{len(data)}").write_bytes(data)
 
     clock.on_sleep = beat
     store = RelayedStore(broker, cache, options=replace(FAST, poll_s=FAST.stall_s / 4), clock=clock)

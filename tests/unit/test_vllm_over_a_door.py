@@ -16,7 +16,7 @@ import pytest
 from rollfab.fabric.errors import EngineError, EngineUnsupported, LayoutMismatch, WeightError
 from rollfab.fabric.records import Sampling
 from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.workers.engines.base import EngineLimits, GenerationRequest, TurnsAtCommit, Writes
+from rollfab.workers.engines.base import EngineLimits, Generation, GenerationRequest, TurnsAtCommit, Writes
 from rollfab.workers.engines.vllm.arena import Mirror
 from rollfab.workers.engines.vllm.checkpoint import save_bits
 from rollfab.workers.engines.vllm.config import VllmConfig
@@ -270,6 +270,46 @@ async def test_a_commit_that_cannot_hold_the_engine_leaves_it_as_it_was(engine: 
     assert engine.stats().paused_by == () and engine.stats().active_version == -1
     await engine.apply(Staged(1, B_ONES))
     assert engine.stats().active_version == 1 and engine.weight_bits()["b"].tolist() == [1, 1, 1, 1]
+
+
+class NumblessDoor(PlayedDoor):
+    """Its weights cannot continue one prompt: the third token's logits are no numbers, and so are all after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+        if ask.request_id != "broken":
+            async for chunk in super().stream(ask):
+                yield chunk
+            return
+        try:
+            yield Chunk(token_ids=[7], logprobs=[-1.0])
+            yield Chunk(token_ids=[7, 0, 0], logprobs=[-1.0, float("nan"), float("nan")])
+            await asyncio.Event().wait()
+        finally:
+            self.ended.append(ask.request_id)
+
+
+async def test_a_request_whose_logits_are_no_numbers_fails_alone_with_the_tokens_before() -> None:
+    door = NumblessDoor()
+    engine = VllmEngine(VllmConfig(probes_writes=False), door=door)  # type: ignore[arg-type]
+    await engine.start()
+    prompt = np.arange(3, dtype=np.int32)
+    for name in ("broken", "beside"):
+        engine.generate(
+            GenerationRequest(request_id=name, prompt_ids=prompt, sampling=Sampling(temperature=0.0, max_tokens=9))
+        )
+    ended: dict[str, Generation] = {}
+    while len(ended) < 2:
+        ended |= {generation.request_id: generation for generation in await engine.finished(5.0)}
+
+    assert ended["broken"].finish_reason == "error" and "not numbers" in str(ended["broken"].error)
+    assert ended["broken"].completion_ids.tolist() == [7, 7] and np.isfinite(ended["broken"].logprobs).all()
+    assert door.ended == ["broken"], "the vLLM computes nothing more of it"
+    assert ended["beside"].completion_ids.tolist() == [7] * 9
+    await engine.close()
 
 
 async def test_a_write_that_fails_half_way_ends_the_engine(engine: VllmEngine, door: PlayedDoor) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -192,11 +193,14 @@ def test_a_commit_with_an_unknown_tensor_changes_nothing(vllm: Vllm) -> None:
 @pytest.mark.parametrize(
     ("info", "why"),
     [
-        ({"parcel": "/no/such/file"}, "can not be read"),
-        ({"parcel": __file__}, "no parcel"),
+        ({"parcel": "/no/such/file"}, "no memory 'rollfab-parcel'"),
+        ({"parcel": f"/proc/{os.getpid()}/fd/999999"}, "can not be read"),
+        ({"parcel": __file__}, "no memory 'rollfab-parcel'"),
         ({"data": "no base64"}, "can not be read"),
         ({"data": base64.b64encode(b"RFP1" + bytes(3)).decode()}, "no parcel"),
-        ({"export": "/no/such/file"}, "can not be read out"),
+        ({"export": "/no/such/file"}, "no memory 'rollfab-weights'"),
+        ({"export": f"/proc/{os.getpid()}/fd/999999"}, "can not be read out"),
+        ({"stage": {"ticket": "1", "have": -1, "files": [], "answers": "/tmp"}}, "no directory for answers"),
         ({}, "one of parcel"),
         ({"parcel": "a", "data": "b"}, "one of parcel"),
     ],
@@ -205,6 +209,19 @@ def test_what_is_no_commit_is_refused(vllm: Vllm, info: dict[str, str], why: str
     vllm.set_up(LAYOUT)
     with pytest.raises(Exception, match=why):
         vllm.update(info)
+
+
+def test_no_file_of_the_server_is_overwritten_by_a_request(vllm: Vllm, tmp_path: Path) -> None:
+    vllm.set_up(LAYOUT)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious" * (1 << 18))  # as large as the model: it could be mapped
+    for way in (str(victim), f"/proc/self/cwd/../{victim}"):
+        with pytest.raises(Exception, match="no memory"):
+            vllm.update({"export": way})
+    with victim.open("r+b") as opened, pytest.raises(Exception, match="no memory"):
+        vllm.update({"export": f"/proc/{os.getpid()}/fd/{opened.fileno()}"})
+    assert victim.read_bytes() == b"precious" * (1 << 18)
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
 
 
 def test_a_commit_may_come_as_text(vllm: Vllm) -> None:

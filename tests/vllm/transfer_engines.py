@@ -13,7 +13,7 @@ import numpy as np
 
 from rollfab.fabric.weights.layout import Layout
 from rollfab.workers.engines.base import Bits, Writes
-from rollfab.workers.engines.vllm.arena import Mirror, pack
+from rollfab.workers.engines.vllm.arena import PARCEL, Mirror, pack
 from rollfab.workers.engines.vllm.plugin import BACKEND, register
 from rollfab.workers.engines.vllm.shared import SharedFile
 
@@ -186,7 +186,7 @@ class Vllm:
 
     def write(self, writes: Writes) -> None:
         parcel = pack(writes)
-        file = SharedFile("parcel", len(parcel))
+        file = SharedFile(PARCEL, len(parcel))
         file.write(parcel)
         self.update({"parcel": str(file.path)})
         file.close()

@@ -168,8 +168,8 @@ class TransformersEngine:
             engine_loop.submit(admission)
 
     def _admission(self, request: GenerationRequest) -> Admission:
-        prior_count, sampling = request.prior_ids.size, request.sampling
         ids = context_of(request, context_tokens_max=self._context_tokens_max, vocabulary_size=self._vocabulary_size)
+        prior_count, sampling = request.prior_ids.size, request.sampling
         return Admission(
             request_id=request.request_id,
             input_ids=ids.tolist(),

@@ -30,6 +30,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .admission import NOT_NUMBERS
 from .base import EngineLimits, Generation, TurnsAtCommit
 from .steps import Moment, RequestProgress
 from .transformers_options import LoopOptions, batching_config, generation_config
@@ -37,10 +38,6 @@ from .transformers_request import Admission
 from .transformers_sampler import RowReader, Sampler
 
 ASK_S = 0.002  # between two questions to a hook that allows nothing
-BROKEN = (
-    "its logits are not numbers: these weights cannot continue this prompt. Look at the published weights for NaN and"
-    " infinity, or take a wider dtype"
-)
 
 
 class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
@@ -314,7 +311,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         if output.status == RequestStatus.FAILED:
             return admission.generation("error", tokens, output.logprobs, output.error)
         if math.isnan(output.logprobs[-1]):
-            return admission.generation("error", tokens[:-1], output.logprobs[:-1], BROKEN)
+            return admission.generation("error", tokens[:-1], output.logprobs[:-1], NOT_NUMBERS)
         reason = "stop" if tokens[-1] in admission.stop_ids else "length"
         return admission.generation(reason, tokens, output.logprobs)
 
@@ -326,7 +323,9 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
                 tokens, logprobs = _made(state)
                 scheduler.set_request_cancellation(request_id)
                 self._forget(request_id, len(tokens))
-                ended.append(self._admitted.pop(request_id).generation("error", tokens[:-1], logprobs[:-1], BROKEN))
+                ended.append(
+                    self._admitted.pop(request_id).generation("error", tokens[:-1], logprobs[:-1], NOT_NUMBERS)
+                )
         if ended:
             scheduler.clear_cancelled_requests()
         return ended

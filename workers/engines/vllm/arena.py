@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 from ....fabric.errors import WireError
 from ....fabric.weights.layout import Layout
 from ..base import Bits, Writes
-from .shared import SharedFile
+from .shared import SharedFile, open_shared
 
 ALIGNMENT = 64
 HEAD = struct.Struct("<4sI")  # magic, bytes of the JSON after it
 MAGIC = b"RFP1"
+MIRROR, PARCEL = "rollfab-weights", "rollfab-parcel"  # names of their files
 
 
 class Mirror:
@@ -35,10 +37,13 @@ class Mirror:
     """
 
     def __init__(self, layout: Layout, path: Path, file: SharedFile | None = None) -> None:
-        """Open the file of another process."""
+        """Open the file of another process. Raises WeightError: it is no mirror's; OSError, ValueError: see mmap."""
         offsets, size = _offsets(layout)
-        with path.open("r+b") as opened:
-            self._map = mmap.mmap(opened.fileno(), max(size, 1))
+        handle = open_shared(path, MIRROR, is_written=True)
+        try:
+            self._map = mmap.mmap(handle, max(size, 1))
+        finally:
+            os.close(handle)
         self._file = file
         self.path = path
         self.bits: dict[str, Bits] = {
@@ -53,7 +58,7 @@ class Mirror:
         Raises:
             OSError: there is no room for it.
         """
-        file = SharedFile("rollfab-weights", _offsets(layout)[1])
+        file = SharedFile(MIRROR, _offsets(layout)[1])
         return cls(layout, file.path, file)
 
     def take(self, writes: Writes) -> None:

@@ -23,7 +23,7 @@ from ....fabric.weights.shards import check_regions
 from ..base import TurnsAtCommit
 from ..ranks import Gathering, StagedByRanks
 from .door import Door
-from .rank_answers import Answer, StageOrder, answer_count, read_answers
+from .rank_answers import DIRECTORY_PREFIX, Answer, StageOrder, answer_count, read_answers
 from .version_files import VersionFiles
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class VllmRanks:
         self, ticket: str, files: Sequence[str], have: int, limit_s: float
     ) -> tuple[list[Answer], EngineError | None]:
         """Answers within the limit, and why vLLM gives no more of them."""
-        with tempfile.TemporaryDirectory(prefix="rollfab-answers-") as directory:
+        with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as directory:
             order = StageOrder(ticket=ticket, have=have, files=files, answers=directory)
 
             async def tell() -> None:

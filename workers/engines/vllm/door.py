@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -104,8 +104,8 @@ class Door(Protocol):
         """Raise EngineError if it is gone."""
         ...
 
-    def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
-        """Begin a request; ends after a chunk with a finish_reason."""
+    def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
+        """Begin a request; ends after a chunk with a finish_reason. Closing it earlier ends the request."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -167,11 +167,14 @@ class VllmEngine:
 
     async def _collect(self, opened: OpenRequest) -> str:
         """One stream to its end; returns why it ended."""
-        async for chunk in self._door.stream(opened.ask):
-            opened.take(chunk, self._version)
-            self._token_count += len(chunk.token_ids)
-            if chunk.finish_reason:
-                return chunk.finish_reason
+        async with contextlib.aclosing(
+            self._door.stream(opened.ask)
+        ) as chunks:  # one that is given up ends in the vLLM too
+            async for chunk in chunks:
+                opened.take(chunk, self._version)
+                self._token_count += len(chunk.token_ids)
+                if chunk.finish_reason:
+                    return chunk.finish_reason
         return ""
 
     def _end(self, opened: OpenRequest, finish_reason: str, error: str | None = None) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from ....fabric.models import is_preset, model_config
 from ...serving.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
-from .arena import Mirror, pack
+from .arena import PARCEL, Mirror, pack
 from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .environment import installed_version, prepare_environment
 from .logs import cause_of, output_into
@@ -165,7 +165,7 @@ class LocalDoor:
 
     # ---- requests
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+    async def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(prompt_token_ids=ask.input_ids, cache_salt=str(self._salt) if self._salt else None)
@@ -175,20 +175,21 @@ class LocalDoor:
             stream = self._llm.generate(
                 prompt, self._parameters(ask), ask.request_id, lora_request=self._lora_request()
             )
-            async for output in stream:
-                made = output.outputs[0]
-                starts = starts if starts is not None else self._version_starts(ask.request_id)
-                if starts is not None and len(starts) != len(marks):
-                    marks = [(start, _number(name)) for name, start in starts]
-                elif made.weight_versions and starts is None:
-                    marks = [(span.start, _number(span.version)) for span in made.weight_versions]
-                yield Chunk(
-                    token_ids=made.token_ids,
-                    logprobs=made.logprobs.logprobs if made.logprobs is not None else (),
-                    finish_reason=made.finish_reason or "",
-                    marks=marks,
-                    cached_token_count=output.num_cached_tokens or 0,
-                )
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    made = output.outputs[0]
+                    starts = starts if starts is not None else self._version_starts(ask.request_id)
+                    if starts is not None and len(starts) != len(marks):
+                        marks = [(start, _number(name)) for name, start in starts]
+                    elif made.weight_versions and starts is None:
+                        marks = [(span.start, _number(span.version)) for span in made.weight_versions]
+                    yield Chunk(
+                        token_ids=made.token_ids,
+                        logprobs=made.logprobs.logprobs if made.logprobs is not None else (),
+                        finish_reason=made.finish_reason or "",
+                        marks=marks,
+                        cached_token_count=output.num_cached_tokens or 0,
+                    )
 
     def _parameters(self, ask: Ask) -> Any:
         from vllm import SamplingParams
@@ -288,7 +289,7 @@ class LocalDoor:
         size = sum(values.nbytes for _, values in writes.values())
         parcel = await aside(size, pack, writes)
         try:
-            file = await aside(size, SharedFile, "rollfab-parcel", len(parcel))
+            file = await aside(size, SharedFile, PARCEL, len(parcel))
         except OSError as error:
             raise WeightError(
                 f"no room in shared memory for version {version} ({len(parcel):,} bytes): {error}", version=version

@@ -5,6 +5,8 @@ An answer is one file in a directory of the one who asked, named by rank, and th
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from ....fabric.errors import WireError
+from ....fabric.errors import WeightError, WireError
 from ....fabric.weights.regions import Region
 from ....fabric.weights.shard_stage import Vote
 
 UNFINISHED = ".new"
+DIRECTORY_PREFIX = "rollfab-answers-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,21 @@ class Answer:
     vote: Vote
     fetched_bytes: int = 0
     changed_count: int = 0
+
+
+def check_directory(directory: Path) -> None:
+    """Require a directory that a worker of this user has made for answers.
+
+    Raises:
+        WeightError: it is another thing; nothing was written.
+    """
+    try:
+        status = directory.lstat()
+    except (OSError, ValueError) as error:
+        raise WeightError(f"nobody waits for answers: {error}") from error
+    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    if not is_private or not directory.name.startswith(DIRECTORY_PREFIX):
+        raise WeightError(f"{str(directory)[:100]!r} is no directory for answers of this user: nothing was done")
 
 
 def give_answer(directory: Path, answer: Answer) -> None:

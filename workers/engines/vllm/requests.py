@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ....fabric.errors import EngineError
+from ..admission import NOT_NUMBERS
 from ..base import Generation
 from ..transformers_request import Marks, stretches
 from .door import Ask, Chunk, Door
@@ -36,7 +39,16 @@ class OpenRequest:
         return self.task is not None and not self.task.done() and not self.is_unwanted
 
     def take(self, chunk: Chunk, version: int) -> None:
-        """The next tokens, made by `version` unless the chunk knows better."""
+        """The next tokens, made by `version` unless the chunk knows better.
+
+        Raises:
+            EngineError: a token was drawn from what are no numbers; those before it were taken.
+        """
+        sound_count = next((place for place, each in enumerate(chunk.logprobs) if math.isnan(each)), None)
+        if sound_count is not None:
+            ids, logprobs = chunk.token_ids[:sound_count], chunk.logprobs[:sound_count]
+            self.take(replace(chunk, token_ids=ids, logprobs=logprobs), version)
+            raise EngineError(NOT_NUMBERS)
         if chunk.marks is not None:
             self.marks = list(chunk.marks)
         elif chunk.token_ids and (not self.marks or self.marks[-1][1] != version):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from ....fabric.errors import EngineError, EngineUnsupported
 from ...serving.guard import GuardOrders
@@ -19,6 +19,7 @@ from .arena import Mirror
 from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .server_client import Client
 from .server_model import ServedModel
+from .server_place import check_place
 from .server_routes import PROCESSED, CompletionsRoute, find_route, reports_processed_logprobs
 from .server_streams import Streams
 from .server_turns import Turns
@@ -78,6 +79,8 @@ class ServerDoor:
     async def open(self) -> None:
         client = self._client
         model = await ServedModel.find(client, self._model)
+        if model.info is not None:
+            check_place(client.url)
         route = await find_route(client, model.name)
         self._is_processed = await reports_processed_logprobs(client, model.name)
         weights = self._weights = await find_weights(client, model)
@@ -125,7 +128,7 @@ class ServerDoor:
 
     # ---- requests
 
-    def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+    def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
         """Raises EngineError when log-probabilities at this temperature would not be those sampled from."""
         if not self._is_processed and ask.sampling.temperature not in (0.0, 1.0):
             raise EngineError(

@@ -22,6 +22,7 @@ from ....fabric.errors import ConfigError, EngineError, EngineTimeout
 CONNECT_S = 10.0
 CALL_S = 60.0
 TEXT_MAX = 500  # of a server's own words: enough to recognise the cause
+UNIX = "unix://"
 EVENT_PREFIX, LAST_EVENT = b"data: ", b"[DONE]"
 
 
@@ -40,12 +41,14 @@ class Reply:
 
 
 class Client:
-    """One server. url: as the user gave it, without the slash and the /v1 that it may end with."""
+    """One server. url: as the user gave it, without the slash and the /v1 that it may end with; or unix:///PATH."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"server is {url!r}, must be a URL like http://host:8000", url=url)
+        if not url.startswith(("http://", "https://", f"{UNIX}/")):
+            raise ConfigError(f"server is {url!r}, must be a URL like http://host:8000, or {UNIX}/PATH", url=url)
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._socket = self.url.removeprefix(UNIX) if url.startswith(UNIX) else ""
+        self.base = "http://localhost" if self._socket else self.url
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -60,7 +63,9 @@ class Client:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                connector=aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
+                if self._socket
+                else aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
         return self._session
@@ -81,7 +86,7 @@ class Client:
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         with self.translated(timeout_s):
-            async with self.session.request(method, self.url + path, data=data, timeout=timeout) as response:
+            async with self.session.request(method, self.base + path, data=data, timeout=timeout) as response:
                 return _reply(response.status, await response.read())
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout_s: float = CALL_S) -> Any:
@@ -174,7 +179,7 @@ class Attempt:
     async def _opened(self) -> aiohttp.ClientResponse | None:
         """None: cut. A task of its own, because a connection that is being made has nothing to close yet."""
         client, data = self._client, orjson.dumps(self._body)
-        self._opening = asyncio.ensure_future(client.session.post(client.url + self._path, data=data))
+        self._opening = asyncio.ensure_future(client.session.post(client.base + self._path, data=data))
         await asyncio.wait({self._opening})
         if self._opening.cancelled():
             return None

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ....fabric.errors import EngineError
@@ -77,7 +77,7 @@ class Streams:
                     self._fail(error)
                 await asyncio.sleep(0.1)
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+    async def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
         """The request's chunks until one has a finish_reason."""
         self.check()
         turn = self.turns.add(ask)
@@ -117,7 +117,7 @@ class Streams:
         )
         return Attempt(self._client, self._route.path, body)
 
-    async def _chunks(self, turn: Turn, attempt: Attempt) -> AsyncIterator[Chunk]:
+    async def _chunks(self, turn: Turn, attempt: Attempt) -> AsyncGenerator[Chunk, None]:
         """What an attempt makes. It may end without a finish_reason: cut, ended by the server's own will, or lost."""
         is_first = not turn.made
         last: Piece | None = None

@@ -1,7 +1,7 @@
 """Changing the weights of a vLLM server, by whichever way it offers.
 
 - "deltas": it runs our weight-transfer backend: parcels in place, by a path of shared memory where it is on this
-  machine, else as bytes.
+  machine and of this user, else as bytes.
 - "reload": its development mode loads a whole checkpoint that we write into a directory that both see.
 - "fixed": it keeps what it has. Those very weights are accepted, everything else is refused.
 - For "reload" and "fixed" the weights are known from the checkpoint files that the server was started with.
@@ -24,7 +24,7 @@ import numpy as np
 from ....fabric.errors import EngineError, FabricError, WeightError
 from ....fabric.weights.layout import Layout
 from ..base import Bits, Writes
-from .arena import Mirror, pack
+from .arena import PARCEL, Mirror, pack
 from .checkpoint import save_bits
 from .checkpoint_files import CheckpointFiles
 from .layout import checkpoint_layout
@@ -36,7 +36,7 @@ from .shared import SharedFile, aside
 log = logging.getLogger(__name__)
 
 UPDATE_S = 900.0  # loading a large model
-DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1 in its environment"
+DEVELOPMENT = "--host 127.0.0.1, VLLM_SERVER_DEV_MODE=1 in its environment"
 START_WITH = (
     f"""start the server with --weight-transfer-config '{{"backend":"{BACKEND}"}}', {DEVELOPMENT}, and rollfab"""
     " installed beside it"
@@ -212,7 +212,7 @@ class DeltaWeights:
         self.layout = layout
         self.notes: tuple[str, ...] = ()
         self._shares_memory = False
-        self._bits: dict[str, Bits] = {}  # of a server on another machine: what it was given last
+        self._bits: dict[str, Bits] = {}  # of a server that does not share our memory: what it was given last
 
     async def open(self) -> None:
         """Raises EngineError when the server has another backend, or none."""
@@ -226,7 +226,9 @@ class DeltaWeights:
             await asyncio.to_thread(_read_files, self._model, self.layout, bits)
             await self.write({name: (None, each) for name, each in bits.items()}, -1)  # whatever it held before us
             self._bits = bits
-            self.notes = ("it is on another machine: weights travel to it over HTTP, whole parcels at a time",)
+            self.notes = (
+                "it does not share this process' memory: weights travel to it over HTTP, whole parcels at a time",
+            )
 
     async def write(self, writes: Writes, version: int) -> None:
         size = sum(values.nbytes for _, values in writes.values())
@@ -240,7 +242,7 @@ class DeltaWeights:
             await self._update({"data": base64.b64encode(parcel).decode()}, version)
             return
         try:
-            file = await aside(len(parcel), SharedFile, "rollfab-parcel", len(parcel))
+            file = await aside(len(parcel), SharedFile, PARCEL, len(parcel))
         except OSError as error:
             raise WeightError(f"no room in shared memory for {len(parcel):,} bytes of weights: {error}") from error
         try:

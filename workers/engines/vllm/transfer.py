@@ -3,6 +3,8 @@
 - All of a commit is checked before any of it is written: names, dtypes, counts, positions. A bad one changes nothing.
 - What is checked depends on the commit alone, so all ranks of a model take it or none does.
 - After a commit, vLLM computes with the new weights: setting up refuses every layer that would not (live.py).
+- Orders may come from anybody who reaches the server's port: of paths only the memory and directories of a worker of
+  this user are taken, by what they are and never by where they lie.
 - Caches of what older weights computed (KV, prefixes) are the caller's to reset.
 
 vLLM finds the class under the backend name "rollfab" (plugin.py). Tensors are written by the same code on every device;
@@ -15,6 +17,7 @@ import base64
 import binascii
 import logging
 import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +34,15 @@ from ....fabric.errors import WeightError, WireError
 from ....fabric.weights.layout import Layout
 from ..base import Writes
 from ..writes import check_writes
-from .arena import Mirror, unpack
+from .arena import PARCEL, Mirror, unpack
 from .live import check_live, derive_again, derived_names
 from .packing import pack_again
 from .pieces import integers
 from .placement import Coverage, Placement, check_covered
-from .rank_answers import StageOrder
+from .rank_answers import StageOrder, check_directory
 from .rank_part import RankPart
 from .recording import record, rehearse
+from .shared import open_shared
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +135,9 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             _export(self._placement, Path(update_info.export))
             return
         if update_info.stage is not None:
-            self._part.begin(StageOrder.from_row(update_info.stage))
+            order = StageOrder.from_row(update_info.stage)
+            check_directory(Path(order.answers))
+            self._part.begin(order)
             return
         with torch.no_grad():
             if update_info.commit is not None:
@@ -150,8 +156,11 @@ def _read(update_info: UpdateInfo) -> Writes:
     try:
         if update_info.data is not None:
             return unpack(memoryview(bytearray(base64.b64decode(update_info.data, validate=True))))
-        with Path(str(update_info.parcel)).open("rb") as file:  # a private mapping: nobody writes into the sender's
-            return unpack(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        handle = open_shared(str(update_info.parcel), PARCEL)
+        try:
+            return unpack(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY))  # private: nobody writes into the sender's
+        finally:
+            os.close(handle)
     except (OSError, ValueError, binascii.Error, WireError) as error:
         raise WeightError(f"nothing was written: the commit can not be read: {error}") from error
 

@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -18,10 +18,11 @@ from ....fabric.errors import WeightError, WireError
 from ....fabric.ports_weights import Range
 from ....fabric.weights.layout import Layout
 from ....fabric.weights.manifest import WeightManifest
-from .shared import SharedFile
+from .shared import SharedFile, open_shared
 
 HEAD = struct.Struct("<4sQ")  # magic, bytes of the manifest after it
 MAGIC = b"RFV1"
+VERSION = "rollfab-version"  # name of the files
 
 
 class VersionFiles:
@@ -50,7 +51,7 @@ class VersionFiles:
         packed = manifest.pack()
         size = HEAD.size + len(packed) + int(manifest.chunk_bytes.sum(dtype=np.int64))
         try:
-            file = SharedFile("rollfab-version", size)
+            file = SharedFile(VERSION, size)
         except OSError as error:
             raise WeightError(
                 f"no room in shared memory for version {manifest.version} ({size:,} bytes): {error}",
@@ -82,15 +83,18 @@ class MappedVersions:
     """The files of VersionFiles, in a rank: a RangeSource of their manifests.
 
     Raises:
-        WireError: a file is not one. OSError: it is not on this machine, or gone.
+        WeightError, WireError: a file is not one. OSError: it is not on this machine, or gone.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.manifests: list[WeightManifest] = []
         self._chunks: dict[int, tuple[memoryview, list[int]]] = {}  # by version: all of the file, where chunks begin
         for path in paths:
-            with Path(path).open("rb") as file:
-                view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            handle = open_shared(path, VERSION)
+            try:
+                view = memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
+            finally:
+                os.close(handle)
             magic, length = HEAD.unpack_from(view)
             if magic != MAGIC:
                 raise WireError(f"{path} holds no version")
