@@ -49,6 +49,7 @@ AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run t
 LEFTOVERS_S = 1.0
 STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
 ANSWER_S = 3.0  # for its answer: with both sides of it less than a supervisor waits
+AWAY = "stopped; the broker did not answer meanwhile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +98,13 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: st
         if not await _ends(serving, url):
             serving.cancel()
             await asyncio.wait((serving,), timeout=STOP_S)
-            _say("stopped; the broker did not answer meanwhile")
+            _say(AWAY)
             logging.shutdown()
             os._exit(INTERRUPTED if signal.SIGINT in asked else 0)  # a thread may wait for the broker still
-        serving.result()
+        if asked and serving.exception() is not None and not await _answers(url):
+            _say(AWAY)  # that is why
+        else:
+            serving.result()
         await _end_leftovers()
 
     asyncio.run(main())
