@@ -37,7 +37,7 @@ class ApiConfig:
     tls_key: str | None = None
     """PEM file with its private key, where the certificate's file does not hold it."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names this api is reached by without keys, as a proxy on this machine may pass them on."""
+    """Further names that this machine has for itself, by which the api is reached without keys; never by a proxy."""
     cache_s: float = 0.25
     """Seconds that one reading of the broker is shared by all who ask, [0, 5]."""
     broker_timeout_s: float = 3.0

@@ -3,7 +3,8 @@
 - With keys: reading needs a read or control key, everything else a control key. Static files, the documentation and the
   two probes are open: they hold nothing.
 - Without keys a browser on this machine is a way in for any web page it shows. So the name in the address bar must be
-  ours (a foreign name led here by DNS is refused), and what changes anything must come from our own page.
+  ours (a foreign name led here by DNS is refused), and what changes anything must come from our own page. A proxy on
+  this machine is a way in for everybody whom it serves: what one has passed on is refused.
 - Every answer forbids framing, foreign scripts and sniffing.
 """
 
@@ -21,6 +22,19 @@ from .problems import problem
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OPEN_PATHS = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
 OPEN_PREFIX = "/static/"
+FORWARDED = frozenset(  # by which proxies say that they pass on, and for whom
+    {
+        "forwarded",
+        "via",
+        "x-real-ip",
+        "x-client-ip",
+        "x-cluster-client-ip",
+        "x-original-host",
+        "x-original-forwarded-for",
+    }
+    | {"client-ip", "true-client-ip", "cf-connecting-ip", "cf-ray", "fastly-client-ip", "x-envoy-external-address"}
+)
+FORWARDED_PREFIX = "x-forwarded"
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -69,7 +83,7 @@ class Guard:
         """Status, error and message for a request that may not pass."""
         is_reading = method in READING
         if not self._config.has_keys:
-            return self._stranger(headers) or (None if is_reading else _foreign_page(headers))
+            return self._stranger(headers) or _forwarded(headers) or (None if is_reading else _foreign_page(headers))
         if is_reading and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
             return None
         return self._right(is_reading, headers.get("authorization", ""))
@@ -110,6 +124,14 @@ def _bearer(authorization: str) -> str:
     """The key in a header; empty: none."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _forwarded(headers: Headers) -> tuple[int, str, str] | None:
+    found = next((name for name in headers if name in FORWARDED or name.startswith(FORWARDED_PREFIX)), None)
+    if found is None:
+        return None
+    message = f"this api runs without keys and answers no request that a proxy passed on ({found}): give the api keys"
+    return 403, "ForwardedRefused", message
 
 
 def _foreign_page(headers: Headers) -> tuple[int, str, str] | None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..fabric.directories import write_private
 from ..fabric.errors import ConfigError
 from ..fabric.ids import check_name
 from ..fabric.limits import KEYS_FILE_BYTES_MAX
@@ -136,12 +137,8 @@ def drop_key(path: Path, name: str) -> None:
 
 
 def _write(path: Path, rows: list[KeyRow]) -> None:
-    """Whole or not at all."""
     lines = [f"{row.right} {row.hashed.removeprefix('sha256:')} {row.name}\n" for row in rows]
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(HEADER + "".join(lines))
-        fresh.replace(path)
+        write_private(path, HEADER + "".join(lines))
     except OSError as error:
         raise ConfigError(f"the keys file {path} cannot be written: {error.strerror}") from error

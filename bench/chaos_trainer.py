@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ PUBLISH_S = 5.0
 class TrainerOptions:
     """What one trainer does. The first one (index 0) publishes, too."""
 
-    url: str
+    url: str = field(repr=False)
     index: int
     directory: Path
     """Holds journals, and the file `drain` once nothing new shall be submitted."""

@@ -172,7 +172,7 @@ async def _failovers(count: int, url: str) -> list[tuple[float, int]]:
             supervisor = Supervisor(Path(directory))
             try:
                 for name in NAMES:
-                    supervisor.add(name, ["controller", "--url", url, "--name", name])
+                    supervisor.add(name, ["controller", "--name", name], environment={"ROLLFAB_URL": url})
                 return [await _failover(stage, redis, supervisor) for _ in range(count)]
             finally:
                 supervisor.stop()

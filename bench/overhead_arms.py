@@ -173,7 +173,8 @@ class WholeFabric:
             "agent": ["--environment", METRONOME, "--count", count],
             "worker": ["--model", workload.model, *engine],
         }.items():
-            self._supervisor.add(role, [role, "--url", self._broker.url, *words], is_restarted=False)
+            place = {"ROLLFAB_URL": self._broker.url}
+            self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
 
     def _open_run(self, fabric: Fabric) -> Run:
         workload = self._workload

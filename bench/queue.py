@@ -108,7 +108,7 @@ def _broker(url: str | None) -> Iterator[tuple[str, int | None]]:
 class _Bench:
     """The arms, and what their rounds brought."""
 
-    url: str
+    url: str = field(repr=False)
     server_pid: int | None
     settings: Settings
     rates: dict[str, Figure] = field(default_factory=dict)  # jobs per second by arm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..fabric.bus.acl import RIGHTS, acl_file, role_of_user, user_name
+from ..fabric.directories import write_private
 from ..fabric.errors import ConfigError
 from ..fabric.wire import dump_json
 from .options import AsJson
@@ -55,8 +55,8 @@ def write_acl(out: Path, passwords_path: Path) -> dict[str, str]:
         kept = [line for line in _lines(out) if role_of_user(line) is None]
         by_role = {role: known.get(user_name(role)) or secrets.token_urlsafe(PASSWORD_BYTES) for role in RIGHTS}
         made = {user_name(role): password for role, password in by_role.items()}
-        _write(passwords_path, "".join(f"{name} {password}\n" for name, password in made.items()))
-        _write(out, acl_file(by_role, kept))
+        write_private(passwords_path, "".join(f"{name} {password}\n" for name, password in made.items()))
+        write_private(out, acl_file(by_role, kept))
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read or written: {error.strerror}") from error
     return made
@@ -74,11 +74,3 @@ def _read_passwords(path: Path) -> dict[str, str]:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text("utf-8", "replace").splitlines() if path.exists() else []
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, and never readable by others, not for a moment."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    fresh.replace(path)

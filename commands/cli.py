@@ -1,6 +1,7 @@
 """`rollfab`: every command is also a library call; this file only reads arguments and chooses exit codes.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage. Errors name the thing, the cause and the next step; --debug shows where.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 ended by Ctrl-C. Errors name the thing, the cause and the next step;
+--debug shows where.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import typer
 from rich.console import Console
 
 from .. import __version__
+from ..__main__ import INTERRUPTED
 from ..fabric.errors import ConfigError, FabricError
 from ..fabric.text import printable
+from .arguments import refuse_secrets
 from .child import follow_parent
 from .logs import set_up_logs
 from .options import (
@@ -48,22 +51,30 @@ def main() -> None:
     is_debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("ROLLFAB_DEBUG") == "1"
     if is_debug:
         os.environ["ROLLFAB_DEBUG"] = "1"  # also for the roles that `up` and `demo` start
+    os.umask(0o077)  # logs, data and keys that this process or a child of it writes are for its user alone
     set_up_logs(logging.DEBUG if is_debug else logging.INFO)
-    _warn_of_password(arguments)
     parent = os.environ.pop("ROLLFAB_PARENT", None)
     if parent is not None:
         follow_parent(int(parent))
     else:
         logging.getLogger("rollfab").setLevel(logging.DEBUG if is_debug else logging.WARNING)
     try:
+        refuse_secrets(arguments)
         app(args=arguments)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if is_debug:
+    except BaseException as error:
+        if _is_interrupt(error):
+            sys.exit(INTERRUPTED)
+        if is_debug or not isinstance(error, Exception):
             raise
         _tell(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: a library that was loading, or a question, may have made something else of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _tell(error: Exception) -> None:
@@ -74,17 +85,6 @@ def _tell(error: Exception) -> None:
     elif not isinstance(error, FabricError):  # nobody foresaw it
         text = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}; --debug shows where"
     say(Console(stderr=True), printable(with_commands(text)), "error")
-
-
-def _warn_of_password(arguments: list[str]) -> None:
-    """A password on the command line is seen by every user of the machine (`ps`), and kept by the shell's history."""
-    if any("://" in each and ("@" in each or "password=" in each) for each in arguments):
-        say(
-            Console(stderr=True),
-            "a password on the command line is seen by every user of this machine (`ps`): "
-            "put the broker's URL into ROLLFAB_URL instead",
-            "warning",
-        )
 
 
 @app.command()

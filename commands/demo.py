@@ -7,6 +7,7 @@ own with the same command that a person would type. The demo itself only starts,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from .options import command
 from .speech import say
 from .status import snapshot
 from .supervisor import Supervisor
-from .up import POOL, UpOptions, free_port, start_roles
+from .up import KEY_FILE, POOL, UpOptions, free_port, make_key, page_of, start_roles
 
 RUN_ID = "demo"
 DEADLINE_S = 900.0
@@ -77,9 +78,13 @@ def run_demo(options: DemoOptions) -> int:
     for name in ("summary.json", "reward.png"):
         (directory / name).unlink(missing_ok=True)
     console = Console(stderr=options.is_json)
-    port = options.port or free_port()
+    port, key = options.port or free_port(), make_key(directory, "--output")
+    console.print(f"The page: {page_of(port, key, directory, console)}", highlight=False, soft_wrap=True, markup=False)
     started_s = time.monotonic()
-    with EmbeddedBroker.start() as broker, Supervisor(_logs(directory)) as supervisor:
+    with contextlib.ExitStack() as stack:
+        stack.callback((directory / KEY_FILE).unlink, missing_ok=True)
+        broker = stack.enter_context(EmbeddedBroker.start())
+        supervisor = stack.enter_context(Supervisor(_logs(directory)))
         roles = UpOptions(
             url=broker.url,
             model="tiny",
@@ -90,6 +95,7 @@ def run_demo(options: DemoOptions) -> int:
             engine=options.engine,
             data=options.output,
             port=port,
+            api_key=key,
         )
         start_roles(supervisor, broker.url, roles)
         place = {"ROLLFAB_URL": broker.url}

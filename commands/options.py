@@ -19,7 +19,8 @@ Url = Annotated[
     typer.Option(
         "--url",
         envvar="ROLLFAB_URL",
-        help="Broker: redis://, rediss://, unix://, or redis+sentinel://hosts/service. \\[env: ROLLFAB_URL]",
+        help="Broker: redis://, rediss://, unix://, or redis+sentinel://hosts/service; with a password: "
+        "\\[env: ROLLFAB_URL]",
         show_envvar=False,
     ),
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..__main__ import INTERRUPTED
 from ..fabric.errors import ConfigError, InputError
 from .options import AsJson
 
@@ -31,17 +33,12 @@ if TYPE_CHECKING:
     from ..fabric.rules.serving import Slo
 
 SHOW_EVERY_S = 0.25
-INTERRUPTED_CODE = 130
 
 Trace = Annotated[
     str, typer.Argument(help="azure-conv, azure-code, or a file: CSV, Mooncake JSON lines, ServeGen npz, a rate curve.")
 ]
-ServerUrl = Annotated[str, typer.Option("--url", help="The server, OpenAI-compatible: http://host:8000.")]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", envvar="ROLLFAB_SERVER_KEY", show_envvar=False, help="Its key. \\[env: ROLLFAB_SERVER_KEY]"
-    ),
+ServerUrl = Annotated[
+    str, typer.Option("--url", help="Server, OpenAI-compatible: http://host:8000. Its key: \\[env: ROLLFAB_SERVER_KEY]")
 ]
 Positive = 1e-6
 
@@ -54,7 +51,6 @@ def register(app: typer.Typer) -> None:
         trace: Trace,
         url: ServerUrl,
         model: Annotated[str | None, typer.Option(help="Its name at the server. Default: the server's first.")] = None,
-        api_key: Key = None,
         rate: Annotated[float | None, typer.Option(help="Mean requests per second. Default: as recorded.")] = None,
         start: Annotated[float, typer.Option(help="Seconds into the trace.", min=0)] = 0.0,
         duration: Annotated[float | None, typer.Option(help="Seconds of the trace. Default: to its end.")] = None,
@@ -92,7 +88,12 @@ def register(app: typer.Typer) -> None:
             part=Part(start_s=start, duration_s=duration, rate_per_s=rate, seed=seed, lengths=lengths_of),
             shaping=Shaping(peak_over_mean=peak, lengths_factor=lengths, speed=speed),
             slo=Slo(ttft_ms=_promised(slo_ttft_ms), tpot_ms=_promised(slo_tpot_ms)),
-            manner=Manner(endpoint=endpoint, api_key=api_key, vocabulary_size=vocabulary, drain_s=drain),
+            manner=Manner(
+                endpoint=endpoint,
+                api_key=os.environ.get("ROLLFAB_SERVER_KEY"),
+                vocabulary_size=vocabulary,
+                drain_s=drain,
+            ),
             outcomes_path=outcomes,
         )
         raise typer.Exit(run_replay(options, json_output=json))
@@ -107,7 +108,7 @@ class ReplayOptions:
     """What to replay, where, and what was promised there."""
 
     trace: str
-    url: str
+    url: str = field(repr=False)
     model: str | None
     part: Part
     shaping: Shaping
@@ -153,7 +154,7 @@ def run_replay(options: ReplayOptions, *, json_output: bool) -> int:
     else:
         print_measured(f"{server.model} at {server.url}", found, options.slo, _load_notes(load))
     if is_interrupted:
-        return INTERRUPTED_CODE
+        return INTERRUPTED
     return 1 if found.error_counts else 0
 
 

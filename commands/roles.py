@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..__main__ import INTERRUPTED
 from ..api.config import ApiConfig
+from ..fabric.bus.connection import open_broker
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
 from ..fabric.errors import ConfigError, FabricError
@@ -45,7 +47,9 @@ log = logging.getLogger(__name__)
 
 AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run that there is, and in each of its shards
 LEFTOVERS_S = 1.0
-STOP_S = 1.5  # to give back what is held, once asked to stop
+STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
+ANSWER_S = 3.0  # for its answer: with both sides of it less than a supervisor waits
+AWAY = "stopped; the broker did not answer meanwhile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +74,61 @@ class RoleOptions:
         return check_name("worker", self.name or new_worker_id(role))
 
 
-def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run a role's coroutine; SIGTERM and SIGINT ask it to stop."""
+def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: str) -> None:
+    """Run a role's coroutine; SIGTERM and SIGINT ask it to stop, and it is not waited for where its broker is away.
+
+    Raises:
+        KeyboardInterrupt: SIGINT asked it, and it has stopped.
+    """
+    asked: list[int] = []
 
     async def main() -> None:
         stop = asyncio.Event()
+
+        def ask(number: int) -> None:
+            asked.append(number)
+            stop.set()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        await serve(stop)
+            loop.add_signal_handler(number, ask, number)
+        serving, stopped = asyncio.ensure_future(serve(stop)), asyncio.ensure_future(stop.wait())
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not await _ends(serving, url):
+            serving.cancel()
+            await asyncio.wait((serving,), timeout=STOP_S)
+            _say(AWAY)
+            logging.shutdown()
+            os._exit(INTERRUPTED if signal.SIGINT in asked else 0)  # a thread may wait for the broker still
+        if asked and serving.exception() is not None and not await _answers(url):
+            _say(AWAY)  # that is why
+        else:
+            serving.result()
         await _end_leftovers()
 
     asyncio.run(main())
+    if signal.SIGINT in asked:
+        raise KeyboardInterrupt
+
+
+async def _ends(serving: asyncio.Future[None], url: str) -> bool:
+    """Wait for a role that was asked to stop; False: it does not end, and its broker does not answer."""
+    while not serving.done():
+        await asyncio.wait((serving,), timeout=STOP_S)
+        if not serving.done() and not await _answers(url):
+            await asyncio.wait((serving,), timeout=STOP_S)
+            return serving.done()
+    return True
+
+
+async def _answers(url: str) -> bool:
+    with contextlib.suppress(FabricError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            client = await open_broker(url, client_name="stopping", patience_s=0.0, open_patience_s=0.0)
+            await client.aclose()
+            return True
+    return False
 
 
 async def _end_leftovers() -> None:
@@ -108,7 +155,7 @@ def run_controller(options: RoleOptions) -> None:
                 gc.freeze()  # what is loaded now stays: walking through it would make one plan in a hundred slow
                 await controller.run(stop)
 
-    run_until_stopped(serve)
+    run_until_stopped(serve, options.url)
 
 
 def run_agent(
@@ -147,7 +194,7 @@ def run_agent(
             with watching():
                 await worker.run(stop)
 
-    run_until_stopped(serve)
+    run_until_stopped(serve, options.url)
 
 
 def run_worker(
@@ -217,7 +264,7 @@ def run_worker(
                 await stack.enter_async_context(_beside(announce(worker_id, serving, worker.keeper, sharing, _say)))
             await worker.run(stop)
 
-    run_until_stopped(serve)
+    run_until_stopped(serve, options.url)
 
 
 def _rollout_config(
@@ -334,26 +381,7 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float, memory_bytes_ma
             scoring.offered = await functions.offered()
             await RewardWorker(ports, scoring, queue, _info(worker_id, "reward"), clock).run(stop)
 
-    run_until_stopped(_unless_stopped(serve))
-
-
-def _unless_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> Callable[[asyncio.Event], Awaitable[None]]:
-    """The same role, ended by force if it does not end itself: it may wait for a broker that is away."""
-
-    async def serve_until_stopped(stop: asyncio.Event) -> None:
-        serving, stopped = asyncio.ensure_future(serve(stop)), asyncio.ensure_future(stop.wait())
-        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not serving.done():
-            await asyncio.wait((serving,), timeout=STOP_S)
-        if not serving.done():
-            serving.cancel()
-            await asyncio.wait((serving,), timeout=STOP_S)
-            _say("stopped; the broker did not answer meanwhile")
-            return
-        serving.result()
-
-    return serve_until_stopped
+    run_until_stopped(serve, options.url)
 
 
 def run_api(options: RoleOptions, config: ApiConfig) -> None:
@@ -366,7 +394,7 @@ def run_api(options: RoleOptions, config: ApiConfig) -> None:
         async with await RedisFabric.open(options.url, client_name=worker_id, patience_s=1.0) as ports:
             await serve_http(ports, config, stop)
 
-    run_until_stopped(serve)
+    run_until_stopped(serve, options.url)
 
 
 def _registry(options: RoleOptions, pool: PoolConfig | None = None) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..fabric.directories import owner_only
 from .logs import plain_lines
 
 STOP_TIMEOUT_S = 8.0
@@ -68,7 +69,7 @@ class Child:
         self.start_count += 1
         self.is_mourned = self.is_ready = False
         self.start_at_s = time.monotonic()
-        with self.log_path.open("ab") as output:
+        with open(self.log_path, "ab", opener=owner_only) as output:
             self.start_at_byte = output.tell()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rollfab", *self.arguments],
@@ -111,7 +112,7 @@ class Supervisor:
         self.lives_max = lives_max
         self.log_directory = log_directory
         self.children: dict[str, Child] = {}
-        log_directory.mkdir(parents=True, exist_ok=True)
+        log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def add(
         self,

@@ -3,7 +3,8 @@
 - What cannot work is refused before anything is started; "up" is said once every role does its work.
 - A role that keeps dying is given up with its last words: before "up" that is the end of all of them, with exit code 1;
   after it the others go on, and the exit code at the end is 1.
-- Ctrl-C is answered at once; a second one ends everything at once. The private broker ends with its owner in any case.
+- Ctrl-C is answered at once; a second one ends everything at once. The exit code is then 130, and 0 after SIGTERM. The
+  private broker ends with its owner in any case.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 from rich.console import Console
 
+from ..__main__ import INTERRUPTED
+from ..api.keys import hash_key, new_key
 from ..fabric.bus.embedded import EmbeddedBroker, starter_of
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.bus.url import is_local, mask_url
-from ..fabric.directories import make_directory
+from ..fabric.directories import make_directory, write_private
 from ..fabric.errors import BrokerError, ConfigError, FabricError
 from ..fabric.records import WorkerInfo
 from ..fabric.text import one_line, printable
@@ -43,6 +46,8 @@ LIVES_MAX = 3
 STARTER = "rollfab up"
 LINE_LENGTH_MAX = 300
 POOL = "local"  # of the serving workers: lent by this name, whenever they are started again
+KEY_FILE = "api.key"  # in the data directory, while all of it is up
+CONTROL_KEYS = "ROLLFAB_CONTROL_KEYS"
 GONE = ("unreachable", "resolve", "timeout", "lost")  # reasons for which nobody is there, rather than somebody else
 
 
@@ -50,7 +55,7 @@ GONE = ("unreachable", "resolve", "timeout", "lost")  # reasons for which nobody
 class UpOptions:
     """What to start."""
 
-    url: str | None
+    url: str | None = field(repr=False)
     model: str
     dedicated: int
     serving: int
@@ -60,6 +65,8 @@ class UpOptions:
     port: int
     is_url_given: bool = True
     """By --url; else the environment had it, perhaps from an earlier life."""
+    api_key: str = field(default="", repr=False)
+    """Lets its holder into the api; empty: nobody has to have one."""
     engine: str = "transformers"
     engine_words: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
@@ -69,7 +76,8 @@ class UpOptions:
 def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
     """Start every role of `options` as a child process.
 
-    The URL travels by the environment: it may hold a password, and `ps` shows arguments to every user.
+    The URL travels by the environment: it may hold a password, and `ps` shows arguments to every user. The api gets
+    the hash of its key alone, beside the keys that the environment may hold.
     """
     place = {"ROLLFAB_URL": url}
     allowed = [word for each in options.environments for word in ("--environment", each)]
@@ -87,7 +95,9 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
                 words += ["--engine", "vllm", "--engine-log", str(log), "--", *options.engine_words]
             supervisor.add(name, ["worker", *words], environment=place)
     supervisor.add("reward", ["reward", *allowed], environment=place)
-    supervisor.add("api", ["api", "--port", str(options.port)], environment=place)
+    keys = f"{os.environ.get(CONTROL_KEYS, '')} {hash_key(options.api_key) if options.api_key else ''}".strip()
+    door = {CONTROL_KEYS: keys} if keys else {}
+    supervisor.add("api", ["api", "--port", str(options.port)], environment=place | door)
 
 
 def run_up(options: UpOptions) -> int:
@@ -105,7 +115,7 @@ def run_up(options: UpOptions) -> int:
     directory = Path(options.data)
     given = _given_broker(options, directory / "broker", console)
     make_directory(directory / "logs", "--data")
-    options = options if options.port else dataclasses.replace(options, port=free_port())
+    options = dataclasses.replace(options, port=options.port or free_port(), api_key=make_key(directory, "--data"))
     supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
     interrupts = Interrupts(supervisor)
     broker = None if given else EmbeddedBroker.start(directory / "broker", starter=STARTER)
@@ -114,11 +124,32 @@ def run_up(options: UpOptions) -> int:
             life = _Life(supervisor, given or (broker.url if broker else ""), broker, options, console)
             code = life.run(interrupts)
     finally:
+        (directory / KEY_FILE).unlink(missing_ok=True)
         if broker is not None:
             broker.stop()
     if broker is not None:
         say(console, f"stopped; queued work and weights are kept in {directory}")
     return code
+
+
+def make_key(directory: Path, option: str) -> str:
+    """A key of the api for as long as this process runs; its user finds it in the file KEY_FILE.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    key = new_key()
+    try:
+        write_private(directory / KEY_FILE, f"{key}\n")
+    except OSError as error:
+        raise ConfigError(f"{option}: {directory / KEY_FILE} cannot be written: {error.strerror}") from error
+    return key
+
+
+def page_of(port: int, key: str, directory: Path, console: Console) -> str:
+    """The page's address as to be shown: with its key at a terminal, and with where that is in what may be kept."""
+    address = f"http://127.0.0.1:{port}/"
+    return f"{address}#key={key}" if console.is_terminal else f"{address}#key=… (the key is in {directory / KEY_FILE})"
 
 
 def _given_broker(options: UpOptions, home: Path, console: Console) -> str | None:
@@ -186,7 +217,7 @@ class _Life:
             if not missing and not self._is_up:
                 self._tell_up()
             self._tell_missing(missing, time.monotonic())
-        return self._code
+        return self._code or interrupts.code
 
     def _mourn(self) -> bool:
         """Start again who died; False: all that is left has no use."""
@@ -256,7 +287,8 @@ class _Life:
     def _tell_up(self) -> None:
         self._is_up = True
         children = [self._supervisor.children[name] for name in self._supervisor.children]
-        self._say(f"rollfab is up. Page: http://127.0.0.1:{self._options.port}")
+        page = page_of(self._options.port, self._options.api_key, Path(self._options.data), self._console)
+        self._say(f"rollfab is up. Page: {page}")
         for child in children:
             info = self._workers.get(child.pid or 0)
             if info is not None and info.role in ("dedicated", "serving"):
@@ -289,6 +321,8 @@ class Interrupts:
     def __init__(self, supervisor: Supervisor | None = None) -> None:
         self._supervisor = supervisor
         self._is_asked = False
+        self.code = 0
+        """To end with: 130 after SIGINT."""
         self._never = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
@@ -302,8 +336,9 @@ class Interrupts:
             if self._supervisor is not None:
                 self._supervisor.kill_all()
             os.write(2, b"ended at once\n")
-            os._exit(130)  # a private broker stops by itself: its owner is gone
+            os._exit(INTERRUPTED)  # a private broker stops by itself: its owner is gone
         self._is_asked = True
+        self.code = INTERRUPTED if number == signal.SIGINT else 0
         running = [child.name for child in self._supervisor.children.values()] if self._supervisor is not None else []
         whom = f"{', '.join(running)} give back what they hold (at most {STOP_TIMEOUT_S:.0f} s)" if running else ""
         text = f"stopping: {whom or 'the broker writes down what it has'}; once more ends everything at once\n"
@@ -318,7 +353,7 @@ def run_broker(data: str, port: int | None) -> int:
         while not interrupts.wait(LOOK_S):
             if not broker.is_running:
                 return 1
-    return 0
+    return interrupts.code
 
 
 def free_port() -> int:

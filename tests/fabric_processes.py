@@ -55,8 +55,8 @@ class Processes:
 
     def start(self, name: str, role: str, *words: str) -> None:
         """Start a role under a name for this test; the worker's own name is new with every start."""
-        arguments = [role, "--url", self.url, *words]
-        self.supervisor.add(name, arguments, environment={"PYTHONPATH": PYTHONPATH})
+        place = {"PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": self.url}
+        self.supervisor.add(name, [role, *words], environment=place)
 
     def start_roles(self, *, agent: Iterable[str] = (), worker: Iterable[str] = ()) -> None:
         """A controller, an agent and a dedicated worker; ready once each is known to the broker."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from .loop import CHECKPOINT, TrainingLoop, summary_of
 class TrainOptions:
     """What to train, and where."""
 
-    url: str
+    url: str = field(repr=False)
     run_id: str
     environment: str
     reward: str | None

@@ -1,7 +1,7 @@
 // The live page: reads /v1/status once per second and shows it. Every button is one documented api call.
 
 import { blamedWorkers, fillAgreement } from "./agreement.js";
-import { hasKey, lend, readDeadLetters, readStatus, setKey } from "./client.js";
+import { hasKey, lend, readDeadLetters, readStatus, setKey, takeKey } from "./client.js";
 import { $, Keyed, age, count, fields, line, percent, rate, show, text, width } from "./draw.js";
 import { fillGuard, fillSwitch, renderSharing } from "./lending.js";
 import { fillVersion, renderWeights } from "./weights.js";
@@ -312,4 +312,6 @@ $("show-all").addEventListener("click", () => {
   poll();
 });
 document.addEventListener("visibilitychange", () => document.hidden || poll());
+window.addEventListener("hashchange", () => takeKey() && poll()); // the same tab, led to an address with a newer key
+takeKey();
 poll();

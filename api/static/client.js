@@ -14,6 +14,15 @@ export class ApiError extends Error {
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
+/** Take the key of an address like /#key=…, which no server is sent, and leave none in the address bar; whether there was one. */
+export function takeKey() {
+  const key = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (!key) return false;
+  setKey(key);
+  history.replaceState(null, "", location.pathname + location.search);
+  return true;
+}
+
 async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };

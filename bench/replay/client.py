@@ -34,7 +34,7 @@ VOCABULARY_SIZE = 100  # every model has so many ids
 class Server:
     """A server that answers. url: without slash and /v1. context_tokens: None: it does not say."""
 
-    url: str
+    url: str = field(repr=False)
     model: str
     context_tokens: int | None
 
@@ -58,7 +58,7 @@ class Manner:
     """How to ask. vocabulary_size: prompts are of ids below it. prompt_seed: of their ids; None: fresh each time."""
 
     endpoint: Endpoint = "completions"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     vocabulary_size: int = VOCABULARY_SIZE
     prompt_seed: int | None = None
     drain_s: float = 600.0
@@ -84,7 +84,7 @@ async def find_server(url: str, model: str | None = None, api_key: str | None = 
             f"server {base} cannot be reached: {cause}. Is it running, and is this its address?"
         ) from error
     if status != 200:
-        step = ": give its key with --api-key or ROLLFAB_SERVER_KEY" if status in (401, 403) else ""
+        step = ": give its key as ROLLFAB_SERVER_KEY, by the environment" if status in (401, 403) else ""
         raise EngineError(f"server {base} answered {status} to /v1/models{step}", url=base, status=status)
     try:
         served = {str(each["id"]): each.get("max_model_len") for each in orjson.loads(raw)["data"]}
@@ -199,7 +199,7 @@ class _Asker:
     """One request after another, each to its outcome. reason: what it is called when it is cut short from outside."""
 
     session: aiohttp.ClientSession
-    url: str
+    url: str = field(repr=False)
     bodies: Bodies
     tally: Tally
     reason: str = ""

@@ -56,6 +56,7 @@ class Channel:
         connection = await pool.get_connection()
 
         async def round_trip() -> list[Any]:
+            connection.note(commands)
             await connection.send_packed_command(packed)
             try:
                 # One timer for all answers; one for each would cost more than reading them.

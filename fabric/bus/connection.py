@@ -6,6 +6,7 @@
   unnoticed. *Every* command is retried, also one whose reply was lost: the scripts of this room are written to be
   repeated. A caller that must not repeat opens its own client with `patience_s=0`.
 - Behind Sentinel the budget is at least what the sentinels need to replace a primary, so that goes unnoticed too.
+- Where everybody may put a socket, one that another user put there is not trusted with what we know.
 - Nothing here reads the environment, and no text holds a password.
 """
 
@@ -15,13 +16,18 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
+import stat
 from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import redis.asyncio
 from redis import exceptions
 
-from ..errors import BrokerError
+from ..errors import BrokerError, ConfigError
 from .cluster_client import ClusterClient
+from .embedded import starter_of
 from .facts import BrokerFacts, broker_facts, problems
 from .patience import SAY_AFTER_S, PatientRetry
 from .pools import Pools
@@ -62,7 +68,7 @@ async def open_broker(
         open_patience_s: the same for the PING here, shorter: a person may be waiting for the message.
 
     Raises:
-        ConfigError: the URL is empty or malformed.
+        ConfigError: the URL is empty or malformed, or leads to a socket that another user put into a shared directory.
         BrokerError: not found, not reachable, refused us, or TLS failed; facts["reason"] says which.
     """
     assert client_name.isprintable()
@@ -80,9 +86,14 @@ async def open_broker(
     client = redis.asyncio.Redis.from_pool(pools(socket_timeout_s).make(open_patience_s))
     nodes: Sequence[Address] = ()
     try:
+        if not parts.hosts:
+            check_socket(Path(unquote(urlsplit(parts.client_url).path)))
         with translate(client), contextlib.suppress(exceptions.BusyLoadingError):  # check_broker waits for that
             await client.ping()
             nodes = await _cluster_nodes(client, parts)
+    except BrokerError as error:
+        await client.aclose()
+        raise _of_ended(error, url) from error.__cause__
     except BaseException:
         await client.aclose()
         raise
@@ -91,6 +102,33 @@ async def open_broker(
         return await ClusterClient.open(nodes, pools(SILENCE_S), patience_s, open_patience_s)
     client.set_retry(PatientRetry(patience_s))
     return client
+
+
+def check_socket(path: Path) -> None:
+    """Refuse a socket that anybody could have put where it is.
+
+    Raises:
+        ConfigError: it is neither ours nor root's, in a directory that every user may write to.
+    """
+    try:
+        owner, shared = path.stat().st_uid, path.parent.stat().st_mode & stat.S_IWOTH
+    except OSError:
+        return  # connecting says more
+    if shared and owner not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"the broker's socket {path} belongs to user {owner}, in a directory that every user may write to: it may "
+            "be anybody's; have the broker listen in a directory of its own",
+            path=str(path),
+        )
+
+
+def _of_ended(error: BrokerError, url: str) -> BrokerError:
+    """The same error, or what to start where the URL was that of a private broker which has ended with its owner."""
+    starter = starter_of(url) if error.facts.get("reason") == "unreachable" else ""
+    if not starter:
+        return error
+    text = f"the private broker {mask_url(url)} has ended with its `{starter}`: start `{starter}` again"
+    return BrokerError(f"{text}, which goes on with its data, or set ROLLFAB_URL to another broker", **error.facts)
 
 
 async def _cluster_nodes(client: redis.asyncio.Redis, parts: BrokerUrl) -> Sequence[Address]:

@@ -4,6 +4,8 @@ Owns one data directory, its lock, and the server that lives in it.
 
 - Two servers never share a directory. The server inherits an flock on `broker.lock`, so the lock lasts exactly
   as long as the server (or a child of it that is still writing) lives, whatever became of its owner.
+- A directory that another user owns or may write to is not used, nor is what one left written there: whoever makes the
+  configuration, the password or the data decides what the server does.
 - A kept directory has a steady URL: a restart comes back where clients look for it.
 - The server stops with its owner, however the owner ends (`server_process.py` says how).
 - Everything here is synchronous, needs no event loop, and does not import redis.
@@ -20,6 +22,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 import threading
@@ -30,13 +33,14 @@ from urllib.parse import unquote, urlsplit
 
 from ..clock import SystemClock
 from ..errors import BrokerError, ConfigError
-from .server_process import Door, end, say_farewell, spawn
+from .server_process import CONFIG_FILE, Door, end, say_farewell, spawn
 from .url import mask_url
 
 __all__ = ["EmbeddedBroker", "find_broker", "starter_of"]
 
 log = logging.getLogger(__name__)
 
+LOCK = "broker.lock"
 SOCKET_PATH_BYTES_MAX = 100  # sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero
 LOCK_WAIT_S = 5.0  # a server whose owner was just killed needs a moment to flush and let go of its directory
 STOP_TIMEOUT_S = 10.0  # the last fsync on a busy disk
@@ -136,26 +140,30 @@ class EmbeddedBroker:
 def find_broker(data_directory: Path) -> str | None:
     """The URL of the private broker that lives in this directory now, or None if none does."""
     try:
-        with (data_directory / "broker.lock").open("rb") as file:
+        _check_ours(data_directory)
+        with (data_directory / LOCK).open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return str(json.load(file)["url"])
     except (OSError, ValueError, KeyError):
-        return None  # never used, or its server is only just starting
+        return None  # never used, its server is only just starting, or it is another user's
     return None
 
 
-def starter_of(url: str, data_directory: Path) -> str:
+def starter_of(url: str, data_directory: Path | None = None) -> str:
     """Who started the private broker that a URL leads to, alive or not; empty: nobody who said so.
 
-    It is looked for in `data_directory`, and where the URL's socket is.
+    It is looked for in `data_directory`, if given, and where the URL's socket is.
     """
     parts = urlsplit(url)
-    homes = [data_directory] + ([Path(unquote(parts.path)).parent] if parts.scheme == "unix" else [])
+    homes = ([] if data_directory is None else [data_directory]) + (
+        [Path(unquote(parts.path)).parent] if parts.scheme == "unix" else []
+    )
     for home in homes:
         try:
-            written = json.loads((home / "broker.lock").read_bytes())
+            _check_ours(home)
+            written = json.loads((home / LOCK).read_bytes())
             if written["url"] == url:
                 return str(written.get("starter", ""))
         except (OSError, ValueError, KeyError, TypeError):
@@ -168,7 +176,9 @@ def _prepare_directory(data_directory: Path | None) -> Path:
         if data_directory is None:
             return Path(tempfile.mkdtemp(prefix="rollfab-")).resolve()
         data_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return data_directory.resolve()
+        directory = data_directory.resolve()
+        _check_ours(directory)
+        return directory
     except OSError as error:
         raise ConfigError(
             f"the broker's data directory {data_directory or tempfile.gettempdir()} cannot be made: {error.strerror}; "
@@ -176,10 +186,34 @@ def _prepare_directory(data_directory: Path | None) -> Path:
         ) from error
 
 
+def _check_ours(directory: Path) -> None:
+    """See to it that nobody else has a hand in a directory.
+
+    Raises:
+        ConfigError: another user owns it or a file in it that we read, or may write there, or may read the lock.
+        OSError: it is not there.
+    """
+    for path, forbidden in ((directory, 0o022), (directory / LOCK, 0o077), (directory / CONFIG_FILE, 0o077)):
+        try:
+            found = path.lstat() if path != directory else path.stat()
+        except FileNotFoundError:
+            if path == directory:
+                raise
+            continue
+        if found.st_uid != os.geteuid():
+            what, step = f"belongs to user {found.st_uid}, not to {os.geteuid()}", "choose another directory"
+        elif stat.S_IMODE(found.st_mode) & forbidden:
+            what = f"is open to other users (mode {stat.S_IMODE(found.st_mode):o})"
+            step = f"make sure that nobody has put anything there, then chmod go-rwx {path}"
+        else:
+            continue
+        raise ConfigError(f"the private broker's {path} {what}: {step}", path=str(path))
+
+
 def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
     """Own the directory. Returns the locked descriptor and what the last server there left written."""
     try:
-        lock = os.open(directory / "broker.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise ConfigError(f"the broker's data directory {directory} cannot be written: {error.strerror}") from error
     clock, pause = SystemClock(), threading.Event()

@@ -19,16 +19,18 @@ import os
 import socket
 import subprocess
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
 from ..clock import SystemClock
+from ..directories import owner_only, write_private
 from ..errors import BrokerError, ConfigError
 
-__all__ = ["Door", "end", "say_farewell", "server_binary", "spawn"]
+__all__ = ["CONFIG_FILE", "Door", "end", "say_farewell", "server_binary", "spawn"]
 
+CONFIG_FILE = "broker.conf"
 LOADING_TIMEOUT_S = 600.0  # reading a large append-only file back takes minutes, not seconds
 POLL_S = 0.005
 LOG_TAIL_LINES = 6
@@ -38,6 +40,7 @@ LOG_TAIL_LINES = 6
 # has ended, leave"; end of file means the owner is gone. The lock arrives as standard error, since sh can only
 # name descriptors up to 9, and goes to the server alone. `sleep 1` is for shells without fractions.
 LIFELINE = """
+umask 077
 exec 3<&0 </dev/null 4>&2 2>&1
 (
   read -r farewell <&3 && exit 0
@@ -69,7 +72,7 @@ class Door:
 
     path: Path | None = None
     port: int = 0
-    password: str = ""
+    password: str = field(default="", repr=False)
 
     @property
     def url(self) -> str:
@@ -137,14 +140,14 @@ def spawn(
     Raises:
         BrokerError: it ended or stayed silent; the log's tail is in the text and in facts["log"].
     """
-    config = directory / "broker.conf"
-    config.touch(mode=0o600)  # before the password is in it
-    config.write_text(CONFIG.format(directory=_quoted(directory), maxmemory_bytes=maxmemory_bytes, door=door.config))
+    config = directory / CONFIG_FILE
+    lines = CONFIG.format(directory=_quoted(directory), maxmemory_bytes=maxmemory_bytes, door=door.config)
+    write_private(config, lines)  # it may hold the password
     doomed = str(directory) if is_temporary else ""
     path = directory / "broker.log"
     if path.exists():
         path.replace(directory / "broker.log.1")  # one server's life per file, two lives kept
-    with path.open("wb") as output:
+    with open(path, "wb", opener=owner_only) as output:
         process = subprocess.Popen(
             ["/bin/sh", "-c", LIFELINE, "broker", doomed, str(server_binary()), str(config)],
             bufsize=0,

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
@@ -63,17 +63,17 @@ class BrokerUrl:
 
     topology: Literal["any", "cluster", "sentinel"]
     """any: one broker, or a node of a cluster, which is found out on connecting."""
-    client_url: str
+    client_url: str = field(repr=False)
     """For the client library: the first host, with credentials, database and its own settings."""
     hosts: tuple[Address, ...]
     """The nodes, or the sentinels; empty for a unix socket."""
     service: str = ""
     """What the sentinels call the primary."""
     sentinel_username: str | None = None
-    sentinel_password: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
     durability: Durability = "memory"
     """What a push waits for (durability.py)."""
-    reward_queue: str | None = None
+    reward_queue: str | None = field(default=None, repr=False)
     """The broker of the reward queue, where it is another one: rq cannot use a Redis Cluster."""
 
 

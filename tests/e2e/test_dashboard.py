@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollfab.api.keys import new_key
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.lease_plan import LeasePlan, PlanRow
 from rollfab.fabric.records import Group, Rollout, Span
@@ -283,6 +284,39 @@ async def test_a_locked_api_asks_for_a_key_and_a_read_key_cannot_lend(broker_url
         await page.click(f"{WORKER} [data-f=lend]")
         await page.wait_text("#toast", "use a control key")
         assert await api.fabric.board.lends() == {}
+
+
+async def test_a_key_in_the_address_opens_the_page_and_leaves_the_address_bar(
+    broker_url: str, browser: Browser
+) -> None:
+    first, second = new_key(), new_key()
+    async with running_api(broker_url, control_keys=(first, second)) as api:
+        await api.beat("serving-1", "serving", slot_count=8)
+        page = await browser.open(f"{api.url}#key={first}")
+        # Then it reads and acts, and the key is in the tab's storage alone
+        await page.wait_text(f"{CARD} [data-f=name]", "r1")
+        await page.click(f"{WORKER} [data-f=lend]")
+        await page.wait_text(f"{WORKER} [data-f=limit]", "on")
+        assert await page.evaluate("location.href") == api.url
+        assert await page.evaluate("sessionStorage.getItem('rollfab.key')") == first
+        assert await page.evaluate("history.length") <= 2  # about:blank, and this
+        assert await page.evaluate("localStorage.length + document.cookie.length") == 0
+        assert first not in await page.evaluate("document.documentElement.outerHTML")
+        assert not any("key" in address for address in page.requested())
+        # When the tab is led to an address with another key, it takes that one
+        await page.evaluate(f"location.hash = '#key={second}'")
+        taken = f"sessionStorage.getItem('rollfab.key') === '{second}'"
+        await page.evaluate(f"new Promise((done) => setInterval(() => {taken} && done(true), 20))")
+        assert await page.evaluate("location.href") == api.url
+        assert page.complaints() == []
+
+
+async def test_an_address_with_a_key_that_is_none_says_so(broker_url: str, browser: Browser) -> None:
+    async with running_api(broker_url, control_keys=(new_key(),)) as api:
+        page = await browser.open(f"{api.url}#key={new_key()}")
+        await page.wait_text("#banner", "this key is not known here")
+        await page.wait_text("#key-button", "Key")
+        assert await page.evaluate("location.href") == api.url
 
 
 async def test_the_documentation_is_drawn(api: ApiWorld, browser: Browser) -> None:

@@ -117,8 +117,8 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         threads = [threading.Thread(target=each) for each in (pool.beat, pool.watch)]
         try:
             for name in ("one", "two"):
-                arguments = ["controller", "--url", broker.url, "--name", name]
-                pool.supervisor.add(name, arguments, environment={"PYTHONPATH": PYTHONPATH})
+                place = {"PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": broker.url}
+                pool.supervisor.add(name, ["controller", "--name", name], environment=place)
             for thread in threads:
                 thread.start()
             pool.until(lambda: pool.has_taken_over(0), "one of two controllers has granted every lease")

@@ -609,6 +609,21 @@ async def test_a_foreign_name_that_leads_here_is_refused(api: ApiWorld) -> None:
         await api.json("v1/status", headers={"host": name})
 
 
+@pytest.mark.parametrize(
+    "name", ["X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "Forwarded", "Via", "X-Real-IP", "Client-IP"]
+)
+async def test_what_a_proxy_passed_on_is_refused_without_keys(api: ApiWorld, name: str) -> None:
+    said = await api.json("v1/status", 403, headers={name: ""})
+    assert (said["error"], name.lower() in said["message"]) == ("ForwardedRefused", True)
+    answer = await api.http.post("v1/workers/*/lend", json={"mode": "on"}, headers={name: "1.1 proxy"})
+    assert (answer.status_code, answer.json()["error"]) == (403, "ForwardedRefused")
+    assert await api.fabric.board.lends() == {}
+
+
+async def test_with_keys_a_proxy_may_pass_on(locked: ApiWorld) -> None:
+    await locked.json("v1/status", headers={**bearer(CONTROL_KEY), "x-forwarded-for": "192.0.2.1"})
+
+
 async def test_a_foreign_page_may_not_control_but_our_own_may(api: ApiWorld) -> None:
     await api.beat("serving-1", "serving")
     own = api.url.rstrip("/")

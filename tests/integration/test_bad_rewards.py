@@ -352,9 +352,14 @@ def processes_broker():  # type: ignore[no-untyped-def]
 
 
 def run_reward(url: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rollfab", "reward", "--url", url, *words]
+    place = {"PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": url}
     return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-m", "rollfab", "reward", *words],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
 
 
@@ -366,8 +371,8 @@ def test_a_reward_worker_whose_broker_is_away_leaves_at_once_when_asked(
     # Given a broker that goes away before the worker starts, or while it works
     fabric = Processes(tmp_path)
     try:
-        command = [sys.executable, "-m", "rollfab", "reward", "--url", fabric.url]
-        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+        command = [sys.executable, "-m", "rollfab", "reward"]
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": fabric.url}
         if is_before:
             os.kill(_broker_pid(fabric), signal.SIGSTOP)
         with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as worker:

@@ -137,6 +137,8 @@ def test_up_says_that_it_keeps_work_only_where_the_broker_was_its_own(url: str, 
             assert process.stdout is not None
             while "rollfab is up" not in (line := process.stdout.readline()):
                 assert line, "it ended"
+            assert f"(the key is in {tmp_path}/data/api.key)" in line  # for what is kept has no key in it
+            assert (tmp_path / "data" / "api.key").read_text().strip() not in line
         finally:
             process.terminate()
         said = process.communicate(timeout=30)[0]

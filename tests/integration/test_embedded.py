@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.bus.connection import check_broker, open_broker
-from rollfab.fabric.bus.embedded import EmbeddedBroker, find_broker
+from rollfab.fabric.bus.embedded import EmbeddedBroker, find_broker, starter_of
 from rollfab.fabric.errors import BrokerError, ConfigError
 from tests.redis_server import redis_server
 
@@ -176,6 +176,60 @@ def test_the_lock_file_is_readable_by_people(home: Path) -> None:
     with EmbeddedBroker.start(home) as broker:
         written = json.loads((home / "broker.lock").read_text())
     assert written == {"owner_pid": os.getpid(), "server_pid": broker.pid, "url": broker.url}
+
+
+# ---------------------------------------------------------------- it is nobody else's
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_nothing_that_a_private_broker_writes_is_open_to_others(home: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            with EmbeddedBroker.start(home, transport="tcp"):
+                pass
+    finally:
+        os.umask(before)
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (home, *home.rglob("*"))}
+    assert {"broker.conf", "broker.lock", "broker.log", "broker.log.1", "appendonlydir"} <= set(found)
+    assert {name: f"{mode:o}" for name, mode in found.items() if mode & 0o077} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [(".", 0o777), (".", 0o770), ("broker.lock", 0o644), ("broker.conf", 0o604)], ids=str
+)
+def test_a_directory_that_others_have_a_hand_in_is_not_used(home: Path, name: str, mode: int) -> None:
+    with EmbeddedBroker.start(home, starter="me") as broker:
+        assert find_broker(home) == broker.url and starter_of(broker.url, home) == "me"
+        (home / name).chmod(mode)
+        assert find_broker(home) is None and starter_of(broker.url, home) == ""
+    with pytest.raises(ConfigError, match="is open to other users") as caught:
+        EmbeddedBroker.start(home)
+    assert str((home / name).resolve()) in str(caught.value)
+
+
+def test_a_directory_of_another_user_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedBroker.start(home):
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+        assert find_broker(home) is None
+        with pytest.raises(ConfigError, match=f"belongs to user {owner}, not to {owner + 1}"):
+            EmbeddedBroker.start(home)
+
+
+async def test_a_socket_that_another_user_put_into_a_shared_directory_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with redis_server(tmp_path) as stranger:
+        os.chmod(tmp_path, 0o1777)
+        await (await open_broker(stranger.unix_url, client_name="test")).aclose()  # our own, wherever it is
+        if os.geteuid() == 0:
+            os.chown(stranger.path, 4321, -1)  # root's own would be trusted
+        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+        with pytest.raises(ConfigError, match="in a directory that every user may write to"):
+            await open_broker(stranger.unix_url, client_name="test")
+        os.chmod(tmp_path, 0o755)
+        await (await open_broker(stranger.unix_url, client_name="test")).aclose()
 
 
 # ---------------------------------------------------------------- it ends with its owner

@@ -1,13 +1,25 @@
-"""Real processes with a real broker: signals in the middle of a publish, and children that were forked."""
+"""Real processes with a real broker: signals in the middle of a publish or a command, and children that were forked."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import pytest
+import redis
+
+import rollfab
+from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.errors import BrokerError
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,3 +187,150 @@ def test_signals_in_the_middle_of_a_publish_leave_no_wrong_bit() -> None:
 @pytest.mark.parametrize("text", [FORK, FORK_AIO], ids=["sync", "aio"])
 def test_a_forked_child_is_refused_at_once_and_hurts_nobody(text: str) -> None:
     assert script(text) == "fine\n"
+
+
+# ---------------------------------------------------------------- Ctrl-C, whatever a command is doing
+
+INTERRUPTER = """
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+"""
+
+
+def command(*words: str, url: str = "redis://127.0.0.1:1", **environment: str) -> list[Any]:
+    """What to start a command with."""
+    everything = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ROLLFAB_URL": url, **environment}
+    return [[sys.executable, "-m", "rollfab", *words], everything]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("typer", ["version"]),
+        ("rollfab.commands.cli", ["version"]),
+        ("redis", ["status"]),
+        ("rollfab.commands.bench", ["status"]),
+        ("rollfab.commands.roles", ["controller"]),
+        ("rollfab.workers.agent", ["agent"]),
+        ("rollfab.workers.rollout", ["worker"]),
+        ("rq", ["reward"]),
+        ("uvicorn", ["api"]),
+        ("rollfab.commands.up", ["up", "--data", "nowhere"]),
+        ("rollfab.commands.demo", ["demo", "--output", "nowhere"]),
+        ("rollfab.trainer.training", ["train"]),
+        ("torch", ["train"]),
+    ],
+)
+def test_an_interrupt_while_a_command_loads_ends_it_without_a_word(
+    tmp_path: Path, module: str, words: list[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    line, environment = command(*words, PYTHONPATH=path, INTERRUPT_AT=module)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+ROLES = (["controller"], ["agent"], ["worker"], ["reward"], ["api", "--port", "0"])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", [*ROLES, ["status", "--watch"]], ids=lambda words: words[0])
+def test_every_command_ends_with_130_when_it_is_interrupted(words: list[str]) -> None:
+    with EmbeddedBroker.start() as broker, running(broker, words) as process:
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=100)[1]
+        assert process.returncode == 130
+        assert "Traceback" not in said
+
+
+@pytest.mark.timeout(120)
+def test_a_broker_of_one_s_own_ends_with_130_when_it_is_interrupted(tmp_path: Path) -> None:
+    line, environment = command("broker", "--data", str(tmp_path / "data"))
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("unix://")
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.communicate(timeout=100)[1]
+    assert process.returncode == 130
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "frozen"])
+@pytest.mark.parametrize("words", ROLES[:4], ids=lambda words: words[0])
+def test_a_role_whose_broker_does_not_answer_ends_when_it_is_interrupted(words: list[str], how: signal.Signals) -> None:
+    with EmbeddedBroker.start() as broker:
+        try:
+            with running(broker, words) as process:
+                os.kill(broker.pid, how)
+                process.send_signal(signal.SIGINT)
+                said = process.communicate(timeout=100)[1]
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(broker.pid, signal.SIGCONT)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    if words == ["controller"]:  # it was asking, and would have gone on for as long as its patience lasts
+        assert said.endswith("stopped; the broker did not answer meanwhile\n")
+
+
+@contextmanager
+def running(broker: EmbeddedBroker, words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A command that has connected, and asks the broker things."""
+    line, environment = command(*words, url=broker.url)
+    with subprocess.Popen(line, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            with redis.Redis.from_url(broker.url) as client:
+                limit_s = time.monotonic() + 100
+                while not any(row["tot-cmds"] not in ("", "0", "1", "2", "3") for row in others(client)):
+                    assert process.poll() is None and time.monotonic() < limit_s
+                    time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
+
+
+def others(client: redis.Redis) -> list[dict[str, str]]:
+    own = str(client.client_id())
+    return [row for row in client.client_list() if row["id"] != own]
+
+
+# ---------------------------------------------------------------- brokers that are silent, or gone for good
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", [["status"], ["doctor", "--run", "r"], ["runs", "ls"]], ids=lambda words: words[0])
+def test_a_frozen_broker_is_named_before_it_is_given_up(words: list[str]) -> None:
+    with EmbeddedBroker.start() as broker:
+        os.kill(broker.pid, signal.SIGSTOP)
+        try:
+            line, environment = command(*words, url=f"{broker.url}?socket_timeout=7")
+            done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=100)
+        finally:
+            os.kill(broker.pid, signal.SIGCONT)
+    waits, error = (
+        done.stderr.index("has not answered for 5 s: waiting for it another 2 s"),
+        done.stderr.index("error:"),
+    )
+    assert waits < error and done.returncode == 1
+    assert f"WARNING rollfab.fabric.bus.prompt the broker {broker.url} has not" in done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_a_url_of_an_up_that_has_ended_says_to_start_it_again(tmp_path: Path) -> None:
+    with EmbeddedBroker.start(tmp_path / "data", starter="rollfab up") as broker:
+        pass
+    line, environment = command("status", url=broker.url)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "has ended with its `" in done.stderr and re.search(r"start `[^`]* up` again", done.stderr)
+    with pytest.raises(BrokerError, match="start `rollfab up` again"):
+        rollfab.connect(broker.url)

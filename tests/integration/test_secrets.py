@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import pytest
 
 from rollfab.api.config import ApiConfig
 from rollfab.api.keys import add_key, hash_key, new_key, read_keys_file
+from rollfab.commands.arguments import refuse_secrets
 from rollfab.commands.roles import RoleOptions
 from rollfab.fabric.errors import ConfigError
 from tests.fabric_processes import PYTHONPATH
@@ -42,14 +45,20 @@ def url(server: RedisServer, password: str) -> str:
 
 def run(*words: str, timeout_s: float = 40, **environment: str) -> str:
     """Everything that a command prints, also one that is stopped after a while."""
+    return end(*words, timeout_s=timeout_s, **environment)[1]
+
+
+def end(*words: str, timeout_s: float = 40, **environment: str) -> tuple[int, str]:
+    """The same, after the exit code."""
     everything = {**os.environ, "PYTHONPATH": PYTHONPATH, **environment}
     words = (sys.executable, "-m", "rollfab", *words)
     process = subprocess.Popen(words, env=everything, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        return process.communicate(timeout=timeout_s)[0]
+        said = process.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
-        return process.communicate(timeout=20)[0]
+        said = process.communicate(timeout=20)[0]
+    return process.returncode, said
 
 
 ROLES = (
@@ -68,10 +77,16 @@ ROLES = (
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("words", ROLES, ids=lambda words: words[0])
-def test_a_wrong_password_is_told_of_and_not_told(server: RedisServer, words: list[str], tmp_path: Path) -> None:
-    said = run(*words, "--debug", ROLLFAB_URL=url(server, WRONG))
+@pytest.mark.parametrize("is_there", [True, False], ids=["wrong-password", "broker-away"])
+def test_a_password_that_gets_nobody_in_is_told_of_and_not_told(
+    server: RedisServer, words: list[str], is_there: bool
+) -> None:
+    if not is_there:
+        server.kill()
+    code, said = end(*words, "--debug", ROLLFAB_URL=url(server, WRONG))
 
-    assert "refused to let us in" in said, said
+    assert ("refused to let us in" if is_there else "is not reachable") in said, said
+    assert code == 1
     assert WRONG not in said
 
 
@@ -88,11 +103,62 @@ def test_the_text_of_an_error_is_printed_as_it_is() -> None:
     assert "unknown setting '[/bold]'" in " ".join(said.split())
 
 
-def test_a_password_on_the_command_line_is_warned_of() -> None:
-    said = run("status", "--url", f"redis://:{WRONG}@127.0.0.1:1/0")
+QUEUE = f"redis://h?reward_queue=redis%3A%2F%2F%3A{WRONG}%40other%3A1"
 
-    assert "put the broker's URL into ROLLFAB_URL instead" in " ".join(said.split())
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("status", "--url", f"redis://:{WRONG}@127.0.0.1:1/0"),
+        ("controller", f"--url=rediss://user:{WRONG}@h"),
+        ("up", "--url", f"redis+sentinel://{WRONG}@a:1,b:2/service"),
+        ("doctor", "--url", f"redis://:hunt/{WRONG}@h"),
+        ("agent", "--url", f"unix:///broker.sock?password={WRONG}"),
+        ("reward", "--url", f"redis+sentinel://h/s?sentinel_password={WRONG}"),
+        ("train", "--url", QUEUE),
+        ("worker", "--engine", "vllm", "--server", f"http://user:{WRONG}@h:8000", "--model", "m"),
+        ("worker", "--role", "serving", "--probe", f"https://{WRONG}@h:8000"),
+        ("worker", "--engine", "vllm", "--server", f"http://h:8000?api_key={WRONG}", "--model", "m"),
+        ("worker", "--engine", "vllm", "--", "--hf-token", WRONG),
+        ("worker", "--engine", "vllm", "--", f"--api-key={WRONG}"),
+        ("replay", "azure-conv", "--url", "http://h:8000", "--api-key", WRONG),
+        ("replay", "azure-conv", "--url", f"http://:{WRONG}@h:8000"),
+        ("bench", "queue", "--url", f"redis://:{WRONG}@h"),
+    ],
+    ids=lambda words: " ".join(words).replace(WRONG, "…"),
+)
+def test_an_argument_that_holds_a_secret_is_refused_and_not_repeated(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"would show .* by the environment, ") as caught:
+        refuse_secrets(words)
+    assert caught.value.facts["option"] in ("--url", "--server", "--probe", "--hf-token", "--api-key")
+    assert WRONG not in str(caught.value)
+
+
+@pytest.mark.parametrize(("debug", "code"), [((), 2), (("--debug",), 1)], ids=["plain", "debug"])
+def test_a_command_with_a_password_in_its_url_ends_before_it_does_anything(debug: tuple[str, ...], code: int) -> None:
+    found, said = end("status", "--url", f"redis://:{WRONG}@127.0.0.1:1/0", *debug)
+
+    assert found == code
+    assert "--url would show the password in a URL to every user of this machine" in " ".join(said.split())
     assert WRONG not in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--url", "redis://h:1/0?socket_timeout=3"),
+        ("--url", "unix:///run/a@b.sock"),
+        ("--url", "rediss://h?ssl_keyfile=/a/b"),
+        ("acl", "--passwords", "users.passwords"),
+        ("replay", "trace", "--url", "http://h:8000/v1?a=b"),
+        ("--model", "org/name@main"),
+        ("--environment", "a=/venv/bin/python:m:W"),
+        ("--", "--max-num-batched-tokens", "8", "--skip-tokenizer-init", "--kv-cache-dtype", "auto"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_no_secret_may_be_an_argument(words: tuple[str, ...]) -> None:
+    refuse_secrets(words)
 
 
 # ---- everything at once, for a while
@@ -114,14 +180,14 @@ def up(server: RedisServer, directory: Path, port: int) -> Iterator[subprocess.P
         process.wait(30)
 
 
-def wait_until_ready(page: str, logs: Path) -> None:
+def wait_until_ready(page: httpx.Client, logs: Path) -> None:
     """Until the api answers, and a worker of each kind is known to it."""
     limit_s = time.monotonic() + 100
     roles: set[str] = set()
     while not roles >= {"controller", "agent", "dedicated", "serving", "reward"}:
         assert time.monotonic() < limit_s, "\n".join(path.read_text()[-2000:] for path in logs.rglob("*.log"))
         try:
-            roles = {row["role"] for row in httpx.get(f"{page}/v1/workers").json()["workers"]}
+            roles = {row["role"] for row in page.get("/v1/workers").json()["workers"]}
         except (httpx.TransportError, KeyError):
             time.sleep(0.1)
 
@@ -132,18 +198,19 @@ def test_a_password_is_in_no_log_answer_or_argument_of_a_fabric_that_works_and_o
     server: RedisServer, tmp_path: Path
 ) -> None:
     port = free_port()
-    page = f"http://127.0.0.1:{port}"
-    with up(server, tmp_path, port) as process:
+    with up(server, tmp_path, port) as process, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as page:
         # Given all roles at work, a run, and a broker that goes away for a moment
+        key = _when_there(tmp_path / "data" / "api.key")
+        page.headers.update(_bearer(key))
         wait_until_ready(page, tmp_path)
         said = [run("submit", _tasks(tmp_path), *RUN, ROLLFAB_URL=url(server, PASSWORD))]
         assert "1 groups pushed" in said[0]
-        answers = [httpx.get(f"{page}{path}").text for path in PATHS]
+        answers = [page.get(path).text for path in PATHS]
         children = psutil.Process(process.pid).children(recursive=True)
         arguments = [" ".join(child.cmdline()) for child in children]
         assert all(child.environ()["ROLLFAB_DEBUG"] == "1" for child in children)
         server.kill()
-        answers += [httpx.get(f"{page}{path}", timeout=20).text for path in ("/v1/status", "/readyz")]
+        answers += [page.get(path).text for path in ("/v1/status", "/readyz")]
 
     # Then the password is nowhere
     assert len(arguments) >= 6
@@ -151,9 +218,22 @@ def test_a_password_is_in_no_log_answer_or_argument_of_a_fabric_that_works_and_o
     texts = {name: text for name, text in texts.items() if name != "test.log"}
     assert {"up.log", "controller.log", "agent-0.log", "api.log", "reward.log", "dedicated-0.log"} <= set(texts)
     assert any("broker" in text for text in texts.values()), "nobody said that the broker went away"
-    for place in (*texts.values(), *answers, *arguments, *said):
+    # Nor in what the broker itself has written of events, heartbeats and jobs, nor in any file of ours
+    texts |= {str(path): path.read_text(errors="replace") for path in (tmp_path / "data").rglob("*") if path.is_file()}
+    kept = [path.read_bytes().decode("latin1") for path in tmp_path.rglob("*.aof")]
+    assert any("heartbeat" in text or "dedicated-0" in text for text in kept)
+    for place in (*texts.values(), *kept, *answers, *arguments, *said):
         assert PASSWORD not in place
+        assert key not in place
     assert "redis://***@" in texts["up.log"] or "redis://:***@" in texts["up.log"]
+
+
+def _when_there(path: Path) -> str:
+    limit_s = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < limit_s
+        time.sleep(0.05)
+    return path.read_text().strip()
 
 
 PATHS = ("/v1/status", "/v1/runs", "/v1/workers", "/v1/weights", "/readyz", "/metrics", "/openapi.json", "/v1/runs/r1")
@@ -255,6 +335,23 @@ def test_a_keys_file_that_others_may_write_or_that_holds_plain_keys_is_refused(t
     with pytest.raises(ConfigError, match="line 1") as caught:
         read_keys_file(path)
     assert WRONG not in str(caught.value)
+
+
+def test_no_record_shows_a_field_that_may_hold_a_secret() -> None:
+    shown = []
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        for kind in ast.walk(ast.parse(path.read_text())):
+            if isinstance(kind, ast.ClassDef) and "dataclass" in " ".join(map(ast.unparse, kind.decorator_list)):
+                fields = (each for each in kind.body if isinstance(each, ast.AnnAssign) and "str" in ast.unparse(each))
+                for each in fields:
+                    if SECRET.search(ast.unparse(each.target)) and "repr=False" not in ast.unparse(each):
+                        shown.append(f"{path.name}: {kind.name}.{ast.unparse(each.target)}")
+    assert shown == []
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("api", "bench", "commands", "fabric", "trainer", "workers")
+SECRET = re.compile(r"^(broker_|client_)?url$|(^|_)(password|secret|api_key|server_key|reward_queue)$|_keys$")
 
 
 def test_settings_do_not_show_what_they_hold() -> None:

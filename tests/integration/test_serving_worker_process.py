@@ -104,8 +104,9 @@ def test_a_serving_worker_computes_only_beside_a_probe_and_only_when_lent(tmp_pa
             assert [report.ttft_slo_ms for report in reports.values()] == [2000.0]
 
             # When another one is started beside the same engine, then it ends at once, and names this one
-            again = [sys.executable, "-m", "rollfab", "worker", "--url", fabric.url, *words]
-            second = subprocess.run(again, env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True)
+            again = [sys.executable, "-m", "rollfab", "worker", *words]
+            place = {"PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": fabric.url}
+            second = subprocess.run(again, env={**os.environ, **place}, capture_output=True, text=True)
             assert second.returncode == 2
             assert f"process {info.pid} is the worker beside this serving engine" in " ".join(second.stderr.split())
 

@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 from rollfab.fabric.bus.embedded import EmbeddedBroker
@@ -126,10 +128,21 @@ def test_up_is_said_when_every_role_works_and_one_interrupt_is_answered_and_ends
         assert "lend on --pool local" in after
         children = children_of(terminal.process.pid)
         assert len(children) == 7  # six roles and the broker
+        # The page's address has the key of this life, which opens the api, and nothing else does
+        page, _, key = re.findall(r"Page: (\S+/)(#key=)(\S+)", after)[0]
+        file = tmp_path / "data" / "api.key"
+        assert (file.read_text(), file.stat().st_mode & 0o777) == (f"{key}\n", 0o600)
+        assert httpx.get(f"{page}v1/status").status_code == 401
+        answer = httpx.post(f"{page}v1/workers/*/lend", json={"mode": "on"}, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        for child in map(psutil.Process, children):
+            assert key not in " ".join((*child.cmdline(), *child.environ().values()))
         terminal.type(CTRL_C)
         terminal.until("stopping: controller, agent-0, dedicated-0, serving-0, reward, api give back what they hold")
-        assert terminal.end() == 0
+        assert terminal.end() == 130
         assert "queued work and weights are kept in" in terminal.text
+        assert not file.exists()
+        assert not any(key in path.read_text(errors="replace") for path in (tmp_path / "data").rglob("*.log"))
         assert all_gone(children)
 
 
@@ -192,7 +205,7 @@ def test_a_url_that_was_left_from_an_earlier_life_is_passed_over_and_a_living_on
                 shown = terminal.until("export ROLLFAB_URL=")
                 assert says in shown
                 terminal.type(CTRL_C)
-                assert terminal.end() == 0
+                assert terminal.end() == 130
                 own = f"export ROLLFAB_URL=unix://{data}"
                 assert (own in terminal.text) is (url != foreign.url)
 
