@@ -23,12 +23,16 @@ from .child import follow_parent
 from .logs import set_up_logs
 from .options import (
     Allowed,
+    AllowHub,
     AsJson,
     EngineName,
     EngineWords,
     Name,
+    NoNetwork,
+    PassEnv,
     Port,
     Rewards,
+    RunAs,
     Url,
     need_seconds,
     need_url,
@@ -132,6 +136,10 @@ def up(
     port: Port = 8765,
     environment: Allowed = None,
     reward: Rewards = None,
+    pass_env: PassEnv = None,
+    run_as: RunAs = None,
+    no_network: NoNetwork = False,
+    allow_hub: AllowHub = None,
     words: EngineWords = None,
 ) -> None:
     """Start all roles on this machine for your own trainer; stops them on Ctrl-C."""
@@ -155,6 +163,10 @@ def up(
         port=port,
         environments=tuple(environment or ()),
         rewards=tuple(reward or ()),
+        passed=tuple(pass_env or ()),
+        run_as=run_as,
+        is_offline=no_network,
+        hub_names=tuple(allow_hub or ()),
     )
     raise typer.Exit(run_up(options))
 
@@ -187,21 +199,31 @@ def agent(
     name: Name = None,
     environments: Annotated[int, typer.Option("--count", help="Environments at once.", min=1)] = 256,
     timeout: Annotated[float, typer.Option(help="Seconds a reset or step may take.")] = 30.0,
-    memory: Annotated[int, typer.Option(help="MiB of address space for each environment's process.", min=64)] = 4096,
+    memory: Annotated[int, typer.Option(help="MiB that each environment's process may write to.", min=64)] = 4096,
     environment: Allowed = None,
     reward: Rewards = None,
+    pass_env: PassEnv = None,
+    run_as: RunAs = None,
+    no_network: NoNetwork = False,
+    allow_hub: AllowHub = None,
 ) -> None:
     """Run an agent worker: drives environments on CPUs."""
+    from ..workers.environments.confinement import make_confinement
     from .roles import RoleOptions, run_agent
 
     options = RoleOptions(
-        url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
+        url=need_url(url),
+        name=name,
+        environments=tuple(environment or ()),
+        rewards=tuple(reward or ()),
+        confinement=make_confinement(tuple(pass_env or ()), run_as=run_as, is_offline=no_network),
     )
     run_agent(
         options,
         environment_count=environments,
         environment_timeout_s=need_seconds("--timeout", timeout),
         environment_memory_bytes=memory << 20,
+        hub_names=tuple(allow_hub or ()),
     )
 
 
@@ -215,12 +237,20 @@ def reward(
     ] = 1024,
     environment: Allowed = None,
     reward: Rewards = None,
+    pass_env: PassEnv = None,
+    run_as: RunAs = None,
+    no_network: NoNetwork = False,
 ) -> None:
     """Run an rq worker: reward functions and housekeeping."""
+    from ..workers.environments.confinement import make_confinement
     from .roles import RoleOptions, run_reward
 
     options = RoleOptions(
-        url=need_url(url), name=name, environments=tuple(environment or ()), rewards=tuple(reward or ())
+        url=need_url(url),
+        name=name,
+        environments=tuple(environment or ()),
+        rewards=tuple(reward or ()),
+        confinement=make_confinement(tuple(pass_env or ()), run_as=run_as, is_offline=no_network),
     )
     run_reward(options, reward_timeout_s=need_seconds("--timeout", timeout), memory_bytes_max=memory_mib << 20)
 

@@ -18,6 +18,7 @@ from rich.markup import escape
 from ..fabric.diagnosing import diagnose_run
 from ..fabric.rules.diagnosis import is_well
 from ..fabric.wire import dump_json
+from ..workers.environments.confinement import means
 from ..workers.gpu import GpuReport, gpu_line, look_at_gpus
 from .options import AsJson, Url, need_url
 from .status import cause_lines, with_ports
@@ -107,9 +108,22 @@ def examine() -> list[Finding]:
             advice="install Python 3.11 or newer",
         ),
         *(_package(*need) for need in NEEDS),
+        confinement_finding(),
         *gpu_findings(look_at_gpus(), has_driver=has_gpu),
         *examine_vllm(has_gpu=has_gpu),
     ]
+
+
+def confinement_finding() -> Finding:
+    """How environments and reward functions are held in here."""
+    found = means()
+    return Finding(
+        what="isolation of environments and rewards",
+        found=found.lacks or f"namespaces and a /proc of their own ({found.namespaces})",
+        is_fine=not found.lacks,
+        is_optional=True,
+        advice=found.advice,
+    )
 
 
 def gpu_findings(report: GpuReport, *, has_driver: bool) -> list[Finding]:

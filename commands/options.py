@@ -37,6 +37,28 @@ Rewards = Annotated[
     list[str] | None,
     typer.Option("--reward", help="NAME=module:attr: a reward function this process may import. Repeatable."),
 ]
+PassEnv = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pass-env",
+        metavar="NAME",
+        help="A variable that environments and rewards get, besides PATH, HOME and such. Repeatable.",
+    ),
+]
+RunAs = Annotated[
+    str | None, typer.Option("--run-as", metavar="USER", help="Run environments and rewards as this user. Needs root.")
+]
+NoNetwork = Annotated[
+    bool, typer.Option("--no-network", help="Environments and rewards reach their own 127.0.0.1 only (Linux).")
+]
+AllowHub = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-hub",
+        metavar="'ORG/*'",
+        help="Hub names whose tokenizers agents may download for a run. Default: none. Repeatable.",
+    ),
+]
 EngineName = Annotated[str, typer.Option("--engine", help="What generates: transformers or vllm.")]
 EngineWords = Annotated[
     list[str] | None,

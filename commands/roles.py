@@ -34,6 +34,7 @@ from ..fabric.models import FoundModel, find_model
 from ..fabric.records import WorkerInfo
 from ..fabric.text import did_you_mean
 from ..workers.engines.base import Engine
+from ..workers.environments.confinement import UNASKED, Confinement, hide, say_what_lacks
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class RoleOptions:
     """NAME=module:attr pairs that this process may import."""
     rewards: tuple[str, ...] = ()
     """NAME=module:attr pairs that this process may import."""
+    confinement: Confinement = UNASKED
+    """How environments and rewards are held in."""
 
     def worker_id(self, role: str) -> str:
         """The name this process goes by on the broker.
@@ -155,6 +158,7 @@ def run_controller(options: RoleOptions) -> None:
                 gc.freeze()  # what is loaded now stays: walking through it would make one plan in a hundred slow
                 await controller.run(stop)
 
+    hide()
     run_until_stopped(serve, options.url)
 
 
@@ -164,6 +168,7 @@ def run_agent(
     environment_count: int,
     environment_timeout_s: float,
     environment_memory_bytes: int = WORLD_MEMORY_BYTES_MAX,
+    hub_names: tuple[str, ...] = (),
 ) -> None:
     """Drive environments."""
     from ..workers.agent import AgentConfig, AgentWorker
@@ -176,9 +181,12 @@ def run_agent(
         worker_id = options.worker_id("agent")
         clock = SystemClock()
         config = AgentConfig(
-            worker_id=worker_id, environment_count=environment_count, environment_timeout_s=environment_timeout_s
+            worker_id=worker_id,
+            environment_count=environment_count,
+            environment_timeout_s=environment_timeout_s,
+            hub_names=hub_names,
         )
-        pool = PoolConfig(memory_bytes_max=environment_memory_bytes)
+        pool = PoolConfig(memory_bytes_max=environment_memory_bytes, confinement=options.confinement)
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
             make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
@@ -194,6 +202,8 @@ def run_agent(
             with watching():
                 await worker.run(stop)
 
+    hide()
+    say_what_lacks(options.confinement)
     run_until_stopped(serve, options.url)
 
 
@@ -370,7 +380,12 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float, memory_bytes_ma
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id, clock, registry = options.worker_id("reward"), SystemClock(), _registry(options)
-        config = ScoringConfig(worker_id=worker_id, timeout_s=reward_timeout_s, memory_bytes_max=memory_bytes_max)
+        config = ScoringConfig(
+            worker_id=worker_id,
+            timeout_s=reward_timeout_s,
+            memory_bytes_max=memory_bytes_max,
+            confinement=options.confinement,
+        )
         queue = open_queue(options.url)
         async with contextlib.AsyncExitStack() as stack:
             ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
@@ -381,6 +396,8 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float, memory_bytes_ma
             scoring.offered = await functions.offered()
             await RewardWorker(ports, scoring, queue, _info(worker_id, "reward"), clock).run(stop)
 
+    hide()
+    say_what_lacks(options.confinement)
     run_until_stopped(serve, options.url)
 
 
@@ -394,6 +411,7 @@ def run_api(options: RoleOptions, config: ApiConfig) -> None:
         async with await RedisFabric.open(options.url, client_name=worker_id, patience_s=1.0) as ports:
             await serve_http(ports, config, stop)
 
+    hide()
     run_until_stopped(serve, options.url)
 
 

@@ -32,6 +32,7 @@ from ..fabric.bus.fabric import RedisFabric
 from ..fabric.bus.url import is_local, mask_url
 from ..fabric.directories import make_directory, write_private
 from ..fabric.errors import BrokerError, ConfigError, FabricError
+from ..fabric.models import is_path, is_preset
 from ..fabric.records import WorkerInfo
 from ..fabric.text import one_line, printable
 from .options import command
@@ -71,6 +72,13 @@ class UpOptions:
     engine_words: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+    """Environment variables that foreign code gets, too."""
+    run_as: str | None = None
+    """The user whom it runs as."""
+    is_offline: bool = False
+    hub_names: tuple[str, ...] = ()
+    """Whose tokenizers agents may download, besides the model's."""
 
 
 def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
@@ -82,9 +90,14 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
     place = {"ROLLFAB_URL": url}
     allowed = [word for each in options.environments for word in ("--environment", each)]
     allowed += [word for each in options.rewards for word in ("--reward", each)]
+    allowed += [word for each in options.passed for word in ("--pass-env", each)]
+    allowed += ["--run-as", options.run_as] if options.run_as is not None else []
+    allowed += ["--no-network"] if options.is_offline else []
+    own = () if is_preset(options.model) or is_path(options.model) else (options.model,)
+    hub = [word for each in (*own, *options.hub_names) for word in ("--allow-hub", each)]
     supervisor.add("controller", ["controller", "--name", "controller"], environment=place)
     for index in range(options.agents):
-        supervisor.add(f"agent-{index}", ["agent", *allowed], environment=place)
+        supervisor.add(f"agent-{index}", ["agent", *allowed, *hub], environment=place)
     for role, count in (("dedicated", options.dedicated), ("serving", options.serving)):
         for index in range(count):
             name = f"{role}-{index}"
@@ -107,9 +120,12 @@ def run_up(options: UpOptions) -> int:
         ConfigError: an option cannot be met; nothing was started.
         BrokerError: the broker that was given cannot be used; nothing was started.
     """
+    from ..workers.environments.confinement import hide, make_confinement
     from ..workers.environments.registry import Registry
 
+    hide()
     Registry(options.environments, options.rewards)  # else every agent would refuse them, again and again
+    make_confinement(options.passed, run_as=options.run_as, is_offline=options.is_offline)
     _check_port(options.port)
     console = Console()
     directory = Path(options.data)

@@ -1,7 +1,7 @@
 """Environments with a process of their own, which do in it whatever a process can do wrong. Standard library only.
 
 An agent reaches them by `--environment NAME=tests.isolated_worlds:Captive`, which asks for the isolation itself, or
-by `NAME=PYTHON:tests.isolated_worlds:Captive`. A task's "pids" is a directory where each process leaves its number.
+by `NAME=PYTHON:tests.isolated_worlds:Captive`. A task's "marks" is a directory where each process leaves a file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from types import SimpleNamespace
 from typing import Any
 
+PROCESS = uuid.uuid4().hex  # of this process alone: its own number may be the same in every namespace
 CHILD = [sys.executable, "-c", "import time; time.sleep(1000)"]
+DAEMON = [sys.executable, "-c", "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(1000)"]
 
 
 class Captive:
@@ -38,9 +41,9 @@ class Captive:
 
     async def reset(self, task: dict[str, Any], seed: int) -> SimpleNamespace:
         self._fault = task.get("fault", "")
-        if "pids" in task:
-            os.close(os.open(f"{task['pids']}/{os.getpid()}", os.O_CREAT))
-        return SimpleNamespace(text="?", info={"pid": os.getpid(), "secret": os.environ.get("ROLLFAB_URL")})
+        if "marks" in task:
+            os.close(os.open(f"{task['marks']}/{PROCESS}", os.O_CREAT))
+        return SimpleNamespace(text="?", info={"process": PROCESS})
 
     async def step(self, action: str) -> Any:
         self._turn += 1
@@ -73,6 +76,10 @@ class Captive:
 
     def do_leave_child(self) -> None:
         subprocess.Popen(CHILD)
+        self.do_spin_in_c()
+
+    def do_leave_daemon(self) -> None:
+        subprocess.run(DAEMON, check=True)  # in a session of its own, its parent gone
         self.do_spin_in_c()
 
     # ---- crashes
@@ -154,7 +161,7 @@ class Walker:
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         self._at = seed
-        return str(self._at), {"pid": os.getpid()}
+        return str(self._at), {"process": PROCESS}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._at += 1
@@ -169,4 +176,4 @@ class Mistyped(Walker):
 
 def said(text: str, reward: Any = 0.5, is_over: bool = False) -> SimpleNamespace:
     """What a step brings, without rollfab's own class for it."""
-    return SimpleNamespace(text=text, reward=reward, terminated=is_over, truncated=False, info={"pid": os.getpid()})
+    return SimpleNamespace(text=text, reward=reward, terminated=is_over, truncated=False, info={"process": PROCESS})

@@ -1,4 +1,4 @@
-"""Process groups that must be gone at the end of a test."""
+"""Processes of foreign code that must be gone at the end of a test: holders, and all that is below them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,46 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 
 
 def living(groups: Iterable[int]) -> list[int]:
-    """Processes of these groups that have not ended. A zombie has: whoever adopted it is slow, not it."""
-    found = []
-    wanted = set(groups)
-    for process in psutil.process_iter():
+    """Processes of these groups, and below those, that have not ended. A zombie has: who adopted it is slow, not it."""
+    wanted, found = set(groups), []
+    parents = {each.pid: each for each in psutil.process_iter() if _group_of(each) in wanted}
+    every = list(psutil.process_iter(["ppid"]))
+    count = -1
+    while count != len(parents):  # numbers wrap: a child's may be the smaller one
+        count = len(parents)
+        parents |= {each.pid: each for each in every if each.info["ppid"] in parents}
+    for process in parents.values():
         try:
-            if os.getpgid(process.pid) in wanted and process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
+        except psutil.NoSuchProcess:
             continue
     return found
 
 
+def _group_of(process: psutil.Process) -> int:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return -1
+
+
 class Groups:
-    """The groups that a test has seen."""
+    """The groups that a test has seen, by the numbers of their holders, and all processes of them."""
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self.numbers = set(numbers)
+        self._seen: set[psutil.Process] = set()
+        self.look()
 
     def add(self, number: int) -> None:
         assert number > 1 and number != os.getpgrp()
         self.numbers.add(number)
+        self.look()
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -41,20 +56,46 @@ class Groups:
     def __contains__(self, number: int) -> bool:
         return number in self.numbers
 
+    def look(self) -> list[int]:
+        """Note who lives now, so that it is found again wherever it goes."""
+        found = living(self.numbers)
+        for pid in found:
+            try:
+                self._seen.add(psutil.Process(pid))
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def held(self) -> int:
+        """How many holders live."""
+        return len(self.numbers.intersection(self.look()))
+
+    def left(self) -> list[psutil.Process]:
+        """All that ever was seen, and has not ended."""
+        self.look()
+        return [each for each in self._seen if _lives(each)]
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait, blocking."""
         limit_s = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < limit_s, f"living: {living(self.numbers)}"
-            time.sleep(0.01)
+            assert time.monotonic() < limit_s, f"living: {self.left()}"
+            time.sleep(0.02)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait while the loop turns."""
         limit_s = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < limit_s, f"living: {living(self.numbers)}"
-            await asyncio.sleep(0.01)
+            assert time.monotonic() < limit_s, f"living: {self.left()}"
+            await asyncio.sleep(0.02)
 
     def check_gone(self) -> None:
         """All of them have ended, soon at the latest."""
-        self.wait_until(lambda: not living(self.numbers))
+        self.wait_until(lambda: not self.left())
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -16,6 +16,7 @@ in batches, and give arriving results to whoever waits for them. One trajectory'
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import socket
@@ -24,12 +25,14 @@ from dataclasses import dataclass
 
 from ..fabric.clock import Clock
 from ..fabric.errors import BrokerError, ClaimLost, FabricError, WireError
+from ..fabric.limits import SNAPSHOTS_BYTES_MAX
 from ..fabric.ports import Fabric, TrajectoryClaim, TurnPush
 from ..fabric.records import RunConfig, TurnJob, TurnResult, WorkerInfo
 from ..fabric.rules.giving_up import is_suspect
 from ..fabric.rules.runs import is_same_run
 from ..fabric.tokenizer import Tokenizer
 from .environments.registry import Registry
+from .environments.room import Room
 from .episode import Episode, Limits
 from .failures import dead_letter
 from .keeper import AskReward, Elsewhere, Keeper, KeeperConfig
@@ -62,6 +65,8 @@ class AgentConfig:
     """How often what others lost is taken back, and groups past their deadline are completed."""
     runs_s: float = 0.25
     """How often new runs, and changed settings of others, are looked for."""
+    hub_names: tuple[str, ...] = ()
+    """Models whose tokenizers may be downloaded for a run that names them, as patterns: "org/*"."""
     hung_s: float = 30.0
     """An agent whose event loop stands for longer is hung, and its trajectories are for others."""
 
@@ -111,7 +116,8 @@ class AgentWorker:
         self._elsewhere = elsewhere
         self._places = Places(config.environment_count)
         self._quarantine = Quarantine()
-        self._tokenizers = Tokenizers(clock)
+        self._room = Room(SNAPSHOTS_BYTES_MAX)
+        self._tokenizers = Tokenizers(clock, config.hub_names)
         self._agents: dict[str, RunAgent] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -179,6 +185,11 @@ class AgentWorker:
         return self._places
 
     @property
+    def room(self) -> Room:
+        """Memory for snapshots, of whatever run."""
+        return self._room
+
+    @property
     def quarantine(self) -> Quarantine:
         """The place for a suspect, of whatever run."""
         return self._quarantine
@@ -188,7 +199,7 @@ class RunAgent:
     """The part of an agent worker that serves one run."""
 
     def __init__(self, owner: AgentWorker, run: RunConfig, tokenizer: Tokenizer) -> None:
-        self._places, self._quarantine = owner.places, owner.quarantine
+        self._places, self._quarantine, self._room = owner.places, owner.quarantine, owner.room
         self._fabric, self._registry, self._config, self._clock, self._ask_reward = owner.parts
         self._run = run
         self._trajectories = self._fabric.trajectories(run)
@@ -258,15 +269,16 @@ class RunAgent:
                 continue
             takes_suspect = is_inside and self._quarantine.take()
             try:
-                claims = await self._trajectories.claim(
+                found = await self._trajectories.claim(
                     self._config.worker_id, want, takes_suspect=takes_suspect or not is_inside, is_inside=is_inside
                 )
+                claims = [dataclasses.replace(each, snapshot=None) for each in found]  # those are kept
             finally:
                 self._places.used(run_id, want, len(claims))
                 if takes_suspect:
                     self._quarantine.hold(claims)
             for claim in claims:
-                self._start(claim)
+                self._start(claim, found.pop(0))
             if not claims:
                 await self._trajectories.wait(WAIT_S)
 
@@ -308,12 +320,13 @@ class RunAgent:
 
     # ---- one trajectory
 
-    def _start(self, claim: TrajectoryClaim) -> None:
+    def _start(self, claim: TrajectoryClaim, found: TrajectoryClaim) -> None:
+        """Begin its episode. found: the same claim as it came, with a snapshot that the episode lets go of."""
         name = claim.job.trajectory_id
         if name in self._episodes:  # its claim was lost, which nobody has told us yet
             self._episodes[name].cancel()
         self.claims[name] = claim
-        self._episodes[name] = asyncio.create_task(self._live(claim))
+        self._episodes[name] = asyncio.create_task(self._live(claim, self._episode(claim, found)))
         self._episodes[name].add_done_callback(lambda _: self._end(claim))
 
     def _end(self, claim: TrajectoryClaim) -> None:
@@ -334,13 +347,18 @@ class RunAgent:
             if claim is not None and claim.fence == fences[name] and (name, claim.fence) not in self._settling:
                 self._episodes[name].cancel()
 
-    async def _live(self, claim: TrajectoryClaim) -> None:
+    def _episode(self, claim: TrajectoryClaim, found: TrajectoryClaim) -> Episode:
+        limits = Limits(
+            agent_id=self._config.worker_id, call_timeout_s=self._config.environment_timeout_s, room=self._room
+        )
+        world = (self._registry, self._tokenizer, limits)
+        return Episode(self._run, found, *world, self._ask(claim), self._save(claim))
+
+    async def _live(self, claim: TrajectoryClaim, episode: Episode) -> None:
         """Run a claimed trajectory to its end, whatever that is."""
         name = claim.job.trajectory_id
         try:
-            limits = Limits(agent_id=self._config.worker_id, call_timeout_s=self._config.environment_timeout_s)
-            world = (self._registry, self._tokenizer, limits)
-            rollout = await Episode(self._run, claim, *world, self._ask(claim), self._save(claim)).run()
+            rollout = await episode.run()
             is_scored = self._run.reward is None
             self._settling.add((name, claim.fence))
             settle = self._trajectories.settle

@@ -16,14 +16,21 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from ..fabric.errors import EnvironmentFailed, FabricError, InputError, PayloadTooLarge, WireError
 from ..fabric.ids import turn_id
-from ..fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, SNAPSHOT_BYTES_MAX, check_prompt
+from ..fabric.limits import (
+    INFO_BYTES_MAX,
+    KIB,
+    OBSERVATION_BYTES_MAX,
+    SNAPSHOT_BYTES_MAX,
+    SNAPSHOTS_BYTES_MAX,
+    check_prompt,
+)
 from ..fabric.ports import TrajectoryClaim
 from ..fabric.records import (
     NO_IDS,
@@ -40,7 +47,9 @@ from ..fabric.seeds import turn_seed
 from ..fabric.tokenizer import Tokenizer
 from ..fabric.wire import check_size, dump_json, load_json
 from .environments.base import Environment, Observation, Recovery, Step, as_error, show, time_limit
+from .environments.isolated import IsolatedEnvironment
 from .environments.registry import Registry
+from .environments.room import Room
 from .failures import reason_of, traceback_of
 from .transcript import Transcript
 
@@ -60,10 +69,12 @@ DIVERGED = {  # what to do about it, by how the environment recovers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Who runs the episode, and how long one call of its environment may take."""
+    """Who runs the episode, how long one call of its environment may take, and the room for what it keeps."""
 
     agent_id: str
     call_timeout_s: float
+    room: Room = field(default_factory=lambda: Room(SNAPSHOTS_BYTES_MAX))
+    """For snapshots, shared by all episodes of the agent."""
 
 
 class Episode:
@@ -157,8 +168,12 @@ class Episode:
                 f"environment {self._run.environment!r} cannot continue after a lost worker: a new attempt starts",
                 reason="restart",
             )
-        if settled and world.recovery == "snapshot" and self._claim.snapshot is not None:
-            return await self._restore(world, self._claim.snapshot)
+        snapshot = self._claim.snapshot
+        self._claim = replace(self._claim, snapshot=None)  # what it takes is free again once it is restored
+        if settled and world.recovery == "snapshot" and snapshot is not None:
+            with self._limits.room.share() as share:
+                if await share.take(len(snapshot)):
+                    return await self._restore(world, snapshot)
         observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
         if not (isinstance(observation, Observation) and isinstance(observation.text, str)):
             raise EnvironmentFailed(
@@ -227,13 +242,20 @@ class Episode:
         return step
 
     async def _snapshot(self, world: Environment) -> None:
-        state = {
-            "world": await self._guard("snapshot", world.snapshot),
-            "prompt_ids": self._transcript.prompt_ids.tolist(),
-            "texts": self._texts,
-            "rewards": self._transcript.rewards,
-        }
-        await self._save(await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
+        with self._limits.room.share() as share:
+            if isinstance(world, IsolatedEnvironment):
+                kept = await self._guard("snapshot", lambda: world.snapshot_within(share))
+                if share.is_refused:
+                    return  # what is kept is older: a take-over steps through the turns since then
+            else:
+                kept = await self._guard("snapshot", world.snapshot)
+            state = {
+                "world": kept,
+                "prompt_ids": self._transcript.prompt_ids.tolist(),
+                "texts": self._texts,
+                "rewards": self._transcript.rewards,
+            }
+            await self._save(await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
 
     # ---- the record
 

@@ -22,10 +22,11 @@ from ..fabric.errors import ConfigError, EnvironmentFailed, FabricError, FirstEr
 from ..fabric.ports import Fabric, ScoreClaim, TrajectoryQueue
 from ..fabric.records import Rollout, RunConfig, TrajectoryJob, check_reward
 from ..fabric.rules.giving_up import SCORE_LOSS_MAX
+from .environments.confinement import UNASKED, Confinement
 from .environments.pool import PoolConfig, ProcessPool
 from .environments.process import EnvironmentProcess
 from .environments.registry import Registry, RewardFunction
-from .environments.spawn import NICENESS, Program, give_way
+from .environments.spawn import NICENESS, Program
 from .failures import dead_letter, reason_of
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ WAITING_COUNT_MAX = 128  # of a run; with more, the rest stays on its queue, for
 FEW = 6  # processes keep the broker busy, where a call takes less than
 WORTH_S = 0.02
 SLOW_S = 1.0  # a call that takes longer gives way to others for the processors
-SLOW_NICENESS = 19
 SUSPECT_S = 2.0
 KEEP_S = 2.0  # a reward that is seen to for this long: its worker may be killed
 KEEP_EVERY_S = 0.5
@@ -61,6 +61,8 @@ class ScoringConfig:
     """Processes that all runs share, [1, 10000]."""
     memory_bytes_max: int = 1 << 30
     """Memory that each process may write to."""
+    confinement: Confinement = UNASKED
+    """How they are held in."""
 
 
 class RewardFunctions:
@@ -70,7 +72,14 @@ class RewardFunctions:
         self._registry = registry
         self._config = config
         count = config.process_count_max
-        self._pool = ProcessPool(PoolConfig(idle_count_max=count, episode_count_max=CALL_COUNT_MAX))
+        self._pool = ProcessPool(
+            PoolConfig(
+                idle_count_max=count,
+                episode_count_max=CALL_COUNT_MAX,
+                memory_bytes_max=config.memory_bytes_max,
+                confinement=config.confinement,
+            )
+        )
 
     async def offered(self) -> list[str]:
         """Names of those that can be called here, each loaded once and looked at.
@@ -111,7 +120,7 @@ class RewardFunctions:
             process = await self._pool.take(self._limited(found, owner))
         except EnvironmentFailed as error:
             raise _failed(where, error) from error
-        slow = asyncio.get_running_loop().call_later(SLOW_S, give_way, process.pid, SLOW_NICENESS)
+        slow = asyncio.get_running_loop().call_later(SLOW_S, process.give_way)
         try:
             reward = await self._ask(process, task, rollout)
         except EnvironmentFailed as error:
@@ -131,7 +140,6 @@ class RewardFunctions:
         return dataclasses.replace(
             program,
             decoder=DECODER,
-            memory_bytes_max=self._config.memory_bytes_max,
             niceness=NICENESS,
             owner=owner,
         )

@@ -1,6 +1,8 @@
 """The tokenizers of the runs that an agent serves: loaded beside the event loop, each run's by itself.
 
 - A load may take seconds, or hang where a hub does not answer: no other run waits for it, and neither does leaving.
+- Whoever makes a run names its model. Nothing is downloaded on that word: only what the agent's operator allows is; the
+  rest must lie on this machine.
 - What cannot be loaded costs its own run alone. It is said once in the log, in every heartbeat until it succeeds, and
   tried again with growing pauses: a model may yet be put where its name says.
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from ..fabric.clock import Clock
 from ..fabric.models import is_preset
@@ -28,8 +31,10 @@ RETRY_S_MAX = 60.0
 class Tokenizers:
     """Tokenizers by run, and why there is none."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, hub_names: Sequence[str] = ()) -> None:
+        """hub_names: patterns of what may be downloaded."""
         self._clock = clock
+        self._hub_names = hub_names
         self._loads: dict[tuple[str, str], asyncio.Task[Tokenizer]] = {}  # (run_id, model)
         self._errors: dict[tuple[str, str], str] = {}
 
@@ -64,10 +69,11 @@ class Tokenizers:
 
     async def _load(self, key: tuple[str, str]) -> Tokenizer:
         run_id, model = key
+        may_download = any(fnmatchcase(model, each) for each in self._hub_names)
         pause_s = RETRY_S
         while True:
             try:
-                tokenizer = await in_thread(lambda: load_tokenizer(model))
+                tokenizer = await in_thread(lambda: load_tokenizer(model, may_download=may_download))
             except Exception as error:  # noqa: BLE001 - around whatever a library makes of what any run names
                 if key not in self._errors:
                     log.error("agent.run_not_served", extra={"run_id": run_id, "error": reason_of(error)})

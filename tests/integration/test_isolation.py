@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollfab.fabric.records import DeadLetter, Group
 from rollfab.trainer.client import Run
 from tests.fabric_processes import Processes, check_rollout, check_totals, processes
-from tests.process_groups import Groups, living
+from tests.process_groups import Groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -26,6 +27,7 @@ FAULTS = {
     "sleep": (f"step took longer than {TIMEOUT_S} s", "going to sleep"),
     "stop": (f"step took longer than {TIMEOUT_S} s", "its process was killed"),
     "leave_child": (f"step took longer than {TIMEOUT_S} s", "in do_leave_child"),
+    "leave_daemon": (f"step took longer than {TIMEOUT_S} s", "in do_leave_daemon"),
     "segfault": ("environment 'captive': step: its process was ended by SIGSEGV", "about to read address 0"),
     "exit": ("step: its process exited with code 7", "leaving"),
     "be_killed": ("step: its process was ended by SIGKILL", "SIGKILL"),
@@ -46,13 +48,13 @@ class Game:
 
 
 @pytest.fixture(scope="module")
-def pids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every environment process leaves its number."""
-    return tmp_path_factory.mktemp("pids")
+def marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every environment process leaves a file."""
+    return tmp_path_factory.mktemp("marks")
 
 
 @pytest.fixture(scope="module")
-def fabric(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> Iterator[Processes]:
+def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Whatever happens in it, no environment process is left when it is stopped."""
     venv = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -64,12 +66,21 @@ def fabric(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> Iterator[Pro
         words += ["--environment", f"game={venv}/bin/python:game:Game"]
         fabric.start_roles(agent=[*words, "--name", "agent", "--timeout", str(TIMEOUT_S)])
         yield fabric
-    seen(pids).check_gone()
+        last = held(fabric)
+    last.check_gone()
 
 
-def seen(pids: Path) -> Groups:
-    """The process groups that have left their numbers so far."""
-    return Groups(int(path.name) for path in pids.iterdir())
+def held(fabric: Processes) -> Groups:
+    """The environment processes that the agent holds now."""
+    agent = psutil.Process(fabric.supervisor.children["agent"].pid)
+    return Groups(each.pid for each in agent.children() if any("holder.py" in word for word in _words(each)))
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has ended
+        return []
 
 
 def begin(fabric: Processes, run_id: str, environment: str, **settings: object) -> Run:
@@ -77,11 +88,11 @@ def begin(fabric: Processes, run_id: str, environment: str, **settings: object) 
 
 
 @pytest.fixture(scope="module")
-def broken(fabric: Processes, pids: Path) -> tuple[Mapping[str, Group], Mapping[str, DeadLetter]]:
+def broken(fabric: Processes, marks: Path) -> tuple[Mapping[str, Group], Mapping[str, DeadLetter]]:
     """Every fault there is, beside groups that are well."""
     run = begin(fabric, "broken", "captive")
-    run.submit([{"fault": fault, "pids": str(pids)} for fault in FAULTS], group_size=1, group_ids=list(FAULTS))
-    run.submit([{"pids": str(pids)}] * 4, group_size=2, group_ids=[f"well-{index}" for index in range(4)])
+    run.submit([{"fault": fault, "marks": str(marks)} for fault in FAULTS], group_size=1, group_ids=list(FAULTS))
+    run.submit([{"marks": str(marks)}] * 4, group_size=2, group_ids=[f"well-{index}" for index in range(4)])
     groups = {group.group_id: group for group in fabric.collect(run, len(FAULTS) + 4, 60.0)}
     check_totals(fabric, run)
     return groups, fabric.dead_letters(run)
@@ -116,12 +127,16 @@ def test_trajectories_beside_them_are_well(
 
 
 def test_what_hung_or_crashed_is_gone_while_the_agent_lives(
-    broken: tuple[Mapping[str, Group], Mapping[str, DeadLetter]], pids: Path
+    fabric: Processes, broken: tuple[Mapping[str, Group], Mapping[str, DeadLetter]], marks: Path
 ) -> None:
-    groups = seen(pids)
-
-    assert len(groups) >= ATTEMPTS * len(FAULTS)  # a process that failed serves nobody again
-    groups.wait_until(lambda: len(living(groups.numbers)) <= 2 * 8)  # those of the eight that were well, with wardens
+    assert len(list(marks.iterdir())) >= ATTEMPTS * len(FAULTS)  # a process that failed serves nobody again
+    fabric.until(lambda: len(held(fabric)) <= 8, 20.0, "those of the eight that were well are left")
+    agent = psutil.Process(fabric.supervisor.children["agent"].pid)
+    fabric.until(
+        lambda: not any("time.sleep(1000)" in word for each in agent.children(recursive=True) for word in _words(each)),
+        20.0,
+        "what they started is gone",
+    )
 
 
 def test_a_package_that_the_agent_does_not_have_is_played(fabric: Processes) -> None:
@@ -136,17 +151,17 @@ def test_a_package_that_the_agent_does_not_have_is_played(fabric: Processes) -> 
 
 
 def test_its_trajectories_go_on_when_the_agent_is_killed_and_its_processes_do_not(
-    fabric: Processes, tmp_path: Path, pids: Path
+    fabric: Processes, tmp_path: Path
 ) -> None:
     # Given trajectories in the middle, each in a process of its own
-    tasks = [{"pids": str(tmp_path)}]
+    tasks = [{"marks": str(tmp_path)}]
     run = begin(fabric, "killed", "captive", environment_options={"turns": TURNS, "pace_s": 0.3})
     run.submit(tasks, group_size=3, group_ids=["group"])
     # (those that failed before make each of their starts wait a moment)
-    fabric.until(lambda: len(seen(tmp_path)) == 3, 20.0, "each has its process")
+    fabric.until(lambda: len(list(tmp_path.iterdir())) == 3, 20.0, "each has its process")
     fabric.until(lambda: run.status().counters.get("turns_settled", 0) >= 6, 20.0, "two turns each")
-    first = seen(tmp_path)
-    assert len(living(first.numbers)) == 6
+    first, processes = held(fabric), {path.name for path in tmp_path.iterdir()}
+    assert first.held() >= 3
 
     # When the agent is killed
     fabric.supervisor.kill("agent")
@@ -157,5 +172,5 @@ def test_its_trajectories_go_on_when_the_agent_is_killed_and_its_processes_do_no
     for rollout in group.rollouts:
         check_rollout(rollout)
         assert (rollout.turn_count, rollout.attempt, rollout.reward) == (TURNS, 0, pytest.approx(TURNS / 2))
-        assert rollout.info["pid"] not in first
+        assert rollout.info["process"] not in processes
     assert check_totals(fabric, run)["turns_settled"] == 3 * TURNS

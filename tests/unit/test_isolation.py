@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import logging
 import signal
 import subprocess
@@ -17,12 +18,14 @@ import pytest
 
 from rollfab.fabric.errors import ConfigError, EnvironmentFailed
 from rollfab.fabric.records import check_reward
-from rollfab.workers.environments import process_main, spawn
+from rollfab.workers.environments import confinement, process_main, spawn
 from rollfab.workers.environments.base import Environment, Step
+from rollfab.workers.environments.confinement import Means
 from rollfab.workers.environments.isolated import IsolatedEnvironment
 from rollfab.workers.environments.pool import PoolConfig
 from rollfab.workers.environments.registry import Registry
-from tests.process_groups import Groups, living
+from tests import isolated_worlds
+from tests.process_groups import Groups
 
 ROOT = Path(__file__).parents[2]
 WORLDS = "tests.isolated_worlds"
@@ -99,7 +102,8 @@ async def test_it_plays_as_it_would_in_the_agent(captor: Captor) -> None:
 async def test_a_class_asks_for_its_own_process_and_a_plain_one_may_too(captor: Captor) -> None:
     world = await captor.open("walker")
     first = await world.reset({"seed": 1}, 9)
-    assert first.text == "1" and first.info["pid"] in captor.groups
+    assert first.text == "1" and first.info["process"] != isolated_worlds.PROCESS
+    assert len(captor.groups) == 1
     assert [(await world.step("")).is_done for _ in range(2)] == [False, True]
     assert world.turn_count_max == 3
 
@@ -130,12 +134,6 @@ async def test_a_state_that_cannot_travel_is_called_a_snapshot(captor: Captor, a
     assert caught.value.facts["reason"] == "snapshot"
 
 
-async def test_nothing_that_the_agent_keeps_secret_reaches_it(captor: Captor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLFAB_URL", "redis://:password@broker")
-    first = await (await captor.open()).reset({}, 0)
-    assert first.info["secret"] is None
-
-
 async def test_a_name_means_the_same_module_there_as_here(captor: Captor) -> None:
     ours = [each for each in sys.path if each]
     assert (await captor.play("tell_path")).text.split("\n")[: len(ours)] == ours
@@ -161,7 +159,7 @@ async def test_one_that_hangs_is_ended_and_says_where_it_was(captor: Captor, way
     # Then its process is gone, its stack is known, and nobody else is hurt
     assert caught.value.facts["reason"] == "timeout"
     assert HANGS[way] in caught.value.facts["traceback"]
-    await captor.groups.until(lambda: len(living(captor.groups.numbers)) == 2)  # the neighbour and its warden
+    await captor.groups.until(lambda: captor.groups.held() == 1)  # the neighbour
     assert (await neighbour.step("")).text == "."
 
 
@@ -175,10 +173,30 @@ async def test_one_that_crashes_says_how_and_what_it_printed_last(captor: Captor
     assert printed in caught.value.facts["traceback"]
 
 
-async def test_what_it_started_ends_with_it(captor: Captor) -> None:
+@pytest.mark.parametrize("way", ["leave_child", "leave_daemon"])
+@pytest.mark.parametrize("namespaces", ["as here", "none"])
+async def test_what_it_started_ends_with_it(
+    captor: Captor, monkeypatch: pytest.MonkeyPatch, way: str, namespaces: str
+) -> None:
+    if namespaces == "none":
+        monkeypatch.setattr(spawn, "means", lambda is_offline: Means(None))
+    world = await captor.open(timeout_s=3.0)
+    await world.reset({}, 0)
+    step = asyncio.create_task(world.step(way))
+    await captor.groups.until(lambda: _daemons(captor.groups) > 0)
     with pytest.raises(EnvironmentFailed, match="took longer"):
-        await captor.play("leave_child", timeout_s=1.0)
+        await step
     captor.groups.check_gone()
+    await world.close()
+
+
+def _daemons(groups: Groups) -> int:
+    """Processes that environments have started."""
+    count = 0
+    for pid in groups.look():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            count += any("time.sleep(1000)" in word for word in psutil.Process(pid).cmdline())
+    return count
 
 
 async def test_a_call_that_is_given_up_ends_its_process(captor: Captor) -> None:
@@ -193,7 +211,7 @@ async def test_a_call_that_is_given_up_ends_its_process(captor: Captor) -> None:
     captor.groups.check_gone()
 
 
-@pytest.mark.parametrize("way", ["sleep", "spin_in_c", "leave_child"])
+@pytest.mark.parametrize("way", ["sleep", "spin_in_c", "leave_child", "leave_daemon"])
 def test_none_outlives_an_agent_that_is_killed(way: str) -> None:
     # Given an agent whose environment does something for long
     code = (
@@ -211,7 +229,7 @@ def test_none_outlives_an_agent_that_is_killed(way: str) -> None:
         assert agent.stdout is not None
         groups = Groups()
         groups.add(int(agent.stdout.readline()))
-        groups.wait_until(lambda: len(living(groups.numbers)) >= (3 if way == "leave_child" else 2))
+        groups.wait_until(lambda: groups.held() == 1 and (not way.startswith("leave") or _daemons(groups) > 0))
         # When the agent is killed
         agent.kill()
     # Then its environment's processes go too
@@ -278,12 +296,13 @@ async def test_what_cannot_be_opened_says_why(pair: str, options: dict[str, Any]
             await registry.open("bad", options)
 
 
-async def test_none_is_started_that_cannot_be_guarded(captor: Captor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "WARDEN", ("/no/such/sh",))
-    before = psutil.Process().children()
-    with pytest.raises(ConfigError, match=r"environment 'captive': its process cannot be guarded: .*/no/such/sh"):
+async def test_none_is_started_that_cannot_be_held(captor: Captor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "HOLDER", "/no/such/holder.py")
+    with pytest.raises(
+        EnvironmentFailed, match=r"environment 'captive': load: its process exited with code 2"
+    ) as caught:
         await captor.open()
-    assert psutil.Process().children() == before
+    assert "/no/such/holder.py" in caught.value.facts["traceback"]
 
 
 async def test_impossible_settings_are_named(captor: Captor) -> None:
@@ -411,8 +430,8 @@ async def test_few_processes_wait_and_none_for_long(monkeypatch: pytest.MonkeyPa
         captor = Captor(registry)
         worlds = await asyncio.gather(*(captor.open() for _ in range(4)))
         await asyncio.gather(*(world.close() for world in worlds))
-        await captor.groups.until(lambda: len(living(captor.groups.numbers)) <= 4)  # two, each with its warden
+        await captor.groups.until(lambda: captor.groups.held() <= 2)
         assert (await captor.open()).pid in captor.groups  # type: ignore[attr-defined]
-        await captor.groups.until(lambda: len(living(captor.groups.numbers)) == 2)  # the idle one is gone
+        await captor.groups.until(lambda: captor.groups.held() == 1)  # the idle one is gone
         assert len(captor.groups) == 4
     captor.groups.check_gone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,7 @@ class PlayedHub:
         self.is_open.set()
         self.asked: list[str] = []
 
-    def load(self, model: str) -> CharTokenizer:
+    def load(self, model: str, *, may_download: bool) -> CharTokenizer:
         self.asked.append(model)
         assert self.is_open.wait(5.0), "everything waits for the hub"
         if self.error is not None:
@@ -139,3 +140,47 @@ async def test_a_run_that_is_gone_or_has_another_model_is_asked_for_no_more(hub:
     # Then nothing is wrong
     assert tokenizers.error is None
     assert isinstance(tokenizers.of(mended), CharTokenizer)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "may"), [((), False), (("other/*",), False), (("someone/*",), True), ((HUB_MODEL,), True)]
+)
+async def test_what_a_run_names_is_downloaded_only_if_the_agents_operator_allows_it(
+    allowed: tuple[str, ...], may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a hub, and a model that is not on this machine
+    asked: list[bool] = []
+
+    def load(model: str, *, trust_remote_code: bool, local_files_only: bool) -> None:
+        asked.append(not local_files_only)
+        raise OSError("nobody answers")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    # When a run names it
+    tokenizers = Tokenizers(SystemClock(), allowed)
+    assert tokenizers.of(HUB_RUN) is None
+    await until(lambda: tokenizers.error)
+    tokenizers.close()
+    # Then the hub is asked where that is allowed, and else the option is named
+    assert asked == [may]
+
+
+async def test_a_download_that_is_not_allowed_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    tokenizers = Tokenizers(SystemClock())
+    tokenizers.of(HUB_RUN)
+    await until(lambda: tokenizers.error)
+    assert "start the agent with --allow-hub someone/some-model" in (tokenizers.error or "")
+    tokenizers.close()
+
+
+def test_a_directory_is_read_without_asking_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda model, **words: asked.append(words["local_files_only"])
+    )
+    transformers_tokenizer.load_tokenizer(str(tmp_path), may_download=True)
+    assert asked == [True]

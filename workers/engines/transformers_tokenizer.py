@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ...fabric.errors import ConfigError
-from ...fabric.models import is_preset
+from ...fabric.models import is_path, is_preset
 from ...fabric.records import Int32
 from ...fabric.tokenizer import CharTokenizer, Tokenizer
 
 
 class HubTokenizer:
-    """A tokenizer from a path or hub name. Needs the transformers library, which it imports."""
+    """A tokenizer from a path or hub name. Needs the transformers library, which it imports.
 
-    def __init__(self, model: str) -> None:
+    may_download: else it must lie on this machine, in a directory or in the library's own cache.
+    """
+
+    def __init__(self, model: str, *, may_download: bool = False) -> None:
         from transformers import AutoTokenizer
 
+        is_here = is_path(model) or os.path.isdir(model)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                model, trust_remote_code=False, local_files_only=is_here or not may_download
+            )
         except (OSError, ValueError) as error:
+            if not (is_here or may_download):
+                raise ConfigError(
+                    f"model {model!r} is not on this machine, and may not be downloaded for a run that names it: start "
+                    f"the agent with --allow-hub {shlex.quote(model)}, or name the directory of a model",
+                    model=model,
+                ) from error
             raise ConfigError(
                 f"model {model!r} has no tokenizer that can be loaded: {error}. Give a preset, a path or a hub name",
                 model=model,
@@ -49,10 +63,10 @@ class HubTokenizer:
         return text
 
 
-def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a preset, path or hub name.
+def load_tokenizer(model: str, *, may_download: bool = False) -> Tokenizer:
+    """The tokenizer of a preset, path or hub name; a hub's is downloaded where that is allowed.
 
     Raises:
         ConfigError: it can not be loaded.
     """
-    return CharTokenizer() if is_preset(model) else HubTokenizer(model)
+    return CharTokenizer() if is_preset(model) else HubTokenizer(model, may_download=may_download)

@@ -15,6 +15,7 @@ from ...fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
 from .base import Environment, Observation, Recovery, Step, make_sampling, show
 from .pool import ProcessPool
 from .process import EnvironmentProcess
+from .room import Share
 from .spawn import ANSWER_BYTES_MAX, Program
 
 OBSERVATION = ("text", "info")
@@ -73,6 +74,11 @@ class IsolatedEnvironment(Environment):
         """The state as its process gave it."""
         return self._fields("snapshot", await self._call("snapshot", {}))
 
+    async def snapshot_within(self, share: Share) -> dict[str, Any] | None:
+        """The state as its process gave it; None: there is no room for it."""
+        answer = await self._call("snapshot", {}, share)
+        return None if share.is_refused else self._fields("snapshot", answer)
+
     async def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a state."""
         await self._call("restore", {"snapshot": snapshot})
@@ -85,10 +91,10 @@ class IsolatedEnvironment(Environment):
         finally:
             self._pool.give_back(self._process)
 
-    async def _call(self, what: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call(self, what: str, arguments: Mapping[str, Any], share: Share | None = None) -> Any:
         try:
             limit = BYTES_MAX.get(what, ROW_BYTES_MAX)
-            return await self._process.call(what, arguments, self._timeout_s, bytes_max=limit)
+            return await self._process.call(what, arguments, self._timeout_s, bytes_max=limit, share=share)
         except FabricError as error:
             raise named(error, self.name) from error
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...fabric.errors import EnvironmentFailed
 from ...fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, WORLD_MEMORY_BYTES_MAX
+from .confinement import UNASKED, Confinement, means
 from .process import EnvironmentProcess
 from .spawn import Program
 
@@ -46,7 +47,9 @@ class PoolConfig:
     start_s: float = 30.0
     """A start with all its imports may take this long."""
     memory_bytes_max: int = WORLD_MEMORY_BYTES_MAX
-    """Address space of each; a class may say that it needs less."""
+    """Memory that each may write to; a class may say that it needs less."""
+    confinement: Confinement = UNASKED
+    """How they are held in."""
 
 
 class ProcessPool:
@@ -62,6 +65,11 @@ class ProcessPool:
         self._running: set[EnvironmentProcess] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._liveness: tuple[int, int] | None = None
+
+    @property
+    def confinement(self) -> Confinement:
+        """How its processes are held in."""
+        return self._config.confinement
 
     async def take(self, program: Program) -> EnvironmentProcess:
         """A process that has loaded its program, for one episode.
@@ -134,14 +142,12 @@ class ProcessPool:
     async def _start(self, program: Program) -> EnvironmentProcess:
         if self._liveness is None:
             self._liveness = os.pipe()
-        process = await EnvironmentProcess.start(program, self._liveness[0])
+        confinement = self._config.confinement
+        await asyncio.to_thread(means, confinement.is_offline)  # tried the first time, which takes as long as a start
+        process = await EnvironmentProcess.start(program, confinement, self._config.memory_bytes_max, self._liveness[0])
         self._running.add(process)
         try:
-            limits = {
-                "text": OBSERVATION_BYTES_MAX,
-                "info": INFO_BYTES_MAX,
-                "memory": self._config.memory_bytes_max,
-            }
+            limits = {"text": OBSERVATION_BYTES_MAX, "info": INFO_BYTES_MAX}
             arguments = {
                 "target": program.target,
                 "path": program.path(),

@@ -1,6 +1,6 @@
 """One environment process, seen from the agent: started, called under a time limit, and surely ended.
 
-- It leads a process group of its own; ending it is SIGKILL to the group, so what the environment started goes with it.
+- What is started is its holder (holder.py), which ends as it does; ending the holder ends all that it started.
 - One that does not answer in time is asked for its stack (SIGABRT) before it is killed.
 - What it prints is logged, up to SAID_BYTES_MAX for each episode; the tail goes with an error.
 
@@ -24,8 +24,10 @@ from typing import Any
 
 from ...fabric.errors import ConfigError, EnvironmentFailed, FabricError
 from .base import time_limit
+from .confinement import Confinement
 from .process_main import TEXT_LENGTH_MAX, TRACEBACK_LENGTH_MAX
-from .spawn import ANSWER_BYTES_MAX, Program, Spawned, spawn
+from .room import Share
+from .spawn import ANSWER_BYTES_MAX, Program, spawn
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +36,9 @@ SAID_BYTES_MAX = 16 << 10
 SAID_PAUSE_S = 0.05  # between two looks at what one prints that has printed more: it is slowed, and nobody else
 BRIEF_BYTES = 64 << 10  # what is longer is read and written in a thread: that takes milliseconds
 TAIL_BYTES_MAX = 8 << 10
-STACK_S = 0.5  # for the stack of one that hangs
-EXIT_S = 1.0  # from the end of the channel to the end of the process, before it is helped along
+STACK_S = 1.0  # for the stack of one that hangs
+EXIT_S = 3.0  # from the end of the channel to the end of the process, before it is helped along
+END_S = 5.0  # for a holder to end all it holds, before it is killed itself
 
 
 class Said(asyncio.Protocol):
@@ -93,7 +96,12 @@ class EnvironmentProcess:
     """A running interpreter and the channel to it. Made by `start`; one call at a time."""
 
     def __init__(
-        self, program: Program, spawned: Spawned, said: Said, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        program: Program,
+        holder: subprocess.Popen[bytes],
+        said: Said,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self.program = program
         self.said = said
@@ -104,18 +112,22 @@ class EnvironmentProcess:
         """What the class it has loaded says of itself."""
         self.has_failed = False
         """A call has ended otherwise than with an answer."""
-        self._process, self._warden = spawned
+        self._holder = holder
         self._reader = reader
         self._writer = writer
         self._is_killed = False
         self._number = 0  # of the request, which its answer must name: what is left of another one is none
 
     @classmethod
-    async def start(cls, program: Program, liveness: int) -> EnvironmentProcess:
+    async def start(
+        cls, program: Program, confinement: Confinement, memory_bytes_max: int, liveness: int
+    ) -> EnvironmentProcess:
         """Start one; calls wait until its interpreter is up.
 
         Args:
             program: what it runs.
+            confinement: how it is held in.
+            memory_bytes_max: memory that it may write to.
             liveness: read end of a pipe whose other end is open as long as this agent lives.
 
         Raises:
@@ -132,19 +144,19 @@ class EnvironmentProcess:
                 undo.callback(writer.close)
                 await asyncio.get_running_loop().connect_read_pipe(lambda: said, hear)
                 undo.callback(said.close)
-                spawned = spawn(program, theirs.fileno(), say.fileno(), liveness)
+                holder = spawn(program, confinement, memory_bytes_max, theirs.fileno(), say.fileno(), liveness)
             undo.pop_all()  # nothing is awaited once there is a process, so none is ever left behind
-        return cls(program, spawned, said, reader, writer)
+        return cls(program, holder, said, reader, writer)
 
     @property
     def pid(self) -> int:
-        """Also the number of its process group."""
-        return self._process.pid
+        """Its holder's, also the number of the holder's process group."""
+        return self._holder.pid
 
     @property
     def is_alive(self) -> bool:
         """Whether it can be called."""
-        return not self._is_killed and self._process.poll() is None
+        return not self._is_killed and self._holder.poll() is None
 
     async def call(
         self,
@@ -154,6 +166,7 @@ class EnvironmentProcess:
         *,
         data: bytes = b"",
         bytes_max: int = ANSWER_BYTES_MAX,
+        share: Share | None = None,
     ) -> Any:
         """Ask it something; the answer as it came. It is killed unless it answers, and when the caller is cancelled.
 
@@ -162,6 +175,7 @@ class EnvironmentProcess:
             timeout_s: for the answer; while the agent's own loop stands still, this does not run.
             data: bytes that go with it, as the argument `data`, where there are any.
             bytes_max: of the answer; a longer one is not read.
+            share: what takes room for the answer before it is read; None is answered where there is none.
 
         Raises:
             EnvironmentFailed: it raised, or gave no fit answer (reason: `what`); "timeout", "crashed", or "answer" when
@@ -171,7 +185,7 @@ class EnvironmentProcess:
         is_well = False
         try:
             async with time_limit(timeout_s):
-                reply = await self._exchange(what, arguments, data, bytes_max)
+                reply = await self._exchange(what, arguments, data, bytes_max, share)
             answer = _answer(what, arguments, reply)
             is_well = True
             return answer
@@ -191,7 +205,7 @@ class EnvironmentProcess:
             self.has_failed = self.has_failed or not is_well
 
     async def _exchange(
-        self, what: str, arguments: Mapping[str, Any], data: bytes, bytes_max: int
+        self, what: str, arguments: Mapping[str, Any], data: bytes, bytes_max: int, share: Share | None
     ) -> Mapping[str, Any]:
         self._number += 1
         request = {"call": what, "arguments": arguments, "data_bytes": len(data), "number": self._number}
@@ -204,6 +218,9 @@ class EnvironmentProcess:
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if size > bytes_max:
             raise ValueError(f"{size:,} bytes, the limit is {bytes_max:,}")
+        if share is not None and not await share.take(size):
+            await self._skip(size)
+            return {"answer": None}
         data = await self._reader.readexactly(size)
         try:
             reply = json.loads(data) if size <= BRIEF_BYTES else await asyncio.to_thread(json.loads, data)
@@ -216,6 +233,14 @@ class EnvironmentProcess:
         if reply.get("is_used_up"):
             self.episode_count_max = 0
         return reply
+
+    async def _skip(self, size: int) -> None:
+        """Read an answer past."""
+        while size:
+            part = await self._reader.read(min(size, BRIEF_BYTES))
+            if not part:
+                raise EOFError
+            size -= len(part)
 
     async def _end_hung(self, text: str) -> EnvironmentFailed:
         """What it printed, with its stack at the end; then it is killed."""
@@ -243,20 +268,24 @@ class EnvironmentProcess:
             told, reason="crashed", exit_code=code, traceback=f"{told}. It printed last:\n{self.said.tail}"
         )
 
+    def give_way(self) -> None:
+        """Let it have less of the processors than anybody else from now on."""
+        self._signal(signal.SIGUSR1)
+
     def kill(self) -> None:
-        """End it and all it has started, at once; `wait` for it some time later."""
+        """Have it ended with all it has started; `wait` for that some time later."""
         if self._is_killed:
             return
         self._is_killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-            os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGTERM)
         self._writer.close()
 
     async def wait(self) -> None:
         """Until it is gone, and leaves no zombie. It was killed, so this is short."""
-        await _end_of(self._process)
-        if self._warden is not None:
-            await _end_of(self._warden)
+        if await self._exited(END_S) is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of zombies
+                os.killpg(self.pid, signal.SIGKILL)
+            await _end_of(self._holder)
         await self._quiet()
         self.said.close()
 
@@ -264,8 +293,8 @@ class EnvironmentProcess:
         """Its exit code, as soon as it has one, or None after a while."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await _end_of(self._process)
-        return self._process.poll()
+                await _end_of(self._holder)
+        return self._holder.poll()
 
     async def _quiet(self) -> None:
         """Until all that it printed is here; a child of its own with another group may hold that up."""
@@ -275,7 +304,7 @@ class EnvironmentProcess:
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+            self._holder.send_signal(number)
 
 
 def _encode(request: Mapping[str, Any]) -> bytes:

@@ -67,7 +67,7 @@ class Stage:
     ) -> dict[str, Any]:
         """Import what "module:attr" names, looking in `path` before or after the interpreter's own places.
 
-        It lives within limits of text, info and memory. Returns what it says of itself. decoder: the target is a reward
+        It lives within limits of text and info. Returns what it says of itself. decoder: the target is a reward
         function, and this makes its rollouts of their bytes.
         """
         self._text_bytes_max, self._info_bytes_max = limits["text"], limits["info"]
@@ -78,7 +78,6 @@ class Stage:
             self._decode = find(decoder)
             check_function(self._factory)
             return {}
-        limit_memory(limits["memory"])
         self._factory = find(target)
         limit_memory(getattr(self._factory, "memory_bytes_max", None))
         names = ("episode_count_max", "isolation", "inline")
@@ -232,11 +231,11 @@ def is_crowded() -> bool:
 
 
 def limit_memory(limit: Any) -> None:
-    """Keep the address space within the agent's limit, and then within the class's own, where it has one."""
+    """Keep the memory that this process may write to within the class's own limit, where it has one."""
     if limit is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def settings(owner: Any) -> dict[str, Any]:
@@ -311,30 +310,14 @@ def send(channel: int, what: str, head: dict[str, Any], reply: dict[str, Any], b
         view = view[os.write(channel, view) :]
 
 
-def be_killed_first() -> None:
-    """Ask the kernel to end this process, and what it starts, before all others when memory runs out."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")
-    except OSError:  # no such place on this system
-        pass
-
-
 def main() -> None:
-    """Answer until the channel ends. Arguments: the most bytes of an answer, and those it may write to (0: all)."""
+    """Answer until the channel ends. Argument: the most bytes of an answer."""
     del sys.path[0]  # this file's directory: its neighbours are nobody's top-level modules
     channel = os.dup(0)  # children of the environment do not inherit it
     os.register_at_fork(after_in_child=lambda: os.close(channel))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # where memory runs out in spite of its limit, it is this process that goes
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
     faulthandler.enable()  # SIGSEGV, and the SIGABRT that is sent to one that hangs, leave a stack on stderr
-    if int(sys.argv[2]):
-        resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]), int(sys.argv[2])))
-        be_killed_first()
     stage = Stage()
     while True:
         request = receive(channel)

@@ -5,6 +5,7 @@
 - A reward function of a user is never imported here: `workers/scoring.py` calls it in a process of its own.
 - An environment lives in a process of its own, and this process never imports it, unless its class says that it may
   run inside (`inline`, or `isolation = "none"`). Whether it does is asked of a process, too. Ours are imported at once.
+  Where the operator asks for another user or for no network, only ours run inside.
 - A name that arrives with a run is only ever looked up. It is never imported as a path, whatever it looks like: who
   may push tasks may not choose what code runs here.
 """
@@ -103,7 +104,8 @@ class Registry:
         isolation = stated.get("isolation") or "process"
         if isolation not in get_args(Isolation):
             raise ConfigError(f"environment {name!r}: isolation is {show(isolation)}, not one of {get_args(Isolation)}")
-        is_inside = program.python is None and (isolation == "none" or bool(stated.get("inline")))
+        is_trusted = program.target.startswith(OURS) or not self._pool.confinement.is_strict
+        is_inside = is_trusted and program.python is None and (isolation == "none" or bool(stated.get("inline")))
         if is_inside:
             await self._load_aside(name)
         return is_inside

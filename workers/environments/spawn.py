@@ -1,15 +1,15 @@
-"""Starting an environment process, and guarding it: whatever becomes of the agent, it is not left behind.
+"""Starting an environment process, held in, so that whatever becomes of the agent it is not left behind.
 
-- It leads a process group. Beside it, in that group, waits its warden: a shell at the far end of a pipe that only the
-  agent holds open, which kills the group when that closes. The process itself may be stuck by then, holding the
-  interpreter's lock, and what it has started would not hear of its end.
-- Its environment variables are ours without our secrets and our Python's settings.
+- The process that the agent starts is the holder (holder.py), which leads a process group and starts the foreign one.
+  It has one end of a pipe whose other end the agent alone holds open, and ends all when that closes. The foreign
+  process may be stuck by then, holding its interpreter's lock, and what it has started would not hear of the end.
+- Its environment variables are those of a list (confinement.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from ...fabric.errors import ConfigError
 from ...fabric.limits import SNAPSHOT_BYTES_MAX
+from .confinement import Confinement, holding, means
 
 MAIN = Path(__file__).with_name("process_main.py")
-WARDEN = ("/bin/sh", "-c", "read _; kill -9 0")  # reads until the pipe closes, then ends its own process group
 NICENESS = 5  # of users' code: it gives way to the agents and workers of everybody
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer, before it is looked at
@@ -33,8 +33,6 @@ class Program:
     python: str | None = None
     decoder: str | None = None
     """What makes a reward function's rollout of its bytes, as "module:attr"; None: the target is an environment."""
-    memory_bytes_max: int | None = None
-    """Memory that it may write to (RLIMIT_DATA); None: as much as there is."""
     niceness: int = 0
     """By how much it gives way to others for the processors, [0, 19]."""
     owner: str = ""
@@ -47,59 +45,47 @@ class Program:
         """
         return [each for each in sys.path if each] if self.python is None else [os.getcwd()]
 
-    def variables(self) -> dict[str, str]:
-        """The process's environment variables: ours without our secrets and our Python's settings.
-
-        Strings hash alike in every process: an environment that walks through a set replays elsewhere as it went here.
-        """
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("ROLLFAB_", "PYTHON")) and name != "VIRTUAL_ENV"
-        }
+    def variables(self, confinement: Confinement) -> dict[str, str]:
+        """The process's environment variables."""
         threads = {} if self.decoder is None else dict.fromkeys(THREAD_COUNTS, "1")  # many processes share the cores
-        return {**threads, **kept, "PYTHONHASHSEED": "0"}
+        return {**threads, **confinement.variables(os.environ)}
 
 
-def give_way(pid: int, niceness: int) -> None:
-    """Let a process, if it is there, and what it starts have less of the processors than others."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpriority(os.PRIO_PROCESS, pid, niceness)
-
-
-Spawned = tuple["subprocess.Popen[bytes]", "subprocess.Popen[bytes] | None"]  # the process, and its warden
-
-
-def spawn(program: Program, channel: int, say: int, liveness: int) -> Spawned:
-    """Start a process and its warden.
+def spawn(
+    program: Program, confinement: Confinement, memory_bytes_max: int, channel: int, say: int, liveness: int
+) -> subprocess.Popen[bytes]:
+    """Start a process; what is returned is its holder, which ends as it does.
 
     Args:
         program: what the process will be asked to load.
+        confinement: how it is held in.
+        memory_bytes_max: memory that it may write to, in each of its processes (RLIMIT_DATA).
         channel: its descriptor 0.
         say: where it prints to.
         liveness: read end of a pipe whose other end is open as long as this agent lives.
 
     Raises:
-        ConfigError: the interpreter, or the warden's shell, cannot be started.
+        ConfigError: the interpreter cannot be started.
     """
-    limit = str(program.memory_bytes_max or 0)
-    words = [program.python or sys.executable, "-s", str(MAIN), str(ANSWER_BYTES_MAX), limit]
+    python = shutil.which(program.python or sys.executable)
+    if python is None:
+        raise ConfigError(f"its process cannot be started: {program.python} is not an interpreter that can be run")
+    settings = {
+        **confinement.settings(means(confinement.is_offline)),
+        "life": liveness,
+        "memory": memory_bytes_max,
+        "niceness": program.niceness,
+    }
+    words = holding(settings, [python, "-s", str(MAIN), str(ANSWER_BYTES_MAX)])
     try:
-        process = subprocess.Popen(
-            words, stdin=channel, stdout=say, stderr=say, env=program.variables(), process_group=0
+        return subprocess.Popen(
+            words,
+            stdin=channel,
+            stdout=say,
+            stderr=say,
+            env=program.variables(confinement),
+            process_group=0,
+            pass_fds=(liveness,),
         )
     except OSError as error:
         raise ConfigError(f"its process cannot be started: {error}") from error
-    if program.niceness:
-        give_way(process.pid, program.niceness)
-    quiet = subprocess.DEVNULL
-    try:
-        return process, subprocess.Popen(
-            WARDEN, stdin=liveness, stdout=quiet, stderr=quiet, env={}, process_group=process.pid
-        )
-    except (ProcessLookupError, PermissionError):  # it has died, and its group with it: the first call will say so
-        return process, None
-    except OSError as error:
-        process.kill()
-        process.wait()
-        raise ConfigError(f"its process cannot be guarded: {error}") from error
