@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from ..errors import BrokerError, WireError
+from ..errors import WireError
 from ..ids import check_name
 from ..ports_weights import (
     ANSWER_BYTES_MAX,
@@ -32,7 +32,7 @@ from ..wire import check_size, dump_json
 from .keys import WeightKeys
 from .rows import damage_row, holder_row
 from .scripts import Argument, Scripts
-from .translate import translate
+from .translate import held, translate
 
 __all__ = ["ANNOUNCEMENT_COUNT_MAX", "RedisWeightBoard"]
 
@@ -145,13 +145,8 @@ class RedisWeightBoard:
 
     async def _read(self, reading: Awaitable[T], nothing: T) -> T:
         """What a key holds; `nothing` where it was replaced by another type of key: it holds nothing of ours."""
-        try:
-            with translate(self._client):
-                return await reading
-        except BrokerError as error:
-            if not str(error.__cause__).startswith("WRONGTYPE"):
-                raise
-            return nothing
+        with translate(self._client):
+            return await held(reading, nothing)
 
 
 def _field(damage: Damage) -> str:
