@@ -15,6 +15,7 @@ from shlex import quote
 from typing import Any, Protocol
 
 from .agreement import Agreement
+from .ids import NAME
 from .lease_plan import LeaseChange, LeasePlan
 from .ports_weights import WeightStore
 from .records import (
@@ -190,7 +191,7 @@ class BadRow:
     @property
     def step(self) -> str:
         """What removes it."""
-        if self.table == "runs" and self.row:
+        if self.table == "runs" and NAME.match(self.row):
             return f"rollfab runs rm --yes -- {quote(self.row)}"
         return " ".join(["rollfab rows rm --", quote(self.table), *([quote(self.row)] if self.row else [])])
 
