@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from ..agreement import Agreement, Alarm, AlarmRule
@@ -24,7 +25,7 @@ from ..limits import GROUP_SIZE_MAX, SLOT_COUNT_MAX
 from ..ports import BAD_ROW_COUNT_MAX, BadRow
 from ..records import DeadLetter, Lease, Rollout, RunConfig, TrajectoryJob, TurnJob, WorkerInfo
 from ..rules.chain import Link
-from ..rules.curve import Curve, read_curve
+from ..rules.curve import Curve, RewardBucket, read_curve
 from ..rules.giving_up import given_up
 from ..rules.lease import time_left
 from ..rules.lending import check_setting, setting_of
@@ -120,15 +121,28 @@ class BadRows:
 
     def curve(self, table: str, rows: Mapping[bytes, bytes]) -> Curve:
         """A shard's curve of rewards, without the rows that are none of it."""
-        width = {name: raw for name, raw in rows.items() if name == b"width"}
-        good: dict[bytes, bytes] = {}
+        width = self.whole(table, "width", rows.get(b"width"), 1)
+        if not 1 <= width <= WHOLE_MAX:
+            self.note(table, "width", f"{width} is no width")
+            return ()
+        found: list[RewardBucket] = []
         for name, raw in rows.items():
             try:
-                read_curve({**width, name: raw})
-                good[name] = raw
+                found += _buckets(width, name, raw)
             except (ValueError, OverflowError) as error:
                 self.note(table, name, error)
-        return read_curve(good) if good.keys() >= width.keys() else ()
+        return tuple(sorted(found, key=lambda bucket: bucket.version))
+
+
+def _buckets(width: int, name: bytes, raw: bytes) -> Curve:
+    """What a row of a curve says. Raises ValueError: it is none, or out of bounds."""
+    found = read_curve({b"width": b"%d" % width, name: raw}) if name != b"width" else ()
+    for bucket in found:
+        wholes = (bucket.count, bucket.token_sum, bucket.version + 1)
+        figures = (bucket.reward_sum, bucket.reward_square_sum, bucket.reward_min, bucket.reward_max)
+        if not all(0 <= each <= WHOLE_MAX for each in wholes) or not bucket.count or not all(map(isfinite, figures)):
+            raise ValueError(f"{raw[:80]!r} is out of bounds")
+    return found
 
 
 def shown_name(row: bytes | str) -> str:

@@ -66,7 +66,7 @@ class RedisWeightBoard:
         keys = WeightKeys(run_id)
         names = [keys.holders, keys.holding, keys.clock, *([keys.addresses] if addressed else [])]
         with translate(self._client):
-            ids, rows, addresses = await self._scripts.call("holders", names, [])
+            ids, rows, addresses = await held(self._scripts.call("holders", names, []), ([], [], None))
         found = []
         for holder_id, row, address in zip(ids, rows, addresses or [None] * len(ids), strict=True):
             try:
@@ -86,7 +86,7 @@ class RedisWeightBoard:
 
     async def offers(self, run_id: str) -> bytes | None:
         with translate(self._client):
-            found: bytes | None = await self._client.get(WeightKeys(run_id).offer)
+            found: bytes | None = await held(self._client.get(WeightKeys(run_id).offer), None)
         return found
 
     async def answer(self, run_id: str, round_id: str, member: str, data: bytes, ttl_s: float) -> None:
@@ -100,7 +100,7 @@ class RedisWeightBoard:
 
     async def answers(self, run_id: str, round_id: str) -> dict[str, bytes]:
         with translate(self._client):
-            found = await self._client.hgetall(WeightKeys(run_id).answers(check_name("round", round_id)))
+            found = await held(self._client.hgetall(WeightKeys(run_id).answers(check_name("round", round_id))), {})
         return {member.decode("utf-8", "replace"): data for member, data in found.items()}
 
     async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
