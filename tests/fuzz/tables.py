@@ -43,6 +43,7 @@ PACE_S = 0.01  # between two bad rows: the readers must come to read them
 PUSH_S = 0.5  # between two good groups
 WAIT_S = 90.0  # for what was pushed to arrive, on a busy machine
 HUGE_BYTES = 1 << 20
+VICTIM_COUNT_MAX = 8
 WORDS = (b"", b"0", b"-1", b"nan", b"inf", b"9" * 30, b"1e999", b"\xff\xfe", b"null", b"{}", b"[[[[", b"true", b"../x")
 PLACES = (None, True, -1, 0, 1 << 31, 1 << 60, 10**30, 0.5, -1e308, "", "x" * 5000, "\u0000", [], {}, [[]], "good")
 SEEDS = [record.encode() for record in RECORDS] + [
@@ -208,6 +209,7 @@ class World:
             self.runs[name] = run
         self.pushed: list[str] = []
         self.arrived: dict[str, Group] = {}
+        self._victims: list[str] = []
         self.clients = {role: broker.client(role) for role in ("trainer", "agent", "worker", "reward", "controller")}
         self.clients["api-control"] = broker.client("api-control")
         self._pids = {name: child.pid for name, child in supervisor.children.items()}
@@ -220,6 +222,10 @@ class World:
         names = self.runs[run].submit([{"seed": 1}], group_size=2)
         if run == GOOD:
             self.pushed += names
+            return
+        self._victims += names
+        while len(self._victims) > VICTIM_COUNT_MAX:  # what nobody can end any more would fill the agent's places
+            self.runs[VICTIM].cancel(self._victims.pop(0))
 
     def take(self) -> None:
         for group in self.runs[GOOD].groups(timeout=0.01):
