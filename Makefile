@@ -26,7 +26,7 @@ TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-vllm up check test test-fast test-vllm sim bench audit sbom lock lock-vllm lock-audit clean distclean
+.PHONY: help setup demo demo-vllm up check test test-fast test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -69,6 +69,9 @@ test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated r
 
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+fuzz: $(VENV)/.dev ## bad rows in every table that a role may write: make fuzz SECONDS_A_TABLE=30 TABLES="runs counters"
+	@$(BIN)/python -m tests.fuzz.fuzz_tables $(if $(SECONDS_A_TABLE),--seconds $(SECONDS_A_TABLE)) $(TABLES)
 
 bench: $(if $(filter engine coserve,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
 	@$(if $(filter engine coserve,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)

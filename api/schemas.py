@@ -313,6 +313,17 @@ class Totals(Model):
     running_count: int
 
 
+class BadRowView(Model):
+    """A row of the broker's tables that cannot be read, and is passed over."""
+
+    table: str
+    row: str
+    """Its name; empty: the whole table is of another type than it should be."""
+    problem: str
+    step: str
+    """The command that removes it."""
+
+
 class Status(Model):
     """Everything the page shows, read at one moment."""
 
@@ -336,6 +347,8 @@ class Status(Model):
     tokens_per_s_history: list[float]
     events: list[EventView]
     """The newest first, at most 40; without trainer.step, which `training` shows."""
+    bad_rows: list[BadRowView]
+    """What could not be read and was left out, at most 100."""
 
 
 class Runs(Model):

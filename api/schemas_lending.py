@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from ..fabric.rules.lending import SLOT_COUNT_MAX, TEXT_LENGTH_MAX, WINDOW_COUNT_MAX
+from ..fabric.limits import SLOT_COUNT_MAX
+from ..fabric.rules.lending import TEXT_LENGTH_MAX, WINDOW_COUNT_MAX
 from .schema_base import Model
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
 from .. import __version__
@@ -28,7 +28,7 @@ from .config import ApiConfig
 from .events import EventTail
 from .lending import setting_view, terms_of, value_of
 from .rates import Meters
-from .schemas import LeaseView, Rates, RunView, Status, WorkerView
+from .schemas import BadRowView, LeaseView, Rates, RunView, Status, WorkerView
 from .schemas_lending import SharingTotals
 from .schemas_weights import WeightsView
 from .views import (
@@ -197,6 +197,7 @@ class StatusReader:
             rollouts_per_s_history=self._runs.history(ALL, "trajectories_completed"),
             tokens_per_s_history=self._runs.history(ALL, "tokens"),
             events=self._tail.newest(EVENT_COUNT),
+            bad_rows=[BadRowView(**asdict(row), step=row.step) for row in survey.bad_rows],
         )
 
     async def _read_weights(self, run_id: str) -> WeightsView | None:

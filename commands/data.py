@@ -139,7 +139,7 @@ def _register_dead(app: typer.Typer) -> None:
         """Show one dead letter with its task and traceback."""
         letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
         print(f"{letter.trajectory_id}: {one_line(letter.reason)}")
-        print(f"task: {one_line(dump_json(letter.job['task']).decode())}\n{printable(letter.traceback)}")
+        print(f"task: {one_line(dump_json(letter.job.get('task')).decode())}\n{printable(letter.traceback)}")
 
     _register_discard(dead)
 
@@ -149,6 +149,8 @@ def _register_dead(app: typer.Typer) -> None:
 
         async def work(ports: RedisFabric) -> str:
             letter = _find(await _letters(ports, run), trajectory)
+            if not letter.job:
+                raise InputError(f"{trajectory} cannot be tried again, its job was not readable; discard it")
             group_id = new_group_id()
             job = TrajectoryJob(
                 **{**letter.job, "trajectory_id": trajectory_id(group_id, 0), "group_id": group_id, "index": 0}

@@ -1,7 +1,8 @@
-"""`rollfab runs`: what runs there are, and deleting those that are over."""
+"""`rollfab runs`: what runs there are, and deleting those that are over; `rollfab rows`: what cannot be read."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError
+from ..fabric.errors import ConfigError, InputError
+from ..fabric.ports import BadRow
 from ..fabric.rules.push import no_such_run
 from ..fabric.text import cleaned
 from ..fabric.wire import dump_json
@@ -39,12 +41,56 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Delete a run with all that it has in the broker: work, groups nobody consumed, dead letters, weights."""
         found = {row["run_id"]: row for row in with_ports(need_url(url), _rows)}
+        unread = [row.row for row in with_ports(need_url(url), _bad_rows) if row.table == "runs"]
+        if run in unread:
+            found[run] = {"run_id": run, "depth": "?", "groups_waiting": "?", "dead": "?"}
         if run not in found:
             raise no_such_run(run, known=found)
         if not is_sure and not _agrees(found[run]):
             raise ConfigError(f"run {run!r} was not deleted: say yes, or give --yes")
         with_ports(need_url(url), lambda ports: ports.board.delete_run(run))
         print(f"run {run} is deleted")
+
+    _register_rows(app)
+
+
+def _register_rows(app: typer.Typer) -> None:
+    rows = typer.Typer(no_args_is_help=True, help="Rows of the broker's tables that cannot be read.")
+    app.add_typer(rows, name="rows")
+
+    @rows.command("ls")
+    def list_bad_rows(url: Url = None, json: AsJson = False) -> None:
+        """List rows that cannot be read: everybody passes over them."""
+        found = with_ports(need_url(url), _bad_rows)
+        if json:
+            print(dump_json([{**asdict(row), "step": row.step} for row in found]).decode())
+            return
+        for row in cleaned([{**asdict(row), "step": row.step} for row in found]):
+            print(f"{row['table']}  {row['row'] or '(all of it)'}  {row['problem']}\n  → {row['step']}")
+        if not found:
+            print("every row can be read")
+
+    @rows.command("rm")
+    def remove_bad_row(
+        table: Annotated[str, typer.Argument(help="The table, as `rollfab rows ls` says.", show_default=False)],
+        row: Annotated[str, typer.Argument(help="The row; none: the table, which is of another type.")] = "",
+        url: Url = None,
+    ) -> None:
+        """Remove a row that cannot be read, and no other."""
+
+        async def work(ports: RedisFabric) -> bool:
+            found = [each for each in await _bad_rows(ports) if (each.table, each.row) == (table, row)]
+            return bool(found) and await ports.board.remove_row(found[0])
+
+        if not with_ports(need_url(url), work):
+            raise InputError(
+                f"there is no row {row!r} of table {table!r} that cannot be read; `rollfab rows ls` lists those"
+            )
+        print("removed")
+
+
+async def _bad_rows(ports: RedisFabric) -> list[BadRow]:
+    return list((await ports.board.survey()).bad_rows)
 
 
 def _agrees(row: dict[str, Any]) -> bool:

@@ -48,6 +48,7 @@ async def snapshot(ports: RedisFabric) -> dict[str, Any]:
         "workers": [{**asdict(info), "heartbeat_age_ms": max(0, age)} for info, age in found.survey.workers.values()],
         "leases": {lease.worker_id: asdict(lease) for lease in held},
         "lends": {name: asdict(said) for name, said in found.lends.items()},
+        "bad_rows": [{**asdict(row), "step": row.step} for row in found.survey.bad_rows],
     }
 
 
@@ -126,7 +127,17 @@ def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
             f"{each['heartbeat_age_ms'] / 1000:.1f} s",
         )
     causes = [line for run in seen["runs"] for line in cause_lines(run, has_all=has_all)]
-    return Group(runs, *causes, workers, *_reward_lines(seen["runs"]), *_agreement_tables(seen["runs"]))
+    bad = [line for row in seen["bad_rows"] for line in bad_row_lines(row)]
+    return Group(runs, *bad, *causes, workers, *_reward_lines(seen["runs"]), *_agreement_tables(seen["runs"]))
+
+
+def bad_row_lines(row: dict[str, Any]) -> list[Text]:
+    """A row that cannot be read, and how it is removed."""
+    what = f"row {row['row']!r} of table {row['table']}" if row["row"] else f"table {row['table']}"
+    return [
+        Text(f"{what} cannot be read and is passed over: {row['problem']}", style="red"),
+        Text(f"  → {row['step']}"),
+    ]
 
 
 def cause_lines(run: dict[str, Any], *, has_all: bool) -> list[Text]:

@@ -1,9 +1,10 @@
-"""Fields of records that were read: do they have the types that their class declares?
+"""Fields of records that were read: do they have the types that their class declares, and values within bounds?
 
 - Who may write to the broker may write anything. A record of other types is refused as it is read, with its place
   named, before a loop takes a number for a name and dies of it.
 - Measured: 1 us per record and per nested part. The answer for one combination of types is worked out once and kept.
-- Only types are checked; what a value must be is checked where a person gives it (records.py, trainer/checks.py).
+- A number's bounds follow from the unit at the end of its name (UNITS), and are narrower where its class says so
+  (BOUNDS). What people are told who give a value is trainer/checks.py's, by the same bounds.
 """
 
 from __future__ import annotations
@@ -13,20 +14,49 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from operator import attrgetter
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from .errors import WireError
 
 Types = frozenset[type]
+Bound = tuple[float, float] | tuple[str, ...]  # the least and the most of a number, or the words that a text may be
+
+NUMBERS = (int, float)
+WHOLE_MAX = 1 << 53  # JSON's and Lua's readers know whole numbers up to here
+# The end of a number's name → its bounds; the longest end that fits counts.
+UNITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("_count", "_count_max", "_bytes", "_bytes_max", "_ms", "_tokens", "_index"), (0, WHOLE_MAX)),
+    **dict.fromkeys(("_s", "_per_s", "_ms_p50", "_ms_p99", "_mbps"), (0, 1e15)),
+    "_fraction": (0, 1),
+    "_version": (-1, WHOLE_MAX),
+    "_epoch": (0, WHOLE_MAX),
+}
+
+
+class Judgement(NamedTuple):
+    """What fields of certain types mean. fault: what is wrong with them, or an empty string. By the field's index:
+    holders hold many of one plain type; bounds are a number's least and most; words are all that a text may be.
+    """
+
+    fault: str
+    holders: tuple[tuple[int, type], ...] = ()
+    bounds: tuple[tuple[int, float, float], ...] = ()
+    words: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 def check_types(cls: Any, names: tuple[str, ...], values: tuple[Any, ...], where: str) -> None:
-    """Require the types that a dataclass declares; names that it does not have are left to its __init__.
+    """Require the types and bounds that a dataclass declares; names that it does not have are left to its __init__.
 
     Raises:
         WireError: names the field, what it is and what is expected.
     """
-    fault, holders = _judge(cls, names, tuple(map(type, values)))
+    fault, holders, bounds, words = _judge(cls, names, tuple(map(type, values)))
+    for index, least, most in bounds:
+        if not least <= values[index] <= most:
+            fault = f"{names[index]} is {values[index]!r:.40}, expected from {least:g} to {most:g}"
+    for index, known in words:
+        if values[index] not in known:
+            fault = f"{names[index]} is {values[index]!r:.40}, expected {' or '.join(known)}"
     for index, kind in holders:
         if values[index] and set(map(type, values[index])) != {kind}:
             fault = f"{names[index]} holds other than {kind.__name__}"
@@ -60,15 +90,35 @@ def _reader(cls: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]
 
 
 @lru_cache(maxsize=1024)  # senders choose the names; a hostile one must not fill our memory
-def _judge(cls: Any, names: tuple[str, ...], types: tuple[type, ...]) -> tuple[str, tuple[tuple[int, type], ...]]:
-    """What is wrong with fields of these types, or an empty string; and which of them hold many of one plain type."""
+def _judge(cls: Any, names: tuple[str, ...], types: tuple[type, ...]) -> Judgement:
     kinds, parts = _declared(cls)
     for name, kind in zip(names, types, strict=True):
         if name in kinds and kind not in kinds[name]:
             expected = " or ".join(sorted(each.__name__ for each in kinds[name]))
-            return f"{name} is {kind.__name__}, expected {expected}", ()
+            return Judgement(f"{name} is {kind.__name__}, expected {expected}")
     holders = [(index, parts[name]) for index, name in enumerate(names) if name in parts]
-    return "", tuple((index, part) for index, part in holders if types[index] in (list, tuple))
+    bounds, words = bounds_of(cls)
+    return Judgement(
+        "",
+        tuple((index, part) for index, part in holders if types[index] in (list, tuple)),
+        tuple((index, *bounds[name]) for index, name in enumerate(names) if name in bounds and types[index] in NUMBERS),
+        tuple((index, words[name]) for index, name in enumerate(names) if name in words and types[index] is str),
+    )
+
+
+@cache
+def bounds_of(cls: Any) -> tuple[dict[str, tuple[float, float]], dict[str, tuple[str, ...]]]:
+    """Field → the least and the most that a number there may be, and field → the words that a text there may be."""
+    own: dict[str, Bound] = getattr(cls, "BOUNDS", {})
+    ends = {name: [end for end in UNITS if f"_{name}".endswith(end)] for name in field_names(cls)}
+    numbers = {name: UNITS[max(found, key=len)] for name, found in ends.items() if found}
+    words: dict[str, tuple[str, ...]] = {}
+    for name, bound in own.items():
+        if isinstance(bound[0], str):
+            words[name] = bound
+        else:
+            numbers[name] = bound
+    return numbers, words
 
 
 @cache

@@ -24,6 +24,9 @@ WORLD_MEMORY_BYTES_MAX = 4096 * MIB  # that an environment's process may write t
 EVENT_BYTES_MAX = 64 * KIB  # as JSON; ten thousand are kept
 HTTP_BODY_BYTES_MAX = 8 * MIB  # a context of PROMPT_TOKENS_MAX as text
 KEYS_FILE_BYTES_MAX = MIB  # some thousand keys of the api
+SHARD_COUNT_MAX = 1024  # of a run: the controller asks every shard of every run at each tick
+TURN_COUNT_MAX = 65_536  # of a trajectory: whoever takes it over asks for the results of so many
+SLOT_COUNT_MAX = 1_000_000  # of a worker or a lease
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # of sampling, beside 0 (greedy); vLLM raises what is lower to 0.01
 
 # Class of record → bytes. One that is not listed may have OTHER_RECORD_BYTES_MAX.

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any, Protocol
 
 from .agreement import Agreement
+from .ids import NAME
 from .lease_plan import LeaseChange, LeasePlan
 from .ports_weights import WeightStore
 from .records import (
@@ -171,6 +173,29 @@ class RunStatus:
     rewards: Curve = ()  # of completed rollouts by policy version; a survey leaves it out
 
 
+BAD_ROW_COUNT_MAX = 100  # shown at once: more of them would not be read by people either
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row of the broker's tables that cannot be read. Who looks passes over it; a person removes it.
+
+    table: "runs" of the fabric, "r1.0:counters" of a shard of run r1 (keys.py). row: its name as it is shown; empty:
+    the whole table is of another type than it should be.
+    """
+
+    table: str
+    row: str
+    problem: str
+
+    @property
+    def step(self) -> str:
+        """What removes it."""
+        if self.table == "runs" and NAME.match(self.row):
+            return f"rollfab runs rm --yes -- {quote(self.row)}"
+        return " ".join(["rollfab rows rm --", quote(self.table), *([quote(self.row)] if self.row else [])])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
     """Who takes complete groups of a run, all clients of its name together.
@@ -199,7 +224,8 @@ class Survey:
     below 0: it lies in the future.
 
     assignments: worker → the run whose leases it looks at. leases: by run, then by worker; one that is not the same on
-    all shards of its run shows with no slots. wall_ms: the broker machine's time. now_ms: the fabric's clock.
+    all shards of its run shows with no slots. wall_ms: the broker machine's time. now_ms: the fabric's clock. bad_rows:
+    what could not be read and was left out, at most BAD_ROW_COUNT_MAX.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]]
@@ -208,6 +234,7 @@ class Survey:
     leases: Mapping[str, Mapping[str, Lease]]
     wall_ms: int = 0
     now_ms: int = 0
+    bad_rows: Sequence[BadRow] = ()
 
 
 class TrajectoryQueue(Protocol):
@@ -375,8 +402,18 @@ class LeaseBoard(Protocol):
         """Create the run, or return it if it exists with the same settings. Raises RunMismatch."""
         ...
 
-    async def runs(self) -> dict[str, RunConfig]: ...
-    async def delete_run(self, run_id: str) -> None: ...
+    async def runs(self) -> dict[str, RunConfig]:
+        """Every run; one that cannot be read is left out, and among the bad rows of a survey."""
+        ...
+
+    async def delete_run(self, run_id: str) -> None:
+        """Remove a run and all that it has, also one that cannot be read. Raises RunUnknown."""
+        ...
+
+    async def remove_row(self, row: BadRow) -> bool:
+        """Remove a row that cannot be read; False: it is gone already."""
+        ...
+
     async def run_status(self, run_id: str) -> RunStatus:
         """Raises RunUnknown."""
         ...

@@ -3,7 +3,8 @@
 - All are frozen; arrays are one-dimensional numpy arrays, read-only when they come from the wire.
 - A trajectory's tokens are one growing sequence: `prompt_ids` (the first observation), then `completion_ids`, in which
   the model's tokens have mask 1 and later observations mask 0. Nothing is ever re-tokenised.
-- Validation happens when a record is made from user input (`check_*`), not when it is read back.
+- What a record read back may hold is bounded: by the units in its fields' names (fields.py) and its BOUNDS. Input of
+  users is checked as well when a record is made from it (`check_*`, trainer/checks.py), with a text for them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import EnvironmentFailed, FabricError, InputError
+from .fields import WHOLE_MAX, Bound
+from .limits import SHARD_COUNT_MAX, SLOT_COUNT_MAX, TEMPERATURE_MAX, TURN_COUNT_MAX
+from .rules.carrier import CARRIERS
 from .wire import Record
 
 Int32 = NDArray[np.int32]
@@ -30,6 +34,8 @@ NO_LOGPROBS: Float32 = np.zeros(0, dtype=np.float32)
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens [start, end) of a completion, made by one worker at one policy version."""
+
+    BOUNDS: ClassVar[dict[str, Bound]] = {"start": (0, WHOLE_MAX), "end": (0, WHOLE_MAX)}
 
     start: int
     end: int
@@ -50,6 +56,8 @@ class Sampling:
     fresh dice.
     """
 
+    BOUNDS: ClassVar[dict[str, Bound]] = {"temperature": (0, TEMPERATURE_MAX)}
+
     temperature: float = 1.0
     max_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
@@ -67,6 +75,19 @@ class RunConfig(Record):
     """What a run is: fixed when the run is created."""
 
     KIND: ClassVar[int] = 1
+    BOUNDS: ClassVar[dict[str, Bound]] = {
+        "staleness": (0, WHOLE_MAX),
+        "turn_count_max": (1, TURN_COUNT_MAX),
+        "attempt_count_max": (1, WHOLE_MAX),
+        "trajectory_count_max": (1, WHOLE_MAX),
+        "memory_bytes_max": (1, WHOLE_MAX),
+        "when_stale": ("rerun", "keep"),
+        "turns_at_commit": ("keep", "recompute", "finish"),
+        "weight_carrier": CARRIERS,
+        "scrub_bytes_per_s": (0, WHOLE_MAX),
+        "shard_count": (1, SHARD_COUNT_MAX),
+        "weight": (1e-9, 1e9),
+    }
 
     run_id: str
     model: str  # preset, path or hub name; workers serve runs of the model they hold
@@ -246,6 +267,11 @@ class WorkerInfo(Record):
 
     KIND: ClassVar[int] = 8
     IGNORES_UNKNOWN: ClassVar[bool] = True  # workers are upgraded one by one, and every side reads every worker
+    BOUNDS: ClassVar[dict[str, Bound]] = {
+        "slot_count": (0, SLOT_COUNT_MAX),
+        "running_count": (0, SLOT_COUNT_MAX),
+        "headroom_fraction": (-WHOLE_MAX, 1),  # below 0: beyond the objective
+    }
 
     worker_id: str
     role: str  # agent, dedicated, serving, reward, controller, trainer

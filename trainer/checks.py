@@ -12,16 +12,15 @@ from typing import Any
 from zlib import crc32
 
 from ..fabric.errors import InputError
+from ..fabric.fields import WHOLE_MAX, bounds_of
 from ..fabric.ids import check_name, new_group_id, trajectory_id
 from ..fabric.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN
 from ..fabric.ports import GroupPush
 from ..fabric.records import RunConfig, TrajectoryJob, check_task
-from ..fabric.rules.carrier import CARRIERS
 from ..fabric.seeds import SEED_MAX, is_seed
 from ..fabric.text import did_you_mean
 from ..fabric.wire import check_size, dump_json, load_json
 
-SHARD_COUNT_MAX = 1024
 CONSUMER_LENGTH_MAX = 200
 FLOAT_MAX = sys.float_info.max
 
@@ -175,6 +174,19 @@ def _whole(least: int, most: int | None = None) -> Check:
     return f"a whole number {bounds}", lambda value: _is_whole(value) and least <= value <= (most or value)
 
 
+def _bounded(name: str) -> Check:
+    """As the run's record says, which is refused by its readers otherwise."""
+    numbers, words = bounds_of(RunConfig)
+    if name in words:
+        *others, last = (f'"{word}"' for word in words[name])
+        return f"{', '.join(others)} or {last}", lambda value: isinstance(value, str) and value in words[name]
+    least, most = numbers[name]
+    if not isinstance(least, int):
+        return f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most
+    expected, _ = _whole(int(least), int(most) if most < WHOLE_MAX else None)
+    return expected, lambda value: _is_whole(value) and least <= value <= most
+
+
 def _is_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(text, str) and text for text in value)
 
@@ -183,26 +195,11 @@ _CHECKS: dict[str, Check] = {
     "model": ("a preset, path or hub name", lambda value: isinstance(value, str) and bool(value)),
     "environment_options": ("a dict", lambda value: isinstance(value, dict)),
     "reward": ("the name of a reward function, or None", lambda value: value is None or isinstance(value, str)),
-    "staleness": _whole(0),
     "sampling": ("a dict", lambda value: isinstance(value, dict)),
-    "turn_count_max": _whole(1),
-    "attempt_count_max": _whole(1),
-    "trajectory_count_max": _whole(1),
-    "memory_bytes_max": _whole(1 << 20),
-    "when_stale": ('"rerun" or "keep"', lambda value: value in ("rerun", "keep")),
     "may_mix_versions": ("True or False", lambda value: isinstance(value, bool)),
-    "turns_at_commit": (
-        '"keep", "recompute" or "finish"',
-        lambda value: isinstance(value, str) and value in ("keep", "recompute", "finish"),
-    ),
     "may_reuse_prefix": ("True or False", lambda value: isinstance(value, bool)),
-    "weight_carrier": (
-        '"broker", "collective" or "auto"',
-        lambda value: isinstance(value, str) and value in CARRIERS,
-    ),
-    "scrub_bytes_per_s": _whole(0),
-    "shard_count": _whole(1, SHARD_COUNT_MAX),
-    "weight": ("a number above 0", lambda value: _is_number(value) and value > 0),
+    **{name: _bounded(name) for name in RunConfig.BOUNDS},
+    "memory_bytes_max": _whole(1 << 20),
 }
 _SAMPLING: dict[str, Check] = {
     "temperature": (

@@ -253,7 +253,7 @@ class RunAgent:
         while True:
             try:
                 await loop()
-            except BrokerError as error:
+            except (BrokerError, WireError) as error:  # away, or with rows that cannot be read
                 log.warning("agent.broker_lost", extra={"error": str(error)})
                 await self._clock.sleep(0.5)
 

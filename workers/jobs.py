@@ -212,7 +212,7 @@ class _Puller(SimpleWorker):
         while not self._stop_requested:
             queues, wait_s = self.queues_now()
             self.queues = self._ordered_queues = sorted(queues, key=lambda queue: (queue.name == last, queue.name))
-            with contextlib.suppress(DequeueTimeout), _ending_quietly():
+            with contextlib.suppress(DequeueTimeout), _ending_quietly(), _passing_over():
                 self.heartbeat()
                 found = Queue.dequeue_any(
                     self._ordered_queues,
@@ -236,6 +236,15 @@ def _ending_quietly() -> Iterator[None]:
     except RedisError as error:
         log.warning("rewards.queue_lost", extra={"error": str(error)})
         raise StopRequested from error
+
+
+@contextlib.contextmanager
+def _passing_over() -> Iterator[None]:
+    """What stands on a queue and is no job, agents may have put there: it is off the queue by now."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+        log.warning("rewards.job_unreadable", extra={"error": f"{type(error).__name__}: {error}"})
 
 
 class RewardWorker:
@@ -294,6 +303,8 @@ class RewardWorker:
                 self._serve()  # until it is told to end, or the broker is away or refuses it
             except RedisError as error:
                 log.warning("rewards.queue_lost", extra={"error": str(error)})
+            except Exception:  # the top of a thread: no row of rq's ends the work
+                log.exception("rewards.queue_unreadable")
             self._is_stopping.wait(AWAY_S)
 
     def _serve(self) -> None:
@@ -319,7 +330,14 @@ class RewardWorker:
     def _tidy(self) -> None:
         """Forget the queues of runs that are gone, with the jobs on them."""
         runs = self._call(self._fabric.board.runs())
-        for queue in Queue.all(connection=self._queue.connection, serializer=JSONSerializer):
+        connection = self._queue.connection
+        found: Any = connection.smembers(Queue.redis_queues_keys)
+        for key in found:
+            name = key.decode("utf-8", "replace").removeprefix(Queue.redis_queue_namespace_prefix)
+            queue = Queue(name, connection=connection, serializer=JSONSerializer)
+            if queue.key.encode() != key:
+                connection.srem(Queue.redis_queues_keys, key)  # it is no queue's
+                continue
             prefix, _, run_id = queue.name.partition(".")
             if prefix == QUEUE_NAME and run_id and run_id not in runs:
                 for job_id in queue.get_job_ids(0, TIDY_COUNT):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError, FirstError
+from ..fabric.errors import BrokerError, FirstError, WireError
 from ..fabric.ports import Fabric, TrajectoryClaim
 from ..fabric.records import RunConfig, WorkerInfo
 
@@ -120,7 +120,7 @@ class Keeper:
             try:
                 async with await elsewhere.open_fabric() as fabric:
                     await self._serve(fabric, elsewhere.make_ask_reward())
-            except BrokerError as error:
+            except (BrokerError, WireError) as error:
                 log.warning("agent.broker_lost", extra={"error": str(error)})
                 await self._clock.sleep(BROKER_PAUSE_S)
 
@@ -183,7 +183,7 @@ class Keeper:
             try:
                 if not self.is_hung:
                     await fabric.board.heartbeat(self._say())
-            except BrokerError as error:
+            except (BrokerError, WireError) as error:
                 log.warning("agent.heartbeat_failed", extra={"error": str(error)})
             await self._clock.sleep(BEAT_S)
 
@@ -191,7 +191,7 @@ class Keeper:
         while True:
             try:
                 await work()
-            except BrokerError as error:
+            except (BrokerError, WireError) as error:
                 log.warning("agent.broker_lost", extra={"error": str(error)})
                 await self._clock.sleep(BROKER_PAUSE_S)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError
+from ..fabric.errors import BrokerError, WireError
 from ..fabric.ports import LeaseBoard
 from ..fabric.records import Lease, WorkerInfo
 from ..fabric.rules.hours import minute_of_week
@@ -120,7 +120,7 @@ class LeaseKeeper:
                     await self._obey(info)
                 asked_at_s = self._clock.now_s()
                 self._take(await self._board.heartbeat(info), asked_at_s)
-            except BrokerError as error:
+            except (BrokerError, WireError) as error:
                 log.warning("worker.heartbeat_failed", extra={"error": str(error)})
             self._has_beaten.set()
             timer = asyncio.get_running_loop().call_later(self._options.heartbeat_s, self._is_beat_due.set)
@@ -132,7 +132,7 @@ class LeaseKeeper:
         while True:
             try:
                 await self._board.wait_lease(self._options.worker_id, RING_S)
-            except BrokerError as error:
+            except (BrokerError, WireError) as error:
                 log.warning("worker.doorbell_lost", extra={"error": str(error)})
                 await self._clock.sleep(self._options.retry_s)
                 continue

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from ..fabric.clock import Clock
-from ..fabric.errors import BrokerError, FabricError
+from ..fabric.errors import BrokerError, FabricError, WireError
 from ..fabric.ports import Exchange, Fabric, TurnClaim, TurnQueue
 from ..fabric.records import RunConfig, WorkerInfo
 from ..fabric.rules.giving_up import is_stale
@@ -111,7 +111,7 @@ class RolloutWorker:
                 _raise_finished(helpers)
                 try:
                     await self._turn_over()
-                except BrokerError as error:
+                except (BrokerError, WireError) as error:
                     log.warning("worker.broker_lost", extra={"error": str(error)})
                     await self._clock.sleep(self._config.poll_s)
         finally:
@@ -383,7 +383,7 @@ class RolloutWorker:
                 await asyncio.wait((ring,))
                 if not ring.cancelled():
                     ring.result()
-            except BrokerError:
+            except (BrokerError, WireError):
                 await self._clock.sleep(self._config.poll_s)
             finally:
                 ring.cancel()

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +17,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from ..agreement import Agreement
-from ..errors import ConfigError
+from ..errors import ConfigError, WireError
+from ..ids import NAME
 from ..limits import EVENT_BYTES_MAX
-from ..ports import RunDetails, RunStatus
+from ..ports import BadRow, RunDetails, RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
 from ..rules.lending import (
@@ -38,12 +41,15 @@ from .channel import checked
 from .cluster_client import ClusterClient
 from .connection import translate
 from .keys import ShardKeys, WeightKeys
-from .leases import RedisLeases
+from .leases import RedisLeases, beat_age
 from .rollouts import stream_rows
-from .rows import event_row, lease_row, lend_row, sharing_row, worker_row
+from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, shown_name, worker_row
 from .scripts import Argument
 from .shards import RunShards
 from .status import details_of, queue_status, read_status, sum_up, unknown_run
+from .translate import held
+
+log = logging.getLogger(__name__)
 
 NOTICED_S = 1.0  # after this long workers and controllers look for a deleted run no more
 
@@ -66,7 +72,7 @@ class RedisLeaseBoard(RedisLeases):
             if not is_new:
                 raw = await self._client.hget(names.RUNS, config.run_id)
                 if raw is not None:
-                    check_same_run(RunConfig.decode(raw), config)
+                    check_same_run(_run_in(config.run_id, raw), config)
                 await self._client.hset(names.RUNS, config.run_id, config.encode())
             for keys in RunShards(config.run_id, config.shard_count).all:
                 await self._create_shard(keys, config)
@@ -95,8 +101,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def runs(self) -> dict[str, RunConfig]:
         with translate():
-            rows = await self._client.hgetall(names.RUNS)
-        return {name.decode(): RunConfig.decode(raw) for name, raw in rows.items()}
+            return BadRows().runs(await held(self._client.hgetall(names.RUNS), {}))
 
     async def delete_run(self, run_id: str) -> None:
         """Remove the run and every key of it; scans twice per tag, so it is for people, not for loops.
@@ -109,16 +114,24 @@ class RedisLeaseBoard(RedisLeases):
                 raise await unknown_run(self._client, run_id)
             await self._client.set(names.deleted_run(run_id), "", px=names.DELETED_TTL_MS)
             await self._client.hdel(names.RUNS, run_id)
-            shards = RunShards(run_id, RunConfig.decode(raw).shard_count)
-            bases = [*(keys.base for keys in shards.all), WeightKeys(run_id).base]
+            bases = [WeightKeys(run_id).base, *_bases(run_id, raw)]
             await self._unlink(bases)
             await asyncio.sleep(NOTICED_S)
             if await self._client.hget(names.RUNS, run_id) is None:
                 await self._unlink(bases)
 
+    async def remove_row(self, row: BadRow) -> bool:
+        key = names.key_of(row.table)
+        with translate():
+            if not row.row:
+                return bool(await self._client.unlink(key))
+            kept = await self._client.hkeys(key)
+            fields = [name for name in kept if shown_name(name) == row.row]
+            return bool(fields and await self._client.hdel(key, *fields))
+
     async def _unlink(self, bases: Sequence[str]) -> None:
         for base in bases:
-            pattern = base.replace("[", r"\[") + ":*"
+            pattern = re.sub(r"([\[\]?\\])", r"\\\1", base) + ":*"
             found = [key async for key in self._client.scan_iter(match=pattern, count=1000)]
             for start in range(0, len(found), 500):
                 await self._client.unlink(*found[start : start + 500])
@@ -128,14 +141,16 @@ class RedisLeaseBoard(RedisLeases):
             raw = await self._client.hget(names.RUNS, run_id)
             if raw is None:
                 raise await unknown_run(self._client, run_id)
-            config = RunConfig.decode(raw)
+            config = _run_in(run_id, raw)
             shards = RunShards(run_id, config.shard_count).all
             pipeline = self._client.pipeline(transaction=False)
             for keys in shards:
                 queue_status(pipeline, keys, has_rewards=True)
-            answers = await pipeline.execute()
-        size = len(answers) // len(shards)
-        return sum_up(config, [read_status(answers[n * size : (n + 1) * size]) for n in range(len(shards))])
+            answers = await pipeline.execute(raise_on_error=False)
+            size = len(answers) // len(shards)
+            parts = [answers[n * size : (n + 1) * size] for n in range(len(shards))]
+            read = [read_status(part, keys, BadRows()) for part, keys in zip(parts, shards, strict=True)]
+        return sum_up(config, read)
 
     async def run_details(self, run: RunConfig) -> RunDetails:
         shards = RunShards(run.run_id, run.shard_count).all
@@ -170,11 +185,17 @@ class RedisLeaseBoard(RedisLeases):
         keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.CLOCK]
         with translate():
             run = await self._scripts.call("heartbeat", keys, [info.worker_id, info.encode()])
-            if run is None or not await self._client.hexists(names.RUNS, run):
+            if run is None or not NAME.match(run.decode("utf-8", "replace")):
+                return None
+            if not await self._client.hexists(names.RUNS, run):
                 return None
             shard = ShardKeys(run.decode(), 0)
             now_ms, raw = await self._scripts.call("read_lease", [shard.leases, shard.clock], [info.worker_id])
-        lease = lease_row(info.worker_id, run.decode(), raw, now_ms) if raw else None
+        try:
+            lease = lease_row(info.worker_id, run.decode(), raw, now_ms) if raw else None
+        except WireError as error:  # the controller writes it anew
+            log.warning("lease.unreadable", extra={"error": str(error)})
+            return None
         return None if lease is None or has_ended(lease) else lease
 
     async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
@@ -183,11 +204,11 @@ class RedisLeaseBoard(RedisLeases):
 
     async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:
         with translate():
-            infos = await self._client.hgetall(names.WORKERS)
-            beats = dict(await self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True))
+            infos = await held(self._client.hgetall(names.WORKERS), {})
+            beats = dict(await held(self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True), []))
             now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
         return {
-            name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, now_ms - int(beats.get(name, 0))))
+            name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, beat_age(beats.get(name), now_ms)))
             for name, raw in infos.items()
         }
 
@@ -203,7 +224,7 @@ class RedisLeaseBoard(RedisLeases):
             raw = await self._client.hget(names.RUNS, run_id)
         if raw is None:
             raise await unknown_run(self._client, run_id)
-        return RunConfig.decode(raw)
+        return _run_in(run_id, raw)
 
     async def set_lend(self, subject: str, value: LendSetting | str) -> None:
         await self._say(subject, setting_of(subject, value), is_named_anew=True)
@@ -220,7 +241,7 @@ class RedisLeaseBoard(RedisLeases):
     async def _say(self, subject: str, said: LendSetting, *before: bytes, is_named_anew: bool) -> LendSetting | None:
         """before: the row that this changes; None: somebody else has changed it meanwhile (nothing written)."""
         with translate():
-            infos = await self._client.hgetall(names.WORKERS)
+            infos = await held(self._client.hgetall(names.WORKERS), {})
             now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
             said = replace(said, said_at_ms=now_ms)
             rows = {name.decode("utf-8", "replace"): worker_row(name, raw) for name, raw in infos.items()}
@@ -234,7 +255,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def lends(self) -> dict[str, LendSetting]:
         with translate():
-            rows = await self._client.hgetall(names.LENDS)
+            rows = await held(self._client.hgetall(names.LENDS), {})
         return {name.decode("utf-8", "replace"): lend_row(raw) for name, raw in rows.items()}
 
     async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
@@ -255,7 +276,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def sharing(self) -> dict[str, SharingReport]:
         with translate():
-            rows = await self._client.hgetall(names.SHARING)
+            rows = await held(self._client.hgetall(names.SHARING), {})
         found = {name.decode("utf-8", "replace"): sharing_row(raw) for name, raw in rows.items()}
         return {name: report for name, report in found.items() if report is not None}
 
@@ -272,3 +293,24 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             entries = await self._client.xrevrange(names.EVENTS, max=f"({before}" if before else "+", count=count)
         return [event_row(*entry) for entry in entries]
+
+
+def _run_in(run_id: str, raw: bytes) -> RunConfig:
+    """A run's row.
+
+    Raises:
+        WireError: it cannot be read; how to remove it.
+    """
+    try:
+        return run_row(run_id.encode(), raw)
+    except WireError as error:
+        raise WireError(f"run {run_id!r} cannot be read, `rollfab runs rm {run_id}` deletes it: {error}") from error
+
+
+def _bases(run_id: str, raw: bytes) -> list[str]:
+    """Beginnings of the keys of a run's shards; of one that cannot be read, of all that there may be."""
+    try:
+        count = run_row(run_id.encode(), raw).shard_count
+    except WireError:
+        return [ShardKeys(run_id, 0).base.replace(".0}", ".*}")]
+    return [keys.base for keys in RunShards(run_id, count).all]

@@ -118,6 +118,19 @@ EVENTS = f"{PREFIX}:{{rf}}:events"
 CLOCK = f"{PREFIX}:{{rf}}:clock"
 
 
+def table_of(key: str | bytes) -> str:
+    """What people call a key: "runs" for the fabric's, "r1.0:counters" for that of a shard."""
+    text = key if isinstance(key, str) else key.decode("utf-8", "backslashreplace")
+    tag, _, rest = text.removeprefix(f"{PREFIX}:{{").partition("}:")
+    return rest if tag == PREFIX else f"{tag}:{rest}"
+
+
+def key_of(table: str) -> str:
+    """The key of a table, by the name that people call it."""
+    tag, colon, rest = table.partition(":")
+    return f"{PREFIX}:{{{tag}}}:{rest}" if colon and "." in tag else f"{PREFIX}:{{{PREFIX}}}:{table}"
+
+
 def deleted_run(run_id: str) -> str:
     """Says for a while that a run was deleted."""
     return f"{PREFIX}:{{rf}}:deleted:{run_id}"

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,7 @@ from redis.asyncio import Redis
 from ..errors import RunUnknown
 from ..lease_plan import LeaseChange, LeasePlan, term_of
 from ..limits import EVENT_BYTES_MAX
-from ..ports import RunStatus, Survey
+from ..ports import BadRow, RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
 from ..wire import check_size, dump_json
@@ -26,12 +28,15 @@ from . import keys as names
 from .channel import checked
 from .connection import translate
 from .keys import ShardKeys
-from .rows import lease_row, plan_row, worker_row
+from .rows import BadRows, is_wrong_type, lease_row, plan_row, shown_name, worker_row
 from .scripts import Call, Scripts
 from .shards import RunShards
 from .status import queue_status, read_status, sum_up
+from .translate import held
 
 __all__ = ["RedisLeases"]
+
+log = logging.getLogger(__name__)
 
 STANDING = 0
 REFUSED = -1  # what set_leases answers where a newer term or lease is in place …
@@ -53,15 +58,15 @@ class RedisLeases:
 
     async def open_term(self, term: int) -> None:
         with translate():
-            rows = await self._client.hgetall(names.RUNS)
-            calls = [
-                _leases_call(keys, term, []) for raw in rows.values() for keys in _shards(RunConfig.decode(raw)).all
-            ]
-            checked(await self._scripts.call_many(calls))
+            runs = BadRows().runs(await held(self._client.hgetall(names.RUNS), {}))
+            calls = [_leases_call(keys, term, []) for config in runs.values() for keys in _shards(config).all]
+            _done(await self._scripts.call_many(calls))
 
     async def survey(self, *, has_rewards: bool = False) -> Survey:
+        bad = BadRows()
         with translate():
-            configs = [RunConfig.decode(raw) for raw in (await self._client.hgetall(names.RUNS)).values()]
+            (runs,) = await self._client.pipeline(transaction=False).hgetall(names.RUNS).execute(raise_on_error=False)
+            configs = list(bad.runs(bad.answer("runs", runs, {})).values())
             parts = [(config, keys) for config in configs for keys in _shards(config).all]
             pipeline = self._client.pipeline(transaction=False)
             pipeline.hgetall(names.WORKERS)
@@ -71,17 +76,22 @@ class RedisLeases:
                 pipeline.hgetall(keys.leases)
                 queue_status(pipeline, keys, has_rewards=has_rewards)
             # The clocks come after the heartbeats: an age below 0 is then a clock that went back.
-            answers = list(await pipeline.execute())
+            answers = list(await pipeline.execute(raise_on_error=False))
             clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]
             (now_ms, wall_ms), *shown = checked(await self._scripts.call_many([("clock", [key], []) for key in clocks]))
-        infos, beats, assigned = answers[0], dict(answers[1]), answers[2]
+            infos, beats, assigned = (
+                bad.answer(table, answer, {})
+                for table, answer in zip(("workers", "heartbeats", "assignments"), answers, strict=False)
+            )
+        beats = dict(beats)
         self._seen = {name: self._seen_row(name, raw) for name, raw in infos.items()}
         return Survey(
-            workers={_text(name): (info, now_ms - int(beats.get(name, 0))) for name, (_, info) in self._seen.items()},
+            workers={_text(name): (info, beat_age(beats.get(name), now_ms)) for name, (_, info) in self._seen.items()},
             assignments={_text(name): _text(run_id) for name, run_id in assigned.items()},
             wall_ms=wall_ms,
             now_ms=now_ms,
-            **_by_run(configs, parts, answers[3:], [shard_ms for shard_ms, _ in shown]),
+            **_by_run(parts, answers[3:], [shard_ms for shard_ms, _ in shown], bad),
+            bad_rows=[*bad.found, *(_bad_worker(name, info) for name, (_, info) in self._seen.items() if not info.pid)],
         )
 
     def _seen_row(self, name: bytes, raw: bytes) -> tuple[bytes, WorkerInfo]:
@@ -117,8 +127,10 @@ class RedisLeases:
         found: dict[int, int] = {}
         for parts in (others, firsts):
             calls = [_leases_call(keys, term, group) for keys, group in parts]
-            answers = checked(await self._scripts.call_many(calls)) if calls else []
+            answers = await self._scripts.call_many(calls) if calls else []
+            _done(answers)
             for (_, group), answer in zip(parts, answers, strict=True):
+                answer = [REFUSED] * len(group) if isinstance(answer, Exception) else answer
                 for change, code in zip(group, answer, strict=True):
                     before = found.get(id(change), code)
                     found[id(change)] = REFUSED if REFUSED in (before, code) else max(before, code)
@@ -141,10 +153,11 @@ class RedisLeases:
         wanted = sorted(run_ids)
         with translate():
             rows = await self._client.hmget(names.RUNS, wanted)
-        for run_id, raw in zip(wanted, rows, strict=True):
-            if raw is None:
+        found = BadRows().runs({name.encode(): raw for name, raw in zip(wanted, rows, strict=True) if raw is not None})
+        for run_id in wanted:
+            if run_id not in found:
                 raise RunUnknown(f"run {run_id!r} does not exist on this broker")
-        return {run_id: RunConfig.decode(raw) for run_id, raw in zip(wanted, rows, strict=True)}
+        return found
 
     async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
         with translate():
@@ -179,8 +192,7 @@ class RedisLeases:
 
     async def plan(self) -> LeasePlan | None:
         with translate():
-            raw = await self._client.get(names.PLAN)
-        return plan_row(raw)
+            return plan_row(await held(self._client.get(names.PLAN), None))
 
     async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         calls: list[Call] = [
@@ -192,11 +204,24 @@ class RedisLeases:
             for kind, facts in events
         ]
         with translate():
-            checked(await self._scripts.call_many(calls))
+            for answer in await self._scripts.call_many(calls):
+                if is_wrong_type(answer):  # nobody can read them either
+                    log.warning("events.not_kept", extra={"error": str(answer)})
+                else:
+                    checked([answer])
 
 
 def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
+
+
+def _bad_worker(name: bytes, info: WorkerInfo) -> BadRow:
+    return BadRow("workers", shown_name(name), info.error or "")
+
+
+def beat_age(beat: float | None, now_ms: int) -> int:
+    """How long ago a heartbeat was, ms; one at no time that there is was never."""
+    return now_ms - (int(beat) if beat is not None and math.isfinite(beat) else 0)
 
 
 def _shards(config: RunConfig) -> RunShards:
@@ -217,21 +242,36 @@ def _leases(run_id: str, rows: Mapping[bytes, bytes], now_ms: int) -> dict[str, 
 
 
 def _by_run(
-    configs: Sequence[RunConfig],
-    parts: Sequence[tuple[RunConfig, ShardKeys]],
-    answers: list[Any],
-    clocks: Sequence[int],
+    parts: Sequence[tuple[RunConfig, ShardKeys]], answers: list[Any], clocks: Sequence[int], bad: BadRows
 ) -> dict[str, Any]:
     """Status and leases of each run, of what its shards answered: leases, and then what queue_status asks."""
     size = len(answers) // len(parts) if parts else 0
-    leases: dict[str, list[dict[str, Lease]]] = {config.run_id: [] for config in configs}
-    shards: dict[str, list[dict[str, Any]]] = {config.run_id: [] for config in configs}
-    for index, (config, _) in enumerate(parts):
+    configs = {config.run_id: config for config, _ in parts}
+    leases: dict[str, list[dict[str, Lease]]] = {run_id: [] for run_id in configs}
+    shards: dict[str, list[dict[str, Any]]] = {run_id: [] for run_id in configs}
+    for index, (config, keys) in enumerate(parts):
         rows, *rest = answers[index * size : (index + 1) * size]
-        leases[config.run_id].append(_leases(config.run_id, rows, clocks[index]))
-        shards[config.run_id].append(read_status(rest))
-    runs: dict[str, RunStatus] = {config.run_id: sum_up(config, shards[config.run_id]) for config in configs}
+        leases[config.run_id].append(_good_leases(config.run_id, keys, rows, clocks[index], bad))
+        shards[config.run_id].append(read_status(rest, keys, bad))
+    runs: dict[str, RunStatus] = {run_id: sum_up(config, shards[run_id]) for run_id, config in configs.items()}
     return {"runs": runs, "leases": {run_id: _agreed(by_shard) for run_id, by_shard in leases.items()}}
+
+
+def _good_leases(run_id: str, keys: ShardKeys, answer: Any, now_ms: int, bad: BadRows) -> dict[str, Lease]:
+    """Leases of a shard, without those that cannot be read: the next plan writes them anew."""
+    table = names.table_of(keys.leases)
+    found = {}
+    for name, raw in bad.answer(table, answer, {}).items():
+        try:
+            found[name.decode()] = lease_row(name.decode(), run_id, raw, now_ms)
+        except ValueError as error:
+            bad.note(table, name, error)
+    return found
+
+
+def _done(answers: Sequence[Any]) -> None:
+    """Raise the first error but those of a table that is of another type: of its run nothing can be led."""
+    checked([answer for answer in answers if not is_wrong_type(answer)])
 
 
 def _agreed(by_shard: Sequence[Mapping[str, Lease]]) -> dict[str, Lease]:

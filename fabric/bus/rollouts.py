@@ -20,14 +20,15 @@ from ..clock import Clock, SystemClock
 from ..errors import BrokerError, FabricError, FirstError
 from ..ids import new_worker_id, trajectory_id
 from ..ports import ConsumerBeat, Delivery, GroupPush
-from ..records import DeadLetter, Failure, Group, Rollout, RunConfig, TrajectoryJob
-from ..rules.giving_up import NO_LETTER, RERUN_COUNT_MAX, given_up, is_stale, not_held, too_stale
+from ..records import DeadLetter, Failure, Group, Rollout, RunConfig
+from ..rules.giving_up import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
 from ..rules.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
-from ..wire import dump_json, load_json
+from ..wire import dump_json
 from .channel import Command, checked, stream_entries
 from .connection import translate
 from .durability import Durability, call_durably
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER
+from .rows import BadRows, GroupFacts, given_up_row, is_wrong_type, letter_row, rollout_rows
 from .scripts import Call, Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
 from .status import unknown_run
@@ -177,7 +178,7 @@ class RedisRolloutStream:
             gone = await unknown_run(self._client, self._run.run_id)
             raise (gone if "deleted_ago_ms" in gone.facts else error) from error
         return [
-            (names.index(name), entry_id, fields[1].decode() if fields else "")
+            (names.index(name), entry_id, fields[1].decode("utf-8", "replace") if len(fields) > 1 else "")
             for name, entry_id, fields in stream_entries(answer)
         ]
 
@@ -192,7 +193,8 @@ class RedisRolloutStream:
             commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
             commands.append(("HGET", keys.run, "head_version"))
         with translate():
-            answers = checked(await self._scripts.channel.ask_many(commands))
+            found_answers = await self._scripts.channel.ask_many(commands)
+            answers = checked([[] if is_wrong_type(each) else each for each in found_answers])
         found: list[Delivery] = []
         for row, facts, made, head in zip(rows, answers[::3], answers[1::3], answers[2::3], strict=True):
             shard, entry_id, group_id = row
@@ -203,9 +205,10 @@ class RedisRolloutStream:
                 continue
             group = await self._group(group_id, facts, made, is_again=is_again)
             delivery = Delivery(group=group, shard=shard, entry_id=entry_id.decode(), holder=self._holder(consumer))
-            stale = self._stale(group, int(head))
+            head_version = BadRows().whole("", "", head or None, -1)
+            stale = self._stale(group, head_version)
             if stale:
-                await self._rerun(delivery, stale, int(head), is_again=is_again)
+                await self._rerun(delivery, stale, head_version, is_again=is_again)
                 continue
             self._in_hand.add((shard, entry_id))
             found.append(delivery)
@@ -224,26 +227,26 @@ class RedisRolloutStream:
             for rollout, raw in zip(stale, jobs, strict=True):
                 if raw is not None:  # else the group was cancelled a moment ago
                     reason = too_stale(rollout.policy_version, head)
-                    letter = given_up(run_id, "-", TrajectoryJob.decode(raw), reason)
+                    letter = given_up_row(run_id, "-", rollout.trajectory_id, raw, reason)
                     args += [rollout.trajectory_id, letter.encode()]
             await self._scripts.call("rerun_stale", rerun_keys(keys, group_id), args)
 
     async def _group(self, group_id: str, raw_facts: list[bytes], made: list[bytes], *, is_again: bool) -> Group:
-        """A group of its hashes, each as fields and values in turn."""
-        facts = dict(zip(raw_facts[::2], raw_facts[1::2], strict=True))
-        rollouts = {name.decode(): Rollout.decode(raw) for name, raw in zip(made[::2], made[1::2], strict=True)}
-        names = [trajectory_id(group_id, index) for index in range(int(facts[b"size"]))]
-        missing = [name for name in names if name not in rollouts]
-        failures = await self._failures(group_id, missing) if missing and int(facts[b"failed"]) else ()
+        """A group of its hashes, each as fields and values in turn; a rollout that cannot be read is a failure."""
+        facts = GroupFacts.of(dict(zip(raw_facts[::2], raw_facts[1::2], strict=True)))
+        rollouts, unread = rollout_rows(group_id, dict(zip(made[::2], made[1::2], strict=True)))
+        names = [trajectory_id(group_id, index) for index in range(facts.size)]
+        missing = [name for name in names if name not in rollouts and name not in unread]
+        failures = await self._failures(group_id, missing) if missing and facts.failed_count else ()
         failed = {each.trajectory_id for each in failures}
         return Group(
             group_id=group_id,
-            task_id=load_json(facts[b"task"])["task_id"],
+            task_id=facts.task_id,
             rollouts=tuple(rollouts[name] for name in names if name in rollouts),
-            failures=failures,
+            failures=(*failures, *(Failure(name, reason) for name, reason in unread.items())),
             cancelled=tuple(name for name in missing if name not in failed),
-            ended_by=facts[b"ended_by"].decode(),
-            redelivered=is_again or b"redelivered" in facts,
+            ended_by=facts.ended_by,
+            redelivered=is_again or b"redelivered" in raw_facts[::2],
         )
 
     async def _failures(self, group_id: str, missing: Sequence[str]) -> tuple[Failure, ...]:
@@ -253,7 +256,7 @@ class RedisRolloutStream:
         with translate():
             records, letters = checked(await self._scripts.channel.ask_many(commands))
         return tuple(
-            Failure(name, DeadLetter.decode(letter).reason if letter else NO_LETTER)
+            Failure(name, letter_row(self._run.run_id, name.encode(), letter).reason if letter else NO_LETTER)
             for name, record, letter in zip(missing, records, letters, strict=True)
             if record and record.startswith(b"failed ")
         )
@@ -290,8 +293,9 @@ class RedisRolloutStream:
         for keys in self._shards.all:
             with first_error, translate():
                 for name in await self._scripts.call("late_groups", [keys.late, keys.clock], [LATE_COUNT]):
-                    group_id = name.decode()
-                    closed += await self._scripts.call("close_group", ending_keys(keys, group_id), [group_id])
+                    group_id = name.decode("utf-8", "replace")
+                    with first_error, translate():  # one that cannot be closed keeps no other waiting
+                        closed += await self._scripts.call("close_group", ending_keys(keys, group_id), [group_id])
         first_error.raise_it()
         return closed
 
@@ -302,7 +306,7 @@ class RedisRolloutStream:
             while len(letters) < count:
                 with translate():
                     cursor, rows = await self._client.hscan(keys.dead, cursor, count=count)
-                letters += [DeadLetter.decode(value) for value in rows.values()]
+                letters += [letter_row(self._run.run_id, name, value) for name, value in rows.items()]
                 if cursor == 0:
                     break
         return letters[:count]

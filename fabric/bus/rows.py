@@ -1,8 +1,8 @@
 """Rows of the control plane, read: whoever may write to the broker may have written anything there.
 
 - What many look at, and many may write (workers, events, agreement), is shown as unreadable rather than refused: one
-  bad row must not stop the controller, or every page.
-- What only its owner writes (leases, the head) is refused as WireError.
+  bad row must not stop the controller, or every page. What cannot be shown so is left out and noted (BadRows).
+- What only its owner writes (the head) is refused as WireError.
 - A serving team's word that cannot be read is "off": nothing is lent by mistake.
 """
 
@@ -12,13 +12,21 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from ..agreement import Agreement, Alarm, AlarmRule
-from ..errors import InputError, WireError
+from ..errors import ConfigError, InputError, WireError
+from ..fields import WHOLE_MAX
+from ..ids import check_name, group_of
 from ..lease_plan import LeasePlan
-from ..records import Lease, WorkerInfo
+from ..limits import GROUP_SIZE_MAX, SLOT_COUNT_MAX
+from ..ports import BAD_ROW_COUNT_MAX, BadRow
+from ..records import DeadLetter, Lease, Rollout, RunConfig, TrajectoryJob, TurnJob, WorkerInfo
 from ..rules.chain import Link
+from ..rules.curve import Curve, RewardBucket, read_curve
+from ..rules.giving_up import given_up
 from ..rules.lease import time_left
 from ..rules.lending import check_setting, setting_of
 from ..sharing import ALL, LendSetting, SharingReport
@@ -26,25 +34,238 @@ from ..weights.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
 from ..wire import MAGIC, load_json
 
 __all__ = [
+    "BadRows",
+    "GroupFacts",
     "agreement_row",
     "damage_row",
     "event_row",
+    "given_up_row",
     "head_row",
     "holder_row",
+    "is_job_name",
+    "is_wrong_type",
+    "job_row",
     "lease_row",
     "lend_row",
+    "letter_row",
     "plan_row",
+    "rollout_rows",
+    "run_row",
     "sending_rows",
     "sharing_row",
+    "shown_name",
+    "turn_row",
     "version_rows",
     "worker_row",
 ]
 
 UNREADABLE = "unreadable"
+ENDINGS = ("all", "quorum", "deadline")
+JOB_NAME = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.\d{1,9}){1,2}")
+WHOLE = re.compile(rb"-?\d{1,18}")
 SENDING = re.compile(r"(\d{1,16}):([a-z0-9-]+)\.(\d{1,16})")
 CHUNK_COUNT_MAX = 1 << 22  # of a version: terabytes
 
 log = logging.getLogger(__name__)
+
+
+class BadRows:
+    """Notes what cannot be read while a reading goes on; each of these gives something else in its place."""
+
+    def __init__(self) -> None:
+        self.found: list[BadRow] = []
+
+    def note(self, table: str, row: bytes | str, problem: object) -> None:
+        """Leave a row out."""
+        if len(self.found) < BAD_ROW_COUNT_MAX:
+            self.found.append(BadRow(table, shown_name(row), str(problem)))
+
+    def answer(self, table: str, answer: Any, nothing: Any) -> Any:
+        """An answer of a pipeline; `nothing` where the key is of another type. Raises what else the broker refused."""
+        if not isinstance(answer, Exception):
+            return answer
+        if not is_wrong_type(answer):
+            raise answer
+        self.note(table, "", "it is of another type than this table")
+        return nothing
+
+    def whole(self, table: str, row: bytes | str, raw: bytes | None, default: int) -> int:
+        """A whole number below 10^18; `default` where there is none."""
+        if raw is None:
+            return default
+        if WHOLE.fullmatch(raw):
+            return int(raw)
+        self.note(table, row, f"{raw[:40]!r} is no whole number")
+        return default
+
+    def wholes(self, table: str, rows: Mapping[bytes, bytes]) -> dict[str, int]:
+        """Counts by name, without those that are none."""
+        found = {}
+        for name, raw in rows.items():
+            if WHOLE.fullmatch(raw) and name.isascii():
+                found[name.decode()] = int(raw)
+            else:
+                self.note(table, name, f"{raw[:40]!r} is no count")
+        return found
+
+    def runs(self, rows: Mapping[bytes, bytes]) -> dict[str, RunConfig]:
+        """Runs by name, without those that cannot be read."""
+        found = {}
+        for name, raw in rows.items():
+            try:
+                config = run_row(name, raw)
+                found[config.run_id] = config
+            except WireError as error:
+                self.note("runs", name, error)
+        return found
+
+    def curve(self, table: str, rows: Mapping[bytes, bytes]) -> Curve:
+        """A shard's curve of rewards, without the rows that are none of it."""
+        width = self.whole(table, "width", rows.get(b"width"), 1)
+        if not 1 <= width <= WHOLE_MAX:
+            self.note(table, "width", f"{width} is no width")
+            return ()
+        found: list[RewardBucket] = []
+        for name, raw in rows.items():
+            try:
+                found += _buckets(width, name, raw)
+            except (ValueError, OverflowError) as error:
+                self.note(table, name, error)
+        return tuple(sorted(found, key=lambda bucket: bucket.version))
+
+
+def _buckets(width: int, name: bytes, raw: bytes) -> Curve:
+    """What a row of a curve says. Raises ValueError: it is none, or out of bounds."""
+    found = read_curve({b"width": b"%d" % width, name: raw}) if name != b"width" else ()
+    for bucket in found:
+        wholes = (bucket.count, bucket.token_sum, bucket.version + 1)
+        figures = (bucket.reward_sum, bucket.reward_square_sum, bucket.reward_min, bucket.reward_max)
+        if not all(0 <= each <= WHOLE_MAX for each in wholes) or not bucket.count or not all(map(isfinite, figures)):
+            raise ValueError(f"{raw[:80]!r} is out of bounds")
+    return found
+
+
+def shown_name(row: bytes | str) -> str:
+    """A row's name for people, which tells it from every other."""
+    return row if isinstance(row, str) else row.decode("utf-8", "backslashreplace")
+
+
+def is_wrong_type(error: BaseException | None) -> bool:
+    """Whether a broker refused a command because the key is of another type than ours."""
+    return "WRONGTYPE" in str(error)
+
+
+def run_row(name: bytes, raw: bytes) -> RunConfig:
+    """A run.
+
+    Raises:
+        WireError: it cannot be read, is another run's, or is called what no run may be.
+    """
+    config = RunConfig.decode(raw)
+    if config.run_id.encode("utf-8", "replace") != name:
+        raise WireError(f"it is run {config.run_id!r:.100}, under another one's name")
+    try:
+        check_name("run", config.run_id)
+    except ConfigError as error:
+        raise WireError(error.message) from error
+    return config
+
+
+def is_job_name(raw: bytes) -> bool:
+    """Whether it may be the name of a trajectory or turn; others were written over some table of jobs."""
+    return JOB_NAME.fullmatch(raw) is not None
+
+
+def job_row(name: bytes, raw: bytes | None) -> TrajectoryJob:
+    """A trajectory's job.
+
+    Raises:
+        WireError: there is none, it cannot be read, or it is another one's.
+    """
+    if raw is None:
+        raise WireError("its job is gone")
+    job = TrajectoryJob.decode(raw)
+    if job.trajectory_id.encode("utf-8", "replace") != name or not is_job_name(name):
+        raise WireError(f"it is trajectory {job.trajectory_id!r:.100}, under another one's name")
+    return job
+
+
+def turn_row(name: bytes, raw: bytes | None) -> TurnJob:
+    """A turn's job. Raises as job_row."""
+    if raw is None:
+        raise WireError("its job is gone")
+    job = TurnJob.decode(raw)
+    if job.turn_id.encode("utf-8", "replace") != name or not is_job_name(name):
+        raise WireError(f"it is turn {job.turn_id!r:.100}, under another one's name")
+    return job
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What a group's hash says of it; what cannot be read there is said as if nothing were known."""
+
+    size: int
+    failed_count: int
+    task_id: str
+    ended_by: str
+
+    @classmethod
+    def of(cls, facts: Mapping[bytes, bytes]) -> GroupFacts:
+        bad = BadRows()
+        size, failed_count = (bad.whole("", name, facts.get(name.encode()), 0) for name in ("size", "failed"))
+        try:
+            task = load_json(facts.get(b"task", b""))
+        except WireError:
+            task = None
+        task_id = task.get("task_id") if isinstance(task, dict) else None
+        ended_by = facts.get(b"ended_by", b"").decode("utf-8", "replace")
+        return cls(
+            size=max(0, min(size, GROUP_SIZE_MAX)),
+            failed_count=failed_count,
+            task_id=task_id if isinstance(task_id, str) else UNREADABLE,
+            ended_by=ended_by if ended_by in ENDINGS else "all",
+        )
+
+
+def rollout_rows(group_id: str, rows: Mapping[bytes, bytes]) -> tuple[dict[str, Rollout], dict[str, str]]:
+    """A group's rollouts by trajectory, and why others cannot be read; what is no trajectory of it is left out."""
+    found: dict[str, Rollout] = {}
+    unread: dict[str, str] = {}
+    for raw_name, raw in rows.items():
+        if not is_job_name(raw_name) or group_of(raw_name.decode()) != group_id:
+            continue
+        name = raw_name.decode()
+        try:
+            found[name] = Rollout.decode(raw)
+            if (found[name].trajectory_id, found[name].group_id) != (name, group_id):
+                raise WireError("it is another one's")
+        except WireError as error:
+            found.pop(name, None)
+            unread[name] = f"its rollout in the broker cannot be read: {error}"
+    return found, unread
+
+
+def letter_row(run_id: str, name: bytes, raw: bytes) -> DeadLetter:
+    """A dead letter; one that cannot be read says so."""
+    try:
+        return DeadLetter.decode(raw)
+    except WireError as error:
+        text = f"its dead letter cannot be read, so it cannot be tried again; discard it: {error}"
+        return _jobless(run_id, "-", shown_name(name), text)
+
+
+def given_up_row(run_id: str, worker_id: str, name: str, raw: bytes | None, reason: str) -> DeadLetter:
+    """The dead letter of a trajectory that no code of a user failed, by its job as the broker has it."""
+    try:
+        return given_up(run_id, worker_id, TrajectoryJob.decode(raw or b""), reason)
+    except WireError as error:
+        return _jobless(run_id, worker_id, name, f"{reason}; and its job cannot be read: {error}")
+
+
+def _jobless(run_id: str, worker_id: str, name: str, reason: str) -> DeadLetter:
+    return DeadLetter(
+        trajectory_id=name, run_id=run_id, worker_id=worker_id, reason=reason, traceback="", attempt=0, job={}
+    )
 
 
 def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
@@ -99,7 +320,9 @@ def lease_row(worker_id: str, run_id: str, raw: bytes, now_ms: int) -> Lease:
         WireError: it is not written so.
     """
     with _reading(f"the lease of worker {worker_id} on run {run_id}"):
-        epoch, slots, last = (int(word) for word in raw.split())
+        epoch, slots, last = (int(word) for word in raw[:64].split())
+        if not (0 <= epoch <= WHOLE_MAX and 0 <= slots <= SLOT_COUNT_MAX and 0 <= last <= WHOLE_MAX):
+            raise ValueError("a number is out of bounds")
     until_ms = last or None
     return Lease(
         worker_id=worker_id,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import RunUnknown, WireError
+from ..errors import RunUnknown
 from ..ports import Consumer, RunDetails, RunStatus
-from ..records import DeadLetter, RunConfig
-from ..rules.curve import put_together, read_curve
+from ..records import RunConfig
+from ..rules.curve import put_together
 from ..rules.push import no_such_run, waiting
 from . import keys as names
 from .connection import translate
 from .keys import ShardKeys
-from .rows import agreement_row
+from .rows import BadRows, agreement_row, letter_row
 
 __all__ = ["details_of", "queue_status", "read_status", "sum_up", "unknown_run"]
 
@@ -36,28 +36,34 @@ def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -
         pipeline.xlen(stream)
     for jobs in (keys.trajectory, keys.turn):
         pipeline.llen(jobs.suspects)
-    pipeline.hvals(keys.trajectory.held)
-    pipeline.hvals(keys.turn.held)
+    pipeline.hgetall(keys.trajectory.held)
+    pipeline.hgetall(keys.turn.held)
     pipeline.zcard(keys.trajectory.deadline)
     pipeline.hlen(keys.dead)
     if has_rewards:
         pipeline.hgetall(keys.rewards)
 
 
-def read_status(answers: list[Any]) -> dict[str, Any]:
-    """What one shard answered."""
-    *answers, curve = answers if isinstance(answers[-1], dict) else (*answers, {})
-    facts, counters, groups_waiting, *rest = answers
+def read_status(answers: list[Any], keys: ShardKeys, bad: BadRows) -> dict[str, Any]:
+    """What one shard answered; what cannot be read is noted, and counts as none."""
+    tables, nothing = _asked(keys)
+    answers = [bad.answer(table, answer, none) for table, answer, none in zip(tables, answers, nothing, strict=False)]
+    facts, counters, groups_waiting, *rest = answers[: len(tables) - 1]
+    curve = answers[-1] if len(answers) == len(tables) else {}
     queued, ready = sum(rest[: names.URGENCY_COUNT]), sum(rest[names.URGENCY_COUNT : -6])
     suspected, suspected_turns, running, claimed, timed, dead = rest[-6:]
-    running_count, claimed_count, depth = sum(map(int, running)), sum(map(int, claimed)), int(facts[1] or 0)
+    running_count, claimed_count = (
+        _held(table, rows, bad) for table, rows in zip(tables[-5:-3], (running, claimed), strict=True)
+    )
     scoring = max(0, timed - running_count)
+    # Where it cannot be read, all that waits is believed to be wanted.
+    depth = bad.whole(tables[0], "depth", facts[1], queued + suspected + ready + suspected_turns + timed)
     return {
-        "head_version": int(facts[0] or -1),
-        "depth": depth,
-        "memory_bytes": int(facts[2] or 0),
+        "head_version": bad.whole(tables[0], "head_version", facts[0], -1),
+        "depth": depth if facts[1] is not None else 0,
+        "memory_bytes": bad.whole(tables[0], "bytes", facts[2], 0),
         "agreement": facts[3],
-        "counters": {name.decode(): int(value) for name, value in counters.items()},
+        "counters": bad.wholes(tables[1], counters),
         "trajectories": {
             "queued": waiting(queued + suspected, depth - scoring, running_count),
             "running": running_count,
@@ -66,8 +72,28 @@ def read_status(answers: list[Any]) -> dict[str, Any]:
         "turns": {"ready": waiting(ready + suspected_turns, depth - scoring, claimed_count), "claimed": claimed_count},
         "groups_waiting": groups_waiting,
         "dead_count": dead,
-        "rewards": read_curve(curve),
+        "rewards": bad.curve(tables[-1], curve),
     }
+
+
+def _asked(keys: ShardKeys) -> tuple[list[str], list[Any]]:
+    """The tables that queue_status asks, in its order, and what each says when there is nothing in it."""
+    tables: dict[str, Any] = {keys.run: [None] * 4, keys.counters: {}, keys.completed: 0}
+    tables |= dict.fromkeys((*keys.trajectory.ready, *keys.turn.ready), 0)
+    tables |= dict.fromkeys((keys.trajectory.suspects, keys.turn.suspects), 0)
+    tables |= {
+        keys.trajectory.held: {},
+        keys.turn.held: {},
+        keys.trajectory.deadline: 0,
+        keys.dead: 0,
+        keys.rewards: {},
+    }
+    return [names.table_of(key) for key in tables], list(tables.values())
+
+
+def _held(table: str, rows: dict[bytes, bytes], bad: BadRows) -> int:
+    """How many claims all workers have."""
+    return sum(max(0, bad.whole(table, name, raw, 0)) for name, raw in rows.items())
 
 
 def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
@@ -113,18 +139,12 @@ def details_of(consumers: list[Any], dead: list[Any], live: set[bytes]) -> RunDe
                 idle_s=min(before.idle_s, int(facts["idle"]) / 1000),
                 is_live=before.is_live or raw in live,
             )
-    letters = [raw for answer in dead if not isinstance(answer, Exception) for raw in answer[1].values()]
-    return RunDetails(consumers=tuple(found.values()), dead_reason=_reason_of(letters[0]) if letters else None)
+    letters = [row for answer in dead if not isinstance(answer, Exception) for row in answer[1].items()]
+    reason = letter_row("", *letters[0]).reason if letters else None
+    return RunDetails(consumers=tuple(found.values()), dead_reason=reason)
 
 
 def _pairs(row: Any) -> dict[str, Any]:
     """A row of either RESP version: a map, or names and values in turn."""
     pairs = row.items() if isinstance(row, dict) else zip(row[::2], row[1::2], strict=True)
     return {name.decode() if isinstance(name, bytes) else name: value for name, value in pairs}
-
-
-def _reason_of(raw: bytes) -> str:
-    try:
-        return DeadLetter.decode(raw).reason
-    except WireError as error:
-        return f"its dead letter cannot be read: {error}"

@@ -2,6 +2,7 @@
 
 - A claim ends CLAIM_MS after its last renewal; then anyone's reap gives the trajectory to another agent.
 - What an earlier claim of the same attempt had settled comes with the new claim, so the environment can be replayed.
+- One whose job, or what was settled of it, cannot be read is given up as it is claimed; others are not held up by it.
 - A shard that fails takes nothing from the others: what they gave is returned, and its error is raised by a call that
   would return nothing. Thrown away, their claims would end as those of a lost agent do.
 """
@@ -9,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from redis.asyncio import Redis
 from ..errors import FirstError, WireError
 from ..ids import group_of, turn_id
 from ..ports import Reaped, ScoreClaim, TrajectoryClaim
-from ..records import DeadLetter, Rollout, RunConfig, TrajectoryJob, TurnResult
+from ..records import DeadLetter, Rollout, RunConfig, TurnResult
 from ..rules.giving_up import (
     BLAME_COUNT_MAX,
     GIVEN_UP,
@@ -25,15 +27,17 @@ from ..rules.giving_up import (
     RERUN_COUNT_MAX,
     SCORE_LOSS_MAX,
     SUSPECT_LOSS_COUNT,
-    given_up,
     is_suspect,
     too_stale,
 )
 from ..wire import load_json
 from .connection import translate
 from .keys import ShardKeys
+from .rows import given_up_row, is_job_name, job_row, shown_name
 from .scripts import Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
+
+log = logging.getLogger(__name__)
 
 CLAIM_MS = 2_000  # an agent renews four times as often; missing that means it is gone
 SCORE_MS = 2_000  # within this a reward must have been asked for, or be renewed by who computes it
@@ -75,15 +79,21 @@ class RedisTrajectoryQueue:
             with first_error, translate():
                 answer = await self._scripts.call("claim", [*names, t.suspects], args)
                 for row in answer[1:]:
-                    claims.append(await self._claim(worker_id, keys, row))
+                    claim = await self._claim(worker_id, keys, row)
+                    claims += [claim] if claim is not None else []
         if not claims:
             first_error.raise_it()
         return claims
 
-    async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim:
-        _, fence, attempt, loss, raw, snapshot = row
-        job = TrajectoryJob.decode(raw)
-        turns = await self._settled_turns(keys, job.trajectory_id) if fence > 1 else ()
+    async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim | None:
+        """A claim; None: what it needs cannot be read, and it was given up."""
+        raw_name, fence, attempt, loss, raw, snapshot = row
+        try:
+            job = job_row(raw_name, raw)
+            turns = await self._settled_turns(keys, job.trajectory_id) if fence > 1 else ()
+        except WireError as error:
+            await self._give_up(worker_id, raw_name, fence, raw, f"{GIVEN_UP['damaged']}: {error}")
+            return None
         return TrajectoryClaim(
             job=job, worker_id=worker_id, fence=fence, attempt=attempt, loss=loss, snapshot=snapshot, turns=turns
         )
@@ -96,6 +106,12 @@ class RedisTrajectoryQueue:
                 break
             found.append(TurnResult.decode(raw))
         return tuple(found)
+
+    async def _give_up(self, worker_id: str, raw_name: bytes, fence: int, raw: bytes | None, reason: str) -> None:
+        name = raw_name.decode("utf-8", "surrogateescape")
+        log.warning("trajectory.given_up", extra={"job_id": shown_name(raw_name), "reason": reason})
+        letter = given_up_row(self._run.run_id, worker_id, shown_name(raw_name), raw, reason)
+        await self.fail(name, fence, letter, is_final=True)
 
     async def renew(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> list[str]:
         return await self._renew(worker_id, [(claim, b"") for claim in claims])
@@ -140,7 +156,7 @@ class RedisTrajectoryQueue:
             raw = await self._client.hget(keys.trajectory.job, rollout.trajectory_id)
         if raw is not None:
             reason = too_stale(rollout.policy_version, answer[1])
-            letter = given_up(self._run.run_id, worker_id, TrajectoryJob.decode(raw), reason)
+            letter = given_up_row(self._run.run_id, worker_id, rollout.trajectory_id, raw, reason)
             await self._fail(rollout.trajectory_id, fence, letter, 0, RERUN_COUNT_MAX)
         return False
 
@@ -234,14 +250,16 @@ class RedisTrajectoryQueue:
                 names = [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock]
                 limits = [BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms, self._score_ms, SCORE_LOSS_MAX]
                 rows = await self._scripts.call("reap", [*names, keys.turn.record], [worker_id, REAP_COUNT, *limits])
-                scoring += [(name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring"]
+                scoring += [
+                    (name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring" and is_job_name(name)
+                ]
                 ready += sum(what == b"ready" for what, *_ in rows)
                 for what, name, fence, raw in rows:
                     reason = GIVEN_UP.get(what.decode())
                     if reason is not None:
                         dead += 1
-                        letter = given_up(self._run.run_id, worker_id, TrajectoryJob.decode(raw), reason)
-                        await self.fail(name.decode(), fence, letter, is_final=True)
+                        with first_error:  # one that cannot be given up keeps no other waiting
+                            await self._give_up(worker_id, name, fence, raw, reason)
         if not scoring:
             first_error.raise_it()
         return Reaped(ready_count=ready, scoring=tuple(scoring), dead_count=dead)

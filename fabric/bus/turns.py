@@ -2,26 +2,31 @@
 
 - `exchange` is the heart: one round trip hands in what finished, extends what runs and takes what is ready.
 - A result goes to the inbox of the agent that waits *now*; an agent that takes a trajectory over inherits its turn.
+- A turn that cannot be read is settled as an error by who claims it; a result that cannot be read is asked for again.
 - A shard that fails takes nothing from the others: they are all asked, and what they gave is returned. Its error is
   raised by a call that brings nothing which would be lost with it, claims above all.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from ..errors import FirstError
+from ..errors import FirstError, WireError
 from ..ports import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
-from ..records import NO_IDS, NO_LOGPROBS, RunConfig, TokenLog, TurnJob, TurnResult
+from ..records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
 from ..rules.giving_up import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from .channel import Command, checked, stream_entries
 from .connection import translate
 from .keys import INBOX_TTL_MS, ShardKeys
+from .rows import is_job_name, shown_name, turn_row
 from .scripts import Scripts
 from .shards import RunShards, waking_keys
+
+log = logging.getLogger(__name__)
 
 CLAIM_MS = 2_000  # the stall timeout: a worker that says nothing for this long has lost its turns
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
@@ -77,7 +82,14 @@ class RedisTurnQueue:
         for name, entry_id, _ in rows:
             self._positions[name] = entry_id
             self._taken.setdefault(name, []).append(entry_id)
-        return [TurnResult.decode(result) for _, _, (_, _, _, result) in rows]
+        found: list[TurnResult] = []
+        for _, _, fields in rows:
+            try:
+                found.append(TurnResult.decode(fields[3]))
+            except (IndexError, WireError) as error:
+                log.warning("turn.result_unreadable", extra={"error": str(error)})
+                found += [_failed(fields[1].decode(), str(error))] if is_job_name(b"".join(fields[1:2])) else []
+        return found
 
     async def exchange(
         self,
@@ -150,7 +162,7 @@ class RedisTurnQueue:
             if isinstance(answer, Exception):
                 continue
             if name == "claim":
-                _read_claims(answer, outcome)
+                await self._give_up(worker_id, _read_claims(answer, outcome))
             elif name == "renew":
                 outcome.lost += [
                     row.claim.job.turn_id for row, is_kept in zip(progress, answer, strict=True) if not is_kept
@@ -164,7 +176,7 @@ class RedisTurnQueue:
     ) -> None:
         for row, code in zip(settles, answer, strict=True):
             readdressed = row
-            while isinstance(code, bytes):  # another agent waits by now; each round follows one more take-over
+            while isinstance(code, bytes) and code.isascii():  # another agent waits by now; each round follows one more
                 readdressed = _readdress(readdressed, code.decode())
                 call = self._settle_call(worker_id, self._shards.of(row.claim.job.turn_id), [readdressed])
                 with translate():
@@ -197,32 +209,51 @@ class RedisTurnQueue:
                     [worker_id, REAP_COUNT, BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms],
                 )
                 ready += sum(row[0] == b"ready" for row in rows)
-                lost = [_give_up(row) for row in rows if row[0] == b"lost"]
+                lost = [_lost(*row[1:]) for row in rows if row[0] in (b"lost", b"damaged") and is_job_name(row[1])]
                 dead += len(lost)
-                if lost:
-                    await self.exchange(worker_id, settles=lost)
+                await self._give_up(worker_id, lost)
         first_error.raise_it()
         return Reaped(ready_count=ready, dead_count=dead)
+
+    async def _give_up(self, worker_id: str, lost: Sequence[TurnSettle]) -> None:
+        if lost:
+            await self.exchange(worker_id, settles=lost)
 
     async def wait(self, timeout_s: float) -> None:
         with translate():
             await self._client.blpop([keys.turn.bell for keys in self._shards.all], timeout=timeout_s)
 
 
-def _read_claims(answer: Sequence[Any], outcome: Exchange) -> None:
+def _read_claims(answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
+    """The claims of an answer; returns how those end whose turn cannot be read."""
     code, *rows = answer
+    unread = []
     if code == 0:
         outcome.has_lease = False
     elif code == -1:
         outcome.behind = int(rows[0])
     else:
         for row in rows:
-            outcome.claims.append(_claim(row))
+            try:
+                outcome.claims.append(_claim(row))
+            except WireError as error:
+                log.warning("turn.unreadable", extra={"job_id": shown_name(row[0]), "error": str(error)})
+                unread += [_lost(row[0], row[1], row[4], str(error))] if is_job_name(row[0]) else []
+    return unread
 
 
 def _claim(row: Sequence[Any]) -> TurnClaim:
-    _, fence, _, loss, raw, log = row
-    return TurnClaim(job=TurnJob.decode(raw), fence=fence, loss=loss, log=TokenLog.decode(log) if log else None)
+    name, fence, _, loss, raw, made = row
+    return TurnClaim(job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made))
+
+
+def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:
+    """What was made of a turn so far; what cannot be read is made again."""
+    try:
+        return TokenLog.decode(raw) if raw else None
+    except WireError as error:
+        log.warning("turn.log_unreadable", extra={"job_id": shown_name(name), "error": str(error)})
+        return None
 
 
 def _readdress(row: TurnSettle, agent_id: str) -> TurnSettle:
@@ -232,16 +263,27 @@ def _readdress(row: TurnSettle, agent_id: str) -> TurnSettle:
     return TurnSettle(claim=claim, result=row.result)
 
 
-def _give_up(row: Sequence[Any]) -> TurnSettle:
-    """The settling of a turn that has cost too many workers: an error, which fails its trajectory's attempt."""
-    _, name, fence, raw = row
-    job = TurnJob.decode(raw)
-    result = TurnResult(
-        turn_id=name.decode(),
+def _lost(raw_name: bytes, fence: int, raw: bytes | None, problem: str = "") -> TurnSettle:
+    """The settling of a turn that has cost too many workers, or (problem) cannot be read: an error, which fails its
+    trajectory's attempt.
+    """
+    name = raw_name.decode()
+    try:
+        job = turn_row(raw_name, raw)
+    except WireError as error:
+        problem = problem or str(error)
+        job = TurnJob(turn_id=name, agent_id="-", sampling=Sampling(), prompt_ids=NO_IDS)  # who waits is looked up
+    result = _failed(name, problem)
+    return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=BLAME_COUNT_MAX), result=result)
+
+
+def _failed(name: str, problem: str) -> TurnResult:
+    """problem: why what the broker holds of the turn cannot be read; empty: it has cost too many workers."""
+    return TurnResult(
+        turn_id=name,
         finish_reason="error",
         spans=(),
         completion_ids=NO_IDS,
         logprobs=NO_LOGPROBS,
-        error=lost_turn(name.decode()),
+        error=f"what the broker held of turn {name} could not be read: {problem}" if problem else lost_turn(name),
     )
-    return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=BLAME_COUNT_MAX), result=result)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from ..errors import BrokerError, WireError
+from ..errors import WireError
 from ..ids import check_name
 from ..ports_weights import (
     ANSWER_BYTES_MAX,
@@ -32,7 +32,7 @@ from ..wire import check_size, dump_json
 from .keys import WeightKeys
 from .rows import damage_row, holder_row
 from .scripts import Argument, Scripts
-from .translate import translate
+from .translate import held, translate
 
 __all__ = ["ANNOUNCEMENT_COUNT_MAX", "RedisWeightBoard"]
 
@@ -66,7 +66,7 @@ class RedisWeightBoard:
         keys = WeightKeys(run_id)
         names = [keys.holders, keys.holding, keys.clock, *([keys.addresses] if addressed else [])]
         with translate(self._client):
-            ids, rows, addresses = await self._scripts.call("holders", names, [])
+            ids, rows, addresses = await held(self._scripts.call("holders", names, []), ([], [], None))
         found = []
         for holder_id, row, address in zip(ids, rows, addresses or [None] * len(ids), strict=True):
             try:
@@ -86,7 +86,7 @@ class RedisWeightBoard:
 
     async def offers(self, run_id: str) -> bytes | None:
         with translate(self._client):
-            found: bytes | None = await self._client.get(WeightKeys(run_id).offer)
+            found: bytes | None = await held(self._client.get(WeightKeys(run_id).offer), None)
         return found
 
     async def answer(self, run_id: str, round_id: str, member: str, data: bytes, ttl_s: float) -> None:
@@ -100,7 +100,7 @@ class RedisWeightBoard:
 
     async def answers(self, run_id: str, round_id: str) -> dict[str, bytes]:
         with translate(self._client):
-            found = await self._client.hgetall(WeightKeys(run_id).answers(check_name("round", round_id)))
+            found = await held(self._client.hgetall(WeightKeys(run_id).answers(check_name("round", round_id))), {})
         return {member.decode("utf-8", "replace"): data for member, data in found.items()}
 
     async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
@@ -145,13 +145,8 @@ class RedisWeightBoard:
 
     async def _read(self, reading: Awaitable[T], nothing: T) -> T:
         """What a key holds; `nothing` where it was replaced by another type of key: it holds nothing of ours."""
-        try:
-            with translate(self._client):
-                return await reading
-        except BrokerError as error:
-            if not str(error.__cause__).startswith("WRONGTYPE"):
-                raise
-            return nothing
+        with translate(self._client):
+            return await held(reading, nothing)
 
 
 def _field(damage: Damage) -> str:

@@ -29,7 +29,7 @@ from .cluster_client import ClusterClient
 from .keys import ShardKeys, WeightKeys
 from .rows import head_row, sending_rows, version_rows
 from .scripts import Argument
-from .translate import translate
+from .translate import held, translate
 from .weight_board import ANNOUNCEMENT_COUNT_MAX, RedisWeightBoard
 
 PENDING_TTL_MS = 3_600_000  # longer than any publish takes, also one that waits for a broker's restart
@@ -73,7 +73,8 @@ class RedisWeightStore(RedisWeightBoard):
 
     async def head(self, run_id: str) -> Head:
         with translate(self._client):
-            values = await self._client.hmget(WeightKeys(run_id).head, ["version", "epoch", "kind", "moved_by"])
+            reading = self._client.hmget(WeightKeys(run_id).head, ["version", "epoch", "kind", "moved_by"])
+            values = await held(reading, [None] * 4)
         return head_row(run_id, values)
 
     async def wait_head(self, run_id: str, above: int, timeout_s: float) -> Head:

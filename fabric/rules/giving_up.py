@@ -27,6 +27,7 @@ GIVEN_UP = {
     ),
     "unscored": "reward workers died or froze again and again while they computed its reward: run the reward function "
     "by hand on this task, and see their logs",
+    "damaged": "what the broker held of it could not be read: somebody who may write there wrote over it",
 }
 
 NO_LETTER = "its dead letter was retried or discarded since"

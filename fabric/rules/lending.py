@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..ids import NAME
+from ..limits import SLOT_COUNT_MAX
 from ..records import WorkerInfo
 from ..sharing import ALL, POOL, LendSetting
 from ..text import did_you_mean
@@ -44,7 +45,6 @@ __all__ = [
 MODES = ("on", "observe", "off")  # the strictest last
 CLEAR = "clear"  # as a mode, only of a change: nothing is said of this subject any more
 CAPS = ("slot_count_max", "compute_fraction_max", "memory_fraction_max")
-SLOT_COUNT_MAX = 1_000_000
 TEXT_LENGTH_MAX = 500  # of a reason, or a name
 WINDOW_COUNT_MAX = 32
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from redis import Redis
+from typer.testing import CliRunner
 
 from rollfab.api.events import EventTail
+from rollfab.commands.cli import app
 from rollfab.fabric.bus import keys
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.errors import BrokerError, WireError
+from rollfab.workers.controller import Controller, ControllerConfig
 from tests.api_server import RUN, running_api
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
@@ -101,3 +106,118 @@ async def test_a_job_s_record_that_is_none_ends_in_a_declared_error(url: str, re
             redis.delete(*redis.keys("rf:{r1.0}:trajectory:*"))
             await api.fabric.board.create_run(RUN)
         assert redis.ping()
+
+
+async def test_a_run_that_cannot_be_stops_nobody_and_is_named_and_removed(url: str, redis: Redis) -> None:
+    async with running_api(url, cache_s=0.0) as api:
+        # Given a run of no shards beside a good one, as whoever may make runs may write it
+        impossible = replace(RUN, run_id="bad", shard_count=1).encode().replace(b'"shard_count":1', b'"shard_count":0')
+        redis.hset(keys.RUNS, "bad", impossible)
+        redis.hset(keys.RUNS, b"odd\xff", b"rf")
+
+        # Then a controller leads and plans, and the good run is there for everybody
+        config = ControllerConfig(worker_id="c1")
+        controller = Controller(api.fabric.board, config, SystemClock())
+        await controller.tick(await api.fabric.board.lead("c1", 60_000))
+        assert set(await api.fabric.board.runs()) == {"r1"}
+        status = await api.json("v1/status")
+        assert [run["run_id"] for run in status["runs"]] == ["r1"]
+
+        # And the bad ones are named, with what removes them
+        named = {row["row"]: row for row in status["bad_rows"]}
+        assert "shard_count is 0" in named["bad"]["problem"]
+        assert named["bad"]["step"] == "rollfab runs rm --yes -- bad"
+        assert named["odd\\xff"]["step"] == "rollfab rows rm -- runs 'odd\\xff'"
+        with pytest.raises(WireError, match="run 'bad' cannot be read, `rollfab runs rm bad` deletes it"):
+            await api.fabric.board.run_status("bad")
+        for command in (["runs", "rm", "--yes", "--", "bad"], ["rows", "rm", "--", "runs", "odd\\xff"]):
+            done = await asyncio.to_thread(CliRunner().invoke, app, command, env={"ROLLFAB_URL": url})
+            assert done.exit_code == 0, done.output
+        assert redis.hkeys(keys.RUNS) == [b"r1"]
+        refused = await asyncio.to_thread(
+            CliRunner().invoke, app, ["rows", "rm", "--", "runs", "r1"], env={"ROLLFAB_URL": url}
+        )
+        assert refused.exit_code != 0
+        assert redis.hkeys(keys.RUNS) == [b"r1"]
+
+
+SHARD_RUBBISH: tuple[tuple[str, str, bytes], ...] = (
+    ("counters", "tokens", b"many"),
+    ("run", "bytes", b"nan"),
+    ("run", "head_version", b"\xff"),
+    ("rewards", "width", b"0"),
+    ("rewards", "7", b"1 2"),
+    ("trajectory:held", "agent-1", b"x"),
+    ("open", "g1", b"soon"),
+    ("leases", "w", b"1 -1 0"),
+    ("dead", "g9.0", b"rf"),
+)
+
+
+@pytest.mark.parametrize(("table", "row", "data"), SHARD_RUBBISH)
+async def test_a_bad_row_of_a_run_keeps_nothing_else_from_ending(
+    url: str, redis: Redis, table: str, row: str, data: bytes
+) -> None:
+    async with running_api(url, cache_s=0.0) as api:
+        await api.push_group("g1", 2)
+        redis.hset(keys.key_of(f"r1.0:{table}"), row, data)
+        for claim in await api.claim(2):
+            await api.settle(claim)
+        (delivery,) = await api.fabric.rollouts(RUN).receive("trainer", 1, 1.0)
+        assert len(delivery.group.rollouts) == 2
+        assert await api.fabric.rollouts(RUN).acknowledge(delivery)
+        assert (await api.json("v1/status"))["runs"][0]["run_id"] == "r1"
+
+
+async def test_a_trajectory_that_cannot_be_read_fails_alone(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        # Given a group of which one job is overwritten, one record, and one is well
+        await api.push_group("g1", 3)
+        jobs, records = keys.key_of("r1.0:trajectory:job"), keys.key_of("r1.0:trajectory:record")
+        redis.hset(jobs, "g1.0", b"rf\x01\x02rubbish")
+        redis.hset(records, "g1.1", b"ready for all")
+        (claim,) = await api.claim(3)
+        assert claim.job.trajectory_id == "g1.2"
+        await api.settle(claim)
+        assert (await api.fabric.trajectories(RUN).reap("agent-1")).dead_count == 1
+
+        # Then the group is delivered, with why the others are missing
+        (delivery,) = await api.fabric.rollouts(RUN).receive("trainer", 1, 1.0)
+        assert [each.trajectory_id for each in delivery.group.rollouts] == ["g1.2"]
+        assert {each.trajectory_id for each in delivery.group.failures} == {"g1.0", "g1.1"}
+        assert all("could not be read" in each.reason for each in delivery.group.failures)
+
+
+async def test_a_rollout_that_cannot_be_read_is_a_failure_of_its_group(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        await api.push_group("g1", 2)
+        for claim in await api.claim(2):
+            await api.settle(claim)
+        redis.hset(keys.key_of("r1.0:rollouts:g1"), "g1.1", b"rf")
+        (delivery,) = await api.fabric.rollouts(RUN).receive("trainer", 1, 1.0)
+        assert [each.trajectory_id for each in delivery.group.rollouts] == ["g1.0"]
+        assert [each.trajectory_id for each in delivery.group.failures] == ["g1.1"]
+
+
+async def test_a_table_of_another_type_is_named_and_removed(url: str, redis: Redis) -> None:
+    async with running_api(url, cache_s=0.0) as api:
+        await api.beat("serving-1", "serving")
+        redis.delete(keys.SHARING, ShardKeys("r1", 0).counters)
+        redis.rpush(ShardKeys("r1", 0).counters, "x")
+        redis.set(keys.SHARING, "x")
+        status = await api.json("v1/status")
+        assert [(row["table"], row["row"]) for row in status["bad_rows"]] == [("r1.0:counters", "")]
+        survey = await api.fabric.board.survey()
+        assert await api.fabric.board.remove_row(survey.bad_rows[0])
+        assert (await api.fabric.board.survey()).bad_rows == []
+
+
+async def test_a_clock_that_is_none_is_set_anew(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        for data in (b"", b"x", b"9" * 40, b"1 2 3"):
+            redis.set(keys.CLOCK, data)
+            redis.set(ShardKeys("r1", 0).clock, data)
+            await api.beat("serving-1", "serving")
+            (_, age_ms) = (await api.fabric.board.workers())["serving-1"]
+            assert age_ms < 60_000
+            await api.claim(1)

@@ -16,7 +16,7 @@ def drawn(**facts: Any) -> str:
     row = {**asdict(info), "heartbeat_age_ms": 100}
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}}))
+        console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}, "bad_rows": []}))
     return capture.get()
 
 
@@ -55,7 +55,9 @@ def test_why_a_run_stands_is_drawn_with_the_next_step_and_all_of_it_for_one_run(
     def shown(*, has_all: bool) -> str:
         console = Console(width=120)
         with console.capture() as capture:
-            console.print(draw({"runs": [run], "workers": [], "leases": {}, "lends": {}}, has_all=has_all))
+            console.print(
+                draw({"runs": [run], "workers": [], "leases": {}, "lends": {}, "bad_rows": []}, has_all=has_all)
+            )
         return capture.get()
 
     assert "r1: no worker [is] there" in shown(has_all=False) and "→ Start one: rollfab worker" in shown(has_all=False)

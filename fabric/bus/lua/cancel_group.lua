@@ -5,20 +5,20 @@
 --   KEYS[20] consumed zset   KEYS[21] clock
 -- Returns 1 cancelled · 0 no such group (never pushed, consumed, or cancelled before)
 -- flags allow-oom
--- use batch record hold look time forget_turns drop
+-- use batch count record hold look time forget_turns drop
 local g = redis.call('HMGET', KEYS[13], 'size', 'bytes')
 if not g[1] then return 0 end
-local size, ids = tonumber(g[1]), {}
+local size, ids = math.min(whole(g[1], 0), GROUP_SIZE_MAX), {}
 drop_unfinished(ARGV[1], size)
 for index = 0, size - 1 do ids[index + 1] = ARGV[1] .. '.' .. index end
 call_in_parts('HDEL', KEYS[1], ids)
 call_in_parts('HDEL', KEYS[4], ids)
-redis.call('HINCRBY', KEYS[17], 'bytes', -tonumber(redis.call('HGET', KEYS[13], 'bytes')))
+tally(KEYS[17], 'bytes', -whole(redis.call('HGET', KEYS[13], 'bytes'), 0))
 redis.call('DEL', KEYS[13], KEYS[14])
 redis.call('HDEL', KEYS[18], ARGV[1])
 redis.call('ZREM', KEYS[19], ARGV[1])
-redis.call('HINCRBY', KEYS[17], 'depth', -size)
-redis.call('HINCRBY', KEYS[16], 'groups_cancelled', 1)
+tally(KEYS[17], 'depth', -size)
+tally(KEYS[16], 'groups_cancelled', 1)
 redis.call('ZADD', KEYS[20], now_ms(KEYS[21]), ARGV[1])
 redis.call('ZREMRANGEBYRANK', KEYS[20], 0, -tonumber(ARGV[2]) - 1)
 return 1

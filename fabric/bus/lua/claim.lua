@@ -6,20 +6,20 @@
 --   KEYS[11] leases hash (turns) or completed stream (trajectories, then lease_epoch is '-')
 --   KEYS[12] suspects list
 -- Returns {1, {id, fence, attempt, loss, job, log}…} · {0} no valid lease · {-1, head_version} weights too old
--- Jobs whose record is gone or not ready (cancelled, settled meanwhile) are dropped from the stream here.
+-- Jobs whose record is gone or not ready (cancelled) are dropped here; one that cannot be read is left to the reaper.
 -- flags allow-oom
--- use batch record look time limit
-local worker, want, claim_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local now, class_count = now_ms(KEYS[9]), 3
+-- use batch count record look time limit
+local worker, want, claim_ms, now, class_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms(KEYS[9]), 3
 
 if ARGV[4] ~= '-' then
   local lease = redis.call('HGET', KEYS[11], worker)
   if not lease then return {0} end
   local epoch, slots, until_ms = string.match(lease, '^(%d+) (%d+) (%d+)$')
   if epoch ~= ARGV[4] or (until_ms ~= '0' and tonumber(until_ms) <= now) then return {0} end
-  want = math.min(want, tonumber(slots) - tonumber(redis.call('HGET', KEYS[7], worker) or 0))
+  want = math.min(want, tonumber(slots) - whole(redis.call('HGET', KEYS[7], worker), 0))
   local facts = redis.call('HMGET', KEYS[10], 'head_version', 'staleness')
-  if tonumber(facts[1]) - tonumber(ARGV[5]) > tonumber(facts[2]) then return {-1, tonumber(facts[1])} end
+  local head = whole(facts[1], -1)
+  if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end
 elseif must_wait_for_consumer(KEYS[10], KEYS[11]) then
   class_count = 1
 end
@@ -45,15 +45,14 @@ for _, id in ipairs(ids) do
     r.state, r.fence, r.worker, r.inside = 'claimed', r.fence + 1, worker, tonumber(ARGV[7])
     taken[#taken + 1] = id
     add_pair(deadlines, now + claim_ms, id)
-  end
+  elseif not r and redis.call('HEXISTS', KEYS[5], id) == 1 then add_pair(deadlines, 0, id) end
 end
 write_records(KEYS[5], taken, records)
 call_in_parts('ZADD', KEYS[6], deadlines)
-if #taken > 0 then redis.call('HINCRBY', KEYS[7], worker, #taken) end
+if #taken > 0 then tally(KEYS[7], worker, #taken) end
 
 local answer, jobs, logs = {1}, fetch_all(KEYS[4], taken), fetch_all(KEYS[8], taken)
 for n, id in ipairs(taken) do
-  local r = records[id]
-  answer[n + 1] = {id, r.fence, r.attempt, r.loss, jobs[n], logs[n]}
+  answer[n + 1] = {id, records[id].fence, records[id].attempt, records[id].loss, jobs[n], logs[n]}
 end
 return answer

@@ -3,7 +3,7 @@
 --   KEYS[1..19] see use/drop.lua
 -- Returns 1 complete · 0 it was before, or is gone
 -- flags allow-oom
--- use batch record hold forget_turns drop close
+-- use batch count record hold forget_turns drop close
 if redis.call('HGET', KEYS[13], 'state') ~= 'open' then
   redis.call('ZREM', KEYS[19], ARGV[1])
   return 0

@@ -4,7 +4,7 @@
 --   KEYS[1..19] see use/drop.lua   KEYS[20..22] ready streams   KEYS[23] bell   KEYS[24] dead hash
 -- Returns 2 waiting for the next attempt · 3 in the dead letters · 0 the fence is stale (nothing written)
 -- flags allow-oom
--- use batch record hold ring suspect forget_turns drop close
+-- use batch count record hold ring suspect forget_turns drop close
 local id, fence, group_id = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local r = read_record(KEYS[1], id)
 if not r or r.fence ~= fence or (r.state ~= 'claimed' and r.state ~= 'scoring') then return 0 end
@@ -13,7 +13,7 @@ forget_turns(TURN_KEYS, id)
 forget_rollout(id)
 redis.call('HDEL', KEYS[5], id)
 r.worker = '-'
-if r.state == 'scoring' and ARGV[6] == '0' then redis.call('HINCRBY', KEYS[16], 'rewards_failed', 1) end
+if r.state == 'scoring' and ARGV[6] == '0' then tally(KEYS[16], 'rewards_failed', 1) end
 clear(r)  -- whoever says so lives
 if spend_attempt(r, tonumber(ARGV[5]), tonumber(ARGV[6])) then
   r.state = 'ready'

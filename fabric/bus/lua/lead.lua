@@ -12,14 +12,14 @@ local TERM_FROM_S = 1700000000
 local now, leader, term = now_ms(KEYS[3]), redis.call('GET', KEYS[1]), nil
 if leader then
   local name, process, led, until_ms = string.match(leader, '^([^%s/]+)/?(%S*) (%d+) (%d+)$')
-  if tonumber(until_ms) > now then
+  if until_ms and tonumber(until_ms) > now then
     local is_new = ARGV[4] == '1'
     if name ~= ARGV[1] or (process ~= ARGV[2] and not is_new) then return 0 end
     if not is_new then term = tonumber(led) end
   end
 end
 if not term then
-  local last = tonumber(redis.call('GET', KEYS[2]) or 0)
+  local last = tonumber(redis.call('GET', KEYS[2]) or 0) or 0
   term = math.max(last + 1, redis.call('TIME')[1] - TERM_FROM_S)
   redis.call('SET', KEYS[2], string.format('%d', term))
 end

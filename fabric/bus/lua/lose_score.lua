@@ -4,12 +4,12 @@
 --   KEYS[1] record hash   KEYS[2] deadline zset   KEYS[3] clock   KEYS[4] counters
 -- Returns 1 asked for again · 2 the caller must give it up, under this fence · 0 it does not wait any more
 -- flags allow-oom
--- use batch record look time
+-- use batch count record look time
 local id = ARGV[1]
 local r = read_record(KEYS[1], id)
 if not r or r.state ~= 'scoring' or r.fence ~= tonumber(ARGV[2]) then return 0 end
 if r.worker == ARGV[3] then
-  redis.call('HINCRBY', KEYS[4], 'rewards_lost', 1)
+  tally(KEYS[4], 'rewards_lost', 1)
   r.loss, r.worker = r.loss + tonumber(ARGV[4]), '-'
   write_record(KEYS[1], id, r)
   redis.call('ZADD', KEYS[2], now_ms(KEYS[3]), id)

@@ -7,17 +7,17 @@
 --   KEYS[14] dead hash     (read: who lets dead letters pile up is stopped here)
 -- Returns {1} taken · {0} known already · {-1, depth, depth_max, size} · {-2} no such run ·
 -- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
--- use batch record look time ring
+-- use batch count record look time ring
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
 if redis.call('EXISTS', KEYS[10]) == 1 or redis.call('ZSCORE', KEYS[13], group_id) then
-  redis.call('HINCRBY', KEYS[1], 'depth', 0)  -- a write, for the WAIT that may follow to wait for
+  tally(KEYS[1], 'depth', 0)  -- a write, for the WAIT that may follow to wait for
   return {0}
 end
 
 local limits = redis.call('HMGET', KEYS[1], 'depth', 'depth_max', 'bytes', 'bytes_max')
 if not limits[2] then return {-2} end
-local depth, depth_max = tonumber(limits[1]), tonumber(limits[2])
-local bytes, bytes_max = tonumber(limits[3]), tonumber(limits[4])
+local depth, depth_max = whole(limits[1], 0), whole(limits[2], 0)
+local bytes, bytes_max = whole(limits[3], 0), whole(limits[4], 0)
 local dead_count = redis.call('HLEN', KEYS[14])
 if depth + size > depth_max then return {-1, depth, depth_max, size} end
 if dead_count >= tonumber(ARGV[7]) then return {-3, dead_count, tonumber(ARGV[7])} end
@@ -30,8 +30,8 @@ for i = 8, #ARGV, 2 do
 end
 if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
 
-redis.call('HINCRBY', KEYS[1], 'depth', size)
-redis.call('HINCRBY', KEYS[1], 'bytes', weight)
+tally(KEYS[1], 'depth', size)
+tally(KEYS[1], 'bytes', weight)
 redis.call('HSET', KEYS[10], 'size', size, 'quorum', ARGV[3], 'priority', ARGV[4], 'completed', 0, 'failed', 0,
   'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task)
 redis.call('HSET', KEYS[6], group_id, ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. ARGV[3])
@@ -43,6 +43,6 @@ end
 call_in_parts('HSET', KEYS[7], jobs)
 write_records(KEYS[8], ids, records)
 make_ready({KEYS[2], KEYS[3], KEYS[4]}, KEYS[5], KEYS[6], ids, false)
-redis.call('HINCRBY', KEYS[9], 'groups_submitted', 1)
-redis.call('HINCRBY', KEYS[9], 'trajectories_submitted', size)
+tally(KEYS[9], 'groups_submitted', 1)
+tally(KEYS[9], 'trajectories_submitted', size)
 return {1}

@@ -21,14 +21,16 @@ for n, id in ipairs(ids) do
   answer[n] = 0
   if is_held(owners[n], ARGV[4 * n - 1], agent) then
     add_pair(agents, id, agent)
-    if not r then
+    local result = r and r.state == 'settled' and redis.call('HGET', KEYS[10], id)
+    if not r or (r.state == 'settled' and not result) then -- the latter: somebody took its result away
       answer[n] = 1
-      records[id] = new_record(tonumber(ARGV[4 * n - 1]) * FENCES_PER_CLAIM)
+      records[id] = r or new_record(tonumber(ARGV[4 * n - 1]) * FENCES_PER_CLAIM)
+      records[id].state, records[id].worker = 'ready', '-'
       fresh[#fresh + 1] = id
       add_pair(jobs, id, ARGV[4 * n + 1])
     elseif r.state == 'settled' then
       answer[n] = 3
-      redis.call('XADD', KEYS[11], '*', 'id', id, 'result', redis.call('HGET', KEYS[10], id))
+      redis.call('XADD', KEYS[11], '*', 'id', id, 'result', result)
     else
       answer[n] = 2
     end

@@ -5,36 +5,28 @@
 --   KEYS[12] turn record hash (trajectories) or log hash (turns): how far a job has come
 -- Returns rows {what, id, fence, job}: 'ready' is waiting again · 'scoring' needs its reward asked for again ·
 -- 'lost' is to blame for blame_max workers, 'unscored' for a loss of score_loss_max while its reward was computed: the
--- reaper must now give it up, with a reason, under the fence given here. To wait for a reward that nobody has begun
+-- reaper must now give it up, with a reason, under the fence given here. So it must a job whose record is 'damaged'. To wait for a reward that nobody has begun
 -- costs nothing.
 -- flags allow-oom
--- use batch record hold look time ring suspect
+-- use batch count record hold look time ring suspect giving_up
 local reaper, blame_max, suspect_loss, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = now_ms(KEYS[11])
 local answer = {}
 
--- How far a job has come, and whether its worker was at it: a trajectory whose turn is under way only waits.
-local function look_at(id, r)
-  if not ARGV[6] then return redis.call('HSTRLEN', KEYS[12], id), true end
-  local come, state = r.seen, 'settled'
-  while state == 'settled' do
-    local turn = redis.call('HGET', KEYS[12], id .. '.' .. come)
-    state = turn and string.match(turn, '^%S+') or nil
-    if state == 'settled' then come = come + 1 end
-  end
-  return come, r.inside == 1 and state == nil
-end
-
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', now, 'LIMIT', 0, tonumber(ARGV[2]))) do
   local r = read_record(KEYS[6], id)
   local what = 'ready'
-  if not r or (r.state ~= 'claimed' and r.state ~= 'scoring') then
+  if not r and redis.call('HEXISTS', KEYS[6], id) == 1 then
+    -- a fence above all that it can have had
+    r, what = new_record(ARGV[6] and math.floor(now / 1000) or now * 100), 'damaged'
+    keep_to_give_up(id, r, reaper, now + claim_ms)
+  elseif not r or (r.state ~= 'claimed' and r.state ~= 'scoring') then
     redis.call('ZREM', KEYS[7], id)
     what = nil
   elseif r.state == 'scoring' then
     if r.worker ~= '-' then -- it had begun, and fell silent
       r.loss, r.worker = r.loss + 1, '-'
-      redis.call('HINCRBY', KEYS[10], 'rewards_lost', 1)
+      tally(KEYS[10], 'rewards_lost', 1)
       write_record(KEYS[6], id, r)
     end
     what = r.loss < tonumber(ARGV[7]) and 'scoring' or 'unscored'
@@ -43,15 +35,13 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', now, 'LIMIT', 0
     end_claim(KEYS[7], KEYS[8], id, r)
     local come, could_be_it = look_at(id, r)
     note_loss(r, come, could_be_it, suspect_loss)
-    redis.call('HINCRBY', KEYS[10], 'reaped', 1)
+    tally(KEYS[10], 'reaped', 1)
     if r.blame < blame_max then
       r.state, r.worker = 'ready', '-'
       make_ready({KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5], {id}, true)
     else
       what = 'lost'
-      r.fence, r.worker = r.fence + 1, reaper
-      redis.call('ZADD', KEYS[7], now + claim_ms, id)
-      redis.call('HINCRBY', KEYS[8], reaper, 1)
+      keep_to_give_up(id, r, reaper, now + claim_ms)
     end
     write_record(KEYS[6], id, r)
   end

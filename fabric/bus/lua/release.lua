@@ -5,15 +5,14 @@
 --   KEYS[8] held hash          KEYS[9] log hash   KEYS[10] counters
 -- Returns per job 1 given back · 0 the claim was lost already (nothing written)
 -- flags allow-oom
--- use batch record hold ring suspect
+-- use batch count record hold ring suspect
 local worker, blame_max = ARGV[1], tonumber(ARGV[2])
 local answer, back, logs, lines = {}, {}, {}, {}
 for i = 3, #ARGV, 3 do
   local id = ARGV[i]
   local value = redis.call('HGET', KEYS[6], id)
-  local kept = is_held(value, ARGV[i + 1], worker)
-  if kept then
-    local r = parse_record(value)
+  local r = is_held(value, ARGV[i + 1], worker) and parse_record(value)
+  if r then
     if ARGV[i + 2] ~= '' then add_pair(logs, id, ARGV[i + 2]) end
     local come = ARGV[i + 2] ~= '' and #ARGV[i + 2] or redis.call('HSTRLEN', KEYS[9], id)
     if blame_max > 0 then note_stall(r, come) end
@@ -27,10 +26,10 @@ for i = 3, #ARGV, 3 do
       back[#back + 1] = id
     end
   end
-  answer[#answer + 1] = kept and 1 or 0
+  answer[#answer + 1] = r and 1 or 0
 end
 call_in_parts('HSET', KEYS[6], lines)
 call_in_parts('HSET', KEYS[9], logs)
 make_ready({KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5], back, true)
-if #back > 0 then redis.call('HINCRBY', KEYS[10], blame_max > 0 and 'stalled' or 'released', #back) end
+if #back > 0 then tally(KEYS[10], blame_max > 0 and 'stalled' or 'released', #back) end
 return answer

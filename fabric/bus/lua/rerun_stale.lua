@@ -5,22 +5,22 @@
 --   KEYS[1..19] see use/drop.lua   KEYS[20..22] ready streams   KEYS[23] bell   KEYS[24] dead hash
 -- Returns 1 the group is open again · 0 it is gone, was taken back before, or another consumer holds it (nothing written)
 -- flags allow-oom
--- use batch record hold holder ring forget_turns drop close
+-- use batch count record hold holder ring forget_turns drop close
 local group_id = ARGV[1]
 if redis.call('HGET', KEYS[13], 'state') ~= 'complete' or not may_end(KEYS[15], ARGV[2], ARGV[3]) then return 0 end
 redis.call('XACK', KEYS[15], 'trainer', ARGV[2])
 redis.call('XDEL', KEYS[15], ARGV[2])
 redis.call('HSET', KEYS[13], 'state', 'open')
 if ARGV[4] == '1' then redis.call('HSET', KEYS[13], 'redelivered', 1) end
-redis.call('HINCRBY', KEYS[16], 'groups_completed', -1)
+tally(KEYS[16], 'groups_completed', -1)
 local again, dead = {}, {}
 for i = 6, #ARGV, 2 do
   local id = ARGV[i]
   local r = read_record(KEYS[1], id)
   if r and r.state == 'completed' then
     forget_rollout(id)
-    redis.call('HINCRBY', KEYS[13], 'completed', -1)
-    redis.call('HINCRBY', KEYS[16], 'trajectories_completed', -1)
+    tally(KEYS[13], 'completed', -1)
+    tally(KEYS[16], 'trajectories_completed', -1)
     r.worker = '-'
     r.state = spend_attempt(r, 0, tonumber(ARGV[5])) and 'ready' or 'failed'
     write_record(KEYS[1], id, r)

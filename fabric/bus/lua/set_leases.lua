@@ -7,7 +7,7 @@
 -- flags allow-oom
 -- use look time batch
 local term, now = tonumber(ARGV[1]), now_ms(KEYS[2])
-local last = tonumber(redis.call('GET', KEYS[3]) or -1)
+local last = tonumber(redis.call('GET', KEYS[3]) or -1) or -1
 if term > last then redis.call('SET', KEYS[3], ARGV[1]) end
 
 local workers, answer, written, removed = {}, {}, {}, {}
@@ -16,7 +16,7 @@ local held = fetch_all(KEYS[1], workers)
 for n, worker in ipairs(workers) do
   local i = 5 * n - 3
   local epoch = tonumber(ARGV[i + 1])
-  local held_epoch = held[n] and tonumber(string.match(held[n], '^%d+')) or -1
+  local held_epoch = held[n] and tonumber(string.match(held[n], '^%d+ ') or -1) or -1
   answer[n] = held_epoch == epoch and 1 or 2
   if term < last or held_epoch > epoch then
     answer[n] = -1

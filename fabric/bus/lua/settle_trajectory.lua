@@ -5,19 +5,20 @@
 --   KEYS[1..19] see use/drop.lua   KEYS[20] clock   KEYS[21] rewards hash (a complete one is counted there, once)
 -- Returns 1 settled (also when asked again) · 0 the fence is stale · {2, head_version} its tokens are (nothing written)
 -- flags allow-oom
--- use batch record hold look time suspect forget_turns drop close curve
+-- use batch count record hold look time suspect forget_turns drop close curve
 local id, fence, group_id, state = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local r = read_record(KEYS[1], id)
 if r and r.fence == fence and r.state == state then return 1 end
 local is_ours = r and r.fence == fence
   and (r.state == 'scoring' and ARGV[7] == '' or r.state == 'claimed' and r.worker == ARGV[7])
 if not is_ours then
-  redis.call('HINCRBY', KEYS[16], 'refused', 1)
+  tally(KEYS[16], 'refused', 1)
   return 0
 end
 local facts, oldest = redis.call('HMGET', KEYS[17], 'head_version', 'staleness', 'when_stale'), tonumber(ARGV[8])
-if facts[3] == 'rerun' and oldest >= 0 and tonumber(facts[1]) - oldest > tonumber(facts[2]) then
-  return {2, tonumber(facts[1])}
+local head = whole(facts[1], -1)
+if facts[3] == 'rerun' and oldest >= 0 and head - oldest > whole(facts[2], 0) then
+  return {2, head}
 end
 end_claim(KEYS[2], KEYS[3], id, r)
 weigh(#ARGV[5] - redis.call('HSTRLEN', KEYS[14], id))

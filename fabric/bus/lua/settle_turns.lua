@@ -6,7 +6,7 @@
 -- Returns per turn 1 settled (also when asked again) · 0 the fence is stale (nothing written) ·
 -- an agent id: another agent waits by now (nothing written); call again with its inbox
 -- flags allow-oom
--- use batch record hold
+-- use batch count record hold
 local worker = ARGV[1]
 local ids = {}
 for i = 3, #ARGV, 6 do ids[#ids + 1] = ARGV[i] end
@@ -44,9 +44,9 @@ call_in_parts('HDEL', KEYS[4], settled)
 call_in_parts('HDEL', KEYS[5], settled)
 call_in_parts('HSET', KEYS[7], results)
 if #settled > 0 then
-  redis.call('HINCRBY', KEYS[8], 'turns_settled', #settled)
-  redis.call('HINCRBY', KEYS[8], 'tokens', token_count)
-  redis.call('HINCRBY', KEYS[8], 'turns_resumed', resumed_count)
+  tally(KEYS[8], 'turns_settled', #settled)
+  tally(KEYS[8], 'tokens', token_count)
+  tally(KEYS[8], 'turns_resumed', resumed_count)
 end
-if refused_count > 0 then redis.call('HINCRBY', KEYS[8], 'refused', refused_count) end
+if refused_count > 0 then tally(KEYS[8], 'refused', refused_count) end
 return answer

@@ -2,12 +2,20 @@
 -- Twin of the rule: rules/curve.py, which says what a bucket is. Every rollout costs the same, on the average.
 local BUCKET_COUNT_MAX = 256
 
+-- A bucket's numbers; fewer than six of a row that is none.
+local function numbers_in(row)
+  local c, s, q, l, m, t = string.match(row, '^(%d+) (%S+) (%S+) (%S+) (%S+) (%d+)$')
+  return tonumber(c or ''), tonumber(s or ''), tonumber(q or ''), tonumber(l or ''), tonumber(m or ''), tonumber(t or '')
+end
+
 -- What two buckets are together, the first perhaps none.
 local function joined(row, count, sum, squares, least, most, tokens)
   if row then
-    local c, s, q, l, m, t = string.match(row, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
-    count, sum, squares, tokens = count + c, sum + s, squares + q, tokens + t
-    least, most = math.min(least, tonumber(l)), math.max(most, tonumber(m))
+    local c, s, q, l, m, t = numbers_in(row)
+    if t then
+      count, sum, squares, tokens = count + c, sum + s, squares + q, tokens + t
+      least, most = math.min(least, l), math.max(most, m)
+    end
   end
   return string.format('%d %.17g %.17g %.17g %.17g %d', count, sum, squares, least, most, tokens)
 end
@@ -17,16 +25,16 @@ local function coarsen(key, width)
   local rows, count = redis.call('HGETALL', key), nil
   local found = {}
   for n = 1, #rows, 2 do
-    if rows[n] ~= 'width' then found[tonumber(rows[n])] = rows[n + 1] end
+    local number = whole(rows[n])
+    if number and select(6, numbers_in(rows[n + 1])) then found[number] = rows[n + 1] end
   end
   repeat
     local wider = {}
     count, width = 0, width * 2
     for number, row in pairs(found) do
-      local c, s, q, l, m, t = string.match(row, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
       local place = math.floor(number / 2)
       if not wider[place] then count = count + 1 end
-      wider[place] = joined(wider[place], tonumber(c), tonumber(s), tonumber(q), tonumber(l), tonumber(m), tonumber(t))
+      wider[place] = joined(wider[place], numbers_in(row))
     end
     found = wider
   until count <= BUCKET_COUNT_MAX / 2
@@ -39,7 +47,7 @@ end
 -- Count the reward of one rollout that is complete.
 local function note_reward(key, version, reward, tokens)
   redis.call('HSETNX', key, 'width', 1)
-  local width = tonumber(redis.call('HGET', key, 'width'))
+  local width = math.max(1, whole(redis.call('HGET', key, 'width'), 1))
   local number = string.format('%d', math.floor(version / width))
   local row = joined(redis.call('HGET', key, number), 1, reward, reward * reward, reward, reward, tokens)
   if redis.call('HSET', key, number, row) == 1 and redis.call('HLEN', key) > BUCKET_COUNT_MAX + 1 then

@@ -6,8 +6,8 @@ local TURN_KEYS = {KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[
 
 -- Count bytes that the run holds, on the run and on the group that will take them with it.
 local function weigh(bytes)
-  redis.call('HINCRBY', KEYS[17], 'bytes', bytes)
-  redis.call('HINCRBY', KEYS[13], 'bytes', bytes)
+  tally(KEYS[17], 'bytes', bytes)
+  tally(KEYS[13], 'bytes', bytes)
 end
 
 local function forget_rollout(id)
@@ -18,10 +18,12 @@ local function forget_rollout(id)
   end
 end
 
+local GROUP_SIZE_MAX = 10000 -- limits.py: what a group's row says beyond is not believed
+
 -- Drop what has not ended; its workers learn it at their next renewal. Returns how many.
 local function drop_unfinished(group_id, size)
   local count = 0
-  for index = 0, size - 1 do
+  for index = 0, math.min(size, GROUP_SIZE_MAX) - 1 do
     local id = group_id .. '.' .. index
     local r = read_record(KEYS[1], id)
     if r and r.state ~= 'completed' and r.state ~= 'failed' then

@@ -1,12 +1,12 @@
 -- Ending claims: what a worker holds is counted, and a claim has a deadline. Needs batch.lua before it.
 local function hold_less(held, worker, count)
-  if redis.call('HINCRBY', held, worker, -count) <= 0 then redis.call('HDEL', held, worker) end
+  if tally(held, worker, -count) <= 0 then redis.call('HDEL', held, worker) end
 end
 
 -- End the claim that a record describes: no deadline (a trajectory that waits for its reward has one too), one less held.
 local function end_claim(deadline, held, id, r)
   redis.call('ZREM', deadline, id)
-  if r.state == 'claimed' then hold_less(held, r.worker, 1) end
+  if r and r.state == 'claimed' then hold_less(held, r.worker, 1) end
 end
 
 -- End claims of one worker.

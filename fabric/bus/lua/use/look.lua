@@ -10,5 +10,6 @@ local function look(clock)
   local saved = redis.call('GET', clock)
   if not saved then return wall, wall end
   local last_wall, last = string.match(saved, '^(%d+) (%d+)$')
+  if not last or #saved > 31 then return wall, wall end -- somebody wrote there what is no clock
   return wall, tonumber(last) + math.max(0, math.min(STEP_MS_MAX, wall - tonumber(last_wall)))
 end

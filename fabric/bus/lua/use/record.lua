@@ -1,9 +1,12 @@
 -- A job's record is "state fence attempt loss rerun blame seen inside worker"; see keys.py. Needs batch.lua before it.
--- One that was written before there was suspicion has neither blame, seen nor inside.
+-- One that was written before there was suspicion has neither blame, seen nor inside. What is no record is nil.
+local RECORD_LENGTH_MAX = 400 -- of which a worker's name may be most; none of its numbers grows beyond what %d can write
+
 local function parse_record(value)
   local old, new = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$', '^(%S+ %d+ %d+ %d+ %d+) (%d+) (%d+) (%d+) (%S+)$'
   local head, blame, seen, inside, name = string.match(value, new)
   local state, fence, attempt, loss, rerun, worker = string.match(head and head .. ' ' .. name or value, old)
+  if not state or #value > RECORD_LENGTH_MAX then return nil end
   return {state = state, fence = tonumber(fence), attempt = tonumber(attempt), loss = tonumber(loss),
     rerun = tonumber(rerun), blame = tonumber(blame or 0), seen = tonumber(seen or 0), inside = tonumber(inside or 1),
     worker = worker}

@@ -4,13 +4,14 @@
 
 -- A job that was held before, or whose group is nearly complete, goes one class before its group's priority.
 local function urgency(row, was_held)
-  local priority, missing, quorum = string.match(row or '1 1 1', '^(%d+) (%-?%d+) (%d+)$')
+  local priority, missing, quorum = string.match(row or '', '^([012]) (%-?%d+) (%d+)$')
+  if not priority then priority, missing, quorum = 1, 1, 1 end
   priority = tonumber(priority)
   if was_held or tonumber(missing) * 4 <= tonumber(quorum) then priority = math.max(0, priority - 1) end
   return priority
 end
 
-local function group_of(id) return string.match(id, '^[^.]+') end
+local function group_of(id) return string.match(id, '^[^.]+') or id end
 
 local function make_ready(ready, bell, open, ids, was_held)
   local rings, rows = {}, {}

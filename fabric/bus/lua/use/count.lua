@@ -1,0 +1,13 @@
+-- Numbers in rows that others may have written, too.
+-- A whole number of a row that others may have written, or `default`.
+local function whole(value, default)
+  return value and #value <= 16 and tonumber(string.match(value, '^%-?%d+$')) or default
+end
+
+-- Count on a field of a hash. One that was no number begins anew: it must not stop those who count beside it.
+local function tally(key, field, by)
+  local sum = redis.pcall('HINCRBY', key, field, by)
+  if type(sum) == 'number' then return sum end
+  redis.call('HSET', key, field, by)
+  return by
+end

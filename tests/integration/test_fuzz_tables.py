@@ -1,0 +1,20 @@
+"""The fuzz of the broker's tables in short; `make fuzz` does it at length."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.tables import fuzz_table, tables, world
+
+SECONDS = 1.0
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def test_bad_rows_in_any_table_cost_themselves_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with world(tmp_path_factory.mktemp("fuzz")) as fabric:
+        outcomes = []
+        for table in tables():
+            outcomes.append(fuzz_table(fabric, table, SECONDS, seed=1))
+            assert outcomes[-1].problems == [], "\n".join(map(str, outcomes))
+    assert sum(outcome.written for outcome in outcomes) > len(outcomes)
