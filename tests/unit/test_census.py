@@ -55,6 +55,7 @@ async def status_of(open_count: int) -> RunStatus:
     board = MemoryLeaseBoard(broker)
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
     broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(open_count)], [], [])
+    broker.runs["r1"].depth = open_count
     return await board.run_status("r1")
 
 
@@ -85,6 +86,7 @@ async def test_a_lease_that_ran_out_is_granted_anew_under_another_epoch() -> Non
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
     broker.runs["r1"].head_version = 0
     broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(20)], [], [])
+    broker.runs["r1"].depth = 20
     await board.heartbeat(replace(WORKER, role="serving"))
     await board.set_lend("*", "on")
     controller = Controller(board, ControllerConfig(worker_id="c1"), SystemClock())

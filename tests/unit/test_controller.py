@@ -57,7 +57,7 @@ class Setting:
     def demand(self, count: int, run_id: str = "r1") -> None:
         """Trajectories that wait, and a turn that is asked for."""
         run = self.broker.runs[run_id]
-        run.trajectories.ready = ([f"g.{index}" for index in range(count)], [], [])
+        run.trajectories.ready, run.depth = ([f"g.{index}" for index in range(count)], [], []), count
         run.turns.ready = (["g.99.0"] if count else [], [], [])
 
     def controller(self, name: str = "c1") -> Controller:

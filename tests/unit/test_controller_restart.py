@@ -28,6 +28,7 @@ class Stage:
         await self.board.create_run(RunConfig(run_id="run", model="m", environment="e"))
         self.broker.runs["run"].head_version = 0
         self.broker.runs["run"].trajectories.ready = ([f"group.{index}" for index in range(20)], [], [])
+        self.broker.runs["run"].depth = 20
         await self.board.heartbeat(SERVING)
         await self.board.set_lend("*", "on")
         return self

@@ -67,7 +67,7 @@ def test_the_status_shows_what_a_worker_says_of_itself_without_obeying_it() -> N
         "wake_ms": None, "sleep_note": None, "weights_note": None, "heartbeat_age_ms": 1,
     }  # fmt: skip
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(draw({"runs": [], "workers": [worker], "leases": {}, "lends": {}}))
+    console.print(draw({"runs": [], "workers": [worker], "leases": {}, "lends": {}, "bad_rows": []}))
     shown = console.export_text()
     assert "[/bold]" in shown and is_harmless(shown)
 
