@@ -1,4 +1,4 @@
-"""The fuzz of the broker's tables in short; `make fuzz` does it at length."""
+"""The fuzz of the broker's tables in short: every fourth, for a second; `make fuzz` does all, at length."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from tests.fuzz.tables import fuzz_table, tables, world
 
 SECONDS = 1.0
+EVERY = 4
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(1200)]
 def test_bad_rows_in_any_table_cost_themselves_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
     with world(tmp_path_factory.mktemp("fuzz")) as fabric:
         outcomes = []
-        for table in tables():
+        for table in tables()[::EVERY]:
             outcomes.append(fuzz_table(fabric, table, SECONDS, seed=1))
             assert outcomes[-1].problems == [], "\n".join(map(str, outcomes))
     assert sum(outcome.written for outcome in outcomes) > len(outcomes)
