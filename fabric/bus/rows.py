@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any
 
 from ..agreement import Agreement, Alarm, AlarmRule
@@ -139,8 +139,9 @@ def _buckets(width: int, name: bytes, raw: bytes) -> Curve:
     found = read_curve({b"width": b"%d" % width, name: raw}) if name != b"width" else ()
     for bucket in found:
         wholes = (bucket.count, bucket.token_sum, bucket.version + 1)
-        figures = (bucket.reward_sum, bucket.reward_square_sum, bucket.reward_min, bucket.reward_max)
-        if not all(0 <= each <= WHOLE_MAX for each in wholes) or not bucket.count or not all(map(isfinite, figures)):
+        sums = (bucket.reward_sum, bucket.reward_square_sum)  # of large rewards they may be infinite
+        has_numbers = isfinite(bucket.reward_min) and isfinite(bucket.reward_max) and not any(map(isnan, sums))
+        if not all(0 <= each <= WHOLE_MAX for each in wholes) or not bucket.count or not has_numbers:
             raise ValueError(f"{raw[:80]!r} is out of bounds")
     return found
 

@@ -94,7 +94,7 @@ BAD_RUNS: dict[str, tuple[str, dict[str, Any], type[FabricError], list[str]]] = 
         EnvironmentUnknown,
         [
             "environment 'frozenlace' is offered by no agent",
-            "did you mean frozenlake? If",
+            r"did you mean frozenlake\? If",
             "--environment frozenlace=module:attr",
         ],
     ),

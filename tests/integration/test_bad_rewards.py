@@ -326,7 +326,7 @@ async def test_a_reward_that_nobody_offers_is_refused_when_the_run_is_made(fabri
                 await trainer.run(name, model="tiny", environment="frozenlake", reward="well")
             with pytest.raises(RewardUnknown) as caught:
                 await trainer.run(name, reward="wel", **settings)
-            for word in ("'wel'", "environment-sum", "well", "rollfab reward --reward wel=module:attr"):
+            for word in ("'wel'", "did you mean well?", "rollfab reward --reward wel=module:attr"):
                 assert word in str(caught.value)
         assert set(await trainer.runs()) >= {"old"}
         assert "new" not in await trainer.runs()

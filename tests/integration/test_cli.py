@@ -170,7 +170,7 @@ def test_the_help_names_the_variable_once(command: str, variable: str) -> None:
 def test_status_is_one_object(url: str) -> None:
     done = rollfab("status", "--json", url=url)
     assert done.returncode == 0
-    assert set(json.loads(done.stdout)) == {"runs", "workers", "leases", "lends"}
+    assert set(json.loads(done.stdout)) == {"runs", "workers", "leases", "lends", "bad_rows"}
 
 
 def test_the_switch_is_kept_and_shown(url: str) -> None:

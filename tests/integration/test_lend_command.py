@@ -155,6 +155,8 @@ async def test_the_answer_says_what_was_taken_back_and_who_has_not_answered(desk
     await desk.beat("w2", pool="chat", running_count=2)
     await desk.beat("w3", pool="batch")
     await desk.run("on", "--pool", "chat")
+    await desk.beat("w1", pool="chat", running_count=5)
+    await desk.beat("w2", pool="chat", running_count=2)
     # When they are taken back, then the answer has what they gave back, once they said so
     switched = (await desk.json("off", "--reason", "incident"))["switched"]
     assert (switched["taken_ids"], switched["turn_count"], switched["waiting"]) == (["w1", "w2"], 7, {})
