@@ -381,7 +381,7 @@ def _no_controller(view: _View) -> Iterator[Cause]:
         yield view.cause(
             "no_controller",
             f"no controller is connected, so no worker is given a lease for {view.name}",
-            "Start one: rollfab controller --url $ROLLFAB_URL",
+            "Start one: rollfab controller",
         )
 
 
@@ -389,7 +389,7 @@ def _no_worker(view: _View) -> Iterator[Cause]:
     if view.holders:
         return
     model = _plain(view.config.model)
-    step = f"Start one: rollfab worker --model {model} --url $ROLLFAB_URL"
+    step = f"Start one: rollfab worker --model {model}"
     others = view.scene.rollout_workers
     if not others:
         yield view.cause("no_worker", f"no worker is connected that could generate for {view.name} ({model})", step)
@@ -426,7 +426,7 @@ _LEASE_WORDS = {
     "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: rollfab lend report"),
     "takes_turns": (
         "the workers of its model serve another run before {run}. ",
-        "Wait for its turn, or start another worker of that model: rollfab worker --model NAME --url $ROLLFAB_URL",
+        "Wait for its turn, or start another worker of that model: rollfab worker --model NAME",
     ),
     "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: rollfab status"),
 }
@@ -500,10 +500,10 @@ def _agent(view: _View) -> Iterator[Cause]:
     if not view.queued or view.running:
         return
     agents, environment = view.scene.by_role.get("agent", []), _plain(view.config.environment)
-    step = f"Start one that does: rollfab agent --environment {environment}=module:attr --url $ROLLFAB_URL"
+    step = f"Start one that does: rollfab agent --environment {environment}=module:attr"
     if not agents:
         text = f"no agent is connected that could play environment {environment!r} of {view.name}"
-        yield view.cause("no_agent", text, "Start one: rollfab agent --url $ROLLFAB_URL")
+        yield view.cause("no_agent", text, "Start one: rollfab agent")
     elif not view.agents:
         offered = sorted({name for each in agents for name in each.environments})
         text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
@@ -521,7 +521,7 @@ def _agent(view: _View) -> Iterator[Cause]:
         text = (
             f"all {places} places for environments are taken, {view.name} has none of them: {_names(others)} run there"
         )
-        yield view.cause("agents_full", text, "Start another agent: rollfab agent --url $ROLLFAB_URL")
+        yield view.cause("agents_full", text, "Start another agent: rollfab agent")
 
 
 def _is_refusing(view: _View, info: WorkerInfo) -> bool:
@@ -534,7 +534,7 @@ def _reward(view: _View) -> Iterator[Cause]:
         return
     reward = _plain(view.config.reward)
     text = f"{view.scoring} rollouts of {view.name} wait for reward function {reward!r}"
-    step = f"Start one that does: rollfab reward --reward {reward}=module:attr --url $ROLLFAB_URL"
+    step = f"Start one that does: rollfab reward --reward {reward}=module:attr"
     workers = view.scene.by_role.get("reward", [])
     if not workers:
         yield view.cause("no_reward_worker", f"{text}, and no reward worker is connected", step)
