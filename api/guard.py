@@ -69,7 +69,7 @@ class Guard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
+        refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope), bool(scope["query_string"]))
         if refusal is None:
             await self._app(scope, receive, send_guarded)
             return
@@ -79,12 +79,13 @@ class Guard:
             answer.headers["www-authenticate"] = 'Bearer realm="rollfab"'
         await answer(scope, receive, send_guarded)
 
-    def _refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str, str] | None:
+    def _refusal(self, method: str, path: str, headers: Headers, has_query: bool) -> tuple[int, str, str] | None:
         """Status, error and message for a request that may not pass."""
         is_reading = method in READING
         if not self._config.has_keys:
             return self._stranger(headers) or _forwarded(headers) or (None if is_reading else _foreign_page(headers))
-        if is_reading and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
+        is_about_a_run = path == "/readyz" and has_query  # its answer tells of runs
+        if is_reading and not is_about_a_run and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
             return None
         return self._right(is_reading, headers.get("authorization", ""))
 

@@ -147,7 +147,9 @@ class Episode:
         name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
         self._has_limit = False
         self._has_limit = await self._guard("make", lambda: self._registry.is_inside(name))
-        world = await self._guard("make", lambda: self._registry.open(name, options, timeout_s=limit_s))
+        world = await self._guard(
+            "make", lambda: self._registry.open(name, options, owner=self._run.run_id, timeout_s=limit_s)
+        )
         if world.inline:  # it does not wait for anything, so no limit could stop it
             self._has_limit = False
         return world

@@ -203,7 +203,7 @@ def _explain(error: exceptions.RedisError, *, is_tls: bool) -> tuple[str, str, s
     for beginning, reason, text in TEXTS:
         if beginning in said:
             return reason, text, said
-    if isinstance(error, exceptions.TimeoutError):
+    if isinstance(error, exceptions.TimeoutError) or "Timeout reading" in said:  # as one of these wraps the other
         return "timeout", TIMEOUT_TLS if is_tls else TIMEOUT, said
     if isinstance(error, exceptions.ConnectionError):
         return "lost", LOST, said

@@ -279,10 +279,11 @@ def _attempts_fail(view: _View) -> Iterator[Cause]:
         return  # those that still run may be of another mind
     reason = view.details.dead_reason if view.details is not None else None
     why = f": {_plain(reason)}" if reason else ""
+    run = view.config.run_id
     yield view.cause(
         "attempts_fail",
         f"all {failed} trajectories of {view.name} that have ended failed, and none was completed{why}",
-        f"See every traceback: rollfab dead ls --run {view.config.run_id}",
+        f"See them: rollfab dead ls --run {run}; a traceback: rollfab dead show ID --run {run}",
     )
 
 

@@ -620,6 +620,11 @@ async def test_what_a_proxy_passed_on_is_refused_without_keys(api: ApiWorld, nam
     assert await api.fabric.board.lends() == {}
 
 
+async def test_with_keys_what_is_said_of_a_run_needs_one(locked: ApiWorld) -> None:
+    assert (await locked.http.get("readyz")).status_code in (200, 503)
+    assert (await locked.http.get("readyz?run=r1")).status_code == 401
+
+
 async def test_with_keys_a_proxy_may_pass_on(locked: ApiWorld) -> None:
     await locked.json("v1/status", headers={**bearer(CONTROL_KEY), "x-forwarded-for": "192.0.2.1"})
 

@@ -19,7 +19,15 @@ from rollfab.commands import doctor
 from rollfab.commands.cli import app
 from rollfab.fabric.errors import ConfigError, EnvironmentFailed
 from rollfab.workers.environments import confinement
-from rollfab.workers.environments.confinement import Confinement, Means, User, make_confinement, means, say_what_lacks
+from rollfab.workers.environments.confinement import (
+    Confinement,
+    Means,
+    User,
+    holding,
+    make_confinement,
+    means,
+    say_what_lacks,
+)
 from rollfab.workers.environments.pool import PoolConfig
 from rollfab.workers.environments.registry import Registry
 from tests.process_groups import Groups
@@ -31,6 +39,7 @@ GIVEN = {
     "PATH": "/bin",
     "HOME": "/home/me",
     "LC_ALL": "C.UTF-8",
+    "LC_MY_SECRET": "secret",
     "CUDA_VISIBLE_DEVICES": "1",
     "HF_TOKEN": "secret",
     "AWS_SECRET_ACCESS_KEY": "secret",
@@ -100,6 +109,43 @@ async def test_one_that_kills_all_it_can_reach_reaches_itself_alone(registry: Re
     await neighbour.close()
     await registry.close()
     groups.check_gone()
+
+
+MACHINE = """
+for name in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/pid_max", "/sys/kernel/mm/ksm/run", "/sys/power/state"):
+    try:
+        open(name, "a").close()
+        print("opened", name)
+    except OSError:
+        pass
+import os
+print(os.listdir("/sys/fs/cgroup") if os.path.exists("/sys/fs/cgroup") else [])
+"""
+
+
+def test_it_changes_no_setting_of_the_machine_and_has_no_control_groups() -> None:
+    found = means()
+    if found.namespaces != "plain":
+        assert found.namespaces == "user" or found.lacks  # these files are root's
+        return
+    life, held = os.pipe()
+    settings = {**Confinement().settings(found), "life": life, "memory": 0, "niceness": 0}
+    done = subprocess.run(
+        holding(settings, [sys.executable, "-c", MACHINE]), pass_fds=(life,), capture_output=True, text=True, check=True
+    )
+    for end in (life, held):
+        os.close(end)
+    assert done.stdout.strip() == "[]"
+
+
+async def test_a_process_serves_one_run_alone(registry: Registry) -> None:
+    pids = []
+    for owner in ("run-1", "run-1", "run-2"):
+        world: Any = await registry.open("killer", owner=owner)
+        await world.reset({}, 0)
+        pids.append(world.pid)
+        await world.close()
+    assert pids[0] == pids[1] != pids[2]
 
 
 async def test_its_interpreter_is_run_by_nobody_else_than_asked_for() -> None:

@@ -28,12 +28,12 @@ PROBE = "import os; print(int(os.readlink('/proc/self') == str(os.getpid())))"  
 PROBE_S = 20.0  # an interpreter starts in 0.1 s, on a machine that is not overwhelmed
 
 PASSED = frozenset(
+    "LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC LC_TIME "
     "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR TERM LD_LIBRARY_PATH DYLD_LIBRARY_PATH CUDA_VISIBLE_DEVICES "
     "CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES "
     "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS RAYON_NUM_THREADS TOKENIZERS_PARALLELISM "
     "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE HF_HUB_OFFLINE SDL_VIDEODRIVER MUJOCO_GL".split()
 )
-PASSED_PREFIX = "LC_"
 OF_USER = ("HOME", "USER", "LOGNAME", "TMPDIR")  # another user has his own
 
 
@@ -69,11 +69,7 @@ class Confinement:
 
         Strings hash alike in every process: an environment that walks through a set replays elsewhere as it went here.
         """
-        kept = {
-            name: value
-            for name, value in given.items()
-            if name in PASSED or name in self.passed or name.startswith(PASSED_PREFIX)
-        }
+        kept = {name: value for name, value in given.items() if name in PASSED or name in self.passed}
         if self.user is not None:
             own = {"HOME": self.user.home, "USER": self.user.name, "LOGNAME": self.user.name}
             kept = {name: value for name, value in kept.items() if name not in OF_USER or name in self.passed} | own

@@ -24,8 +24,10 @@ import signal
 import sys
 from typing import Any
 
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
@@ -62,7 +64,8 @@ def mount(source: str, target: str, kind: str | None, flags: int) -> None:
 
 def enter_namespaces(kind: str, is_offline: bool) -> None:
     """Let what is started from now on live in namespaces of its own. kind: "plain", or "user" without privileges."""
-    flags = CLONE_NEWPID | CLONE_NEWNS | (CLONE_NEWNET if is_offline else 0) | (CLONE_NEWUSER if kind == "user" else 0)
+    flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | (CLONE_NEWNET if is_offline else 0)
+    flags |= CLONE_NEWUSER if kind == "user" else 0
     user, group = os.geteuid(), os.getegid()
     check(libc.unshare(flags), "unshare")
     if kind == "user":
@@ -114,6 +117,7 @@ def be_foreign(settings: dict[str, Any], words: list[str], holds: int) -> None:
     if settings["namespaces"]:
         with contextlib.suppress(OSError):  # forbidden where parts of /proc are masked: its processes stay in sight
             mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        close_to_root()
     if settings["niceness"]:
         os.nice(settings["niceness"])
     if settings["memory"]:
@@ -125,6 +129,7 @@ def be_foreign(settings: dict[str, Any], words: list[str], holds: int) -> None:
         os.setgroups(groups)
         os.setresgid(group, group, group)
         os.setresuid(user, user, user)
+        os.chdir("/")  # what was reached through the owner's directory is reached by its path, or not at all
     if IS_LINUX:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
     end_with_holder(holds)  # not before: a change of user forgets it
@@ -132,6 +137,17 @@ def be_foreign(settings: dict[str, Any], words: list[str], holds: int) -> None:
         os.execvp(words[0], words)
     except OSError as error:
         stop(NOT_RUN, f"{words[0]} cannot be run: {error.strerror}")
+
+
+def close_to_root() -> None:
+    """Let root in here change nothing of the machine by files: control groups are not there, settings are read only."""
+    closed = MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY
+    with contextlib.suppress(OSError):  # no such place, or not ours to cover: then its files are not ours to write
+        mount("none", "/sys/fs/cgroup", "tmpfs", closed)
+    for place in ("/proc/sys", "/sys"):
+        with contextlib.suppress(OSError):
+            mount(place, place, None, MS_BIND)
+            mount("none", place, None, MS_REMOUNT | MS_BIND | closed)
 
 
 def drop_capabilities(kept: set[int]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, get_args
@@ -116,12 +117,15 @@ class Registry:
             return self._loaded[ENVIRONMENTS, name]
         return await in_thread(lambda: self._load(ENVIRONMENTS, name))
 
-    async def open(self, name: str, options: Mapping[str, Any] = NO_OPTIONS, *, timeout_s: float = 30.0) -> Environment:
+    async def open(
+        self, name: str, options: Mapping[str, Any] = NO_OPTIONS, *, owner: str = "", timeout_s: float = 30.0
+    ) -> Environment:
         """A fresh environment where it belongs: in its own process, or made here, off the loop where that may block.
 
         Args:
             name: what the run calls it.
             options: its constructor's.
+            owner: the run that plays it; a process serves one run alone, for an episode may spoil it for the next.
             timeout_s: how long a call may take of one with its own process.
 
         Raises:
@@ -129,7 +133,7 @@ class Registry:
             EnvironmentFailed: its process could not make it.
         """
         if not await self.is_inside(name):
-            program = self._program(ENVIRONMENTS, name)
+            program = replace(self._program(ENVIRONMENTS, name), owner=owner)
             return await IsolatedEnvironment.open(name, program, options, pool=self._pool, timeout_s=timeout_s)
         return await in_thread(lambda: self.make(name, options)) if self.may_block(name) else self.make(name, options)
 
