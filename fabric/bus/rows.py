@@ -183,22 +183,27 @@ def job_row(name: bytes, raw: bytes | None) -> TrajectoryJob:
     Raises:
         WireError: there is none, it cannot be read, or it is another one's.
     """
-    if raw is None:
-        raise WireError("its job is gone")
-    job = TrajectoryJob.decode(raw)
-    if job.trajectory_id.encode("utf-8", "replace") != name or not is_job_name(name):
-        raise WireError(f"it is trajectory {job.trajectory_id!r:.100}, under another one's name")
+    job = TrajectoryJob.decode(_there(raw))
+    _check_own(name, job.trajectory_id)
     return job
 
 
 def turn_row(name: bytes, raw: bytes | None) -> TurnJob:
     """A turn's job. Raises as job_row."""
+    job = TurnJob.decode(_there(raw))
+    _check_own(name, job.turn_id)
+    return job
+
+
+def _there(raw: bytes | None) -> bytes:
     if raw is None:
         raise WireError("its job is gone")
-    job = TurnJob.decode(raw)
-    if job.turn_id.encode("utf-8", "replace") != name or not is_job_name(name):
-        raise WireError(f"it is turn {job.turn_id!r:.100}, under another one's name")
-    return job
+    return raw
+
+
+def _check_own(name: bytes, job_id: str) -> None:
+    if job_id.encode("utf-8", "replace") != name or not is_job_name(name):
+        raise WireError(f"it is {job_id!r:.100}, under another one's name")
 
 
 @dataclass(frozen=True, slots=True)

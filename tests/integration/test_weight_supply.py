@@ -103,9 +103,8 @@ async def test_a_collective_brings_versions_that_the_broker_has_no_room_for(
     await publisher.close()
 
 
-async def test_who_joins_after_a_collective_takes_a_copy_from_a_peer_that_serves(
-    store: FaultyStore, workers: Workers, model: torch.nn.Module
-) -> None:
+async def _held_by_one_worker(store: FaultyStore, workers: Workers, model: torch.nn.Module) -> Publisher:
+    """Version 0 went by a collective: a worker that serves has it, and the store has no chunk of it."""
     store.room = 0
     first, _ = await workers.start("first", listen="127.0.0.1:0", is_shared=False)
     await _until_held(store, 1)
@@ -113,6 +112,13 @@ async def test_who_joins_after_a_collective_takes_a_copy_from_a_peer_that_serves
     await publisher.publish(model.named_parameters(), 0)
     assert await first.wait(0, WAIT_S), first.error
     await _until_held(store, 1, version=0)
+    return publisher
+
+
+async def test_who_joins_after_a_collective_takes_a_copy_from_a_peer_that_serves(
+    store: FaultyStore, workers: Workers, model: torch.nn.Module
+) -> None:
+    publisher = await _held_by_one_worker(store, workers, model)
 
     late, engine = await workers.start("late", is_shared=False)
 
@@ -125,13 +131,7 @@ async def test_who_believes_no_peer_takes_no_copy_of_one(
     store: FaultyStore, workers: Workers, model: torch.nn.Module
 ) -> None:
     # Given a version that only a worker that serves still has, and nobody publishes it again
-    store.room = 0
-    first, _ = await workers.start("first", listen="127.0.0.1:0", is_shared=False)
-    await _until_held(store, 1)
-    publisher = Publisher(store, RUN, carrier="collective")
-    await publisher.publish(model.named_parameters(), 0)
-    assert await first.wait(0, WAIT_S), first.error
-    await _until_held(store, 1, version=0)
+    publisher = await _held_by_one_worker(store, workers, model)
     await publisher.close()
 
     wary, engine = await workers.start("wary", is_shared=False, believes_peers=False)
