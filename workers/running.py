@@ -67,9 +67,7 @@ class RunningTurns:
 
     def sizes(self) -> list[TurnSize]:
         """Of those that the engine still runs, in the order in which they were begun."""
-        ended = {each.request_id for each in self._done}
-        inside = [self._turns[name] for name in self._inside() if name not in ended]
-        return [turn.size(self._options.context_tokens_max) for turn in inside]
+        return [self._turns[name].size(self._options.context_tokens_max) for name in self._unfinished()]
 
     def start(self, claims: Iterable[TurnClaim]) -> list[TurnSize]:
         """Begin turns that were claimed just now; returns what each may need."""
@@ -180,6 +178,11 @@ class RunningTurns:
     def _inside(self) -> list[str]:
         return [name for name, each in self._turns.items() if each.back is None]
 
+    def _unfinished(self) -> list[str]:
+        """Those that the engine still has to step for: what has ended may wait long for a broker that is away."""
+        ended = {each.request_id for each in self._done}
+        return [name for name in self._inside() if name not in ended]
+
     # ---- what happens by itself
 
     async def collect(self) -> None:
@@ -195,6 +198,6 @@ class RunningTurns:
         while True:
             await self._clock.sleep(LOOK_S)
             inside_count = len(self._inside())
-            self.watch.look(inside_count)
+            self.watch.look(len(self._unfinished()))
             if inside_count and (self.watch.is_hung or self.watch.is_held_long):
                 self._wake()

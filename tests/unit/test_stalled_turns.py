@@ -51,6 +51,24 @@ async def test_an_engine_that_hangs_loses_its_turns_with_their_tokens_and_says_s
         assert stage.ready == names
 
 
+async def test_an_engine_with_nothing_left_to_do_is_not_blamed_for_a_broker_that_is_away() -> None:
+    # Given a turn that has ended, and cannot be handed in
+    stage = Stage()
+    names = await stage.ask(1)
+    await stage.lease(1, 2)
+    async with stage.worker(**FAST):
+        await until(lambda: len(stage.engine.turns) == 1)
+        stage.turns.failing = set(names)
+        stage.engine.step()
+        stage.engine.end()
+        # When that lasts for much longer than an engine may stand
+        await asyncio.sleep(1.5)
+        # Then the engine is well, and the turn is handed in once it can be
+        assert (stage.info.state, stage.info.error, stage.turns.returned) == ("ready", None, [])
+        stage.turns.failing = set()
+        await until(lambda: stage.table.records[names[0]].state == "settled")
+
+
 async def test_an_engine_that_answers_again_is_tried_with_one_turn_until_it_steps() -> None:
     # Given an engine that hung with two turns
     stage = Stage()
