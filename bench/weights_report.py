@@ -129,7 +129,6 @@ def chain_figures(chain: Chain) -> Figures:
     return {
         "amortised_over_dense": Figure((chain.version_count * chain.dense_bytes / total,)),
         "joiner_40_of_sum": Figure(tuple(join.fetched_bytes / join.deltas_bytes for join in chain.joins)),
-        "joiner_40_plain_of_sum": Figure(tuple(join.plain_bytes / join.deltas_bytes for join in chain.joins)),
     }
 
 

@@ -69,18 +69,12 @@ def _notes(found: dict[str, Any]) -> list[str]:
     results, params = found["results"], found["params"]
     chain, node = results["chain"], results["node"]
     kinds = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in chain["payload_bytes"].items())
-    way, plain = (
-        statistics.median(join[key] / join["deltas_bytes"] for join in chain["joins"])
-        for key in ("way_bytes", "plain_bytes")
-    )
     return [
         "updates: real AdamW steps on a randomly initialised model of Qwen2's shape,"
         f" {params['optimizer_step_s']:.2f} s each, {params['recorder_peak_bytes'] / 2**30:.1f} GiB at most;"
         " engines are plain arrays; all on one machine",
         f"chain: {chain['version_count']} versions of {params['chain_parameter_count']:,} parameters: {kinds},"
-        f" manifests {chain['manifest_bytes'] / 1e6:,.1f} MB; one {LAG} versions behind takes a fold of what it is"
-        f" missing, of a relay that holds the head; by a relay without weights it would take {plain:.3f} of the deltas,"
-        f" without relays {way:.2f}, in jumps",
+        f" manifests {chain['manifest_bytes'] / 1e6:,.1f} MB; a receiver {LAG} versions behind takes jumps",
         f"node: the broker sent {node['one_bytes'] / 1e6:,.2f} MB to one worker, {node['all_bytes'] / 1e6:,.2f} MB to"
         f" {node['worker_count']} on one node, everything counted",
         f"entropy floor of each block by itself ÷ ours: {results['of_block_entropy_floor']:.3f}",

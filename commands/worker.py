@@ -39,9 +39,7 @@ WeightsListen = Annotated[
 WeightsHost = Annotated[str, typer.Option(help="How other machines reach that HOST, if by another name.")]
 Region = Annotated[str, typer.Option(help="Where this machine is: regions are crossed once.")]
 HomeRegion = Annotated[str, typer.Option("--home-region", help="Where the broker is.")]
-PeerWeights = Annotated[
-    bool, typer.Option(help="Take live weights and folds of other workers; off where a worker may lie.")
-]
+PeerWeights = Annotated[bool, typer.Option(help="Take live weights of other workers; off where a worker may lie.")]
 Probe = Annotated[
     str | None, typer.Option(help="serving: what shows the serving engine: its ROLLFAB_PROBE page, or its http:// URL.")
 ]

@@ -26,8 +26,6 @@ from ..fabric.clock import Clock, SystemClock
 from ..fabric.errors import ConfigError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.relay.cache import BUDGET_BYTES, ChunkCache, open_cache
-from ..fabric.relay.catching_up import CatchUp
-from ..fabric.relay.folding import Folder
 from ..fabric.relay.parents import Parents
 from ..fabric.relay.server import RelayServer
 from ..fabric.relay.store import RelayedStore
@@ -56,7 +54,7 @@ class SupplyOptions:
     home_region: str = ""
     """Where the broker is."""
     believes_peers: bool = True
-    """Whether live weights and folds of other workers are taken. Their sums guard against faults alone: a worker that
+    """Whether live weights of other workers are taken. Their sums guard against faults alone: a worker that
     lies can make others of the same sums. Off, nothing is taken but chunks that the broker's manifest proves."""
 
 
@@ -137,7 +135,6 @@ class WeightSupply:
             clock=self._clock,
             holder=self._me,
             sources=[PeerSource(self._broker, self._me.holder_id)] if self._options.believes_peers else (),
-            catch_up=self._catch_up() if self._options.believes_peers else None,
             attend=attend,
             may_stage_by_ranks=self._server is None,  # who joins copies whole weights from us
         )
@@ -145,16 +142,6 @@ class WeightSupply:
         if self._server is not None:
             self._server.offer(run_id, made)
         return made
-
-    def _catch_up(self) -> CatchUp:
-        return CatchUp(
-            self._broker,
-            self._me,
-            cache=self._cache,
-            parents=self._parents,
-            home_region=self._options.home_region,
-            clock=self._clock,
-        )
 
     async def close(self) -> None:
         """Stop serving; receivers are closed already."""
@@ -174,8 +161,7 @@ class WeightSupply:
 
     async def _listen(self, store: RelayedStore) -> None:
         host, port = place_of(self._options)
-        is_at_home = self._options.region == self._options.home_region
-        self._server = RelayServer(store, folder=Folder(store, may_fetch=is_at_home))
+        self._server = RelayServer(store)
         try:
             await self._server.start(host, port, public_host=self._options.public_host)
         except OSError as error:

@@ -30,7 +30,6 @@ import numpy as np
 from ..fabric.clock import Clock, SystemClock
 from ..fabric.errors import ChainBroken, DigestMismatch, EngineUnsupported, FabricError, WeightError, WireError
 from ..fabric.ports_weights import WeightStore
-from ..fabric.relay.catching_up import CatchUp
 from ..fabric.weights.chain import ChainReader, report_damages
 from ..fabric.weights.digest import state_sums
 from ..fabric.weights.held import readable
@@ -103,7 +102,6 @@ class WeightReceiver:
         clock: Clock | None = None,
         holder: Holder | None = None,
         sources: Sequence[VersionSource] = (),
-        catch_up: CatchUp | None = None,
         attend: Callable[[], Awaitable[object]] | None = None,
         may_stage_by_ranks: bool = True,
     ) -> None:
@@ -112,7 +110,6 @@ class WeightReceiver:
         Args:
             holder: who we are among those who hold the run's weights; None: nobody is told.
             sources: asked in that order where no chain leads to the head.
-            catch_up: asks relays to fold what is missing, where that spares much.
             attend: takes part in a collective, if one is offered; called between two looks at the head.
             may_stage_by_ranks: whether an engine of several ranks may hold the weights in parts alone. Others can copy
                 them from this receiver only if not.
@@ -132,7 +129,6 @@ class WeightReceiver:
         self._holding = None if holder is None else Holding(store, run_id, holder)
         self._reporter = "" if holder is None else holder.holder_id
         self._sources = sources
-        self._catch_up = catch_up
         self._attend = attend
         self._may_stage_by_ranks = may_stage_by_ranks
         self._reader = ChainReader(store, run_id)
@@ -297,15 +293,8 @@ class WeightReceiver:
             if self._ranks is not None:
                 return manifests, await self._stage_by_ranks(self._ranks, manifests, have), head
             live = None if have is None else self._engine.weight_bits()
-
-            def make_stage() -> Stage:
-                return Stage(layout, live, self.version, self._sums)
-
-            if self._catch_up is not None and have is not None:
-                folded = await self._catch_up.stage(manifests, make_stage)
-                if folded is not None:
-                    return [folded[0]], folded[1], head
-            staged = await self._reader.stage(manifests, make_stage(), may_end_early=True)
+            stage = Stage(layout, live, self.version, self._sums)
+            staged = await self._reader.stage(manifests, stage, may_end_early=True)
             return [each for each in manifests if each.version <= staged.version], staged, head
         except (ChainBroken, DigestMismatch, WireError):
             above = -1 if have is None else have
@@ -318,7 +307,7 @@ class WeightReceiver:
     async def _stage_by_ranks(
         self, ranks: Ranks, manifests: Sequence[WeightManifest], have: int | None
     ) -> StagedByRanks:
-        """Fetched here, once for all of them; a fold is not asked for, as who made it wrong would not be found."""
+        """Fetch the chunks once for all ranks."""
         with contextlib.closing(ranks.gather()) as gathering:
             await self._reader.stage(manifests, gathering)
             try:

@@ -7,7 +7,7 @@
     server                                  client
     HELLO   magic, version, nonce     →
                                       ←     AUTH    HMAC-SHA256 of the nonce under the server's secret
-                                      ←     CHUNKS | SNAPSHOT | FOLD   (JSON), one at a time, any number
+                                      ←     CHUNKS | SNAPSHOT   (JSON), one at a time, any number
     answers                           →
     REFUSED (text), then the end      →
 
@@ -30,7 +30,6 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import PeerLost, WireError
-from ..limits import RECORD_BYTES_MAX
 
 T = TypeVar("T")
 
@@ -53,13 +52,11 @@ class Word(IntEnum):
     AUTH = 2
     CHUNKS = 3  # JSON: run_id, version, kind, epoch, chunks: rows [index, hash, size, xxh3-64]
     SNAPSHOT = 4  # JSON: run_id, at_least_version
-    FOLD = 5  # JSON: run_id, base_version, version, epoch
     CHUNK = 10  # INDEX, bytes
     MISSING = 11  # INDEX
     BUSY = 12  # wait
     DONE = 13  # all was said
     REFUSED = 14  # text: why, and what to do
-    FOLDED = 15  # a manifest, encoded; its chunks may be asked for
     LIVE = 20  # JSON: version, layout_digest; what the blocks that follow are
     PART = 21  # BLOCK, bytes
     MOVED = 22  # JSON: version; what the blocks that follow are, by now
@@ -70,13 +67,11 @@ BYTES_MAX = {
     Word.AUTH: hashlib.sha256().digest_size,
     Word.CHUNKS: 1 << 20,
     Word.SNAPSHOT: 1 << 12,
-    Word.FOLD: 1 << 12,
     Word.CHUNK: 16 << 20,
     Word.MISSING: INDEX.size,
     Word.BUSY: 0,
     Word.DONE: 0,
     Word.REFUSED: 1 << 12,
-    Word.FOLDED: RECORD_BYTES_MAX["WeightManifest"],
     Word.LIVE: 1 << 12,
     Word.PART: 16 << 20,
     Word.MOVED: 1 << 12,

@@ -1,4 +1,4 @@
-"""Live weights, copied block by block without making the engine wait: for those who join, and for folds.
+"""Live weights, copied block by block without making the engine wait: for those who join.
 
 - A block is copied between two looks at the source: where a commit began meanwhile it is copied again, so every block
   sent is of one version. The engine never waits for a joiner; a joiner waits for a commit.
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import FabricError, PeerLost, WireError
+from ..errors import PeerLost, WireError
 from ..weights.codec import Bits, Encoder
 from ..weights.layout import Layout
 from ..weights.manifest import block_digest
@@ -146,18 +146,6 @@ async def _copy(source: SnapshotSource, name: str, region: Region) -> tuple[int,
         if source.stamp() == stamp:
             return stamp[0], copy
     return None
-
-
-def read_at(source: SnapshotSource, version: int, region: Region) -> Bits | None:
-    """A copy of a block at `version`; None where the source is not, or was not all the while, at that. For threads."""
-    stamp = source.stamp()
-    if stamp is None or stamp[0] != version:
-        return None
-    try:
-        copy = _read(source, source.layout.tensors[region.tensor].name, region)
-    except FabricError:  # the engine is ending, say
-        return None
-    return copy if source.stamp() == stamp else None
 
 
 def _read(source: SnapshotSource, name: str, region: Region) -> Bits:

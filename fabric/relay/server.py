@@ -1,4 +1,4 @@
-"""A relay: serves a node's chunks to other nodes, snapshots of live weights to those who join, and folds.
+"""A relay: serves a node's chunks to other nodes, and snapshots of live weights to those who join.
 
 - Chunks come out of the node's cache; what is not there is fetched by the node's own way (store.py), so however many
   ask at the same moment, each chunk comes down each edge of the tree once.
@@ -21,11 +21,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import FabricError, PeerLost, WireError
-from ..rules.chain import FOLD
 from ..weights.manifest import WeightManifest
 from ..wire import load_json
 from .cache import ChunkName, check_chunk_name, chunk_name
-from .folding import Folder, FoldRequest
 from .frames import (
     BYTES_MAX,
     HELLO,
@@ -86,7 +84,6 @@ class RelayServer:
         store: the node's.
         may_fetch: whether chunks that the node's cache lacks are fetched for a child; not without a cache.
         secret: what opens it; a new one by default.
-        folder: makes folds, and is closed with the relay; None: they are refused.
 
     Attributes:
         address: for Holder.address; whoever has it may ask.
@@ -100,7 +97,6 @@ class RelayServer:
         options: RelayOptions | None = None,
         may_fetch: bool = True,
         secret: str = "",
-        folder: Folder | None = None,
     ) -> None:
         self.address = ""
         self.served_bytes = 0
@@ -109,7 +105,6 @@ class RelayServer:
         self._may_fetch = may_fetch and store.has_cache
         self._secret = secret or secrets.token_hex(SECRET_BYTES)
         self._live = LiveServer(self._options)
-        self._folder = folder
         self._manifests: OrderedDict[tuple[str, int, str, int], WeightManifest] = OrderedDict()
         self._children: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
@@ -127,10 +122,8 @@ class RelayServer:
         log.info("relay.started", extra={"host": public_host or host})
 
     def offer(self, run_id: str, source: SnapshotSource | None) -> None:
-        """Serve snapshots of these live weights, and fold by them, from now on; None: no more."""
+        """Serve snapshots of these live weights from now on; None: no more."""
         self._live.offer(run_id, source)
-        if self._folder is not None:
-            self._folder.offer(run_id, source)
 
     async def close(self) -> None:
         """Stop listening and drop the children; they go elsewhere."""
@@ -139,8 +132,6 @@ class RelayServer:
         for task in [*self._children]:
             task.cancel()
         await asyncio.gather(*self._children, return_exceptions=True)
-        if self._folder is not None:
-            await self._folder.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -191,23 +182,8 @@ class RelayServer:
                 await self._serve_chunks(writer, ChunkRequest.read(data))
             elif word == Word.SNAPSHOT:
                 self.served_bytes += await self._live.serve(writer, load_json(data))
-            elif word == Word.FOLD:
-                await self._serve_fold(writer, FoldRequest.read(load_json(data)))
             else:
                 raise WireError(f"a child sent {word.name}")
-
-    async def _serve_fold(self, writer: asyncio.StreamWriter, wanted: FoldRequest) -> None:
-        """The manifest of a fold, or why there is none; the child may ask for something else then."""
-        if self._folder is None:
-            return await self._send(writer, frame(Word.REFUSED, b"it does not fold: ask another one"))
-        wait_s, stall_s = self._options.busy_s, self._options.patience_s
-        try:
-            folding = self._folder.manifest(wanted)
-            manifest = await while_busy(writer, folding, every_s=wait_s, stall_s=stall_s)
-        except FabricError as error:
-            text = f"nothing was folded: {error}".encode()[: BYTES_MAX[Word.REFUSED]]
-            return await self._send(writer, frame(Word.REFUSED, text))
-        return await self._send(writer, frame(Word.FOLDED, manifest))
 
     async def _serve_chunks(self, writer: asyncio.StreamWriter, request: ChunkRequest) -> None:
         for piece in _pieces(request.names, self._options.piece_bytes):
@@ -225,10 +201,7 @@ class RelayServer:
         """Chunks from the cache, else from above; None for those that are not to be had."""
         found = dict(zip(piece, await self._store.cached([request.names[index] for index in piece]), strict=True))
         missing = [index for index, data in found.items() if data is None]
-        if missing and self._folder is not None:
-            found.update((index, self._folder.chunk(request.names[index])) for index in missing)
-            missing = [index for index in missing if found[index] is None]
-        if missing and self._may_fetch and request.kind != FOLD:  # of a fold the broker knows nothing
+        if missing and self._may_fetch:
             with contextlib.suppress(FabricError):  # the child has other ways
                 manifest = await self._manifest(request)
                 known = [index for index in missing if manifest is not None and _has(manifest, request, index)]

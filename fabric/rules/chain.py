@@ -23,7 +23,6 @@ from ..errors import ChainBroken
 KEYFRAME = "keyframe"
 DELTA = "delta"
 JUMPS = ("jump-8", "jump-64")  # each folds FOLD_COUNT of the kind before it
-FOLD = "fold"  # of any length, made by a relay for a receiver that is behind; never published
 FOLD_COUNT = 8
 LINK_COUNT_MAX = 64  # a joiner's round trips and digests, whatever the bytes; at 0.5 B parameters it has at most 24
 GRACE_COUNT = 8  # versions before the head that can be read, also by who is still on the way to one of them

@@ -47,25 +47,6 @@ def ancestors(me: Holder, holders: Iterable[Holder], *, home_region: str = "", f
     return [relays[place] for place in above]
 
 
-def peers(me: Holder, holders: Iterable[Holder], at_least_version: int) -> list[Holder]:
-    """Who could serve me a snapshot of that version or a newer one: my node first, then my region, then the others.
-
-    Among equals the order is one's own, so that joiners spread over the peers.
-    """
-    fit = [
-        holder
-        for holder in holders
-        if holder.address and holder.version >= at_least_version and holder.holder_id != me.holder_id
-    ]
-    here = _place(me)
-
-    def distance(holder: Holder) -> tuple[bool, bool, int]:
-        place = _place(holder)
-        return place != here, place[0] != here[0], _hash(me.holder_id, holder.holder_id)
-
-    return sorted(fit, key=distance)
-
-
 def _relays(holders: Iterable[Holder]) -> dict[Place, Holder]:
     """One of each node's holders that serve."""
     relays: dict[Place, Holder] = {}

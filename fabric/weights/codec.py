@@ -5,7 +5,6 @@ A block has at most BLOCK_BYTES of stored bits (regions.py says which elements t
     SPARSE   positions of changed elements as gaps, and their steps: new - old modulo 2^width, zigzag
     STEPS    the step of every element, 0 where it did not change
     VALUES   the new bits of every element, as byte planes (needs no base; what keyframes are made of)
-    RANKED   parts of elements of about one old magnitude (ranked.py), each as SPARSE or STEPS; only in folds
 
 whichever is fewest bytes; a block without any change has no bytes at all.
 
@@ -19,7 +18,6 @@ whichever is fewest bytes; a block without any change has no bytes at all.
 - What does not fit (symbol 255, step 15) stands in a stream of its own: how many bytes each rest has, then byte planes.
 - Every stream is stored compressed or raw, whichever is fewer bytes. Streams: gaps, their low bits, their rest, steps,
   their rest (SPARSE); steps, their rest (STEPS); one per byte of the element, lowest first (VALUES).
-- Who is to read or write a RANKED block must have the old values; of the others only the effect of steps needs them.
 - The same block gives the same bytes whichever kernels made it.
 
 Blocks are read in decoder.py. Which of them make a version is snapshot.py's and manifest.py's.
@@ -29,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,11 +36,10 @@ from numpy.typing import NDArray
 
 from .kernels import Bits as Bits
 from .kernels import Changes, Indices, Kernels, Scratch, load
-from .ranked import encode_ranked
 from .streams import Stream, gap_shift, rest_bytes, split_planes, squeezed
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best
-SPARSE, STEPS, VALUES = 1, 2, 3  # 4: ranked.py
+SPARSE, STEPS, VALUES = 1, 2, 3
 SPARSE_FRACTION_MAX = 0.4  # above it gaps save half a percent at best (measured)
 STEPS_FRACTION_MIN = 0.3  # below it steps of all elements have not beaten gaps (measured)
 HEADER = struct.Struct("<BBBBI")  # mode, element bytes, gap shift, stream count, changed count
@@ -102,9 +99,7 @@ class Encoder:
         """`new` by itself, without a base."""
         return Encoded(self._pack_values(new, len(new)), None, None, new, len(new))
 
-    def fold(
-        self, decoded: Sequence[Decoded], element_count: int, dtype: np.dtype[Any], news: Bits | None = None
-    ) -> Encoded | None:
+    def fold(self, decoded: Sequence[Decoded], element_count: int, dtype: np.dtype[Any]) -> Encoded | None:
         """The block that has the effect of these, one after another; None where they cancel out.
 
         No weights are needed: steps add modulo 2^width, and a block of values replaces what was before it. In the
@@ -113,7 +108,6 @@ class Encoder:
         Args:
             decoded: oldest first.
             element_count, dtype: of the block.
-            news: the bits after the last of them, where they are known: then it may be RANKED, which is smaller.
         """
         total = np.zeros(element_count, dtype=dtype)
         is_absolute = False
@@ -129,16 +123,7 @@ class Encoder:
         if is_absolute:
             return self.dense(total)
         folded = self._delta(np.zeros_like(total), total, may_be_absolute=False)
-        if folded is None:
-            return None
-        data = folded.data
-        if news is not None:
-            data = min(data, encode_ranked(news - total, news, self._part), key=len)
-        return Encoded(data, folded.indices, None, folded.values, folded.changed_count)
-
-    def _part(self, olds: Bits, news: Bits) -> bytes:
-        encoded = self._delta(olds, news, may_be_absolute=False)
-        return b"" if encoded is None else encoded.data
+        return None if folded is None else replace(folded, olds=None)
 
     def _delta(self, old: Bits, new: Bits, *, may_be_absolute: bool) -> Encoded | None:
         count, changes = self._kernels.changes(old, new, int(SPARSE_FRACTION_MAX * len(new)) + 1, self._scratch)

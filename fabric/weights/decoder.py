@@ -15,9 +15,8 @@ import numpy as np
 import zstandard
 
 from ..errors import WireError
-from .codec import HEADER, SPARSE, STEPS, STREAM, VALUES, Decoded, few
+from .codec import HEADER, SPARSE, STEPS, STREAM, VALUES, Decoded
 from .kernels import Bits, Bytes, Gaps, Indices, Kernels, Scratch, Sparse, load
-from .ranked import is_ranked, put_ranked
 from .streams import GAP_SHIFTS, join_planes, rest_numbers
 
 T = TypeVar("T")
@@ -61,11 +60,8 @@ class Decoder:
         """What `data` says about a block of `element_count` elements of unsigned `dtype`.
 
         Raises:
-            WireError: not such a block, or a RANKED one. Digests are checked first, so this means a fault at the
-                publisher.
+            WireError: not such a block. Digests are checked first, so this means a fault at the publisher.
         """
-        if is_ranked(data):
-            raise WireError("a ranked weight block is read only on the weights before it: take another way")
         block = self._open(data, element_count, dtype)
         if block.mode == VALUES:
             return Decoded(None, join_planes(block.streams, element_count, dtype), is_absolute=True)
@@ -122,8 +118,6 @@ class Decoder:
         Raises:
             WireError: as `resolve`, or more positions than `out` has room for.
         """
-        if is_ranked(data):
-            return self._take_ranked(memoryview(data), current, key, start, out)
         block = self._open(data, element_count, dtype)
         if block.mode == VALUES:
             values = join_planes(block.streams, element_count, dtype)
@@ -157,28 +151,13 @@ class Decoder:
         Raises:
             WireError: not such a block; `bits` may hold anything then, and nobody must read them.
         """
-        block = None if is_ranked(data) else self._open(data, len(bits), bits.dtype)
-        if block is None or block.mode != SPARSE:
+        block = self._open(data, len(bits), bits.dtype)
+        if block.mode != SPARSE:
             taken = self.take(data, bits, len(bits), bits.dtype, key=key, start=start)
             bits[... if taken.positions is None else taken.positions - start] = taken.values
             return taken.change
         sparse = Sparse(_gaps(block), block.shift, *_packed_steps(block, bits.dtype))
         return _fitting(self._kernels.put(bits, sparse, key or 0, start, self._scratch))
-
-    def _take_ranked(
-        self, data: memoryview, current: Bits | None, key: int | None, start: int, out: tuple[Indices, Bits] | None
-    ) -> Taken:
-        if current is None:
-            raise WireError("a ranked weight block needs a base, and none is held")
-        values = put_ranked(data, current, self.put)
-        moved = self._change(key, start, current, values)
-        changed = np.flatnonzero(values != current)
-        if not few(len(changed), len(current)):
-            return Taken(None, values, moved, is_absolute=False)
-        positions, room = _room(out, len(changed), current.dtype)
-        np.add(changed, start, out=positions)
-        np.take(values, changed, out=room)
-        return Taken(positions, room, moved, is_absolute=False)
 
     def _change(self, key: int | None, start: int, olds: Bits | None, values: Bits) -> int:
         if key is None:

@@ -1,8 +1,6 @@
 """Folding: several versions, one after another, become one jump that has their effect.
 
 - Steps add modulo the element's width, so no weights are needed: whoever can read the store can fold.
-- Who has the weights at the last version may fold to fewer bytes, for receivers that have those at the base
-  (ranked.py). A publisher never does: what it folds is for whoever comes.
 - Blocks are folded one by one, some at a time, so memory does not grow with the model or the number of versions.
 - The sums of the last version hold for the jump: it leads to the same state.
 """
@@ -10,14 +8,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 import numpy as np
 
 from ..errors import ChainBroken, DigestMismatch
 from ..ports_weights import WeightStore
-from .codec import Bits, Decoded, Encoded, Encoder
+from .codec import Decoded, Encoded, Encoder
 from .decoder import Decoder
 from .manifest import BlockRow, WeightManifest, block_digest
 from .regions import Region
@@ -25,7 +23,6 @@ from .snapshot import Identity, Part, Place, Prepared, encode_part, make_manifes
 
 WINDOW_BYTES = 16 << 20  # encoded blocks in memory at a time
 
-ReadGoal = Callable[[Region], Bits | None]  # a region's bits at the last version, or None: not to be had; for threads
 Rows = dict[Region, list[tuple[int, BlockRow, int]]]  # region → (source, row, digest), oldest source first
 
 
@@ -35,17 +32,8 @@ def may_fold(sources: Sequence[WeightManifest]) -> bool:
     return is_chain and len({(item.layout_digest, item.cut_digest) for item in sources}) == 1
 
 
-async def fold(
-    store: WeightStore,
-    identity: Identity,
-    kind: str,
-    sources: Sequence[WeightManifest],
-    *,
-    read_goal: ReadGoal = lambda region: None,
-) -> Prepared:
+async def fold(store: WeightStore, identity: Identity, kind: str, sources: Sequence[WeightManifest]) -> Prepared:
     """The jump of `kind` that leads from the first source's base to the last source's version.
-
-    Where `read_goal` gives bits, which it need not, the jump is read only on the weights of that base.
 
     Raises:
         ChainBroken: a source's block is gone. DigestMismatch: one is corrupt. WireError: one cannot be decoded.
@@ -57,7 +45,7 @@ async def fold(
     part = Part([], [], [], [], np.zeros(len(sources[-1].sums), dtype=np.uint64), [])
     for window in _windows(sorted(rows), rows):
         blocks = await _fetch(store, sources, [item for region in window for item in rows[region]])
-        part = _added(part, await asyncio.to_thread(_fold_window, sources[-1], window, rows, blocks, read_goal))
+        part = _added(part, await asyncio.to_thread(_fold_window, sources[-1], window, rows, blocks))
     place = Place(kind=kind, base_version=sources[0].base_version, sums=sources[-1].sums)
     manifest = make_manifest(identity, sources[-1].tensors, part, place, cut=sources[-1].cut_digest)
     return Prepared(manifest, part.chunks, [])
@@ -110,7 +98,6 @@ def _fold_window(
     window: Sequence[Region],
     rows: Rows,
     blocks: dict[tuple[int, Region], bytes],
-    read_goal: ReadGoal,
 ) -> Part:
     layout, decoder = manifest.tensors, Decoder()
 
@@ -120,7 +107,7 @@ def _fold_window(
             decoder.decode(blocks[(source, region)], element_count=region.element_count, dtype=spec.bits_dtype)
             for source, _, _ in rows[region]
         ]
-        return encoder.fold(decoded, region.element_count, spec.bits_dtype, read_goal(region))
+        return encoder.fold(decoded, region.element_count, spec.bits_dtype)
 
     return encode_part(layout, window, encode, has_sums=False, has_changes=False)
 

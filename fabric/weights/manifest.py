@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..errors import DigestMismatch, LayoutMismatch, WireError
 from ..records import Int32
-from ..rules.chain import DELTA, FOLD, JUMPS, KEYFRAME, Link
+from ..rules.chain import DELTA, JUMPS, KEYFRAME, Link
 from ..wire import Record
 from .digest import state_sums, sums_digest
 from .layout import Layout
@@ -218,7 +218,7 @@ class WeightManifest(Record):
         name = f"manifest of version {self.version} ({self.kind})"
         if self.codec != CODEC:
             raise WireError(f"{name}: codec {self.codec!r}, this version reads {CODEC!r}: upgrade the older side")
-        if self.kind not in (KEYFRAME, DELTA, *JUMPS, FOLD) or not -1 <= self.base_version < self.version:
+        if self.kind not in (KEYFRAME, DELTA, *JUMPS) or not -1 <= self.base_version < self.version:
             raise WireError(f"{name}: it cannot have the base {self.base_version}")
         if len(self.chunk_bytes) != len(self.chunk_digests) or len(self.blocks) % len(BlockRow._fields):
             raise WireError(f"{name}: chunks or blocks are cut off")

@@ -51,7 +51,6 @@ from rollfab.fabric.weights.codec import Encoder
 from rollfab.fabric.weights.decoder import Decoder
 from rollfab.fabric.weights.layout import Layout, TensorSpec
 from rollfab.fabric.weights.manifest import CODEC, HASH, BlockRow, WeightManifest, chunk_digest, chunk_hash
-from rollfab.fabric.weights.ranked import encode_ranked, is_ranked
 from rollfab.fabric.weights.stage import Stage
 from rollfab.fabric.wire import ALIGNMENT, HEADER, MAGIC, SCHEMA, Record, load_json
 from rollfab.trainer.checks import make_groups
@@ -202,18 +201,12 @@ def blocks() -> dict[str, bytes]:
     steps = encoder.delta(old, dense)
     assert sparse is not None and steps is not None
     wide = np.repeat(rng.integers(0, 256, 4).astype(np.uint64), 75)
-    ranked = encode_ranked(OLD["weight"], NEW["weight"], encoder._part)
-    return {"sparse": sparse.data, "steps": steps.data, "values": encoder.dense(wide).data, "ranked": ranked}
+    return {"sparse": sparse.data, "steps": steps.data, "values": encoder.dense(wide).data}
 
 
 def read_block(data: bytes) -> None:
     """A block after one byte that says its element's width."""
     width = (1, 2, 4, 8)[data[0] % 4] if data else 1
-    if is_ranked(data[1:]):
-        current = np.arange(300).astype(f"<u{width}")
-        taken = Decoder().take(data[1:], current, 300, current.dtype)
-        assert taken.positions is None or (taken.values != current[taken.positions]).all()
-        return
     decoded = Decoder().decode(data[1:], element_count=300, dtype=np.dtype(f"<u{width}"))
     if decoded.indices is None:
         assert len(decoded.numbers) == 300

@@ -194,7 +194,7 @@ def test_a_record_above_its_limit_is_neither_sent_nor_read() -> None:
 
 
 @pytest.mark.parametrize("choice", range(8))
-@pytest.mark.parametrize("mode", ["sparse", "steps", "values", "ranked"])
+@pytest.mark.parametrize("mode", ["sparse", "steps", "values"])
 def test_a_chunk_of_the_wrong_kind_is_refused_whatever_its_manifest_says(mode: str, choice: int) -> None:
     with pytest.raises(TARGETS["chunk"].declared):
         TARGETS["chunk"].read(bytes([choice]) + blocks()[mode])

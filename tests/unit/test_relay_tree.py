@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.relay_tree import FAN_OUT, ancestors, peers
+from rollfab.fabric.rules.relay_tree import FAN_OUT, ancestors
 from rollfab.fabric.weights.manifest import Holder
 
 HOME = "home"
@@ -110,16 +110,3 @@ def test_without_a_relay_at_home_a_region_has_one_door_to_the_broker() -> None:
     holders = [holder(str(index), "east") for index in range(9)]
 
     assert sum(parent_of(me, holders) is None for me in holders) == 1
-
-
-def test_snapshots_come_from_near_by_and_not_from_those_behind() -> None:
-    me = holder("a", "east", name="me", version=-1)
-    same_node = holder("a", "east", name="x", version=5)
-    same_region = holder("b", "east", name="y", version=6)
-    far = [holder("c", HOME, name=f"far{index}", version=5) for index in range(3)]
-    behind = holder("b", "east", name="z", version=4)
-
-    order = peers(me, [*far, same_region, behind, me, same_node], 5)
-
-    assert order[:2] == [same_node, same_region]
-    assert set(order[2:]) == {*far}
