@@ -5,8 +5,7 @@
   read anew, for as long as patience lasts. What was sent may have run: commands must bear repeating, as ever.
 - `ask_alone` keeps the commands of one node together: if one of them has to go again, all of them do. A WAIT never
   speaks of another connection's write.
-- A read over several slots becomes one for each; the first that finds something ends the others. That loses nothing:
-  a stream is waited for by XREAD, which takes nothing, and a bell that was taken for nobody is a hint (keys.py).
+- A command names keys of one slot; who waits at several shards asks once for each (waiting.py).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from redis import exceptions
 
 from .channel import Argument, Channel, Command, checked
 from .patience import may_pass, pause_s
-from .routes import block_free, is_blocking, keys_of, narrow, slots_of
-from .topology import Topology, end_all
+from .routes import slots_of
+from .topology import Topology
 from .url import Address
 
 __all__ = ["ClusterChannel"]
@@ -48,61 +47,7 @@ class ClusterChannel:
 
     async def ask_alone(self, commands: Sequence[Command]) -> list[Any]:
         """As `ask_many`, in round trips of its own, one per node: for commands that block or belong together."""
-        wide = {index: parts for index, command in enumerate(commands) if len(parts := narrow(command)) > 1}
-        answers: list[Any] = [None] * len(commands)
-        rest = [index for index in range(len(commands)) if index not in wide]
-        if rest:
-            for index, answer in zip(rest, await self._alone([commands[index] for index in rest]), strict=True):
-                answers[index] = answer
-        for index, parts in wide.items():
-            answers[index] = await self._ask_wide(commands[index], parts)
-        return answers
-
-    async def _alone(self, commands: Sequence[Command]) -> list[Any]:
         return await _Errand(self._topology, self._channels, commands, is_alone=True).run(self._patience_s)
-
-    async def _ask_wide(self, command: Command, parts: Sequence[Command]) -> Any:
-        """One read over several slots."""
-        if not is_blocking(command):
-            return _joined(checked(await self._alone(parts)))
-        if command[0] == "BLPOP":
-            return await self._first(parts)
-        look, block_ms = block_free(command)
-        if command[0] == "XREAD":
-            return _joined(checked(await self._alone(narrow(look)))) or await self._first(parts)
-        return await self._read_group(command, look, block_ms)
-
-    async def _read_group(self, command: Command, look: Command, block_ms: int) -> Any:
-        """XREADGROUP over several slots. One that waits must not be cancelled: what it took would be seen by nobody."""
-        clock = asyncio.get_running_loop().time
-        until_s = clock() + block_ms / 1000
-        while True:
-            tails = await self._tails(command)  # before the look: what comes after it is what the wait wakes for
-            found = _joined(checked(await self._alone(narrow(look))))
-            left_ms = int((until_s - clock()) * 1000)
-            if found or left_ms <= 0:
-                return found
-            wait: Command = ("XREAD", "COUNT", 1, "BLOCK", left_ms, "STREAMS", *keys_of(command), *tails)
-            await self._first(narrow(wait))
-
-    async def _tails(self, command: Command) -> list[bytes]:
-        """The last entry of each stream that a read names."""
-        answers = checked(await self.ask_many([("XREVRANGE", key, "+", "-", "COUNT", 1) for key in keys_of(command)]))
-        return [rows[0][0] if rows else b"0-0" for rows in answers]
-
-    async def _first(self, parts: Sequence[Command]) -> Any:
-        """What the first of several blocking commands finds; None where none does."""
-        tasks = [asyncio.ensure_future(self._alone([part])) for part in parts]
-        waiting = set(tasks)
-        try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                found = [answer for task in done for answer in checked(task.result()) if answer]
-                if found:
-                    return found[0]
-            return None
-        finally:
-            await end_all(tasks)
 
 
 class _Errand:
@@ -217,7 +162,3 @@ def _has_to_go_again(answer: Any) -> bool:
         return True
     # What a blocked command is told when its node stops being a primary.
     return isinstance(answer, exceptions.ResponseError) and str(answer).startswith("UNBLOCKED")
-
-
-def _joined(answers: Sequence[Any]) -> list[Any] | None:
-    return [row for answer in answers for row in answer or ()] or None

@@ -32,6 +32,7 @@ from .rows import BadRows, GroupFacts, given_up_row, is_wrong_type, letter_row, 
 from .scripts import Call, Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
 from .status import unknown_run
+from .waiting import first_found
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
 PENDING_COUNT = 64  # of these looked at together
@@ -153,12 +154,29 @@ class RedisRolloutStream:
                 return found
             if len(held) < at_most:  # else there may be more
                 self._look_back_at_s[consumer] = self._clock.now_s() + LOOK_BACK_S
-        fresh = await self._read(consumer, count, ">", None) or await self._read(consumer, count, ">", timeout_s)
-        return await self._deliveries(fresh, consumer, is_again=False)
+        return await self._deliveries(await self._fresh(consumer, count, timeout_s), consumer, is_again=False)
 
     def put_back(self, delivery: Delivery) -> None:
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
         self._look_back_at_s.clear()
+
+    async def _fresh(self, consumer: str, count: int, timeout_s: float) -> list[tuple[int, bytes, str]]:
+        """Entries that nobody has received, after a wait if there are none."""
+        names = [keys.completed for keys in self._shards.all]
+        if len(self._scripts.apart(names)) == 1:
+            return await self._read(consumer, count, ">", None) or await self._read(consumer, count, ">", timeout_s)
+        until_s = self._clock.now_s() + timeout_s
+        while True:
+            ends = [("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names]
+            with translate():  # before the look: what comes after it is what the wait wakes for
+                last = [rows[0][0] if rows else b"0-0" for rows in checked(await self._scripts.channel.ask_many(ends))]
+            found = await self._read(consumer, count, ">", None)
+            left_ms = int((until_s - self._clock.now_s()) * 1000)
+            if found or left_ms <= 0:
+                return found
+            with translate():  # by XREAD: what XREADGROUP takes in a wait that is cancelled would be seen by nobody
+                each = zip(names, last, strict=True)
+                await first_found([self._client.xread({name: end}, count=1, block=left_ms) for name, end in each])
 
     async def _read(
         self, consumer: str, count: int, after: str, timeout_s: float | None
@@ -167,11 +185,10 @@ class RedisRolloutStream:
         names = [keys.completed for keys in self._shards.all]
         block = () if timeout_s is None else ("BLOCK", max(1, int(timeout_s * 1000)))
         command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, self._holder(consumer), "COUNT", count, *block)
+        commands = [(*command, "STREAMS", *part, *[after] * len(part)) for part in self._scripts.apart(names)]
         try:
             with translate():
-                (answer,) = checked(
-                    await self._scripts.channel.ask_alone([(*command, "STREAMS", *names, *[after] * len(names))])
-                )
+                answers = checked(await self._scripts.channel.ask_alone(commands))
         except BrokerError as error:
             if error.facts.get("reason") != "forgotten":
                 raise
@@ -179,6 +196,7 @@ class RedisRolloutStream:
             raise (gone if "deleted_ago_ms" in gone.facts else error) from error
         return [
             (names.index(name), entry_id, fields[1].decode("utf-8", "replace") if len(fields) > 1 else "")
+            for answer in answers
             for name, entry_id, fields in stream_entries(answer)
         ]
 

@@ -35,6 +35,11 @@ class Scripts:
     def __init__(self, client: Redis) -> None:
         self.channel = client.channel() if isinstance(client, ClusterClient) else Channel(client)
         self._sources: dict[str, tuple[str, str]] = {}
+        self._is_cluster = isinstance(client, ClusterClient)
+
+    def apart(self, keys: Sequence[str]) -> list[Sequence[str]]:
+        """Keys of several shards as one command may name them: all together, on a Redis Cluster one by one."""
+        return [(key,) for key in keys] if self._is_cluster else [keys]
 
     async def call(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run script `name`; its error is raised."""

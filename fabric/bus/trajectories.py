@@ -36,6 +36,7 @@ from .keys import ShardKeys
 from .rows import given_up_row, is_job_name, job_row, shown_name
 from .scripts import Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
+from .waiting import first_found
 
 log = logging.getLogger(__name__)
 
@@ -265,8 +266,9 @@ class RedisTrajectoryQueue:
         return Reaped(ready_count=ready, scoring=tuple(scoring), dead_count=dead)
 
     async def wait(self, timeout_s: float) -> None:
+        parts = self._scripts.apart([keys.trajectory.bell for keys in self._shards.all])
         with translate():
-            await self._client.blpop([keys.trajectory.bell for keys in self._shards.all], timeout=timeout_s)
+            await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
 
 
 def _task_in(facts: bytes, group_id: str) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from ..errors import FirstError, WireError
 from ..ports import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
 from ..rules.giving_up import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
-from .channel import Command, checked, stream_entries
+from .channel import Argument, Command, checked, stream_entries
 from .connection import translate
 from .keys import INBOX_TTL_MS, ShardKeys
 from .rows import is_job_name, shown_name, turn_row
 from .scripts import Scripts
 from .shards import RunShards, waking_keys
+from .waiting import first_found
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +70,11 @@ class RedisTurnQueue:
         return lost
 
     async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
-        names = [keys.inbox(agent_id) for keys in self._shards.all]
-        after = [self._positions.get(name, b"0") for name in names]
-        commands: list[Command] = [("XDEL", name, *self._taken[name]) for name in names if name in self._taken]
-        block_ms = max(1, int(timeout_s * 1000))
-        commands.append(("XREAD", "COUNT", RESULT_COUNT, "BLOCK", block_ms, "STREAMS", *names, *after))
+        parts = self._scripts.apart([keys.inbox(agent_id) for keys in self._shards.all])
+        block = ("BLOCK", max(1, int(timeout_s * 1000)))
         with translate():
-            *_, answer = checked(await self._scripts.channel.ask_alone(commands))
-        for name in names:
-            self._taken.pop(name, None)
-        rows = stream_entries(answer)
+            rows = await self._read_inboxes(parts) if len(parts) > 1 else []  # a wait would bring the first one's alone
+            rows = rows or await first_found([self._read_inboxes([part], *block) for part in parts])
         for name, entry_id, _ in rows:
             self._positions[name] = entry_id
             self._taken.setdefault(name, []).append(entry_id)
@@ -90,6 +86,21 @@ class RedisTurnQueue:
                 log.warning("turn.result_unreadable", extra={"error": str(error)})
                 found += [_failed(fields[1].decode(), str(error))] if is_job_name(b"".join(fields[1:2])) else []
         return found
+
+    async def _read_inboxes(
+        self, parts: Sequence[Sequence[str]], *block: Argument
+    ) -> list[tuple[str, bytes, list[bytes]]]:
+        """Entries of inboxes, those of each part by a read of its own; what was taken last time is deleted."""
+        commands: list[Command] = []
+        for names in parts:
+            after = [self._positions.get(name, b"0") for name in names]
+            commands += [("XDEL", name, *self._taken[name]) for name in names if name in self._taken]
+            commands.append(("XREAD", "COUNT", RESULT_COUNT, *block, "STREAMS", *names, *after))
+        answers = checked(await self._scripts.channel.ask_alone(commands))
+        for name in (name for names in parts for name in names):
+            self._taken.pop(name, None)
+        reads = [answer for (what, *_), answer in zip(commands, answers, strict=True) if what == "XREAD"]
+        return [row for answer in reads for row in stream_entries(answer)]
 
     async def exchange(
         self,
@@ -220,8 +231,9 @@ class RedisTurnQueue:
             await self.exchange(worker_id, settles=lost)
 
     async def wait(self, timeout_s: float) -> None:
+        parts = self._scripts.apart([keys.turn.bell for keys in self._shards.all])
         with translate():
-            await self._client.blpop([keys.turn.bell for keys in self._shards.all], timeout=timeout_s)
+            await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
 
 
 def _read_claims(answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:

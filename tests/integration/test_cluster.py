@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from redis.crc import key_slot
 
+from rollfab.fabric.bus.board import RedisLeaseBoard
 from rollfab.fabric.bus.cluster_client import ClusterClient
 from rollfab.fabric.bus.connection import check_broker, open_broker
 from rollfab.fabric.bus.fabric import RedisFabric
+from rollfab.fabric.bus.keys import CONSUMER_GROUP_TRAINER
+from rollfab.fabric.bus.rollouts import RedisRolloutStream
+from rollfab.fabric.bus.shards import RunShards
+from rollfab.fabric.bus.waiting import first_found
 from rollfab.fabric.errors import BrokerError, ConfigError
 from rollfab.fabric.records import RunConfig
 from rollfab.fabric.weights.chain import fetch_weights
@@ -135,34 +141,36 @@ async def test_weights_are_published_and_fetched_on_a_cluster(cluster: RedisClus
 
 
 async def test_a_wait_over_several_slots_ends_with_the_first_that_has_something(client: ClusterClient) -> None:
-    channel = client.channel()
     names = ["list-a", "list-b", "list-c"]  # on different nodes
+
+    def wait(timeout_s: float) -> Coroutine[Any, Any, list[bytes]]:
+        return first_found([client.blpop([name], timeout=timeout_s) for name in names])
+
     for index, name in enumerate(names):
-        waiting = asyncio.create_task(channel.ask_alone([("BLPOP", *names, 5)]))
+        waiting = asyncio.create_task(wait(30))
         await asyncio.sleep(0.05)
         await client.rpush(name, index)
-        assert await asyncio.wait_for(waiting, 2) == [[name.encode(), b"%d" % index]]
-    assert await channel.ask_alone([("BLPOP", *names, 0.05)]) == [None]
+        assert await asyncio.wait_for(waiting, 25) == [name.encode(), b"%d" % index]
+    assert await wait(0.05) == []
 
 
 async def test_a_consumer_that_waits_over_several_slots_leaves_nothing_taken_and_unseen(client: ClusterClient) -> None:
-    # Given a group of consumers on three streams, each on another node
-    channel, names = client.channel(), ["stream-a", "stream-b", "stream-c"]
-    for name in names:
-        await client.xgroup_create(name, "g", id="0", mkstream=True)
-    read = ("XREADGROUP", "GROUP", "g", "me", "COUNT", 1, "BLOCK", 5000, "STREAMS", *names, ">", ">", ">")
+    # Given a run of three shards, each on another node
+    await RedisLeaseBoard(client).create_run(RUN)
+    stream = RedisRolloutStream(client, RUN)
+    names = [keys.completed for keys in RunShards(RUN.run_id, 3).all]
 
     # When entries arrive on all of them at once, again and again, while it waits
     seen = 0
     for _ in range(10):
-        waiting = asyncio.create_task(channel.ask_alone([read]))
+        waiting = asyncio.create_task(stream._fresh("me", 1, 30.0))
         await asyncio.sleep(0.01)
-        await asyncio.gather(*(client.xadd(name, {"n": "1"}) for name in names))
-        (rows,) = await asyncio.wait_for(waiting, 2)
-        seen += sum(len(entries) for _, entries in rows)
+        await asyncio.gather(*(client.xadd(name, {"group": "g1"}) for name in names))
+        seen += len(await asyncio.wait_for(waiting, 25))
 
     # Then what was delivered to it and what it saw are the same
-    pending = [await client.xpending(name, "g") for name in names]
+    assert seen >= 10
+    pending = [await client.xpending(name, CONSUMER_GROUP_TRAINER) for name in names]
     assert sum(each["pending"] for each in pending) == seen
 
 
