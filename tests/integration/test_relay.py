@@ -18,7 +18,7 @@ from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.relay import cache as cache_module
 from rollfab.fabric.relay.cache import ChunkCache, ChunkName
 from rollfab.fabric.relay.client import Connection, RelayClient
-from rollfab.fabric.relay.frames import VERSION, Word, make_address, read_address
+from rollfab.fabric.relay.frames import FRAME, VERSION, Word, make_address, read_address
 from rollfab.fabric.relay.parents import Parents
 from rollfab.fabric.relay.server import RelayServer
 from rollfab.fabric.relay.store import RelayedStore
@@ -310,13 +310,25 @@ async def test_whoever_is_no_relay_of_ours_is_left(said: bytes) -> None:
 async def test_a_child_that_asks_nonsense_is_dropped_and_the_relay_serves_on(
     broker: CountingStore, tmp_path: Path, request_: bytes
 ) -> None:
+    await check_dropped(broker, tmp_path, FRAME.pack(Word.CHUNKS, len(request_)) + request_)
+
+
+async def test_a_child_that_asks_for_a_fold_as_older_ones_do_is_dropped_and_the_relay_serves_on(
+    broker: CountingStore, tmp_path: Path
+) -> None:
+    request = b'{"run_id":"relayed","base_version":0,"version":40,"epoch":1}'
+    await check_dropped(broker, tmp_path, FRAME.pack(5, len(request)) + request)
+
+
+async def check_dropped(broker: CountingStore, tmp_path: Path, sent: bytes) -> None:
+    """A relay ends the connection of a child that sends this, and serves others."""
     manifest = await Trainer(broker).publish(0)
     store = RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST)
     server = RelayServer(store, options=FAST)
     await server.start()
     connection = await Connection.open(server.address, FAST)
 
-    await connection.ask(Word.CHUNKS, request_)
+    connection._writer.write(sent)
     with pytest.raises(PeerLost):
         await connection.next()
 
