@@ -3,6 +3,7 @@
 - What the version is, its tensors, sums and epoch, is taken from the broker's manifest of it; from the relay only
   blocks and their digests. A relay that lies or errs is found out by the sums before anything is written.
 - Whatever fails, the receiver takes the ordinary way, and asks nobody for retry_s. A relay that is too slow fails.
+  What failures take is bounded by rules/patience.py.
 - Chunks go through the node's cache, so the processes of a node fetch a fold once, together.
 
 Whether it is worth it, and whom to ask, is decided in rules/catch_up.py; who folds, in folding.py.
@@ -21,6 +22,7 @@ from ..errors import FabricError, PeerLost, WireError
 from ..ports_weights import WeightStore
 from ..rules.catch_up import is_worth_asking, whom_to_ask
 from ..rules.chain import FOLD
+from ..rules.patience import FAIR_BYTES_PER_S, Patience
 from ..weights.chain import ChainReader
 from ..weights.manifest import BROKER, Holder, WeightManifest
 from ..weights.stage import Stage, Staged
@@ -43,7 +45,7 @@ class CatchUpOptions:
     """Bytes that a fold must spare, by an estimate, to be worth a relay's time."""
     wait_s: float = 60.0
     """Longest wait for relays to refuse or to fold; the engine generates meanwhile."""
-    bytes_per_s_min: float = 128 << 10
+    bytes_per_s_min: float = FAIR_BYTES_PER_S
     """A relay that sends less is given up: wait_s, and what the fold takes at this rate."""
     retry_s: float = 60.0
     """After a failure nobody is asked for this long."""
@@ -80,6 +82,7 @@ class CatchUp:
         self._relay_options = relay_options or RelayOptions()
         self._clock = clock or SystemClock()
         self._idle_until_s = self._clock.now_s()
+        self._patience = Patience(self._clock.now_s())
 
     async def stage(
         self, way: Sequence[WeightManifest], make_stage: Callable[[], Stage]
@@ -90,7 +93,8 @@ class CatchUp:
             way: manifests as `ChainReader.plan` gives them.
             make_stage: a new stage over the live weights, which are the base of the way's first.
         """
-        if self._clock.now_s() < self._idle_until_s:
+        started_s = self._clock.now_s()
+        if started_s < self._idle_until_s or not self._patience.is_left(started_s):
             return None
         try:
             if not await self._is_worth_asking(way):
@@ -102,7 +106,9 @@ class CatchUp:
             log.warning("relay.fold_failed", extra={"run_id": way[-1].run_id, "error": text})
             found = None
         if found is None:
-            self._idle_until_s = self._clock.now_s() + self._options.retry_s
+            now_s = self._clock.now_s()
+            self._patience = self._patience.after(now_s, now_s - started_s)
+            self._idle_until_s = now_s + self._options.retry_s
         return found
 
     async def _is_worth_asking(self, way: Sequence[WeightManifest]) -> bool:
