@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollfab.fabric.memory.state import MemoryBroker
@@ -20,8 +21,10 @@ from rollfab.fabric.relay.server import RelayServer
 from rollfab.fabric.relay.store import RelayedStore
 from rollfab.fabric.rules.patience import LOST_FRACTION, LOST_S_MAX
 from rollfab.fabric.weights.chain import ChainReader, fetch_bits
-from rollfab.fabric.weights.manifest import Holder
+from rollfab.fabric.weights.manifest import Damage, Holder
 from rollfab.fabric.weights.stage import Stage
+from rollfab.trainer.healing import REPORT_BYTES_MIN
+from rollfab.trainer.publish import Publisher
 from rollfab.workers.snapshots import PeerSource
 from tests.relay_nodes import FAST, RUN, CountingStore, StepClock, Trainer, digest_of
 
@@ -170,3 +173,33 @@ async def test_folds_that_a_liar_does_not_make_cost_a_share_of_the_time(
         clock.time_s += 1.0
         assert await catch_up.stage(way, lambda: Stage(trainer.layout, None)) is None
     assert LOST_S_MAX < liar.lost_s <= bound_s(clock, 3 * STALL_S)
+
+
+@pytest.mark.parametrize("chunks", [(), tuple(range(64))], ids=["of a version", "of its chunks"])
+async def test_reports_of_damage_that_are_lies_have_the_publisher_read_less_and_less(
+    broker: CountingStore, clock: StepClock, chunks: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a publisher that reads nothing unasked, and all that it holds reported again and again
+    weights = {"w": np.random.default_rng(0).integers(0, 1 << 15, 8 << 20, dtype=np.uint16)}
+    publisher = Publisher(broker, RUN, clock=clock, scrub_bytes_per_s=0)
+    await publisher.publish(weights, 0)
+    size = sum(int(each) for manifest in publisher._upkeep.held() for each in manifest.chunk_bytes)
+    assert size > 8 * REPORT_BYTES_MIN
+    read = []
+    for _ in range(ROUND_COUNT):
+        await broker.report_damage(RUN, Damage(0, "keyframe", 1, chunks, "corrupt", "liar"))
+        before = broker.chunk_bytes
+        await publisher._healing.look()
+        read.append(broker.chunk_bytes - before)
+    # Then a lie is looked into at first, and then there is not much more read than the least
+    assert read[0] >= size
+    assert sum(read[20:]) <= (ROUND_COUNT - 20) * REPORT_BYTES_MIN + size
+    # And what is true is found all the same, in time
+    broker.spoil = {0}
+    wrong = Damage(0, "keyframe", 1, (0,), "corrupt", "reader")
+    assert "weights.healed" not in caplog.text
+    for _ in range(size // REPORT_BYTES_MIN + 2):
+        await broker.report_damage(RUN, wrong)
+        await publisher._healing.look()
+    assert "weights.healed: version 0 (keyframe): chunk 0" in caplog.text
+    await publisher.close()
