@@ -17,6 +17,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from tests.curious_worlds import look
+
 MIB = 1 << 20
 
 
@@ -52,10 +54,10 @@ class Attacker:
     turn_count_max = 4
 
     def __init__(self) -> None:
-        self._attack, self._at = "", "step"
+        self._attack, self._at, self._task = "", "step", dict[str, Any]()
 
     async def reset(self, task: dict[str, Any], seed: int) -> Any:
-        self._attack, self._at = task.get("attack", ""), task.get("at", "step")
+        self._attack, self._at, self._task = task.get("attack", ""), task.get("at", "step"), task
         return self._answer("reset", "?")
 
     async def step(self, action: str) -> Any:
@@ -147,6 +149,11 @@ class Attacker:
     def do_print(self, answer: Any) -> None:
         while True:
             print("x" * 65536)
+
+    # ---- for secrets
+
+    def do_look(self, answer: Any) -> None:
+        answer.info = {"found": look(self._task)}
 
     # ---- the channel
 

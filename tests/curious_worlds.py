@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import glob
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 CANARY = re.compile(rb"canary-[0-9a-f]{16}")
 READ_BYTES_MAX = 1 << 20
@@ -160,6 +162,55 @@ def score(task: dict[str, Any], rollout: Any) -> float:
     if found:
         raise RuntimeError(f"found {found}")
     return 1.0
+
+
+# ---- a worker that is taken over
+
+READS = "HGETALL K|HGET K f|GET K|MGET K|GETRANGE K 0 -1|XREAD COUNT 9 STREAMS K 0|XREVRANGE K + -"
+IN_SCRIPT = "hgetall', K|get', K|smembers', K|lrange', K, 0, -1|zrange', K, 0, -1|xrange', K, '-', '+'"
+
+
+def spy(task: dict[str, Any]) -> None:
+    """For every line of the input look everywhere once, also with our user of the broker; at its end say what is found.
+
+    The task's "keys" are those of the broker's tables, its "open" those that name groups, with a key of such a group.
+    """
+    found: set[str] = set()
+    count = 0
+    for _ in sys.stdin:
+        found.update(look(task), spied(os.environ["ROLLFAB_URL"], task["keys"], task["open"]))
+        count += 1
+    print(json.dumps({"found": sorted(found), "count": count}))
+
+
+def spied(url: str, keys: list[str], opened: dict[str, list[str]]) -> set[str]:
+    """The secrets that a user of the broker reads."""
+    place = urlsplit(url)
+    with socket.create_connection((place.hostname, place.port), 30.0) as line:
+        _said(line, [f"AUTH {place.username} {place.password}"])
+        names = list(keys)
+        for key, templates in opened.items():
+            groups = re.findall(rb"\$\d+\r\n([\w-]+)\r\n", _said(line, [f"HKEYS {key}"]))
+            names += [template.replace("GROUP", group.decode()) for group in groups for template in templates]
+        found: set[bytes] = set()
+        for name in names:
+            words = [form.replace("K", name) for form in READS.split("|")]
+            words += [
+                f'EVAL "return redis.pcall(\'{form.replace("K", "KEYS[1]")})" 1 {name}' for form in IN_SCRIPT.split("|")
+            ]
+            found.update(CANARY.findall(_said(line, words)))
+        return {each.decode() for each in found}
+
+
+def _said(line: socket.socket, commands: list[str]) -> bytes:
+    line.sendall("".join(f"{each}\r\n" for each in [*commands, "PING that-was-all"]).encode())
+    said = b""
+    while not said.endswith(b"that-was-all\r\n"):
+        data = line.recv(1 << 16)
+        if not data:
+            raise OSError("the broker hung up")
+        said += data
+    return said
 
 
 class Killer:

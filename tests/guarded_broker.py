@@ -13,7 +13,8 @@ from rollfab.commands.acl import write_acl
 from rollfab.fabric.bus.acl import user_name
 from tests.redis_server import RedisServer, redis_server
 
-ADMIN = "user admin on >a-password-of-the-operators ~* &* +@all\n"
+ADMIN_PASSWORD = "a-password-of-the-operators"
+ADMIN = f"user admin on >{ADMIN_PASSWORD} ~* &* +@all\n"
 LIMITS = ("acllog-max-len 512", "maxmemory-policy noeviction")
 
 
@@ -54,6 +55,6 @@ def guarded_broker(directory: Path) -> Iterator[Guarded]:
     passwords = write_acl(path, directory / "users.passwords")
     with (
         redis_server(directory, f"aclfile {path}", "appendonly yes", "enable-debug-command yes", *LIMITS) as server,
-        redis.Redis.from_url(f"redis://admin:a-password-of-the-operators@127.0.0.1:{server.port}") as admin,
+        redis.Redis.from_url(f"redis://admin:{ADMIN_PASSWORD}@127.0.0.1:{server.port}") as admin,
     ):
         yield Guarded(server, passwords, admin)

@@ -18,6 +18,17 @@ PARTS = (
 )
 
 
+def names_and_kinds() -> list[tuple[str, str]]:
+    """A key of each row, by run "r1" and the name "x" where there are many, and its type."""
+    assert module.__doc__ is not None
+    found = []
+    for name, kind in ROW.findall(module.__doc__):
+        key = re.sub(r"<[^>]+>", "x", name.replace("{run.s}", "{r1.0}").replace("{run.w}", "{r1.w}"))
+        jobs = ("trajectory", "turn") if ":K:" in key else ("",)
+        found += [(key.replace(":K:", f":{job}:"), kind.lower()) for job in jobs]
+    return found
+
+
 def rows() -> list[tuple[re.Pattern[str], str]]:
     """Each row's keys as a pattern, and their type."""
     assert module.__doc__ is not None

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rollfab.fabric.records import Rollout
+from tests import curious_worlds
 
 
 def well(task: dict[str, Any], rollout: Rollout) -> float:
@@ -47,6 +48,8 @@ def slow(task: dict[str, Any], rollout: Rollout) -> float:
 def bad(task: dict[str, Any], rollout: Rollout) -> Any:
     """Does what the task's fault says."""
     fault = task.get("fault")
+    if fault == "looks":
+        return curious_worlds.score(task, rollout)
     return well(task, rollout) if fault is None else FAULTS[fault]()
 
 

@@ -2,7 +2,8 @@
 
 - Once a second: what receivers report is read again, and a bounded share of everything held, in turn. What is damaged
   is healed at once (upkeep.py), under the publisher's lock, so that it never meets a publish.
-- A report is a hint: one that is not true costs a read, of at most REPORT_BYTES_MAX in a second.
+- A report is a hint, and whoever may report may lie. In a second REPORT_BYTES_MAX are read for reports; half as many in
+  each that follows lies, down to REPORT_BYTES_MIN. A version that is read whole for a lie counts until it is made up.
 - Nothing of the trainer's memory is read: what is made again comes from the publisher's own copy.
 - The publisher says that it lives, so that nobody else repairs beside it.
 """
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0
 TEND_S = 5.0  # how long a publisher that says nothing more counts as living
 REPORT_BYTES_MAX = 64 << 20  # read in one tick because somebody says so
+REPORT_BYTES_MIN = 1 << 20  # after lies
+REPORT_BYTES_BACK = 1 << 20  # what a tick without reports gives back
 VISIT_BYTES = 256 << 10  # what looking at a version counts as at least: 16 in a second at the default rate
 RETRY_S_MAX = 60.0  # between attempts at what cannot be healed now, for want of room
 
@@ -59,6 +62,8 @@ class Healing:
         self._charge = charge
         self._clock = clock
         self._bytes_per_s = bytes_per_s
+        self._report_bytes = REPORT_BYTES_MAX  # that reports may have read in a tick
+        self._report_allowance = 0  # of them now; below 0: a version was read ahead
         self._allowance = 0.0  # bytes that may be read now; below 0: a large chunk was read ahead
         self._round: AsyncIterator[tuple[int, Wound | None]] | None = None
         self._retry_s, self._retry_at_s = TICK_S, 0.0
@@ -98,6 +103,8 @@ class Healing:
         await self._store.tend(self._run_id, epoch, TEND_S)
         reports = await self._store.damages(self._run_id)
         seen, wounds = await self._proved(reports)
+        if seen or not reports:
+            self._believe(bool(reports), bool(wounds))
         wounds += await self._scrub()
         is_due = not self._upkeep.is_whole and self._clock.now_s() >= self._retry_at_s
         if wounds or is_due:
@@ -107,22 +114,37 @@ class Healing:
     async def _proved(self, reports: Sequence[Damage]) -> tuple[list[Damage], list[Wound]]:
         """The reports that were looked into, the newest versions' first, and what is wrong indeed."""
         held = {(each.version, each.kind): each for each in self._upkeep.held()}
-        seen, wounds, read_bytes = [], [], 0
+        self._report_allowance = min(self._report_allowance + self._report_bytes, self._report_bytes)
+        seen, wounds = [], []
         for report in sorted(reports, key=lambda report: -report.version):
-            if read_bytes > REPORT_BYTES_MAX:
+            if self._report_allowance <= 0:
                 break
             seen.append(report)
             manifest = held.get(report.name)
             if manifest is None:
                 continue
             chunks = [index for index in report.chunks if index < len(manifest.chunk_bytes)]
-            read_bytes += VISIT_BYTES + sum(int(manifest.chunk_bytes[index]) for index in chunks)
+            self._report_allowance -= VISIT_BYTES
             is_true = not await is_listed(self._store, manifest) or not report.chunks
             for index in chunks:
-                is_true = is_true or bool(await wrong_chunks(self._store, manifest, [index]))
-            if is_true and (wound := await examine(self._store, manifest)) is not None:
-                wounds.append(wound)
+                if is_true or self._report_allowance <= 0:
+                    break
+                self._report_allowance -= int(manifest.chunk_bytes[index])
+                is_true = bool(await wrong_chunks(self._store, manifest, [index]))
+            if is_true:
+                self._report_allowance -= sum(_sizes(manifest))
+                wound = await examine(self._store, manifest)
+                wounds += [] if wound is None else [wound]
         return seen, wounds
+
+    def _believe(self, has_reports: bool, is_true: bool) -> None:
+        """How much reports may have read from now on."""
+        if is_true:
+            self._report_allowance = self._report_bytes = REPORT_BYTES_MAX
+        elif has_reports:
+            self._report_bytes = max(REPORT_BYTES_MIN, self._report_bytes // 2)
+        else:
+            self._report_bytes = min(REPORT_BYTES_MAX, self._report_bytes + REPORT_BYTES_BACK)
 
     async def _scrub(self) -> list[Wound]:
         """Read on through what is held, as much as is allowed by now."""

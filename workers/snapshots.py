@@ -4,6 +4,7 @@
   what the head's own publisher meant. Below that, the deltas that follow prove it.
 - It is only handed out as the very state that its manifest names.
 - A source may take long, and the run goes on meanwhile: the head is looked up again afterwards.
+- Peers that fail take no more time than rules/patience.py allows.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from zlib import crc32
 
 import numpy as np
 
+from ..fabric.clock import Clock, SystemClock
 from ..fabric.errors import FabricError, PeerLost
 from ..fabric.ports_weights import WeightStore
 from ..fabric.relay.joining import fetch_snapshot
 from ..fabric.relay.options import RelayOptions
+from ..fabric.rules.patience import Patience
 from ..fabric.weights.layout import Layout
 from ..fabric.weights.manifest import Head, Holder, WeightManifest, check_state
 from ..fabric.weights.stage import Staged
@@ -47,20 +50,29 @@ class VersionSource(Protocol):
 class PeerSource:
     """Live weights of others that hold the run. own_id: of our own hold; whom to ask first differs by it."""
 
-    def __init__(self, store: WeightStore, own_id: str, options: RelayOptions | None = None) -> None:
+    def __init__(
+        self, store: WeightStore, own_id: str, options: RelayOptions | None = None, clock: Clock | None = None
+    ) -> None:
         self._store = store
         self._own_id = own_id
         self._options = options
+        self._clock = clock or SystemClock()
+        self._patience = Patience(self._clock.now_s())
 
     async def version_above(self, run_id: str, layout: Layout, above: int) -> Snapshot | None:
         """From the first of the newest holders that gives it."""
         for holder in self._in_order(await self._store.holders(run_id), above):
+            started_s = self._clock.now_s()
+            if not self._patience.is_left(started_s):
+                break
             try:
                 version = holder.version
                 return await fetch_snapshot(
                     self._store, run_id, holder.address, at_least_version=version, options=self._options
                 )
             except PeerLost as error:
+                now_s = self._clock.now_s()
+                self._patience = self._patience.after(now_s, now_s - started_s)
                 log.warning("weights.peer_lost", extra={"run_id": run_id, "error": str(error)})
         return None
 

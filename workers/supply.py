@@ -134,7 +134,9 @@ class WeightSupply:
             engine,
             clock=self._clock,
             holder=self._me,
-            sources=[PeerSource(self._broker, self._me.holder_id)] if self._options.believes_peers else (),
+            sources=[PeerSource(self._broker, self._me.holder_id, clock=self._clock)]
+            if self._options.believes_peers
+            else (),
             attend=attend,
             may_stage_by_ranks=self._server is None,  # who joins copies whole weights from us
         )

@@ -5,6 +5,7 @@
 - A peer may move to newer versions half way. Its blocks come in the order of the cut, so those sent before a move are
   a first part of the state: the broker's deltas of that move, applied to that part alone, bring it to the rest. So one
   pass is enough however often the peer moves, and large models can be copied while they are trained.
+- A peer that gives less than FAIR_BYTES_PER_S (rules/patience.py) of the state, after slow_s, is left.
 - Memory: the whole state, a block and a piece of a delta.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from ..errors import PeerLost, WeightError, WireError
 from ..ports_weights import WeightStore
+from ..rules.patience import FAIR_BYTES_PER_S
 from ..weights.chain import ChainReader
 from ..weights.codec import Bits
 from ..weights.decoder import Decoder
@@ -65,6 +67,7 @@ async def fetch_snapshot(
         BrokerError: the broker could not be asked.
     """
     options = options or RelayOptions()
+    started_s = asyncio.get_running_loop().time()
     connection = await Connection.open(address, options)
     try:
         await connection.ask_json(Word.SNAPSHOT, {"run_id": run_id, "at_least_version": at_least_version})
@@ -72,7 +75,8 @@ async def fetch_snapshot(
         first = await _manifest(store, run_id, _version(facts))
         if facts.get("layout_digest") != first.layout_digest:
             raise PeerLost(f"a peer has other tensors than run {run_id!r}")
-        bits, marks = await _collect(connection, first)
+        async with asyncio.timeout_at(started_s + options.slow_s + first.dense_bytes / FAIR_BYTES_PER_S):
+            bits, marks = await _collect(connection, first)
         connection.close()
         for before, after in pairwise(marks):
             await _bring(store, first, bits, before.version, after)
@@ -81,6 +85,8 @@ async def fetch_snapshot(
         return last, bits
     except PeerLost:
         raise
+    except TimeoutError as error:
+        raise PeerLost(f"a peer's snapshot of run {run_id!r} comes too slowly") from error
     except (WireError, WeightError) as error:
         raise PeerLost(f"a peer's snapshot of run {run_id!r} is not right: {error}") from error
     finally:

@@ -2,6 +2,7 @@
 
 - A parent that is dead, frozen or wrong is left after parent_stall_s for the next one, and left alone for retry_s.
   One that has nothing of what it is asked for (it keeps no cache) is left alone for refresh_s.
+- All of them together take no more time for nothing than rules/patience.py allows, whatever the rows of holders say.
 - What they yield is proven; what none of them yields, and what could not be proven, is the broker's matter (store.py).
 - Who they are is rules/relay_tree.py's decision, over the holders that the broker knows, looked up now and then.
 """
@@ -15,6 +16,7 @@ from contextlib import aclosing
 from ..clock import Clock, SystemClock
 from ..errors import BrokerError, PeerLost
 from ..ports_weights import WeightStore
+from ..rules.patience import Patience
 from ..rules.relay_tree import ancestors
 from ..weights.manifest import Holder, WeightManifest
 from .client import RelayClient
@@ -50,24 +52,30 @@ class Parents:
         self._above: dict[str, list[str]] = {}  # addresses by run, nearest first
         self._looked_s: dict[str, float] = {}
         self._left_until_s: dict[str, float] = {}
+        self._patience = Patience(self._clock.now_s())
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> AsyncGenerator[tuple[int, bytes], None]:
         """Chunks as they come, verified; those that no parent has are left out."""
         left = dict.fromkeys(indices)
         for address in await self._usable(manifest.run_id) if manifest.has_proofs else ():
-            if not left:
+            if not left or not self._patience.is_left(self._clock.now_s()):
                 return
             client = self._clients.setdefault(address, RelayClient(address, self._options))
-            count = len(left)
+            count, asked_s = len(left), self._clock.now_s()
             try:
                 async with aclosing(client.chunks(manifest, list(left))) as arriving:
                     async for index, data in arriving:
+                        has_patience = self._wait(manifest.run_id, asked_s, len(data or b""))
                         if data is not None:
                             del left[index]
                             yield index, data
+                        if not has_patience:
+                            return
+                        asked_s = self._clock.now_s()
                 if len(left) == count:
                     self._left_until_s[address] = self._clock.now_s() + self._options.refresh_s
             except PeerLost as error:
+                self._wait(manifest.run_id, asked_s)
                 self._left_until_s[address] = self._clock.now_s() + self._options.retry_s
                 log.warning("relay.parent_left", extra={"run_id": manifest.run_id, "error": str(error)})
 
@@ -76,6 +84,15 @@ class Parents:
         for client in self._clients.values():
             client.close()
         self._clients.clear()
+
+    def _wait(self, run_id: str, since_s: float, byte_count: int = 0) -> bool:
+        """A wait is over that brought so many bytes; returns whether there is patience left."""
+        now_s = self._clock.now_s()
+        self._patience = self._patience.after(now_s, now_s - since_s, byte_count)
+        is_left = self._patience.is_left(now_s)
+        if not is_left:
+            log.warning("relay.patience_lost", extra={"run_id": run_id})
+        return is_left
 
     async def _usable(self, run_id: str) -> list[str]:
         """Addresses to ask now, nearest first."""

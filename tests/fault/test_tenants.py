@@ -1,24 +1,42 @@
-"""Twenty runs on one agent and one reward worker, of which one is as bad as it can be: the others hardly notice."""
+"""Twenty runs on one agent and one reward worker, of which one is as bad as it can be: the others hardly notice.
+
+Its environment, its reward and a worker that was taken over look for secrets meanwhile, and for whom they reach.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
+import os
+import pwd
+import socketserver
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import mean, variance
+from typing import Any
 
 import numpy as np
 import pytest
 
+import rollfab
+from rollfab.commands.supervisor import Supervisor
+from rollfab.fabric.bus.acl import RIGHTS, user_name
 from rollfab.fabric.bus.fabric import RedisFabric
 from rollfab.fabric.ports import TurnClaim, TurnSettle
 from rollfab.fabric.records import Failure, Lease, RunConfig, Span, TurnResult
 from rollfab.trainer.client import Run
-from tests.fabric_processes import Processes, processes
+from rollfab.workers.environments.confinement import means
+from tests.fabric_processes import PYTHONPATH, ROOT, Processes
+from tests.guarded_broker import ADMIN_PASSWORD, Guarded, guarded_broker
 from tests.integration.test_bad_neighbours import ATTACKS
+from tests.integration.test_canaries import PYTHON, canary
+from tests.key_table import names_and_kinds
 from tests.reward_worlds import FAULTS
 
 GOOD_COUNT = 19
@@ -27,28 +45,125 @@ ROUND_COUNT = 4  # of each, by turns: a machine that others use as well is not t
 MEASURED_S = 8.0
 KEPT_FRACTION = 0.9
 QUIET_S = 2.0  # until all are at work
+LOOK_EVERY = 4  # attacks
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(300)]
 
 
+class Neighbourhood(Processes):
+    """Roles with users and variables of their own; passwords, variables and tasks of the good runs are secrets."""
+
+    def __init__(self, broker: Guarded, directory: Path, outside: int) -> None:
+        self._broker = broker
+        self.url = f"redis://admin:{ADMIN_PASSWORD}@127.0.0.1:{broker.server.port}/0"
+        self.supervisor = Supervisor(directory / "logs")
+        self.fabric = rollfab.connect(broker.url("trainer"))
+        self.redis = broker.admin
+        self.redis.set("secret", canary())
+        self.spy_count = 0
+        self._spy = self._start_spy()
+        self.task = {"pids": [], "brokers": [broker.server.port]}
+        if means(is_offline=True).namespaces is not None:
+            self.task["brokers"].append(outside)
+
+    def start(self, name: str, role: str, *words: str) -> None:
+        place = {"PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": self._broker.url(role), "HF_TOKEN": canary()}
+        offline = ["--no-network"] if means(is_offline=True).namespaces is not None else []
+        self.supervisor.add(name, [role, *words, *offline], environment=place)
+
+    def _start_spy(self) -> subprocess.Popen[str]:
+        """A worker that is taken over: another user of the machine, where there may be one."""
+        runs = ("bad", "good-0")
+        keys = [name for name, _ in names_and_kinds() if "{rf}" in name]
+        keys += [name.replace("{r1", f"{{{run}") for run in runs for name, _ in names_and_kinds() if "{r1" in name]
+        keys += ["secret", "rq:queues", "rq:queue:rollfab"]
+        base = "rf:{%s.0}:"
+        each = [base + name for name in ("group:GROUP", "rollouts:GROUP")]
+        opened = {base % run + "open": [name % run for name in each] for run in runs}
+        nobody = pwd.getpwnam("nobody")
+        is_root = os.geteuid() == 0
+        user: dict[str, Any] = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []} if is_root else {}
+        task = {"keys": keys, "open": opened, **({} if is_root else {"only": [os.getppid()]})}
+        return subprocess.Popen(
+            [PYTHON, "-c", f"from tests.curious_worlds import spy; spy({task!r})"],
+            cwd=ROOT,
+            env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", "ROLLFAB_URL": self._broker.url("worker")},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **user,
+        )
+
+    def spy(self) -> None:
+        """The worker that is taken over looks once more."""
+        assert self._spy.stdin is not None
+        self._spy.stdin.write("\n")
+        self._spy.stdin.flush()
+        self.spy_count += 1
+
+    def spied(self) -> tuple[list[str], int]:
+        """What it has found beside its own password, in how many looks."""
+        said, _ = self._spy.communicate(timeout=60)
+        told = json.loads(said)
+        own = self._broker.passwords[user_name("worker")]
+        assert own in told["found"], "it does not see what is there"
+        return [each for each in told["found"] if each != own], told["count"]
+
+    def close(self) -> None:
+        self._spy.kill()
+        self._spy.wait()
+        self.supervisor.stop()
+        self.fabric.close()
+
+
+@contextmanager
+def listening() -> Iterator[tuple[int, list[bytes]]]:
+    """A host that nobody may connect to: its port, and who did. It tells a secret to whoever comes."""
+    came = list[bytes]()
+
+    class Door(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            came.append(b"somebody")
+            self.request.sendall(canary().encode())
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Door) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1], came
+        server.shutdown()
+
+
 @pytest.fixture
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("tenants")) as fabric:
-        allowed = [
-            word
-            for name, target in (("attacker", "Attacker"), ("neighbour", "Neighbour"))
-            for word in ("--environment", f"{name}=tests.attack_worlds:{target}")
-        ]
-        # A place for each trajectory: what anybody may have is shared by weight, whoever asks for more.
-        words = ["--count", str((GOOD_COUNT + 1) * GROUP_SIZE), "--timeout", "3", "--memory", "1024"]
-        fabric.start("agent", "agent", *allowed, *words)
-        rewards = [word for name in ("bad", "well") for word in ("--reward", f"{name}=tests.reward_worlds:{name}")]
-        fabric.start("reward", "reward", *rewards, "--timeout", "2", "--memory", "512")
-        fabric.wait_for_role("agent", "reward")
-        yield fabric
+def outside() -> Iterator[tuple[int, list[bytes]]]:
+    with listening() as found:
+        yield found
 
 
-async def answer(fabric: Processes, runs: list[Run], is_over: threading.Event) -> None:
+@pytest.fixture
+def fabric(tmp_path_factory: pytest.TempPathFactory, outside: tuple[int, list[bytes]]) -> Iterator[Neighbourhood]:
+    directory = tmp_path_factory.mktemp("tenants")
+    secrets = directory / "users.passwords"
+    secrets.write_text("".join(f"{user_name(role)} {canary()}\n" for role in RIGHTS))
+    with guarded_broker(directory) as broker:
+        fabric = Neighbourhood(broker, directory, outside[0])
+        try:
+            allowed = [
+                word
+                for name, target in (("attacker", "Attacker"), ("neighbour", "Neighbour"))
+                for word in ("--environment", f"{name}=tests.attack_worlds:{target}")
+            ]
+            # A place for each trajectory: what anybody may have is shared by weight, whoever asks for more.
+            words = ["--count", str((GOOD_COUNT + 1) * GROUP_SIZE), "--timeout", "3", "--memory", "1024"]
+            fabric.start("agent", "agent", *allowed, *words)
+            rewards = [word for name in ("bad", "well") for word in ("--reward", f"{name}=tests.reward_worlds:{name}")]
+            fabric.start("reward", "reward", *rewards, "--timeout", "2", "--memory", "512")
+            fabric.wait_for_role("agent", "reward")
+            fabric.task["pids"] = [child.pid for child in fabric.supervisor.children.values()]
+            yield fabric
+        finally:
+            fabric.close()
+
+
+async def answer(fabric: Neighbourhood, runs: list[Run], is_over: threading.Event) -> None:
     """Every run's turns at once, each with one token: a policy that is nobody's bottleneck."""
     async with await RedisFabric.open(fabric.url, client_name="policy") as ports:
 
@@ -79,7 +194,7 @@ def result_of(claim: TurnClaim) -> TurnResult:
 class Tenants:
     """The good runs, each with one group under way at any time, and the bad one, which always has as many."""
 
-    def __init__(self, fabric: Processes) -> None:
+    def __init__(self, fabric: Neighbourhood) -> None:
         self._fabric = fabric
         options = {"turns": 4, "pace_s": 0.25}
         self.good = [
@@ -90,13 +205,17 @@ class Tenants:
         ]
         self.bad = fabric.new_run("bad", "attacker", reward="bad", attempt_count_max=1)
         for run in self.good:
-            run.submit([{}], group_size=GROUP_SIZE)
+            run.submit([{"secret": canary()}], group_size=GROUP_SIZE)
         attacks = ({"attack": name, "at": where} for name in ATTACKS for where in ("step", "reset"))
-        self._harm = itertools.cycle([*attacks, *({"fault": name} for name in FAULTS)])
+        harm = [*attacks, *({"fault": name} for name in FAULTS)]
+        looks = {"attack": "look", "fault": "looks", **fabric.task}
+        parts = [harm[first : first + LOOK_EVERY] for first in range(0, len(harm), LOOK_EVERY)]
+        self._harm = itertools.cycle([each for part in parts for each in (looks, *part)])
         self._bad_count = 0  # of its groups, how many are under way
         self.harm_count = 0
         self.attempts: set[int] = set()
         self.failures: list[Failure] = []
+        self.looks: list[tuple[list[str], float]] = []  # what its environment has found, and its reward
 
     def work(self, duration_s: float, *, is_attacked: bool) -> int:
         """Groups of the good ones that came within so long."""
@@ -116,17 +235,25 @@ class Tenants:
                 count += 1
                 self.failures += group.failures
                 self.attempts |= {rollout.attempt for rollout in group.rollouts}
-                run.submit([{}], group_size=GROUP_SIZE)
+                run.submit([{"secret": canary()}], group_size=GROUP_SIZE)
         if is_attacked and self._bad_count == 0:
-            self.bad.submit([next(self._harm)], group_size=GROUP_SIZE)
+            harm = next(self._harm)
+            if harm.get("attack") == "look":
+                self._fabric.spy()
+            self.bad.submit([harm], group_size=GROUP_SIZE)
             self._bad_count += 1
             self.harm_count += 1
-        self._bad_count -= len(list(self.bad.groups(timeout=0.001)))
+        for group in self.bad.groups(timeout=0.001):
+            self._bad_count -= 1
+            rollouts = [rollout for rollout in group.rollouts if "found" in rollout.info]
+            self.looks += [(rollout.info["found"], rollout.reward) for rollout in rollouts]
         self._fabric.supervisor.watch()
         return count
 
 
-def test_a_bad_neighbour_takes_nothing_from_nineteen_good_ones(fabric: Processes) -> None:
+def test_a_bad_neighbour_takes_nothing_from_nineteen_good_ones(
+    fabric: Neighbourhood, outside: tuple[int, list[bytes]]
+) -> None:
     # Given nineteen runs at work, and a twentieth that does whatever harm it can, again and again
     tenants = Tenants(fabric)
     is_over = threading.Event()
@@ -149,4 +276,12 @@ def test_a_bad_neighbour_takes_nothing_from_nineteen_good_ones(fabric: Processes
     doubt = 2 * math.sqrt((variance(alone) + variance(beside)) / ROUND_COUNT)  # of the difference, at 95 %
     assert mean(beside) + doubt >= KEPT_FRACTION * mean(alone)
     assert {child.start_count for child in fabric.supervisor.children.values()} == {1}
-    assert len(fabric.dead_letters(tenants.bad)) >= 4
+    letters = fabric.dead_letters(tenants.bad)
+    assert len(letters) >= 4
+    # And neither its environment, nor its reward, nor a worker has learned anything or reached anybody
+    assert len(tenants.looks) >= ROUND_COUNT
+    assert all(look == ([], 1.0) for look in tenants.looks)
+    assert [letter.reason for letter in letters.values() if "canary-" in letter.reason] == []
+    assert fabric.spied() == ([], fabric.spy_count)
+    assert fabric.spy_count >= ROUND_COUNT
+    assert outside[1] == []

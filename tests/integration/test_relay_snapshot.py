@@ -15,12 +15,13 @@ from rollfab.fabric.errors import PeerLost
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.relay.client import Connection
-from rollfab.fabric.relay.frames import Word
+from rollfab.fabric.relay.frames import HELLO, MAGIC, VERSION, Word, frame, make_address
 from rollfab.fabric.relay.joining import fetch_snapshot
 from rollfab.fabric.relay.live import LiveServer
 from rollfab.fabric.relay.options import RelayOptions
 from rollfab.fabric.relay.server import RelayServer
 from rollfab.fabric.relay.store import RelayedStore
+from rollfab.fabric.wire import dump_json
 from tests.relay_nodes import FAST, RUN, LiveBits, Trainer, digest_of
 
 BLOCK_COUNT = 4
@@ -159,6 +160,29 @@ async def test_a_peer_in_the_middle_of_a_commit_or_behind_serves_nothing(
             await fetch_snapshot(store, RUN, server.address, at_least_version=1, options=FAST)
 
     assert source.read_count == 0
+
+
+async def test_a_peer_that_says_for_ever_that_it_is_busy_is_left(store: MemoryWeightStore, trainer: Trainer) -> None:
+    (manifest,) = await store.manifests(RUN, [(1, "delta")])
+    assert manifest is not None
+    facts = dump_json({"version": 1, "layout_digest": manifest.layout_digest})
+
+    is_left = asyncio.Event()
+
+    async def promise(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame(Word.HELLO, HELLO.pack(MAGIC, VERSION, bytes(16))) + frame(Word.LIVE, facts))
+        while not writer.is_closing():
+            writer.write(frame(Word.BUSY))
+            await asyncio.sleep(0.05)
+        writer.transport.abort()
+        is_left.set()
+
+    hasty = replace(FAST, patience_s=1000.0, slow_s=0.5)
+    async with await asyncio.start_server(promise, "127.0.0.1", 0) as server:
+        address = make_address("127.0.0.1", server.sockets[0].getsockname()[1], "secret")
+        with pytest.raises(PeerLost, match="comes too slowly"):
+            await fetch_snapshot(store, RUN, address, at_least_version=1, options=hasty)
+        await is_left.wait()
 
 
 async def test_a_peer_whose_weights_are_not_that_version_is_not_believed(
