@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
@@ -20,7 +21,6 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from .channel import Argument, Channel, Command, checked
-from .cluster_client import ClusterClient
 
 __all__ = ["Argument", "Call", "Scripts", "load_script"]
 
@@ -33,7 +33,8 @@ class Scripts:
     """Calls scripts on one broker connection pool."""
 
     def __init__(self, client: Redis) -> None:
-        self.channel = client.channel() if isinstance(client, ClusterClient) else Channel(client)
+        # A client of another kind of broker brings its own (cluster_client.py).
+        self.channel = client.channel() if hasattr(client, "channel") else Channel(client)
         self._sources: dict[str, tuple[str, str]] = {}
         self._is_cluster = isinstance(client, ClusterClient)
 
@@ -74,6 +75,7 @@ class Scripts:
         return found
 
 
+@cache
 def load_script(name: str) -> str:
     """The text of script `name`, with the functions it uses before it."""
     folder = files(__package__).joinpath("lua")

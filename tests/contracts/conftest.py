@@ -1,4 +1,4 @@
-"""The ports under test: in memory, on a private real server and on a Redis Cluster. One suite, one contract."""
+"""The ports under test: the twin; on the stand-in, a real server and a Redis Cluster. One suite, one contract."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.records import RunConfig
 from tests.redis_cluster import RedisCluster, redis_cluster
+from tests.standin.broker import Broker, DirectClient
 
 
 @dataclass
@@ -75,14 +76,14 @@ def run() -> RunConfig:
     )
 
 
-@pytest.fixture(params=["memory", "redis", "redis-sharded", "redis-cluster"])
+@pytest.fixture(params=["memory", "stand-in", "redis", "redis-sharded", "redis-cluster"])
 async def world(request: pytest.FixtureRequest, run: RunConfig) -> AsyncIterator[World]:
     if request.param == "memory":
         broker = MemoryBroker()
         await MemoryLeaseBoard(broker).create_run(run)
         yield in_memory(broker, run)
         return
-    if request.param != "redis":
+    if request.param not in ("stand-in", "redis"):
         run = RunConfig(**{**run.__dict__, "shard_count": 3, "trajectory_count_max": 60})
     client = await empty_broker(request)
     await RedisLeaseBoard(client).create_run(run)
@@ -92,6 +93,8 @@ async def world(request: pytest.FixtureRequest, run: RunConfig) -> AsyncIterator
 
 async def empty_broker(request: pytest.FixtureRequest) -> Any:
     """A client of the broker that a test is parametrised with; it holds nothing."""
+    if request.param == "stand-in":
+        return DirectClient(Broker())
     if request.param == "redis-cluster":
         cluster: RedisCluster = request.getfixturevalue("cluster")
         cluster.flush()

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rollfab.fabric.records import RunConfig
+from rollfab.fabric.bus.keys import ShardKeys
 from tests.sim.checkers import require
 from tests.sim.roles import RUN_ID
+from tests.standin.streams import Stream
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 IDLE_S = 1.5  # within which cancelled work has let go of its slots: a second, and the way there
 # What stays of a run that has nothing to do, each with its own bound.
-STAYS = {
-    *("config", "counters", "rewards", "consumed", "consumers", "leases", "dead", "inboxes", "ready", "suspects"),
-    "asked_at_s",
-}
+STAYS = (
+    *("run", "clock", "counters", "rewards", "consumed", "consumers", "leases", "lease_term", "dead", "inbox:"),
+    *("trajectory:ready:", "trajectory:suspects", "trajectory:bell", "turn:ready:", "turn:suspects", "turn:bell"),
+)
 
 
 async def check_idle(world: World) -> None:
@@ -39,10 +38,10 @@ async def check_idle(world: World) -> None:
 
 async def check_end(world: World) -> None:
     """Promise 7, and that the totals add up."""
-    run = world.fabric.broker.runs[RUN_ID]
-    left = {name: value for name, value in _tables("", run) if not _is_empty(value)}
+    run = (await world.fabric.board.runs())[RUN_ID]
+    left = _left(world)
     require(not left, f"the broker still holds {left}")
-    letters = await world.fabric.rollouts(run.config).dead_letters(1000)
+    letters = await world.fabric.rollouts(run).dead_letters(1000)
     unknown = set(world.groups.failures) - {letter.trajectory_id for letter in letters}
     require(not unknown, f"{unknown} failed, and there are no dead letters of them")
     for letter in letters:
@@ -66,21 +65,13 @@ async def check_end(world: World) -> None:
     require(settled >= world.turns.settled_count, "turns were settled that are not counted")
 
 
+def _left(world: World) -> list[str]:
+    """Tables of the run that hold something, except those that may stay."""
+    base, tables = ShardKeys(RUN_ID, 0).base + ":", world.store.keys
+    names = [key.decode().removeprefix(base) for key in tables.names() if not _is_empty(tables.held[key])]
+    return [name for name in names if not name.startswith(("rf:", *STAYS))]
+
+
 def _is_empty(value: Any) -> bool:
-    """Whether a container holds nothing, or nothing but empty ones."""
-    if isinstance(value, (list, tuple)):
-        return all(isinstance(each, (list, dict, set)) and not each for each in value)
-    return not value
-
-
-def _tables(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every container in a run's state, by its path, except those that may stay."""
-    for field in dataclasses.fields(value):
-        each = getattr(value, field.name)
-        path = f"{name}.{field.name}" if name else field.name
-        if field.name in STAYS:
-            continue
-        if dataclasses.is_dataclass(each) and not isinstance(each, RunConfig):
-            yield from _tables(path, each)
-        elif isinstance(each, (dict, list, set, tuple)):
-            yield path, each
+    """Whether a stream has no entries, and nobody was given any."""
+    return isinstance(value, Stream) and not value.ids and not any(each.pending for each in value.groups.values())

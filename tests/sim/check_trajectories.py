@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollfab.fabric.bus.trajectories import CLAIM_MS
 from rollfab.fabric.ids import group_of
-from rollfab.fabric.memory import queue as twin
 from rollfab.fabric.ports import GroupPush, Reaped, TrajectoryClaim, TurnPush
 from rollfab.fabric.records import DeadLetter, Rollout
 from rollfab.fabric.rules.giving_up import BLAME_COUNT_MAX, GIVEN_UP, SUSPECT_LOSS_COUNT
@@ -16,7 +16,7 @@ from tests.sim.checkers import Facts, Hold, check_taken_over, require
 from tests.sim.environment import KILLER
 from tests.sim.virtual_loop import Process
 
-CLAIM_S = twin.CLAIM_MS / 1000 - 0.05
+CLAIM_S = CLAIM_MS / 1000 - 0.05
 
 
 @dataclass(slots=True)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from rollfab.fabric.bus.turns import CLAIM_MS
 from rollfab.fabric.ids import trajectory_of
-from rollfab.fabric.memory.queue import TURN_CLAIM_MS
 from rollfab.fabric.ports import Exchange, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.records import Float32, Int32, Span, TokenLog, TurnJob, TurnResult
 from tests.sim.checkers import Facts, Hold, check_taken_over, require
 from tests.sim.policy import context_of, ending, extend, next_token
 from tests.sim.virtual_loop import Process
 
-CLAIM_S = TURN_CLAIM_MS / 1000 - 0.05
+CLAIM_S = CLAIM_MS / 1000 - 0.05
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from rollfab.fabric.bus.keys import LEADER
 from tests.sim.virtual_loop import Process
 
 if TYPE_CHECKING:
@@ -142,8 +143,8 @@ class Faults:
 
     async def _depose(self) -> None:
         """The leader is stopped for longer than it may be silent."""
-        leader = self._world.fabric.broker.leader
-        if leader is not None and (link := self._world.links.get(leader.name)) is not None:
+        leader = self._world.store.carry_out(("GET", LEADER)) or b""
+        if (link := self._world.links.get(leader.decode().partition("/")[0])) is not None:
             await self._stop_one(link.process, self._random.uniform(2.2, 4.0))
 
     async def _restart_trainer(self) -> None:
@@ -222,7 +223,7 @@ class Faults:
 
     async def _clock_steps(self) -> None:
         step_s = self._random.choice((-CLOCK_STEP_S, CLOCK_STEP_S))
-        self._world.fabric.broker.set_ahead_s += step_s
+        self._world.store.set_ahead_s += step_s
         self._world.facts.clock_trouble_s = asyncio.get_running_loop().time()
         self._note(self._world.broker, "clock", f"{step_s:+} s")
 

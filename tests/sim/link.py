@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from rollfab.fabric.errors import BrokerError, FabricError
+from rollfab.fabric.errors import BrokerError
 from rollfab.fabric.ports import Fabric
 from rollfab.fabric.records import RunConfig
 from tests.sim.virtual_loop import Process
@@ -150,7 +150,7 @@ class Link:
             if fate.is_twice:
                 request.forget(result)
                 result = await self._carry_out(request)
-        except FabricError as error:
+        except Exception as error:  # noqa: BLE001 - what is none of ours ends the caller, and that is a finding
             request.answer(error=error)
             return
         if self.is_cut or fate.is_answer_lost or fate.late_s:

@@ -1,4 +1,4 @@
-"""Bugs to plant, each a small patch of the twin, a worker or the trainer: what the simulator must be able to find.
+"""Bugs to plant, each a small patch of a script, a port, a worker or the trainer: what the simulator must find.
 
 A simulation that passes proves nothing by itself; that it fails for each of these shows what its passing means.
 """
@@ -9,16 +9,15 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rollfab.fabric.memory import queue as twin_queue
-from rollfab.fabric.memory import rollouts as twin_rollouts
-from rollfab.fabric.memory.leases import MemoryLeases
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue, RunPort
-from rollfab.fabric.memory.rollouts import MemoryRolloutStream
-from rollfab.fabric.memory.state import FENCES_PER_CLAIM, JobTable, RunState
-from rollfab.fabric.rules.giving_up import Suspicion
+from rollfab.fabric.bus import rollouts as bus_rollouts
+from rollfab.fabric.bus import scripts
+from rollfab.fabric.bus.rollouts import RedisRolloutStream
+from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.bus.turns import RedisTurnQueue
 from rollfab.trainer.ledger import Ledger
 from rollfab.workers import turn as workers_turn
 from rollfab.workers.keeper import Keeper
@@ -46,64 +45,71 @@ def plant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
     return make
 
 
+def in_lua(*changes: tuple[str, str]) -> Patch:
+    """Scripts with other text in a place: (what stands there, once in all scripts, what to put there)."""
+    folder, load_script = Path(scripts.__file__).parent / "lua", scripts.load_script
+    texts = [path.read_text("utf-8") for path in folder.rglob("*.lua")]
+    for old, _ in changes:
+        assert sum(text.count(old) for text in texts) == 1, f"not once in the scripts: {old}"
+
+    def load(name: str) -> str:
+        source = load_script(name)
+        for old, new in changes:
+            source = source.replace(old, new)
+        return source
+
+    return (scripts, "load_script", load)
+
+
 # ---- settling
 
 
 @plant
 def turn_settled_without_fence() -> list[Patch]:
     """Whoever hands a turn in is believed to hold it."""
-    original = MemoryTurnQueue._settle
-
-    def settle(self: Any, worker_id: str, claim: Any, result: Any) -> bool:
-        record = self.run.turns.records.get(claim.job.turn_id)
-        if record is None or record.state != "claimed":
-            return original(self, worker_id, claim, result)
-        return original(self, record.worker, dataclasses.replace(claim, fence=record.fence), result)
-
-    return [(MemoryTurnQueue, "_settle", settle)]
+    return [
+        in_lua(
+            (
+                "  if r and r.fence == tonumber(ARGV[i + 1]) and r.worker == worker then",
+                "  if r and (r.state == 'claimed' or r.fence == tonumber(ARGV[i + 1]) and r.worker == worker) then",
+            )
+        )
+    ]
 
 
 @plant
 def trajectory_settled_without_fence() -> list[Patch]:
     """Whoever hands a trajectory in is believed to hold it."""
-    original = MemoryTrajectoryQueue.settle
-
-    async def settle(self: Any, claim: Any, rollout: Any, *, is_scored: bool) -> bool:
-        record = self.run.trajectories.records.get(rollout.trajectory_id)
-        if record is not None and record.state == "claimed":
-            claim = dataclasses.replace(claim, fence=record.fence, worker_id=record.worker)
-        return await original(self, claim, rollout, is_scored=is_scored)
-
-    return [(MemoryTrajectoryQueue, "settle", settle)]
+    return [
+        in_lua(
+            (
+                "  and (r.state == 'scoring' and ARGV[7] == '' or r.state == 'claimed' and r.worker == ARGV[7])",
+                "  and r.state == 'scoring' and ARGV[7] == '' or r and r.state == 'claimed'",
+            )
+        )
+    ]
 
 
 @plant
 def settled_but_not_recorded() -> list[Patch]:
     """A settled trajectory still counts as held: when its claim is not renewed, it runs again."""
-    original = MemoryTrajectoryQueue.settle
-
-    async def settle(self: Any, claim: Any, rollout: Any, *, is_scored: bool) -> bool:
-        is_settled = await original(self, claim, rollout, is_scored=is_scored)
-        record = self.run.trajectories.records.get(rollout.trajectory_id)
-        if record is not None and record.state == "completed":
-            record.state = "claimed"
-            self.run.trajectories.deadlines[rollout.trajectory_id] = self._broker.now_ms()
-        return is_settled
-
-    return [(MemoryTrajectoryQueue, "settle", settle)]
+    return [
+        in_lua(
+            (
+                "  close(group_id, 'completed')\nend\nreturn 1",
+                "  close(group_id, 'completed')\n"
+                "  r.state, r.worker = 'claimed', ARGV[7]\n"
+                "  write_record(KEYS[1], id, r)\n"
+                "  redis.call('ZADD', KEYS[2], 0, id)\nend\nreturn 1",
+            )
+        )
+    ]
 
 
 @plant
 def result_delivered_once_only() -> list[Patch]:
     """A result that was lost on its way to the agent is not sent again."""
-    original, sent = RunState.deliver, set[tuple[int, str]]()
-
-    def deliver(self: RunState, agent_id: str, result: Any) -> None:
-        if (id(self), result.turn_id) not in sent:
-            sent.add((id(self), result.turn_id))
-            original(self, agent_id, result)
-
-    return [(RunState, "deliver", deliver)]
+    return [in_lua(("      redis.call('XADD', KEYS[11], '*', 'id', id, 'result', result)\n", ""))]
 
 
 # ---- claims
@@ -128,54 +134,57 @@ def trajectory_claims_not_renewed() -> list[Patch]:
 @plant
 def lost_claims_renewed() -> list[Patch]:
     """The broker lets anyone renew a job that somebody holds."""
-
-    def is_held(self: JobTable, job_id: str, worker_id: str, fence: int) -> bool:
-        record = self.records.get(job_id)
-        return record is not None and record.state == "claimed"
-
-    return [(JobTable, "is_held", is_held)]
+    return [
+        in_lua(
+            (
+                "  return value and string.sub(value, 1, #head) == head and string.sub(value, -#tail) == tail",
+                "  return value and string.sub(value, 1, 8) == 'claimed '",
+            )
+        )
+    ]
 
 
 @plant
 def fence_not_raised() -> list[Patch]:
     """What was taken back is handed out again under the fence it had."""
-    original = RunPort._take_ready
-
-    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
-        taken = original(self, *args, **kwargs)
-        for _, record in taken:
-            if record.fence % FENCES_PER_CLAIM > 1:
-                record.fence -= 1
-        return taken
-
-    return [(RunPort, "_take_ready", take)]
+    return [
+        in_lua(
+            (
+                "r.inside = 'claimed', r.fence + 1, worker",
+                "r.inside = 'claimed', r.fence + (r.fence % FENCES_PER_CLAIM > 0 and 0 or 1), worker",
+            )
+        )
+    ]
 
 
 @plant
 def turns_forgotten_at_takeover() -> list[Patch]:
     """The next agent is not told which turns are settled."""
-    original = MemoryTrajectoryQueue.claim
+    original = RedisTrajectoryQueue.claim
 
     async def claim(self: Any, worker_id: str, want: int, **how: bool) -> Any:
         return [dataclasses.replace(each, turns=()) for each in await original(self, worker_id, want, **how)]
 
-    return [(MemoryTrajectoryQueue, "claim", claim)]
+    return [(RedisTrajectoryQueue, "claim", claim)]
 
 
 @plant
 def everyone_blamed() -> list[Patch]:
     """Whatever an agent held when it died is to blame for that."""
-
-    def after_loss(known: Suspicion, come: int, *, could_be_it: bool) -> Suspicion:
-        return Suspicion(known.loss + 1, known.blame + 1, come)
-
-    return [(twin_queue, "after_loss", after_loss)]
+    return [
+        in_lua(
+            (
+                "    note_loss(r, come, could_be_it, suspect_loss)",
+                "    r.loss, r.blame, r.seen = r.loss + 1, r.blame + 1, come",
+            )
+        )
+    ]
 
 
 @plant
 def killer_never_blamed() -> list[Patch]:
     """Nothing is ever to blame for its agents' deaths."""
-    return [(twin_queue, "after_loss", lambda known, come, *, could_be_it: Suspicion(seen=come))]
+    return [in_lua(("    note_loss(r, come, could_be_it, suspect_loss)", "    r.loss, r.blame, r.seen = 0, 0, come"))]
 
 
 # ---- tokens
@@ -184,12 +193,12 @@ def killer_never_blamed() -> list[Patch]:
 @plant
 def release_forgets_tokens() -> list[Patch]:
     """Tokens of a turn that is given back are not kept."""
-    original = MemoryTurnQueue.release
+    original = RedisTurnQueue.release
 
     async def release(self: Any, worker_id: str, progress: Any, **rest: Any) -> None:
         await original(self, worker_id, [dataclasses.replace(each, log=None) for each in progress], **rest)
 
-    return [(MemoryTurnQueue, "release", release)]
+    return [(RedisTurnQueue, "release", release)]
 
 
 @plant
@@ -243,66 +252,48 @@ def lease_end_ignored() -> list[Patch]:
 @plant
 def slots_not_counted() -> list[Patch]:
     """Neither the worker nor the broker counts the turns that run already."""
-    original = MemoryTurnQueue._claim
-
-    def claim(self: Any, worker_id: str, *args: Any) -> None:
-        held = self.run.turns.held.pop(worker_id, 0)
-        original(self, worker_id, *args)
-        if held:
-            self.run.turns.held[worker_id] = self.run.turns.held.get(worker_id, 0) + held
 
     def free_count(self: Any, ended_count: int = 0) -> int:
         return int(self._keeper.slot_count) if self._active_version() >= 0 else 0
 
-    return [(MemoryTurnQueue, "_claim", claim), (RolloutWorker, "_free_count", free_count)]
+    uncounted = in_lua(("tonumber(slots) - whole(redis.call('HGET', KEYS[7], worker), 0))", "tonumber(slots))"))
+    return [uncounted, (RolloutWorker, "_free_count", free_count)]
 
 
 @plant
 def stale_workers_served() -> list[Patch]:
     """Turns are handed to workers however old their weights are."""
-    original = MemoryTurnQueue._claim
-
-    def claim(self: Any, worker_id: str, want: int, epoch: int, active_version: int, *rest: Any) -> None:
-        original(self, worker_id, want, epoch, max(active_version, self.run.head_version), *rest)
-
-    return [(MemoryTurnQueue, "_claim", claim)]
+    return [in_lua(("  if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end", ""))]
 
 
 @plant
 def stale_rollouts_delivered() -> list[Patch]:
     """Nobody looks how old a rollout is when it is delivered."""
-    return [(twin_rollouts, "is_stale", lambda *_: False), (twin_queue, "is_stale", lambda *_: False)]
+    looks = "if facts[3] == 'rerun' and oldest >= 0"
+    return [(bus_rollouts, "is_stale", lambda *_: False), in_lua((looks, "if false"))]
 
 
 @plant
 def stale_rollouts_delivered_again() -> list[Patch]:
     """Nobody looks how old a rollout is by the time its group comes again."""
-    original = MemoryRolloutStream._rerun_stale
+    original = RedisRolloutStream._stale
 
-    def only_at_first(self: Any, entry: int) -> bool:
-        return entry in self.run.completed and original(self, entry)
+    def only_at_first(self: Any, group: Any, head: int) -> Any:
+        return [] if group.redelivered else original(self, group, head)
 
-    return [(MemoryRolloutStream, "_rerun_stale", only_at_first)]
+    return [(RedisRolloutStream, "_stale", only_at_first)]
 
 
 @plant
 def late_acknowledgement_counts() -> list[Patch]:
     """A trainer that was replaced may acknowledge what its successor holds."""
-    return [(MemoryRolloutStream, "_may_end", lambda self, entry, holder: True)]
+    return [in_lua(("  if held[1] then return held[1][2] == consumer end", "  if held[1] then return true end"))]
 
 
 @plant
 def old_leader_obeyed() -> list[Patch]:
     """A controller that was replaced may still write leases."""
-    original = MemoryLeases._change
-
-    def change(self: Any, term: int, change: Any) -> bool:
-        run = self._broker.runs[change.lease.run_id]
-        run.lease_term = -1
-        run.leases.pop(change.lease.worker_id, None)
-        return original(self, term, change)
-
-    return [(MemoryLeases, "_change", change)]
+    return [in_lua(("  if term < last or held_epoch > epoch then", "  if false then"))]
 
 
 # ---- groups
@@ -325,42 +316,35 @@ def acknowledged_before_use() -> list[Patch]:
 @plant
 def push_not_idempotent() -> list[Patch]:
     """A group that was consumed is taken for a new one when it is pushed again."""
-    original = MemoryRolloutStream._push
-
-    def push(self: Any, group: Any) -> bool:
-        self.run.consumed.discard(group.group_id)
-        return original(self, group)
-
-    return [(MemoryRolloutStream, "_push", push)]
+    return [in_lua((" or redis.call('ZSCORE', KEYS[13], group_id) then", " then"))]
 
 
 @plant
 def redelivery_not_marked() -> list[Patch]:
     """A group that comes again looks like new."""
-    original = MemoryRolloutStream._delivery
+    original = RedisRolloutStream._group
 
-    def unmarked(self: Any, entry: int, holder: str, *, is_again: bool) -> Any:
-        self.run.groups[self._name_of(entry)].is_redelivered = False
-        return original(self, entry, holder, is_again=False)
+    async def unmarked(self: Any, *args: Any, is_again: bool) -> Any:
+        return dataclasses.replace(await original(self, *args, is_again=is_again), redelivered=False)
 
-    return [(MemoryRolloutStream, "_delivery", unmarked)]
+    return [(RedisRolloutStream, "_group", unmarked)]
 
 
 @plant
 def depth_not_lowered() -> list[Patch]:
     """A group that has gone still counts."""
-    original = MemoryRolloutStream._drop
-
-    def drop(self: Any, group_id: str) -> bool:
-        depth = self.run.depth
-        is_dropped = original(self, group_id)
-        self.run.depth = depth
-        return is_dropped
-
-    return [(MemoryRolloutStream, "_drop", drop)]
+    return [
+        in_lua(
+            (
+                "tally(KEYS[5], 'depth', -size)\n",
+                "",
+            ),
+            ("tally(KEYS[17], 'depth', -size)\n", ""),
+        )
+    ]
 
 
 @plant
 def unneeded_trajectories_go_on() -> list[Patch]:
     """When a group is complete, its other trajectories are not cancelled."""
-    return [(RunState, "drop_unfinished", lambda self, group_id: 0)]
+    return [in_lua(("    if r and r.state ~= 'completed' and r.state ~= 'failed' then", "    if false then"))]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from rollfab.fabric.bus.rollouts import RedisRolloutStream
+from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.bus.turns import RedisTurnQueue
 from rollfab.fabric.errors import BrokerError
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
-from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.records import Rollout, RunConfig
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
@@ -20,6 +20,7 @@ from tests.sim.environment import KINDS
 from tests.sim.policy import TEXT
 from tests.sim.roles import registry
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(
     run_id="r1",
@@ -39,7 +40,7 @@ def test_an_agent_that_claims_its_own_lost_trajectory_again_drops_the_old_episod
     """Else the old one keeps a place for ever, and its late request for a turn ends the new one."""
 
     # Given an agent that cannot renew its claim, nor ask for a turn, until it has lost and claimed anew
-    renew, push = MemoryTrajectoryQueue.renew, MemoryTurnQueue.push
+    renew, push = RedisTrajectoryQueue.renew, RedisTurnQueue.push
 
     async def slow_renew(self: Any, worker_id: str, claims: Sequence[Any]) -> list[str]:
         is_away = asyncio.get_running_loop().time() < 2.6
@@ -50,18 +51,18 @@ def test_an_agent_that_claims_its_own_lost_trajectory_again_drops_the_old_episod
             raise BrokerError("away")
         return await push(self, agent_id, pushes)
 
-    monkeypatch.setattr(MemoryTrajectoryQueue, "renew", slow_renew)
-    monkeypatch.setattr(MemoryTurnQueue, "push", late_push)
+    monkeypatch.setattr(RedisTrajectoryQueue, "renew", slow_renew)
+    monkeypatch.setattr(RedisTurnQueue, "push", late_push)
 
     async def work() -> None:
         clock = VirtualClock(asyncio.get_running_loop())
-        fabric = MemoryFabric(clock)
+        fabric = StandInFabric(clock)
         await fabric.board.create_run(RUN)
         await fabric.rollouts(RUN).push(make_groups([{"number": 1}], 1, ["g"]))
         agent = AgentWorker(fabric, registry(), AgentConfig(worker_id="a"), clock, ask_reward=rewards)
         stop = asyncio.Event()
         task = asyncio.create_task(agent.run(stop))
-        state = fabric.broker.runs["r1"]
+        state = fabric.tables_of("r1")
         await asyncio.sleep(2.9)
         assert state.trajectories.records["g.0"].fence == 2
 
@@ -84,7 +85,7 @@ def test_a_group_whose_acknowledging_failed_is_acknowledged_when_the_program_goe
     is_transaction: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a trainer whose first acknowledging does not reach the broker
-    acknowledge, failed = MemoryRolloutStream.acknowledge, list[str]()
+    acknowledge, failed = RedisRolloutStream.acknowledge, list[str]()
 
     async def once_away(self: Any, delivery: Any) -> bool:
         if not failed:
@@ -92,7 +93,7 @@ def test_a_group_whose_acknowledging_failed_is_acknowledged_when_the_program_goe
             raise BrokerError("away")
         return await acknowledge(self, delivery)
 
-    monkeypatch.setattr(MemoryRolloutStream, "acknowledge", once_away)
+    monkeypatch.setattr(RedisRolloutStream, "acknowledge", once_away)
 
     async def consume(run: AsyncRun, seen: list[str]) -> None:
         if is_transaction:
@@ -103,7 +104,7 @@ def test_a_group_whose_acknowledging_failed_is_acknowledged_when_the_program_goe
                 seen.append(group.group_id)
 
     async def work() -> None:
-        fabric = MemoryFabric(VirtualClock(asyncio.get_running_loop()))
+        fabric = StandInFabric(VirtualClock(asyncio.get_running_loop()))
         await fabric.board.create_run(RUN)
         await fabric.rollouts(RUN).push(make_groups([{"number": 1}, {"number": 2}], 1, ["g", "h"]))
         for claim in await fabric.trajectories(RUN).claim("a", 2):
@@ -118,8 +119,8 @@ def test_a_group_whose_acknowledging_failed_is_acknowledged_when_the_program_goe
 
         # Then every group was handed out once, and none is left
         assert seen == ["g", "h"]
-        assert fabric.broker.runs["r1"].consumed == {"g", "h"}
-        assert fabric.broker.runs["r1"].depth == 0
+        assert fabric.tables_of("r1").consumed == {"g", "h"}
+        assert fabric.tables_of("r1").depth == 0
 
     on_virtual_time(work())
 

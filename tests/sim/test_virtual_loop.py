@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rollfab.fabric.errors import BrokerError
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.records import RunConfig
 from tests.sim.link import Link, Network
 from tests.sim.virtual_loop import Deadlock, Process, Spin, ThreadUsed, VirtualClock, VirtualLoop
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="e")
 
@@ -111,7 +111,7 @@ class Setting:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.fabric = MemoryFabric(VirtualClock(asyncio.get_running_loop()))
+        self.fabric = StandInFabric(VirtualClock(asyncio.get_running_loop()))
         self.process = Process("a", "x")
         self.network = Network(Random(1), 0.0, 0.1)
         observe = lambda process, name, *_: self.seen.append(name)  # noqa: E731

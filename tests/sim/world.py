@@ -1,4 +1,4 @@
-"""The simulated cluster: every role as a process of its own, over one broker in memory, on virtual time.
+"""The simulated cluster: every role as a process of its own, over one stand-in broker, on virtual time.
 
 Phase one: work under faults; the checkers look on. Phase two: the faults end, and everything that was accepted must
 come to its end within `live_s`. Then everyone leaves, and the broker must be empty.
@@ -15,9 +15,9 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
+from rollfab.fabric.bus.keys import ShardKeys
+from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.errors import EngineError, FabricError, RunUnknown
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue
 from rollfab.fabric.records import RunConfig
 from rollfab.workers.agent import AgentWorker
 from tests.sim import roles
@@ -33,17 +33,19 @@ from tests.sim.faults import Faults
 from tests.sim.link import Link, Network
 from tests.sim.options import Options
 from tests.sim.virtual_loop import Deadlock, Process, Spin, ThreadUsed, VirtualClock, VirtualLoop
+from tests.standin.broker import Broker
+from tests.standin.fabric import StandInFabric
 
 LEAVE_S = 5.0  # within which a process that is asked to must leave
 STATUS_S = 0.25
 SCORE_MS = 3_000  # a reward that was lost is asked for again
 
 
-class SimFabric(MemoryFabric):
-    """The twin, with a shorter time until a lost reward is asked for again."""
+class SimFabric(StandInFabric):
+    """The fabric of one process, with its own time until a lost reward is asked for again."""
 
-    def trajectories(self, run: RunConfig) -> MemoryTrajectoryQueue:
-        return MemoryTrajectoryQueue(self.broker, run, score_ms=SCORE_MS)
+    def trajectories(self, run: RunConfig) -> RedisTrajectoryQueue:
+        return RedisTrajectoryQueue(self._client, run, score_ms=SCORE_MS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,10 @@ class World:
         self.clock = VirtualClock(loop)
         self.broker = Process("broker", "broker")
         self.network = Network(Random(f"network {options.seed}"), options.trouble_fraction, options.travel_s)
-        self.fabric = SimFabric(self.clock)
-        self.facts = Facts(options, loop.time, self.fabric.broker.now_ms, self.broker)
+        self.store = Broker(self.clock)
+        self.fabric = self._fabric("world")
+        clock = ShardKeys(roles.RUN_ID, 0).clock
+        self.facts = Facts(options, loop.time, partial(self.store.now_ms, clock), self.broker)
         self.turns = TurnChecker(self.facts)
         self.trajectories = TrajectoryChecker(self.facts, self.turns)
         self.groups = GroupChecker(self.facts, self.trajectories)
@@ -140,12 +144,16 @@ class World:
         self._lives[role] = self._lives.get(role, 0) + 1
         process = Process(f"{role}-{self._lives[role]}", role)
         process.crash = partial(self._crash_by_world, process)
-        link = Link(process, self.broker, self.fabric, self.network, self._observe, self.rewards)
+        link = Link(process, self.broker, self._fabric(process.name), self.network, self._observe, self.rewards)
         self.links[process.name] = link
         work: roles.Role = getattr(roles, "rollout" if role in ("dedicated", "serving") else role)
         stop = self._stops[process.name] = asyncio.Event()
         self.facts.note("world", "start", process.name)
         self._main[process.name] = process.start(self._contain(process, work(self, link, stop)))
+
+    def _fabric(self, name: str) -> SimFabric:
+        """A client of the broker."""
+        return SimFabric(self.clock, broker=self.store, client_id=name)
 
     async def _contain(self, process: Process, work: Any) -> None:
         """Run a process to its end; one that ends by itself is started again, as a supervisor would."""

@@ -1,0 +1,174 @@
+"""What a stand-in broker holds, as tests look at it and change it, by the names of fabric/bus/keys.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rollfab.fabric.bus import keys as names
+from rollfab.fabric.bus.keys import JobKeys, ShardKeys
+from rollfab.fabric.records import WorkerInfo
+from tests.standin.broker import Broker
+from tests.standin.keyspace import Hash, SortedSet
+from tests.standin.streams import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A job's record: see lua/use/record.lua."""
+
+    state: str
+    fence: int
+    attempt: int
+    loss: int
+    rerun: int
+    blame: int
+    seen: int
+    inside: int
+    worker: str
+
+    @classmethod
+    def read(cls, row: bytes) -> Record:
+        state, *numbers, worker = row.decode().split()
+        return cls(state, *map(int, numbers), worker)
+
+
+class _Tables:
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    def _hash(self, key: str) -> dict[str, bytes]:
+        return {name.decode(): value for name, value in self._broker.keys.make(key.encode(), Hash).items()}
+
+    def _scores(self, key: str) -> dict[str, float]:
+        return {name.decode(): score for name, score in self._broker.keys.make(key.encode(), SortedSet).items()}
+
+    def _entries(self, key: str) -> list[list[bytes]]:
+        stream = self._broker.keys.make(key.encode(), Stream)
+        return [stream.entries[entry] for entry in stream.ids]
+
+    def _do(self, *command: Any) -> Any:
+        return self._broker.carry_out(command)
+
+
+class JobTables(_Tables):
+    """One kind of job on one shard."""
+
+    def __init__(self, broker: Broker, keys: JobKeys) -> None:
+        super().__init__(broker)
+        self._keys = keys
+
+    @property
+    def records(self) -> dict[str, Record]:
+        return {name: Record.read(row) for name, row in self._hash(self._keys.record).items()}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Claims that each worker has."""
+        return {name: int(count) for name, count in self._hash(self._keys.held).items()}
+
+    @property
+    def deadlines(self) -> dict[str, float]:
+        return self._scores(self._keys.deadline)
+
+    @property
+    def logs(self) -> dict[str, bytes]:
+        return self._hash(self._keys.log)
+
+    @property
+    def ready(self) -> list[str]:
+        """Jobs that wait, the most urgent first."""
+        return [fields[1].decode() for key in self._keys.ready for fields in self._entries(key)]
+
+    def expire(self, name: str) -> None:
+        """Its claim ends now."""
+        self._do("ZADD", self._keys.deadline, 0, name)
+
+    def set_ready(self, waiting: Iterable[str]) -> None:
+        """These wait, and no others; that nobody knows them shows when they are claimed."""
+        for key in self._keys.ready:
+            self._broker.keys.make(key.encode(), Stream).trim(0)
+        for name in waiting:
+            self._do("XADD", self._keys.ready[0], "*", "id", name)
+
+
+class RunTables(_Tables):
+    """A run of one shard."""
+
+    def __init__(self, broker: Broker, run_id: str) -> None:
+        super().__init__(broker)
+        self.keys = ShardKeys(run_id, 0)
+        self.trajectories = JobTables(broker, self.keys.trajectory)
+        self.turns = JobTables(broker, self.keys.turn)
+
+    @property
+    def head_version(self) -> int:
+        return int(self._do("HGET", self.keys.run, "head_version"))
+
+    @head_version.setter
+    def head_version(self, version: int) -> None:
+        self._do("HSET", self.keys.run, "head_version", version)
+
+    @property
+    def depth(self) -> int:
+        return int(self._do("HGET", self.keys.run, "depth"))
+
+    @depth.setter
+    def depth(self, depth: int) -> None:
+        self._do("HSET", self.keys.run, "depth", depth)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return {name: int(count) for name, count in self._hash(self.keys.counters).items()}
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a total."""
+        self._do("HINCRBY", self.keys.counters, name, by)
+
+    @property
+    def groups(self) -> list[str]:
+        """Groups that are held, in the order in which they came."""
+        prefix = self.keys.group("")
+        return [
+            key.decode().removeprefix(prefix) for key in self._broker.keys.names() if key.startswith(prefix.encode())
+        ]
+
+    @property
+    def consumed(self) -> set[str]:
+        return set(self._scores(self.keys.consumed))
+
+    @property
+    def now_ms(self) -> float:
+        """What the shard's clock shows."""
+        return self._broker.now_ms(self.keys.clock)
+
+
+class FabricTables(_Tables):
+    """What is of no run."""
+
+    @property
+    def workers(self) -> dict[str, WorkerInfo]:
+        return {name: WorkerInfo.decode(row) for name, row in self._hash(names.WORKERS).items()}
+
+    @property
+    def assignments(self) -> dict[str, str]:
+        return {name: run_id.decode() for name, run_id in self._hash(names.ASSIGNMENTS).items()}
+
+    @property
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Kind and facts of each."""
+        return [(row[1].decode(), json.loads(row[3])) for row in self._entries(names.EVENTS)]
+
+    def assign(self, worker_id: str, run_id: str) -> None:
+        """Point a worker elsewhere."""
+        self._do("HSET", names.ASSIGNMENTS, worker_id, run_id)
+
+    def silence(self, worker_id: str, for_ms: int) -> None:
+        """A worker was last heard so long ago."""
+        self._do("ZADD", names.HEARTBEATS, int(self._broker.now_ms(names.CLOCK)) - for_ms, worker_id)
+
+    def end_term(self) -> None:
+        """Nobody leads."""
+        self._do("DEL", names.LEADER)
