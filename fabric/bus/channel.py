@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import hiredis
 from redis import exceptions
@@ -31,6 +31,8 @@ COMMAND_COUNT_MAX = 256  # of one shared round trip: bounds what waits for its s
 
 class Channel:
     """Asks one broker, over connections of the client's pool."""
+
+    is_sharded: ClassVar[bool] = False  # a command may name keys of any slot
 
     def __init__(self, client: Redis) -> None:
         self._client = client

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from redis import exceptions
 
@@ -31,6 +31,8 @@ PASSING = (exceptions.TryAgainError, exceptions.ClusterDownError, exceptions.Mas
 
 class ClusterChannel:
     """Asks one cluster; the same surface as Channel."""
+
+    is_sharded: ClassVar[bool] = True
 
     def __init__(self, topology: Topology, patience_s: float) -> None:
         self._topology = topology

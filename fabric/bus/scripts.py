@@ -36,11 +36,10 @@ class Scripts:
         # A client of another kind of broker brings its own (cluster_client.py).
         self.channel = client.channel() if hasattr(client, "channel") else Channel(client)
         self._sources: dict[str, tuple[str, str]] = {}
-        self._is_cluster = isinstance(client, ClusterClient)
 
     def apart(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Keys of several shards as one command may name them: all together, on a Redis Cluster one by one."""
-        return [(key,) for key in keys] if self._is_cluster else [keys]
+        return [(key,) for key in keys] if self.channel.is_sharded else [keys]
 
     async def call(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run script `name`; its error is raised."""

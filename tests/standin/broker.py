@@ -115,6 +115,8 @@ def blocking(words: Words) -> tuple[Words, float]:
 class DirectChannel:
     """Channel (see fabric/bus) without a way: a call is carried out whole before anybody else's turn."""
 
+    is_sharded = False
+
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
