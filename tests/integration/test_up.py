@@ -164,6 +164,23 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.timeout(180)
+def test_a_broker_that_is_frozen_is_said_and_that_it_answers_again(tmp_path: Path) -> None:
+    # Given all roles at work
+    with up(tmp_path / "data", *NOTHING) as terminal:
+        terminal.until("rollfab is up.")
+        (broker,) = [pid for pid in children_of(terminal.process.pid) if b"valkey-server" in command_line(pid)]
+
+        # When their broker stands still for a while, then
+        os.kill(broker, signal.SIGSTOP)
+        shown = terminal.until("everything waits for the broker, for ")
+        os.kill(broker, signal.SIGCONT)
+        assert "answers again" not in shown
+        terminal.until("answers again, after ")
+        terminal.type(CTRL_C)
+        assert terminal.end() == 130
+
+
 @pytest.mark.timeout(120)
 def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
     with up(tmp_path / "data", "--dedicated", "0") as terminal:
