@@ -131,11 +131,11 @@ def run_up(options: UpOptions) -> int:
     directory = Path(options.data)
     given = _given_broker(options, directory / "broker", console)
     make_directory(directory / "logs", "--data")
-    options = dataclasses.replace(options, port=options.port or free_port(), api_key=make_key(directory, "--data"))
-    supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
-    interrupts = Interrupts(supervisor)
     broker = None if given else EmbeddedBroker.start(directory / "broker", starter=STARTER)
     try:
+        options = dataclasses.replace(options, port=options.port or free_port(), api_key=make_key(directory, "--data"))
+        supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
+        interrupts = Interrupts(supervisor)
         with supervisor:
             life = _Life(supervisor, given or (broker.url if broker else ""), broker, options, console)
             code = life.run(interrupts)
@@ -355,8 +355,8 @@ class Interrupts:
 
 def run_broker(data: str, port: int | None) -> int:
     """Run a private broker until Ctrl-C."""
-    interrupts = Interrupts()
     with EmbeddedBroker.start(Path(data) / "broker", transport="tcp" if port else "unix", port=port) as broker:
+        interrupts = Interrupts()  # not before: Ctrl-C ends the start itself
         print(broker.url, flush=True)
         while not interrupts.wait(LOOK_S):
             if not broker.is_running:

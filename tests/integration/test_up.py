@@ -164,6 +164,17 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.timeout(120)
+def test_a_second_one_on_the_same_data_is_refused_and_leaves_the_first_its_key(tmp_path: Path) -> None:
+    with up(tmp_path / "data", *NOTHING) as first:
+        first.until("rollfab is up.")
+        key = (tmp_path / "data" / "api.key").read_text()
+        with up(tmp_path / "data", *NOTHING) as second:
+            assert second.end() == 1
+            assert f"started by process {first.process.pid}: stop that one" in second.text
+        assert (tmp_path / "data" / "api.key").read_text() == key
+
+
 @pytest.mark.timeout(180)
 def test_a_broker_that_is_frozen_is_said_and_that_it_answers_again(tmp_path: Path) -> None:
     # Given all roles at work
