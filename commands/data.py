@@ -13,7 +13,7 @@ from ..fabric.ids import new_group_id, trajectory_id
 from ..fabric.ports import GroupPush
 from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import one_line, printable
+from ..fabric.text import counted, one_line, printable
 from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
 from ..trainer.ledger import TAKEOVER_S
@@ -52,7 +52,7 @@ def _register_work(app: typer.Typer) -> None:
         with connect(need_url(url)) as fabric:
             opened = fabric.run(run, model=model, environment=environment)
             ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)
-        print(dump_json({"group_ids": ids}).decode() if json else f"{len(ids)} groups pushed to run {run}")
+        print(dump_json({"group_ids": ids}).decode() if json else f"{counted(len(ids), 'group')} pushed to run {run}")
 
     @app.command()
     def consume(

@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
+from ..fabric.command import with_commands
 from ..fabric.diagnosing import Cause, read_fabric
 from ..fabric.ports import RunStatus
 from ..fabric.rules.curve import FINITE_MAX, RewardBucket
 from ..fabric.rules.diagnosis import is_well
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import cleaned
+from ..fabric.text import cleaned, counted
 from ..fabric.wire import dump_json
 from .demo_view import spark
 from .options import AsJson, Url, need_url
@@ -93,7 +94,7 @@ def _reward_row(bucket: RewardBucket) -> dict[str, Any]:
 
 def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
     """The status as tables. has_all: every cause of every run, and not the first alone."""
-    seen = cleaned(seen)
+    seen = with_commands(cleaned(seen))
     runs = Table(title="runs", title_justify="left", header_style="bold")
     for heading in ("run", "model", "environment", "head", "queued", "running", "turns", "waiting", "consumed", "dead"):
         runs.add_column(heading, justify="left" if heading in ("run", "model", "environment") else "right")
@@ -120,7 +121,7 @@ def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
             each["role"],
             _state(each),
             f"{each['running_count']}/{each['slot_count']}" if each["slot_count"] else "",
-            f"{lease['slot_count']} slots" if lease else "",
+            counted(lease["slot_count"], "slot") if lease else "",
             each["run_id"] or "",
             str(each["active_version"]) if each["active_version"] >= 0 else "",
             _engine(each),
@@ -136,7 +137,7 @@ def bad_row_lines(row: dict[str, Any]) -> list[Text]:
     what = f"row {row['row']!r} of table {row['table']}" if row["row"] else f"table {row['table']}"
     return [
         Text(f"{what} cannot be read and is passed over: {row['problem']}", style="red"),
-        Text(f"  → {row['step']}"),
+        Text(with_commands(f"  → `{row['step']}`")),
     ]
 
 
@@ -147,7 +148,7 @@ def cause_lines(run: dict[str, Any], *, has_all: bool) -> list[Text]:
         style = {"moves": "green", "waits": "default", "passing": "yellow"}.get(cause["kind"], "red")
         lines.append(Text.assemble((f"{run['run_id']}: ", "bold"), (cause["text"], style)))
         if cause["step"]:
-            lines.append(Text(f"  → {cause['step']}"))
+            lines.append(Text(with_commands(f"  → {cause['step']}")))
     return lines
 
 

@@ -30,12 +30,12 @@ from ..api.keys import hash_key, new_key
 from ..fabric.bus.embedded import EmbeddedBroker, starter_of
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.bus.url import is_local, mask_url
+from ..fabric.command import command, with_commands
 from ..fabric.directories import make_directory, write_private
 from ..fabric.errors import BrokerError, ConfigError
 from ..fabric.models import is_path, is_preset
-from ..fabric.text import one_line, printable
+from ..fabric.text import counted, one_line, printable
 from .broker_watch import BrokerWatch
-from .options import command
 from .speech import say
 from .status import with_ports
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
@@ -194,7 +194,7 @@ def _given_broker(options: UpOptions, home: Path, console: Console) -> str | Non
 
 def _say_left(console: Console, url: str, why: str) -> None:
     text = f"ROLLFAB_URL is passed over, {why}: {mask_url(url)}; starting a private broker"
-    say(console, text)
+    say(console, with_commands(text))
 
 
 async def _nothing(_: RedisFabric) -> None:
@@ -301,7 +301,7 @@ class _Life:
             info = self._watch.workers.get(child.pid or 0)
             if info is not None and info.role in ("dedicated", "serving"):
                 device = " on cpu" if self._options.engine == "transformers" else ""
-                what = f"{info.model} ({info.engine}{device}, {info.slot_count} slots)"
+                what = f"{info.model} ({info.engine}{device}, {counted(info.slot_count, 'slot')})"
                 lent = f"; lend it: `{command(f'lend on --pool {POOL}')}`" if info.role == "serving" else ""
                 self._say(f"{child.name} holds the model {printable(what)}{lent}")
         shown = self._url if self._broker is not None else mask_url(self._url)  # what was given is not ours to tell

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from rollfab.commands.logs import FactsFormatter, plain_lines
 from rollfab.commands.speech import say, wrapped
 from rollfab.commands.supervisor import Child, Supervisor
 from rollfab.commands.up import UpOptions, _Life
+from rollfab.fabric.command import with_commands
+from rollfab.fabric.rules import diagnosis
 
 
 @given(st.text(alphabet="ab `\n", max_size=300), st.integers(8, 100))
@@ -118,3 +122,29 @@ def test_a_silence_of_the_broker_is_said_once_and_so_is_its_end() -> None:
         ": the broker redis://:***@host/0 answers again, after 20 s",
         "warning: everything waits for the broker, for 6 s now: it is gone",
     ]
+
+
+@pytest.mark.parametrize(
+    ("path", "typed"),
+    [("", "venv/bin/rollfab"), ("venv/bin", "rollfab"), ("elsewhere", "venv/bin/rollfab")],
+    ids=["not on the PATH", "on it", "another one on it"],
+)
+def test_a_next_step_is_what_can_be_typed_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, typed: str
+) -> None:
+    for place in ("venv/bin", "elsewhere"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "rollfab").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "venv/bin/rollfab")])
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
+
+    rows = [{"step": "Start one: `rollfab agent`, or rollfab.connect()"}]
+
+    assert with_commands(rows) == [{"step": f"Start one: `{typed} agent`, or rollfab.connect()"}]
+
+
+def test_every_next_step_of_the_diagnosis_marks_its_commands() -> None:
+    source = inspect.getsource(diagnosis)
+    assert re.search("`rollfab [a-z]", source)
+    assert not re.findall("[^`]rollfab (?:up|agent|worker|controller|reward|consume|status|lend|runs|dead) ", source)

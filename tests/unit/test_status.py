@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from rollfab.commands.status import draw
+from rollfab.fabric.command import command
 from rollfab.fabric.records import WorkerInfo
 
 
@@ -37,7 +38,7 @@ def test_a_worker_without_an_engine_is_drawn() -> None:
 
 def test_why_a_run_stands_is_drawn_with_the_next_step_and_all_of_it_for_one_run() -> None:
     causes = [
-        {"code": "no_worker", "kind": "stuck", "text": "no worker [is] there", "step": "Start one: rollfab worker"},
+        {"code": "no_worker", "kind": "stuck", "text": "no worker [is] there", "step": "Start one: `rollfab worker`"},
         {"code": "no_agent", "kind": "stuck", "text": "no agent is there", "step": ""},
     ]
     counts = {"queued": 0, "running": 0, "scoring": 0, "ready": 0, "claimed": 0}
@@ -60,7 +61,8 @@ def test_why_a_run_stands_is_drawn_with_the_next_step_and_all_of_it_for_one_run(
             )
         return capture.get()
 
-    assert "r1: no worker [is] there" in shown(has_all=False) and "→ Start one: rollfab worker" in shown(has_all=False)
+    assert "r1: no worker [is] there" in shown(has_all=False)
+    assert f"→ Start one: `{command('worker')}`" in shown(has_all=False), "as it is typed here"
     assert "no agent" not in shown(has_all=False)
     assert "r1: no agent is there" in shown(has_all=True)
 
