@@ -18,6 +18,7 @@ from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
 from ..trainer.ledger import TAKEOVER_S
 from .options import AsJson, Url, need_url
+from .speech import say_nothing
 from .status import with_ports
 
 
@@ -73,6 +74,7 @@ def _register_work(app: typer.Typer) -> None:
             )
             for group in groups:
                 print(dump_json(_group_row(group)).decode(), flush=True)
+            say_nothing(f"stopped: {groups.ended_why}")
 
 
 def read_tasks(data: bytes) -> list[dict[str, Any]]:
@@ -131,6 +133,8 @@ def _register_dead(app: typer.Typer) -> None:
             rows = [{"trajectory_id": each.trajectory_id, "reason": each.reason} for each in letters]
             print(dump_json(rows).decode())
             return
+        if not letters:
+            say_nothing(f"run {run} has no dead letters: none of its trajectories was given up")
         for letter in letters:
             print(f"{letter.trajectory_id}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
 

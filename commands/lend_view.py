@@ -89,8 +89,10 @@ def _worker(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def draw_log(seen: dict[str, Any]) -> Table:
+def draw_log(seen: dict[str, Any]) -> Table | Text:
     """Lends, revokes and switches, the newest last."""
+    if not seen["events"]:
+        return Text("nothing was lent, revoked or switched yet")
     table = Table(title="lends, revokes and switches", title_justify="left", header_style="bold")
     for heading in ("when (UTC)", "what", "whom", "how", "by", "why"):
         table.add_column(heading, overflow="fold")

@@ -17,6 +17,7 @@ from ..fabric.rules.push import no_such_run
 from ..fabric.text import cleaned, counted
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
+from .speech import say_nothing
 from .status import with_ports
 
 
@@ -31,8 +32,10 @@ def register(app: typer.Typer) -> None:
         rows = with_ports(need_url(url), _rows)
         if json:
             print(dump_json(rows).decode())
+        elif rows:
+            Console().print(_table(cleaned(rows)), highlight=False)
         else:
-            Console().print(_table(cleaned(rows)) if rows else "there are no runs", highlight=False)
+            say_nothing("there are no runs on this broker: a trainer makes one, with fabric.run(…)")
 
     @runs.command("rm")
     def remove_run(
@@ -71,7 +74,7 @@ def _register_rows(app: typer.Typer) -> None:
                 with_commands(f"{row['table']}  {row['row'] or '(all of it)'}  {row['problem']}\n  → `{row['step']}`")
             )
         if not found:
-            print("every row can be read")
+            say_nothing("every row can be read")
 
     @rows.command("rm")
     def remove_bad_row(

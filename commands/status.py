@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.box import HEAVY_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -23,6 +24,7 @@ from ..fabric.rules.push import no_such_run
 from ..fabric.text import cleaned, counted
 from ..fabric.wire import dump_json
 from .demo_view import spark
+from .fitting import Part, fit
 from .options import AsJson, Url, need_url
 
 T = TypeVar("T")
@@ -92,13 +94,33 @@ def _reward_row(bucket: RewardBucket) -> dict[str, Any]:
     return {**place, **finite, "completion_tokens_mean": bucket.token_mean}
 
 
-def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
-    """The status as tables. has_all: every cause of every run, and not the first alone."""
+def draw(seen: dict[str, Any], *, has_all: bool = False, within: Console | None = None) -> Group:
+    """The status as tables. has_all: every cause of every run, and not the first alone. within: what it may fill."""
     seen = with_commands(cleaned(seen))
-    runs = Table(title="runs", title_justify="left", header_style="bold")
+    none = [Text(f"there are no {what}") for what in ("runs", "workers") if not seen[what]]
+    workers = sorted(seen["workers"], key=lambda row: (row["role"], row["worker_id"]))
+    causes = [lines for run in seen["runs"] if (lines := cause_lines(run, has_all=has_all))]
+    parts = [
+        Part("line", none, lambda lines, _: lines),
+        Part("run", seen["runs"], _runs_table),
+        Part("bad row", seen["bad_rows"], lambda rows, _: [line for row in rows for line in bad_row_lines(row)]),
+        Part("reason", causes, lambda found, _: [line for lines in found for line in lines]),
+        Part("worker", workers, lambda rows, is_dense: _workers_table(rows, seen["leases"], is_dense)),
+        Part("table of rewards", _reward_lines(seen["runs"]), lambda tables, _: tables),
+        Part("table of log-probabilities", _agreement_tables(seen["runs"]), lambda tables, _: tables),
+    ]
+    return fit(parts, within)
+
+
+def _table(title: str, is_dense: bool) -> Table:
+    return Table(title=title, title_justify="left", header_style="bold", box=None if is_dense else HEAVY_HEAD)
+
+
+def _runs_table(rows: Sequence[dict[str, Any]], is_dense: bool) -> list[Table]:
+    runs = _table("runs", is_dense)
     for heading in ("run", "model", "environment", "head", "queued", "running", "turns", "waiting", "consumed", "dead"):
         runs.add_column(heading, justify="left" if heading in ("run", "model", "environment") else "right")
-    for run in seen["runs"]:
+    for run in rows:
         runs.add_row(
             run["run_id"],
             run["model"],
@@ -111,11 +133,15 @@ def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
             str(run["counters"].get("groups_consumed", 0)),
             str(run["dead_count"]),
         )
-    workers = Table(title="workers", title_justify="left", header_style="bold")
+    return [runs]
+
+
+def _workers_table(rows: Sequence[dict[str, Any]], leases: dict[str, Any], is_dense: bool) -> list[Table]:
+    workers = _table("workers", is_dense)
     for heading in ("worker", "role", "state", "in use", "lease", "run", "version", "engine", "seen"):
         workers.add_column(heading, overflow="fold")
-    for each in sorted(seen["workers"], key=lambda row: (row["role"], row["worker_id"])):
-        lease = seen["leases"].get(each["worker_id"])
+    for each in rows:
+        lease = leases.get(each["worker_id"])
         workers.add_row(
             each["worker_id"],
             each["role"],
@@ -127,9 +153,7 @@ def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
             _engine(each),
             f"{each['heartbeat_age_ms'] / 1000:.1f} s",
         )
-    causes = [line for run in seen["runs"] for line in cause_lines(run, has_all=has_all)]
-    bad = [line for row in seen["bad_rows"] for line in bad_row_lines(row)]
-    return Group(runs, *bad, *causes, workers, *_reward_lines(seen["runs"]), *_agreement_tables(seen["runs"]))
+    return [workers]
 
 
 def bad_row_lines(row: dict[str, Any]) -> list[Text]:
@@ -242,9 +266,11 @@ def register(app: typer.Typer) -> None:
             return
 
         async def follow(ports: RedisFabric) -> None:
-            with Live(refresh_per_second=4, console=Console()) as live:
+            console = Console()
+            with Live(refresh_per_second=4, console=console) as live:
                 while True:
-                    live.update(draw(chosen(await snapshot(ports)), has_all=run is not None))
+                    within = console if console.is_terminal else None
+                    live.update(draw(chosen(await snapshot(ports)), has_all=run is not None, within=within))
                     await asyncio.sleep(1.0)
 
         with_ports(need_url(url), follow)
