@@ -518,7 +518,8 @@ def _agent(view: _View) -> Iterator[Cause]:
         text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
         yield view.cause("other_environment", text, step)
     elif all(_is_refusing(view, each) for each in view.agents):
-        text = f"no agent can serve {view.name}. {_plain(view.agents[0].worker_id)}: {_plain(view.agents[0].error)}"
+        first, error = view.agents[0].worker_id, view.agents[0].error or ""
+        text = f"no agent can serve {view.name}. {_plain(first)}: {_plain(error[error.index(_refusal(view)) :])}"
         yield view.cause("agent_failed", text, "Put the model's files where agents can read them; they try again")
     elif all(each.running_count >= each.slot_count for each in view.agents):
         others = [
@@ -536,7 +537,11 @@ def _agent(view: _View) -> Iterator[Cause]:
 
 def _is_refusing(view: _View, info: WorkerInfo) -> bool:
     """Whether an agent says that it does not serve this run."""
-    return bool(info.error) and f"run {view.config.run_id!r} is not served" in (info.error or "")
+    return _refusal(view) in (info.error or "")
+
+
+def _refusal(view: _View) -> str:
+    return f"run {view.config.run_id!r} is not served"
 
 
 def _reward(view: _View) -> Iterator[Cause]:
