@@ -12,6 +12,7 @@ from ..api.keys import add_key, drop_key, read_keys_file
 from ..fabric.errors import ConfigError
 from ..fabric.wire import dump_json
 from .options import AsJson, Port, Url, need_url
+from .speech import say_nothing
 
 KEYS_FILE = "rollfab-api.keys"
 
@@ -95,6 +96,8 @@ def _list(file: KeysFile = Path(KEYS_FILE), json: AsJson = False) -> None:
     if json:
         print(dump_json(rows).decode())
         return
+    if not rows:
+        say_nothing(f"{file} holds no keys: `rollfab api keys new NAME` makes one")
     for row in rows:
         print(f"{row['right']:8} {row['name']}")
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..__main__ import INTERRUPTED
+from ..fabric.command import with_commands
 from ..fabric.errors import ConfigError, FabricError
 from ..fabric.text import printable
 from .arguments import refuse_secrets
@@ -36,7 +37,6 @@ from .options import (
     Url,
     need_seconds,
     need_url,
-    with_commands,
 )
 from .speech import say
 

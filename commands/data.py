@@ -13,11 +13,12 @@ from ..fabric.ids import new_group_id, trajectory_id
 from ..fabric.ports import GroupPush
 from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import one_line, printable
+from ..fabric.text import counted, one_line, printable
 from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
 from ..trainer.ledger import TAKEOVER_S
 from .options import AsJson, Url, need_url
+from .speech import say_nothing
 from .status import with_ports
 
 
@@ -52,7 +53,7 @@ def _register_work(app: typer.Typer) -> None:
         with connect(need_url(url)) as fabric:
             opened = fabric.run(run, model=model, environment=environment)
             ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)
-        print(dump_json({"group_ids": ids}).decode() if json else f"{len(ids)} groups pushed to run {run}")
+        print(dump_json({"group_ids": ids}).decode() if json else f"{counted(len(ids), 'group')} pushed to run {run}")
 
     @app.command()
     def consume(
@@ -73,6 +74,7 @@ def _register_work(app: typer.Typer) -> None:
             )
             for group in groups:
                 print(dump_json(_group_row(group)).decode(), flush=True)
+            say_nothing(f"stopped: {groups.ended_why}")
 
 
 def read_tasks(data: bytes) -> list[dict[str, Any]]:
@@ -131,6 +133,8 @@ def _register_dead(app: typer.Typer) -> None:
             rows = [{"trajectory_id": each.trajectory_id, "reason": each.reason} for each in letters]
             print(dump_json(rows).decode())
             return
+        if not letters:
+            say_nothing(f"run {run} has no dead letters: none of its trajectories was given up")
         for letter in letters:
             print(f"{letter.trajectory_id}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
 

@@ -18,12 +18,12 @@ from rich.live import Live
 
 from ..fabric.bus.embedded import EmbeddedBroker
 from ..fabric.bus.fabric import RedisFabric
+from ..fabric.command import command
 from ..fabric.directories import make_directory
 from ..fabric.errors import FabricError
 from ..fabric.text import printable
 from ..fabric.wire import dump_json, load_json
 from .demo_view import DemoState, draw, draw_curve, summarise
-from .options import command
 from .speech import say
 from .status import snapshot
 from .supervisor import Supervisor
@@ -163,10 +163,10 @@ async def _look(ports: RedisFabric, state: DemoState, after: str) -> str:
 async def _act(ports: RedisFabric, supervisor: Supervisor, state: DemoState, act: str | None) -> None:
     """Do one thing on purpose."""
     if act in ("lend_on", "lend_again"):
-        state.say(f"the serving team lends its GPU:  rollfab lend on --pool {POOL}")
+        state.say(f"the serving team lends its GPU:  {command(f'lend on --pool {POOL}')}")
         await ports.board.set_lend(f"pool:{POOL}", "on")
     elif act == "lend_off":
-        state.say("the serving team wants its GPU back:  rollfab lend off")
+        state.say(f"the serving team wants its GPU back:  {command('lend off')}")
         await ports.board.set_lend(f"pool:{POOL}", "off")
     elif act == "kill":
         claimed = await _wait_for_claims(ports)

@@ -12,6 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ..fabric.text import counted
+
 SPARKS = "▁▂▃▄▅▆▇█"
 NEWS_COUNT = 8
 ROLE_ORDER = ("controller", "agent", "dedicated", "serving", "reward")
@@ -55,7 +57,7 @@ class DemoState:
             self.rewards.append((int(facts["step"]), float(facts["reward_mean"])))
             self.last_step = facts
         elif kind == "lease.granted":
-            self.say(f"lease {facts['lease_epoch']}: {facts['slot_count']} slots on {facts['worker_id']}")
+            self.say(f"lease {facts['lease_epoch']}: {counted(facts['slot_count'], 'slot')} on {facts['worker_id']}")
         elif kind == "lease.ended":
             self.say(f"lease of {facts['worker_id']} ended: {facts['reason']}")
         elif kind == "worker.gone":
@@ -139,7 +141,7 @@ def _workers(state: DemoState) -> Table:
     for row in rows:
         lease = state.seen["leases"].get(row["worker_id"])
         standing = lease is not None and lease["lease_until_ms"] is None
-        held = f"{lease['slot_count']} slots, {'standing' if standing else 'lent'}" if lease else ""
+        held = f"{counted(lease['slot_count'], 'slot')}, {'standing' if standing else 'lent'}" if lease else ""
         is_silent = row["heartbeat_age_ms"] > 1500
         table.add_row(
             row["worker_id"],

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..fabric.command import with_commands
 from ..fabric.diagnosing import diagnose_run
 from ..fabric.rules.diagnosis import is_well
 from ..fabric.wire import dump_json
@@ -90,7 +91,7 @@ def _tell(finding: Finding) -> None:
     mark = (
         "[green]ok[/]     " if finding.is_fine else "[yellow]missing[/]" if finding.is_optional else "[red]broken[/] "
     )
-    advice = "" if finding.is_fine else f" → {finding.advice}"
+    advice = "" if finding.is_fine else f" → {with_commands(finding.advice)}"
     line = f"{mark} {escape(f'{finding.what}: {finding.found}{advice}')}"
     Console().print(line, highlight=False, soft_wrap=True)  # commands are copied: never broken in the middle
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
+from ..fabric.command import with_commands
 from ..fabric.errors import ConfigError, InputError
 from ..fabric.lending import switch
 from ..fabric.records import Lease, WorkerInfo
@@ -100,7 +101,7 @@ def _lend(
         print(dump_json(seen).decode())
         return
     draw = {"log": draw_log, "report": draw_report}.get(action, draw_status)
-    Console().print(draw(cleaned(seen)), highlight=False)
+    Console().print(draw(with_commands(cleaned(seen))), highlight=False)
 
 
 # ---------------------------------------------------------------- what was typed

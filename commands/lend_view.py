@@ -11,7 +11,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..fabric.command import command
 from ..fabric.rules.lending import subject_text
+from ..fabric.text import counted
 
 __all__ = ["draw_log", "draw_report", "draw_status"]
 
@@ -20,7 +22,9 @@ def draw_status(seen: dict[str, Any]) -> Group:
     """What was said, what a switch just did, and what it comes to on every serving worker."""
     said = [Text(f"{subject_text(subject)}: {_setting(row)}") for subject, row in seen["lends"].items()]
     if not said:
-        said = [Text("nothing was said yet: serving workers only observe. `rollfab lend on --pool NAME` lends them")]
+        said = [
+            Text(f"nothing was said yet: serving workers only observe. `{command('lend on --pool NAME')}` lends them")
+        ]
     if "switched" in seen:
         said += [Text(line, style="bold") for line in _switched(seen["switched"])]
     table = Table(title="serving workers", title_justify="left", header_style="bold")
@@ -34,32 +38,28 @@ def draw_status(seen: dict[str, Any]) -> Group:
 def _switched(row: dict[str, Any]) -> list[str]:
     """What the switch came to: who may lend, and what was given back."""
     whom, may_lend = row["worker_ids"], row["lending_ids"]
-    lines = [f"{subject_text(row['subject'])}, now: {_count(len(may_lend), 'worker')} of {len(whom)} may lend"]
+    lines = [f"{subject_text(row['subject'])}, now: {counted(len(may_lend), 'worker')} of {len(whom)} may lend"]
     if row["taken_ids"]:
         lines.append(
-            f"taken back: {_count(len(row['taken_ids']), 'worker')}, {_count(row['turn_count'], 'running turn')} "
+            f"taken back: {counted(len(row['taken_ids']), 'worker')}, {counted(row['turn_count'], 'running turn')} "
             f"({', '.join(row['taken_ids'])}), looked at for {row['waited_s']:.1f} s"
         )
     elif row["setting"]["mode"] in ("off", "observe") and whom:
         lines.append("nothing had to be taken back: no turn ran there")
     for name, (count, age_ms) in sorted(row["waiting"].items()):
         lines.append(
-            f"not yet: {name} told last, {age_ms / 1000:.1f} s ago, that {_count(count, 'turn')} ran; "
-            "it has not answered the switch yet: `rollfab lend status` shows when it has"
+            f"not yet: {name} told last, {age_ms / 1000:.1f} s ago, that {counted(count, 'turn')} ran; "
+            f"it has not answered the switch yet: `{command('lend status')}` shows when it has"
         )
     if row["setting"]["mode"] == "on" and len(may_lend) < len(whom):
         lines.append("what holds the others back is said below, under why")
     return lines
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
-
-
 def _setting(row: dict[str, Any]) -> str:
     bounds = [row["mode"]]
     if row["slot_count_max"] is not None:
-        bounds.append(f"at most {row['slot_count_max']} slots")
+        bounds.append(f"at most {counted(row['slot_count_max'], 'slot')}")
     for name, what in (("compute", "compute"), ("memory", "KV cache")):
         share = row[f"{name}_fraction_max"]
         if share is not None:
@@ -80,7 +80,7 @@ def _worker(row: dict[str, Any]) -> list[str]:
         row["pool"],
         terms["mode"],
         terms["reason"],
-        f"{lease['slot_count']} slots for {lease['run_id']}" if lease else "none",
+        f"{counted(lease['slot_count'], 'slot')} for {lease['run_id']}" if lease else "none",
         str(row["running_count"]),
         f"{guard}: {row['guard_reason']}" if row["guard_reason"] else guard,
         _percent(row["open_fraction"]),
@@ -89,8 +89,10 @@ def _worker(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def draw_log(seen: dict[str, Any]) -> Table:
+def draw_log(seen: dict[str, Any]) -> Table | Text:
     """Lends, revokes and switches, the newest last."""
+    if not seen["events"]:
+        return Text("nothing was lent, revoked or switched yet")
     table = Table(title="lends, revokes and switches", title_justify="left", header_style="bold")
     for heading in ("when (UTC)", "what", "whom", "how", "by", "why"):
         table.add_column(heading, overflow="fold")
@@ -107,7 +109,7 @@ def draw_log(seen: dict[str, Any]) -> Table:
 
 def _how(facts: dict[str, Any]) -> str:
     if "value" not in facts:
-        return f"{facts.get('slot_count', 0)} slots for {facts.get('run_id', '')}"
+        return f"{counted(facts.get('slot_count', 0), 'slot')} for {facts.get('run_id', '')}"
     bounds = [f"{name.split('_')[0]} {facts[name]}" for name in facts if name.endswith("_max")]
     return ", ".join([str(facts["value"]), *bounds, *map(str, facts.get("hours", []))])
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 from typing import Any
 
+from ..fabric.command import with_commands
 from ..fabric.text import one_line, printable
 from .speech import wrapped
 
@@ -29,7 +30,7 @@ class FactsFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line; tracebacks follow it as always."""
-        line = one_line(super().formatMessage(record))
+        line = with_commands(one_line(super().formatMessage(record)))
         facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
         line = " ".join([line, *(f"{name}={_short(value)}" for name, value in facts.items())])
         return line if self._width is None else wrapped(line, self._width)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shlex
-import shutil
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -69,32 +64,6 @@ EngineWords = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option("--port", help="Port; 0 picks a free one.", min=0, max=65535)]
-
-
-def command(words: str = "") -> str:
-    """What to type here to run a command of ours: a program that is not on the PATH is named by where it is."""
-    name = shutil.which("rollfab")
-    own = next(
-        (each for each in (Path(sys.argv[0]), Path(sys.executable).with_name("rollfab")) if _is_ours(each)), None
-    )
-    if own is None:
-        typed = f"{shlex.quote(sys.executable)} -m rollfab"
-    elif name is not None and os.path.samefile(name, own):
-        typed = "rollfab"
-    else:
-        path = os.path.abspath(own)
-        near = os.path.relpath(path)
-        typed = shlex.quote(path if near.startswith("..") else near)
-    return f"{typed} {words}".rstrip()
-
-
-def _is_ours(path: Path) -> bool:
-    return path.name == "rollfab" and path.is_file() and os.access(path, os.X_OK)
-
-
-def with_commands(text: str) -> str:
-    """A text whose quoted commands can be typed here."""
-    return text.replace("`rollfab ", f"`{command()} ")
 
 
 def need_seconds(option: str, given: float) -> float:

@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
+from ..fabric.command import with_commands
 from ..fabric.errors import ConfigError, InputError
 from ..fabric.ports import BadRow
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import cleaned
+from ..fabric.text import cleaned, counted
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
+from .speech import say_nothing
 from .status import with_ports
 
 
@@ -30,8 +32,10 @@ def register(app: typer.Typer) -> None:
         rows = with_ports(need_url(url), _rows)
         if json:
             print(dump_json(rows).decode())
+        elif rows:
+            Console().print(_table(cleaned(rows)), highlight=False)
         else:
-            Console().print(_table(cleaned(rows)) if rows else "there are no runs", highlight=False)
+            say_nothing("there are no runs on this broker: a trainer makes one, with fabric.run(…)")
 
     @runs.command("rm")
     def remove_run(
@@ -66,9 +70,11 @@ def _register_rows(app: typer.Typer) -> None:
             print(dump_json([{**asdict(row), "step": row.step} for row in found]).decode())
             return
         for row in cleaned([{**asdict(row), "step": row.step} for row in found]):
-            print(f"{row['table']}  {row['row'] or '(all of it)'}  {row['problem']}\n  → {row['step']}")
+            print(
+                with_commands(f"{row['table']}  {row['row'] or '(all of it)'}  {row['problem']}\n  → `{row['step']}`")
+            )
         if not found:
-            print("every row can be read")
+            say_nothing("every row can be read")
 
     @rows.command("rm")
     def remove_bad_row(
@@ -94,9 +100,11 @@ async def _bad_rows(ports: RedisFabric) -> list[BadRow]:
 
 
 def _agrees(row: dict[str, Any]) -> bool:
-    held = (
-        f"{row['depth']} trajectories, {row['groups_waiting']} groups that nobody consumed, {row['dead']} dead letters"
-    )
+    if row["depth"] == "?":
+        held = "all that it has (its row cannot be read)"
+    else:
+        groups = f"{counted(row['groups_waiting'], 'group')} that nobody consumed"
+        held = f"{counted(row['depth'], 'trajectory')}, {groups}, {counted(row['dead'], 'dead letter')}"
     return typer.confirm(f"delete run {row['run_id']} with {held} and its weights?", err=True)
 
 

@@ -12,6 +12,9 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from ..fabric.command import with_commands
+from ..fabric.text import printable
+
 COMMAND = re.compile(r"`[^`\n]+`|export \S+")  # copied by those who read it
 GLUE = "\0"  # a blank that no line is broken at
 STYLES = {"error": "bold red", "warning": "yellow"}
@@ -26,6 +29,11 @@ def wrapped(text: str, width: int) -> str:
         for line in lines
     ]
     return "\n".join(whole).replace(GLUE, " ")
+
+
+def say_nothing(text: str) -> None:
+    """Say that there is nothing to list, to the person alone: what goes into a pipe stays empty."""
+    say(Console(stderr=True), printable(with_commands(text)))
 
 
 def say(console: Console, text: str, kind: Literal["", "error", "warning"] = "") -> None:

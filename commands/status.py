@@ -8,20 +8,23 @@ from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.box import HEAVY_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
+from ..fabric.command import with_commands
 from ..fabric.diagnosing import Cause, read_fabric
 from ..fabric.ports import RunStatus
 from ..fabric.rules.curve import FINITE_MAX, RewardBucket
 from ..fabric.rules.diagnosis import is_well
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import cleaned
+from ..fabric.text import cleaned, counted
 from ..fabric.wire import dump_json
 from .demo_view import spark
+from .fitting import Part, fit
 from .options import AsJson, Url, need_url
 
 T = TypeVar("T")
@@ -91,13 +94,33 @@ def _reward_row(bucket: RewardBucket) -> dict[str, Any]:
     return {**place, **finite, "completion_tokens_mean": bucket.token_mean}
 
 
-def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
-    """The status as tables. has_all: every cause of every run, and not the first alone."""
-    seen = cleaned(seen)
-    runs = Table(title="runs", title_justify="left", header_style="bold")
+def draw(seen: dict[str, Any], *, has_all: bool = False, within: Console | None = None) -> Group:
+    """The status as tables. has_all: every cause of every run, and not the first alone. within: what it may fill."""
+    seen = with_commands(cleaned(seen))
+    none = [Text(f"there are no {what}") for what in ("runs", "workers") if not seen[what]]
+    workers = sorted(seen["workers"], key=lambda row: (row["role"], row["worker_id"]))
+    causes = [lines for run in seen["runs"] if (lines := cause_lines(run, has_all=has_all))]
+    parts = [
+        Part("line", none, lambda lines, _: lines),
+        Part("run", seen["runs"], _runs_table),
+        Part("bad row", seen["bad_rows"], lambda rows, _: [line for row in rows for line in bad_row_lines(row)]),
+        Part("reason", causes, lambda found, _: [line for lines in found for line in lines]),
+        Part("worker", workers, lambda rows, is_dense: _workers_table(rows, seen["leases"], is_dense)),
+        Part("table of rewards", _reward_lines(seen["runs"]), lambda tables, _: tables),
+        Part("table of log-probabilities", _agreement_tables(seen["runs"]), lambda tables, _: tables),
+    ]
+    return fit(parts, within)
+
+
+def _table(title: str, is_dense: bool) -> Table:
+    return Table(title=title, title_justify="left", header_style="bold", box=None if is_dense else HEAVY_HEAD)
+
+
+def _runs_table(rows: Sequence[dict[str, Any]], is_dense: bool) -> list[Table]:
+    runs = _table("runs", is_dense)
     for heading in ("run", "model", "environment", "head", "queued", "running", "turns", "waiting", "consumed", "dead"):
         runs.add_column(heading, justify="left" if heading in ("run", "model", "environment") else "right")
-    for run in seen["runs"]:
+    for run in rows:
         runs.add_row(
             run["run_id"],
             run["model"],
@@ -110,25 +133,27 @@ def draw(seen: dict[str, Any], *, has_all: bool = False) -> Group:
             str(run["counters"].get("groups_consumed", 0)),
             str(run["dead_count"]),
         )
-    workers = Table(title="workers", title_justify="left", header_style="bold")
+    return [runs]
+
+
+def _workers_table(rows: Sequence[dict[str, Any]], leases: dict[str, Any], is_dense: bool) -> list[Table]:
+    workers = _table("workers", is_dense)
     for heading in ("worker", "role", "state", "in use", "lease", "run", "version", "engine", "seen"):
         workers.add_column(heading, overflow="fold")
-    for each in sorted(seen["workers"], key=lambda row: (row["role"], row["worker_id"])):
-        lease = seen["leases"].get(each["worker_id"])
+    for each in rows:
+        lease = leases.get(each["worker_id"])
         workers.add_row(
             each["worker_id"],
             each["role"],
             _state(each),
             f"{each['running_count']}/{each['slot_count']}" if each["slot_count"] else "",
-            f"{lease['slot_count']} slots" if lease else "",
+            counted(lease["slot_count"], "slot") if lease else "",
             each["run_id"] or "",
             str(each["active_version"]) if each["active_version"] >= 0 else "",
             _engine(each),
             f"{each['heartbeat_age_ms'] / 1000:.1f} s",
         )
-    causes = [line for run in seen["runs"] for line in cause_lines(run, has_all=has_all)]
-    bad = [line for row in seen["bad_rows"] for line in bad_row_lines(row)]
-    return Group(runs, *bad, *causes, workers, *_reward_lines(seen["runs"]), *_agreement_tables(seen["runs"]))
+    return [workers]
 
 
 def bad_row_lines(row: dict[str, Any]) -> list[Text]:
@@ -136,7 +161,7 @@ def bad_row_lines(row: dict[str, Any]) -> list[Text]:
     what = f"row {row['row']!r} of table {row['table']}" if row["row"] else f"table {row['table']}"
     return [
         Text(f"{what} cannot be read and is passed over: {row['problem']}", style="red"),
-        Text(f"  → {row['step']}"),
+        Text(with_commands(f"  → `{row['step']}`")),
     ]
 
 
@@ -147,7 +172,7 @@ def cause_lines(run: dict[str, Any], *, has_all: bool) -> list[Text]:
         style = {"moves": "green", "waits": "default", "passing": "yellow"}.get(cause["kind"], "red")
         lines.append(Text.assemble((f"{run['run_id']}: ", "bold"), (cause["text"], style)))
         if cause["step"]:
-            lines.append(Text(f"  → {cause['step']}"))
+            lines.append(Text(with_commands(f"  → {cause['step']}")))
     return lines
 
 
@@ -241,9 +266,11 @@ def register(app: typer.Typer) -> None:
             return
 
         async def follow(ports: RedisFabric) -> None:
-            with Live(refresh_per_second=4, console=Console()) as live:
+            console = Console()
+            with Live(refresh_per_second=4, console=console) as live:
                 while True:
-                    live.update(draw(chosen(await snapshot(ports)), has_all=run is not None))
+                    within = console if console.is_terminal else None
+                    live.update(draw(chosen(await snapshot(ports)), has_all=run is not None, within=within))
                     await asyncio.sleep(1.0)
 
         with_ports(need_url(url), follow)

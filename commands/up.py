@@ -30,12 +30,12 @@ from ..api.keys import hash_key, new_key
 from ..fabric.bus.embedded import EmbeddedBroker, starter_of
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.bus.url import is_local, mask_url
+from ..fabric.command import command, with_commands
 from ..fabric.directories import make_directory, write_private
-from ..fabric.errors import BrokerError, ConfigError, FabricError
+from ..fabric.errors import BrokerError, ConfigError
 from ..fabric.models import is_path, is_preset
-from ..fabric.records import WorkerInfo
-from ..fabric.text import one_line, printable
-from .options import command
+from ..fabric.text import counted, one_line, printable
+from .broker_watch import BrokerWatch
 from .speech import say
 from .status import with_ports
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
@@ -131,11 +131,11 @@ def run_up(options: UpOptions) -> int:
     directory = Path(options.data)
     given = _given_broker(options, directory / "broker", console)
     make_directory(directory / "logs", "--data")
-    options = dataclasses.replace(options, port=options.port or free_port(), api_key=make_key(directory, "--data"))
-    supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
-    interrupts = Interrupts(supervisor)
     broker = None if given else EmbeddedBroker.start(directory / "broker", starter=STARTER)
     try:
+        options = dataclasses.replace(options, port=options.port or free_port(), api_key=make_key(directory, "--data"))
+        supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
+        interrupts = Interrupts(supervisor)
         with supervisor:
             life = _Life(supervisor, given or (broker.url if broker else ""), broker, options, console)
             code = life.run(interrupts)
@@ -194,7 +194,7 @@ def _given_broker(options: UpOptions, home: Path, console: Console) -> str | Non
 
 def _say_left(console: Console, url: str, why: str) -> None:
     text = f"ROLLFAB_URL is passed over, {why}: {mask_url(url)}; starting a private broker"
-    say(console, text)
+    say(console, with_commands(text))
 
 
 async def _nothing(_: RedisFabric) -> None:
@@ -216,11 +216,12 @@ class _Life:
         self._told: dict[str, tuple[int, float]] = {}
         """Of each child, the life that was last told of as not ready, and its age then."""
         self._code = 0
-        self._workers: dict[int, WorkerInfo] = {}
+        self._watch = BrokerWatch(url, self._say)
 
     def run(self, interrupts: Interrupts) -> int:
         """Start, watch, tell; returns the exit code."""
         start_roles(self._supervisor, self._url, self._options)
+        self._watch.start()
         names = ", ".join(self._supervisor.children)
         self._say(f"starting {names}; logs: {self._supervisor.log_directory}/")
         while not interrupts.wait(LOOK_S):
@@ -278,8 +279,6 @@ class _Life:
     def _missing(self) -> list[Child]:
         """Roles of which this life has not been seen at work."""
         waiting = [each for each in self._supervisor.children.values() if not each.is_ready and not each.is_given_up]
-        if waiting:
-            self._look()
         for child in waiting:
             if child.pid is not None:
                 child.is_ready = self._is_there(child)
@@ -287,17 +286,10 @@ class _Life:
                     self._say(f"{child.name} is ready again")
         return [each for each in waiting if not each.is_ready]
 
-    def _look(self) -> None:
-        try:
-            seen = with_ports(self._url, lambda ports: ports.board.workers())
-        except FabricError:
-            return  # it is asked again at once, and who waits is told for whom
-        self._workers = {info.pid: info for info, _ in seen.values() if info.host == socket.gethostname()}
-
     def _is_there(self, child: Child) -> bool:
         if child.name == "api":
             return _answers(f"http://127.0.0.1:{self._options.port}/healthz")
-        info = self._workers.get(child.pid or 0)
+        info = self._watch.workers.get(child.pid or 0)
         return info is not None and info.state != "loading"
 
     def _tell_up(self) -> None:
@@ -306,10 +298,10 @@ class _Life:
         page = page_of(self._options.port, self._options.api_key, Path(self._options.data), self._console)
         self._say(f"rollfab is up. Page: {page}")
         for child in children:
-            info = self._workers.get(child.pid or 0)
+            info = self._watch.workers.get(child.pid or 0)
             if info is not None and info.role in ("dedicated", "serving"):
                 device = " on cpu" if self._options.engine == "transformers" else ""
-                what = f"{info.model} ({info.engine}{device}, {info.slot_count} slots)"
+                what = f"{info.model} ({info.engine}{device}, {counted(info.slot_count, 'slot')})"
                 lent = f"; lend it: `{command(f'lend on --pool {POOL}')}`" if info.role == "serving" else ""
                 self._say(f"{child.name} holds the model {printable(what)}{lent}")
         shown = self._url if self._broker is not None else mask_url(self._url)  # what was given is not ours to tell
@@ -363,8 +355,8 @@ class Interrupts:
 
 def run_broker(data: str, port: int | None) -> int:
     """Run a private broker until Ctrl-C."""
-    interrupts = Interrupts()
     with EmbeddedBroker.start(Path(data) / "broker", transport="tcp" if port else "unix", port=port) as broker:
+        interrupts = Interrupts()  # not before: Ctrl-C ends the start itself
         print(broker.url, flush=True)
         while not interrupts.wait(LOOK_S):
             if not broker.is_running:

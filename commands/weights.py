@@ -26,6 +26,7 @@ from ..fabric.weights.inspection import Inspection, inspect_version, version_row
 from ..fabric.weights.verify import Verified, verify
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
+from .speech import say_nothing
 from .status import with_ports
 from .weights_repair import repair
 from .weights_view import (
@@ -76,11 +77,12 @@ def _add_ls(weights: typer.Typer) -> None:
             return await list_versions(ports.weights, run)
 
         rows = with_ports(need_url(url), work)
-        nothing = f"nothing is published in run {run} yet: its trainer does, with run.publish"
         if json:
             print(dump_json(rows).decode())
+        elif rows:
+            Console().print(version_table(rows), highlight=False)
         else:
-            Console().print(version_table(rows) if rows else nothing, highlight=False)
+            say_nothing(f"nothing is published in run {run} yet: its trainer does, with run.publish")
 
 
 def _add_inspect(weights: typer.Typer) -> None:

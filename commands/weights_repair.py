@@ -16,6 +16,7 @@ from ..fabric.clock import Clock, SystemClock
 from ..fabric.errors import BrokerFull, WeightError, WireError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.rules.chain import KEYFRAME, Link, readable_versions
+from ..fabric.text import counted
 from ..fabric.weights.chain import fetch_bits, report_damages
 from ..fabric.weights.codec import Bits
 from ..fabric.weights.healing import Wound, examine, mend
@@ -80,7 +81,7 @@ async def _wait(store: WeightStore, run_id: str, found: Verified, *, say: Say, u
             )
             return False
         if found.faults:
-            say(f"{len(found.faults)} faults are left")
+            say(f"{counted(len(found.faults), 'fault', 'is', 'are')} left")
     kept = {name[0] for name in await store.held(run_id)}
     say("healed: everything that is held can be read")
     if gone := sorted(before - kept):

@@ -37,6 +37,12 @@ def cleaned(value: Any) -> Any:
     return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+def counted(count: int, noun: str, *does: str) -> str:
+    """A count with its noun, and what these do: "1 group waits" or "2 groups wait", of ("waits", "wait")."""
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return " ".join([f"{count:,}", noun if count == 1 else many, *does[count != 1 :][:1]])
+
+
 def did_you_mean(given: str, known: Iterable[str], then: str = "") -> str:
     """The end of a refusal: the nearest of the names there are, or else those there are, bounded. then: what to do."""
     end = f". {then}" if then else ""

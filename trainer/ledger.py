@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+from ..fabric.command import command
 from ..fabric.errors import BrokerError, ClaimLost, FabricError, QueueFull
 from ..fabric.ports import Delivery, GroupPush, RolloutStream
 from ..fabric.records import Group
@@ -165,12 +166,12 @@ class Ledger:
         if math.log10(self.failed_group_count) % 1 == 0:
             log.warning(
                 "run %r: every trajectory of group %r failed (the %s such group received here), the first because: %s. "
-                "See `rollfab dead ls --run %s`",
+                "See `%s`",
                 self._run_id,
                 group.group_id,
                 "first" if self.failed_group_count == 1 else f"{self.failed_group_count}th",
                 one_line(group.failures[0].reason)[:REASON_LENGTH_MAX],
-                self._run_id,
+                command(f"dead ls --run {self._run_id}"),
                 extra={"run_id": self._run_id, "failed_group_count": self.failed_group_count},
             )
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from ..fabric.command import with_commands
 from ..fabric.diagnosing import read_fabric
 from ..fabric.errors import FabricError, NothingMoves
 from ..fabric.ports import LeaseBoard
@@ -48,7 +49,7 @@ class Waiting:
         """An iteration has waited so long, and goes on: say why, if it is news."""
         causes = await self._look()
         if causes:
-            self._say(causes[0], f"groups() has waited for {waited_s:.0f} s: {causes[0].words}")
+            self._say(causes[0], f"groups() has waited for {waited_s:.0f} s: {with_commands(causes[0].words)}")
 
     def tell_refusal(self, waited_s: float, error: FabricError) -> None:
         """A submit is refused again and again, and goes on trying: the refusal itself says why."""
@@ -75,10 +76,10 @@ class Waiting:
         causes = self._causes if is_poll else await self._look(age_s)
         if not causes:
             return f"no group came within {timeout_s:g} s"
-        text = f"no group came within {timeout_s:g} s: {causes[0].words}"
+        text = f"no group came within {timeout_s:g} s: {with_commands(causes[0].words)}"
         if timeout_s >= SAY_AFTER_S and causes[0].kind == "stuck" and not self._has_moved:
-            rows = [asdict(each) for each in causes]
-            raise NothingMoves(text, run_id=self._run_id, cause=causes[0].code, step=causes[0].step, causes=rows)
+            rows = with_commands([asdict(each) for each in causes])
+            raise NothingMoves(text, run_id=self._run_id, cause=rows[0]["code"], step=rows[0]["step"], causes=rows)
         if not causes[0].is_well:
             self._say(causes[0], text)
         return text

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # pause after a failure; doubles up to RETRY_S_MAX
 RETRY_S_MAX = 60.0
+ERROR_LENGTH = 300  # of each
+NAME_COUNT = 8  # refused runs named in a heartbeat
 
 
 class Tokenizers:
@@ -60,12 +62,12 @@ class Tokenizers:
 
     @property
     def error(self) -> str | None:
-        """Why runs are not served: the first in full, and how many more there are."""
-        if not self._errors:
-            return None
-        (run_id, _), error = next(iter(self._errors.items()))
-        more = f"; and {len(self._errors) - 1} more" if len(self._errors) > 1 else ""
-        return f"run {run_id!r} is not served: {error}{more}"
+        """Why runs are not served: the newest first, as far as there is room, and how many more there are."""
+        shown = [
+            f"run {run_id!r} is not served: {error[:ERROR_LENGTH]}" for (run_id, _), error in self._errors.items()
+        ][::-1]
+        left = len(shown) - NAME_COUNT
+        return "; ".join(shown[:NAME_COUNT] + ([f"and {left} more"] if left > 0 else [])) or None
 
     async def _load(self, key: tuple[str, str]) -> Tokenizer:
         run_id, model = key

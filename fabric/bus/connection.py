@@ -31,6 +31,7 @@ from .embedded import starter_of
 from .facts import BrokerFacts, broker_facts, problems
 from .patience import SAY_AFTER_S, PatientRetry
 from .pools import Pools
+from .scheme import MISLEADING, misfit
 from .sentinel import LedClient
 from .translate import broker_name, translate
 from .url import Address, BrokerUrl, mask_url, read_url, resolve_url
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 CONNECTION_COUNT_MAX = 32
 LOADING_POLL_S = 0.25
+LONG_S = 1.0  # for opening: then it is looked what listens there
 # Longest silence where another server may take over: a machine that is gone says nothing, and patience must outlast it.
 SILENCE_S = 6.0
 
@@ -74,6 +76,35 @@ async def open_broker(
     assert client_name.isprintable()
     assert " " not in client_name
     parts = read_url(url)
+    opening = asyncio.ensure_future(
+        _open(url, parts, client_name, max_connections, socket_timeout_s, patience_s, open_patience_s)
+    )
+    try:
+        await asyncio.wait((opening,), timeout=LONG_S)
+        if not opening.done() and (better := await misfit(url, parts, "timeout")) is not None and not opening.done():
+            raise better
+        return await opening
+    except BrokerError as error:
+        reason = str(error.facts.get("reason"))
+        if not opening.done() or reason not in MISLEADING or (better := await misfit(url, parts, reason)) is None:
+            raise
+        raise better from None
+    finally:
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait((opening,))
+
+
+async def _open(
+    url: str,
+    parts: BrokerUrl,
+    client_name: str,
+    max_connections: int,
+    socket_timeout_s: float,
+    patience_s: float,
+    open_patience_s: float,
+) -> redis.asyncio.Redis:
+    """As `open_broker`, which also says where another scheme would do."""
 
     def pools(silence_s: float) -> Pools:
         timeout_s = min(socket_timeout_s, silence_s)

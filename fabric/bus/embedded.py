@@ -7,6 +7,7 @@ Owns one data directory, its lock, and the server that lives in it.
 - A directory that another user owns or may write to is not used, nor is what one left written there: whoever makes the
   configuration, the password or the data decides what the server does.
 - A kept directory has a steady URL: a restart comes back where clients look for it.
+- A directory whose owner lives is refused at once; where the owner is gone, its server is given a moment to end.
 - The server stops with its owner, however the owner ends (`server_process.py` says how).
 - Everything here is synchronous, needs no event loop, and does not import redis.
 
@@ -15,6 +16,7 @@ Speaking to the server is left to `connection.py`.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -223,13 +225,28 @@ def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if clock.now_s() > until_s:
+            if clock.now_s() > until_s or _lives(previous.get("owner_pid")):
                 os.close(lock)
                 raise _in_use(directory, previous) from None
             pause.wait(0.05)
         else:
             os.ftruncate(lock, 0)  # nobody shall read the last server's URL while ours starts
             return lock, previous
+
+
+def _lives(pid: Any) -> bool:
+    """Whether a process is there, and no zombie."""
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's
+    with contextlib.suppress(OSError):  # where there is no /proc, one that is dead and not yet buried counts as alive
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return True
 
 
 def _in_use(directory: Path, holder: dict[str, Any]) -> BrokerError:

@@ -18,6 +18,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ..records import Lease, WorkerInfo
+from ..text import counted
 from .lease import has_ended
 from .lending import LendTerms
 from .supply import is_same_model
@@ -261,16 +262,16 @@ def _nothing_open(view: _View) -> Iterator[Cause]:
     if view.run.depth > 0:
         return
     submitted = view.count("groups_submitted")
+    were, have = ("was", "has") if submitted == 1 else ("were", "have")
+    pushed = f"{_all(submitted, 'group')} that {were} submitted to {view.name}"
     step = 'Push tasks: run.submit([{"seed": 1}], group_size=8)'
     if not submitted:
         yield view.cause("nothing_submitted", f"nothing was submitted to {view.name} yet", step)
     elif view.count("groups_consumed"):
-        text = f"all {submitted} groups that were submitted to {view.name} have been consumed or cancelled"
+        text = f"{pushed} {have} been consumed or cancelled"
         yield view.cause("all_consumed", text, step)
     else:
-        yield view.cause(
-            "all_cancelled", f"all {submitted} groups that were submitted to {view.name} were cancelled", step
-        )
+        yield view.cause("all_cancelled", f"{pushed} {were} cancelled", step)
 
 
 def _attempts_fail(view: _View) -> Iterator[Cause]:
@@ -282,8 +283,9 @@ def _attempts_fail(view: _View) -> Iterator[Cause]:
     run = view.config.run_id
     yield view.cause(
         "attempts_fail",
-        f"all {failed} trajectories of {view.name} that have ended failed, and none was completed{why}",
-        f"See them: rollfab dead ls --run {run}; a traceback: rollfab dead show ID --run {run}",
+        f"{_all(failed, 'trajectory')} of {view.name} that {'has' if failed == 1 else 'have'} ended failed, and none "
+        f"was completed{why}",
+        f"See them: `rollfab dead ls --run {run}`; a traceback: `rollfab dead show ID --run {run}`",
     )
 
 
@@ -293,8 +295,8 @@ def _moves(view: _View) -> Iterator[Cause]:
     oldest = f", the last sign of progress {view.quiet_s:.0f} s ago" if view.quiet_s else ""
     yield view.cause(
         "moves",
-        f"{view.name} moves: {view.running} trajectories run, {view.queued} are queued, {view.scoring} wait for a "
-        f"reward; {view.claimed} turns generate, {view.ready} are ready{oldest}",
+        f"{_progress(view)}; {counted(view.claimed, 'turn', 'generates', 'generate')}, "
+        f"{_do(view.ready, 'is', 'are')} ready{oldest}",
     )
 
 
@@ -312,7 +314,7 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
     waiting = view.run.groups_waiting
     if not waiting or view.running or view.scoring or (view.queued and not _is_full(view)):
         return
-    groups = f"{waiting} complete group{'s' if waiting > 1 else ''} of {view.name}"
+    groups, is_one = f"{counted(waiting, 'complete group')} of {view.name}", waiting == 1
     consumers = view.details.consumers if view.details is not None else ()
     held = [each for each in consumers if each.held_count]
     in_hand = sum(each.held_count for each in held)
@@ -321,18 +323,21 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
     is_live = any(each.is_live for each in held or consumers)
     is_asked = idle_s is not None and idle_s < GONE_S
     if in_hand >= waiting and held:
-        text = f"{groups} are held by consumer {_names([each.name for each in held])}, and not acknowledged"
+        whom = _names([each.name for each in held])
+        text = f"{groups} {'is' if is_one else 'are'} held by consumer {whom}, and not acknowledged"
         if not is_live and is_asked:
             yield view.cause(
                 "consumer_gone",
-                f"{text}; it gives no sign of life, so they go to whoever asks, once it has been silent for the "
-                "takeover time, 60 s by default",
+                f"{text}; it gives no sign of life, so what it holds goes to whoever asks, once it has been silent "
+                "for the takeover time, 60 s by default",
                 f'Wait, ask with a shorter groups(takeover=…), or at once as consumer="{_plain(held[0].name)}"',
                 kind="passing",
             )
             return
+        if is_live:
+            step = 'Wait until it acknowledges, or push more tasks: run.submit([{"seed": 1}], group_size=8)'
     else:
-        text = f"{groups} wait for the trainer"
+        text = f"{groups} {'waits' if is_one else 'wait'} for the trainer"
     if idle_s is None and view.details is not None:
         yield view.cause("consumer_gone", f"{text}, and nobody has ever asked for one", step)
     elif idle_s is not None and not is_asked and not is_live:
@@ -353,7 +358,7 @@ def _full(view: _View) -> Iterator[Cause]:
         yield view.cause(
             "broker_full",
             f"the broker holds {_size(used)} and may hold {_size(limit)}, so nothing new is taken in",
-            "Consume groups, delete runs that are over (rollfab runs rm NAME), or raise its maxmemory",
+            "Consume groups, delete runs that are over (`rollfab runs rm NAME`), or raise its maxmemory",
         )
 
 
@@ -372,7 +377,7 @@ def _nobody(view: _View) -> Iterator[Cause]:
         yield view.cause(
             "nothing_started",
             f"nothing works for {view.name}: neither a controller nor an agent nor a worker is connected to the broker",
-            f"Start all of them in another shell, rollfab up --model {_plain(view.config.model)}, and give your "
+            f"Start all of them in another shell, `rollfab up --model {_plain(view.config.model)}`, and give your "
             "trainer the ROLLFAB_URL that it prints",
         )
 
@@ -382,7 +387,7 @@ def _no_controller(view: _View) -> Iterator[Cause]:
         yield view.cause(
             "no_controller",
             f"no controller is connected, so no worker is given a lease for {view.name}",
-            "Start one: rollfab controller",
+            "Start one: `rollfab controller`",
         )
 
 
@@ -390,7 +395,7 @@ def _no_worker(view: _View) -> Iterator[Cause]:
     if view.holders:
         return
     model = _plain(view.config.model)
-    step = f"Start one: rollfab worker --model {model}"
+    step = f"Start one: `rollfab worker --model {model}`"
     others = view.scene.rollout_workers
     if not others:
         yield view.cause("no_worker", f"no worker is connected that could generate for {view.name} ({model})", step)
@@ -423,13 +428,16 @@ _LOADS = "Wait; if it takes minutes, read the log of that worker"
 _LEASE_WORDS = {
     "worker_failed": ("no worker can generate for {run}. ", "Mend what its log says, and restart it"),
     "worker_loading": ("a worker for {run} is not ready yet. ", _LOADS),
-    "lend_off": ("no serving worker is lent for {run}. ", "Its team lends it: rollfab lend on --all, or --pool NAME"),
-    "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: rollfab lend report"),
+    "lend_off": (
+        "no serving worker is lent for {run}. ",
+        "Its team lends it: `rollfab lend on --all`, or `--pool NAME`",
+    ),
+    "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: `rollfab lend report`"),
     "takes_turns": (
         "the workers of its model serve another run before {run}. ",
-        "Wait for its turn, or start another worker of that model: rollfab worker --model NAME",
+        "Wait for its turn, or start another worker of that model: `rollfab worker --model NAME`",
     ),
-    "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: rollfab status"),
+    "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: `rollfab status`"),
 }
 
 
@@ -485,7 +493,7 @@ _FETCHES = "Wait: it fetches the head by itself; if it takes minutes, read the l
 
 def _heal(view: _View) -> str:
     return (
-        f"See what is damaged: rollfab weights verify {view.config.run_id}; a keyframe heals it: publish the next "
+        f"See what is damaged: `rollfab weights verify {view.config.run_id}`; a keyframe heals it: publish the next "
         "version, or restart the worker"
     )
 
@@ -501,16 +509,17 @@ def _agent(view: _View) -> Iterator[Cause]:
     if not view.queued or view.running:
         return
     agents, environment = view.scene.by_role.get("agent", []), _plain(view.config.environment)
-    step = f"Start one that does: rollfab agent --environment {environment}=module:attr"
+    step = f"Start one that does: `rollfab agent --environment {environment}=module:attr`"
     if not agents:
         text = f"no agent is connected that could play environment {environment!r} of {view.name}"
-        yield view.cause("no_agent", text, "Start one: rollfab agent")
+        yield view.cause("no_agent", text, "Start one: `rollfab agent`")
     elif not view.agents:
         offered = sorted({name for each in agents for name in each.environments})
         text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
         yield view.cause("other_environment", text, step)
     elif all(_is_refusing(view, each) for each in view.agents):
-        text = f"no agent can serve {view.name}. {_plain(view.agents[0].worker_id)}: {_plain(view.agents[0].error)}"
+        first, error = view.agents[0].worker_id, view.agents[0].error or ""
+        text = f"no agent can serve {view.name}. {_plain(first)}: {_plain(error[error.index(_refusal(view)) :])}"
         yield view.cause("agent_failed", text, "Put the model's files where agents can read them; they try again")
     elif all(each.running_count >= each.slot_count for each in view.agents):
         others = [
@@ -520,22 +529,28 @@ def _agent(view: _View) -> Iterator[Cause]:
         ]
         places = sum(each.slot_count for each in view.agents)
         text = (
-            f"all {places} places for environments are taken, {view.name} has none of them: {_names(others)} run there"
+            f"{_all(places, 'place')} for environments {'is' if places == 1 else 'are'} taken, {view.name} has none of "
+            f"them: {_names(others)} {'runs' if len(others) == 1 else 'run'} there"
         )
-        yield view.cause("agents_full", text, "Start another agent: rollfab agent")
+        yield view.cause("agents_full", text, "Start another agent: `rollfab agent`")
 
 
 def _is_refusing(view: _View, info: WorkerInfo) -> bool:
     """Whether an agent says that it does not serve this run."""
-    return bool(info.error) and f"run {view.config.run_id!r} is not served" in (info.error or "")
+    return _refusal(view) in (info.error or "")
+
+
+def _refusal(view: _View) -> str:
+    return f"run {view.config.run_id!r} is not served"
 
 
 def _reward(view: _View) -> Iterator[Cause]:
     if not view.scoring or view.has_reward:
         return
     reward = _plain(view.config.reward)
-    text = f"{view.scoring} rollouts of {view.name} wait for reward function {reward!r}"
-    step = f"Start one that does: rollfab reward --reward {reward}=module:attr"
+    does = "waits" if view.scoring == 1 else "wait"
+    text = f"{counted(view.scoring, 'rollout')} of {view.name} {does} for reward function {reward!r}"
+    step = f"Start one that does: `rollfab reward --reward {reward}=module:attr`"
     workers = view.scene.by_role.get("reward", [])
     if not workers:
         yield view.cause("no_reward_worker", f"{text}, and no reward worker is connected", step)
@@ -554,7 +569,8 @@ def _run_full(view: _View) -> Iterator[Cause]:
         yield view.cause(
             "run_full",
             f"{view.name} holds {_size(view.run.memory_bytes)} of jobs and rollouts, it may hold "
-            f"{_size(view.config.memory_bytes_max)}, and {view.run.groups_waiting} complete groups are not consumed",
+            f"{_size(view.config.memory_bytes_max)}, and "
+            f"{counted(view.run.groups_waiting, 'complete group', 'is', 'are')} not consumed",
             "Consume them, or raise memory_bytes_max",
         )
 
@@ -579,19 +595,31 @@ def _nothing_found(view: _View) -> Iterator[Cause]:
         at = _names([each.worker_id for each in view.leased])
         yield view.cause(
             "stalled",
-            f"{view.running} trajectories and {view.claimed} turns of {view.name} run, and for {view.quiet_s:.0f} s "
+            f"{counted(view.running, 'trajectory')} and {counted(view.claimed, 'turn')} of {view.name} run, and for "
+            f"{view.quiet_s:.0f} s "
             f"nothing has come of it; its turns are leased to {at}",
             "Read the logs of its workers and agents: a turn that stalls goes on elsewhere by itself",
         )
     else:
-        text = (
-            f"{view.name} moves: {view.running} trajectories run, {view.queued} are queued, {view.scoring} wait for a "
-            f"reward; nothing is in the way"
-        )
-        yield view.cause("moves", text)
+        yield view.cause("moves", f"{_progress(view)}; nothing is in the way")
 
 
 # ---------------------------------------------------------------- words
+
+
+def _progress(view: _View) -> str:
+    return (
+        f"{view.name} moves: {counted(view.running, 'trajectory', 'runs', 'run')}, "
+        f"{_do(view.queued, 'is', 'are')} queued, {_do(view.scoring, 'waits', 'wait')} for a reward"
+    )
+
+
+def _all(count: int, noun: str) -> str:
+    return f"all {counted(count, noun)}" if count != 1 else f"the only {noun}"
+
+
+def _do(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def _plain(text: str | None) -> str:

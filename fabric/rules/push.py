@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import FabricError, QueueFull, RunUnknown
-from ..text import did_you_mean
+from ..text import counted, did_you_mean
 
 DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this bounds them to tens of megabytes
 
@@ -13,8 +13,8 @@ DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this
 def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
     """The run holds as many trajectories as it may beside `need` more."""
     return QueueFull(
-        f"run {run_id!r} holds {depth} trajectories not yet consumed, its limit is {limit}, and the group has {need}: "
-        "consume groups, or raise trajectory_count_max",
+        f"run {run_id!r} holds {counted(depth, 'trajectory')} not yet consumed, its limit is {limit}, and the "
+        f"group has {need}: consume groups, or raise trajectory_count_max",
         depth=depth,
         limit=limit,
         need=need,
@@ -24,8 +24,8 @@ def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
 def never_fits(run_id: str, limit: int, need: int) -> QueueFull:
     """A group is larger than the run may ever hold."""
     return QueueFull(
-        f"run {run_id!r} may hold {limit} trajectories, and the group has {need}: it would never fit; push smaller "
-        "groups, or raise trajectory_count_max",
+        f"run {run_id!r} may hold {counted(limit, 'trajectory')}, and the group has {need}: it would never fit; "
+        "push smaller groups, or raise trajectory_count_max",
         limit=limit,
         need=need,
     )
@@ -45,8 +45,8 @@ def too_many_bytes(run_id: str, size: int, limit: int, need: int) -> QueueFull:
 def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
     """The run has as many dead letters as are kept."""
     return QueueFull(
-        f"run {run_id!r} has {depth} dead letters, the limit is {limit}: see `rollfab dead ls --run {run_id}`, then "
-        f"`rollfab dead retry` or `rollfab dead discard`",
+        f"run {run_id!r} has {counted(depth, 'dead letter')}, the limit is {limit}: see `rollfab dead ls --run "
+        f"{run_id}`, then `rollfab dead retry` or `rollfab dead discard`",
         depth=depth,
         limit=limit,
     )

@@ -509,5 +509,5 @@ async def test_dead_letters_that_pile_up_stop_the_pusher(world: World, monkeypat
     await world.rollouts.push([group_of_size("g1", 1)])
     (claim,) = await world.trajectories.claim("a1", 1)
     assert await world.trajectories.fail("g1.0", claim.fence, letter_of(claim), is_final=True) == "dead"
-    with pytest.raises(QueueFull, match="1 dead letters"):
+    with pytest.raises(QueueFull, match="1 dead letter,"):
         await world.rollouts.push([group_of_size(f"h{index}", 1) for index in range(12)])  # some on every shard

@@ -54,20 +54,21 @@ def fabric_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_trainer_of_the_readme_runs(fabric_up: str, capsys: pytest.CaptureFixture[str]) -> None:
     # Given the README's loop, cut to two steps
     source = snippet("Bring your own trainer")
-    assert "range(1, 100)" in source
+    assert "first + 100)" in source
     names: dict[str, Any] = {}
-    # When it is run as it stands
-    exec(compile(source.replace("range(1, 100)", "range(1, 3)"), "README.md", "exec"), names)
-    # Then both steps learnt
-    assert capsys.readouterr().out.count("mean reward") == 2
+    # When it is run as it stands, twice
+    for _ in range(2):
+        exec(compile(source.replace("first + 100)", "first + 3)"), "README.md", "exec"), names)
+        # Then both steps learnt
+        assert capsys.readouterr().out.count("mean reward") == 2
     with rollfab.connect() as fabric:
         run = fabric.run("my-run")
-        assert run.head_version() == 2
-        assert run.status().counters["groups_consumed"] == 16
+        assert run.head_version() == 5
+        assert run.status().counters["groups_consumed"] == 32
         assert set(run.weights()) == {name for name, _ in names["model"].named_parameters()}
     names["fabric"].close()
 

@@ -104,6 +104,28 @@ async def test_tls_against_a_broker_without_tls_says_so(tmp_path: Path) -> None:
         await connect(f"rediss://127.0.0.1:{server.port}", socket_timeout_s=0.3)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("redis://:hunter2@", "", "refused this user and password, and lets everybody in without: leave them out"),
+        ("redis://alice:hunter2@", "", "refused this user and password, and lets everybody in without: leave them out"),
+        ("redis+cluster://", "", "is one broker by itself, no Redis Cluster: write redis:// instead of redis+cluster"),
+        ("redis+sentinel://", "/main", "is no sentinel but a broker itself: write redis://host:port instead of redis+"),
+        ("rediss://", "", "does not speak TLS on this port: write redis:// instead of rediss://"),
+        ("rediss+cluster://", "", "does not speak TLS on this port: write redis+cluster:// instead of rediss+cluster"),
+        ("rediss+sentinel://", "/main", "does not speak TLS on this port: write redis+sentinel:// instead of rediss+"),
+    ],
+)
+async def test_a_url_of_another_kind_of_broker_is_told_which_scheme_it_takes(
+    tmp_path: Path, before: str, after: str, says: str
+) -> None:
+    with redis_server(tmp_path) as server, pytest.raises(BrokerError) as caught:
+        await open_broker(f"{before}127.0.0.1:{server.port}{after}", client_name="test")
+    assert says in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
 async def test_a_database_that_does_not_exist_is_told(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, pytest.raises(BrokerError) as caught:
         await connect(f"redis://127.0.0.1:{server.port}/99")

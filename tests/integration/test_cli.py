@@ -211,6 +211,28 @@ def test_the_doctor_lists_what_is_there() -> None:
 
 
 @pytest.mark.timeout(90)  # some processes, each a second or more to start
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("dead ls --run r", "run r has no dead letters"),
+        ("weights ls r", "nothing is published in run r yet"),
+        ("rows ls", "every row can be read"),
+        ("consume --run r --timeout 1", "stopped: no group came within 1 s"),
+        ("api keys ls --file {keys}", "/keys holds no keys: `"),
+        ("runs ls", "there are no runs on this broker"),
+    ],
+)
+def test_a_listing_that_is_empty_says_so_beside_it(tmp_path: Path, words: str, says: str) -> None:
+    with EmbeddedBroker.start(tmp_path / "broker") as broker:
+        if " r" in words:
+            with rollfab_connect(broker.url) as fabric:
+                fabric.run("r", model="tiny", environment="frozenlake")
+        (tmp_path / "keys").touch(mode=0o600)
+        done = rollfab(*words.format(keys=tmp_path / "keys").split(), url=broker.url)
+        assert (done.returncode, done.stdout) == (0, "") and says in done.stderr
+
+
 def test_a_run_that_is_over_is_deleted(url: str) -> None:
     with rollfab_connect(url) as fabric:
         fabric.run("over", model="tiny", environment="frozenlake").submit([{"seed": 1}], group_size=4)

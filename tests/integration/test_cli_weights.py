@@ -94,7 +94,7 @@ def test_a_run_that_is_not_there_or_has_no_weights_is_told_apart(url: str) -> No
         fabric.run("fresh", model="tiny", environment="frozenlake")
     done = tool("ls", "fresh", url=url)
     nothing = "nothing is published in run fresh yet: its trainer does, with run.publish"
-    assert (done.returncode, done.stdout.strip()) == (0, nothing)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "", nothing)
     assert said("ls", "fresh", url=url) == []
     done = tool("verify", "fresh", url=url)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -14,11 +15,13 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import psutil
 import pytest
 import redis
 
 import rollfab
 from rollfab.fabric.bus.embedded import EmbeddedBroker
+from rollfab.fabric.directories import owner_only
 from rollfab.fabric.errors import BrokerError
 
 ROOT = Path(__file__).parents[2]
@@ -258,6 +261,36 @@ def test_a_broker_of_one_s_own_ends_with_130_when_it_is_interrupted(tmp_path: Pa
         assert process.stdout is not None and process.stdout.readline().startswith("unix://")
         process.send_signal(signal.SIGINT)
         assert "Traceback" not in process.communicate(timeout=100)[1]
+    assert process.returncode == 130
+
+
+PATIENT = """
+from rollfab.__main__ import main
+from rollfab.fabric.bus import embedded
+
+embedded.LOCK_WAIT_S = 1e9
+main()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_broker_that_waits_for_its_directory_ends_with_130_when_it_is_interrupted(tmp_path: Path) -> None:
+    # Given a directory that somebody holds who does not say who it is
+    home = tmp_path / "data" / "broker"
+    home.mkdir(mode=0o700, parents=True)
+    _, environment = command()
+    line = [sys.executable, "-c", PATIENT, "broker", "--data", str(tmp_path / "data")]
+    with open(home / "broker.lock", "wb", opener=owner_only) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            limit_s = time.monotonic() + 60
+            while lock.name not in [each.path for each in psutil.Process(process.pid).open_files()]:
+                assert process.poll() is None and time.monotonic() < limit_s
+                time.sleep(0.05)
+
+            # When who waits for it is interrupted, then that is its end
+            process.send_signal(signal.SIGINT)
+            assert "Traceback" not in process.communicate(timeout=30)[1]
     assert process.returncode == 130
 
 

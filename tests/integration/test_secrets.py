@@ -204,7 +204,7 @@ def test_a_password_is_in_no_log_answer_or_argument_of_a_fabric_that_works_and_o
         page.headers.update(_bearer(key))
         wait_until_ready(page, tmp_path)
         said = [run("submit", _tasks(tmp_path), *RUN, ROLLFAB_URL=url(server, PASSWORD))]
-        assert "1 groups pushed" in said[0]
+        assert "1 group pushed" in said[0]
         answers = [page.get(path).text for path in PATHS]
         children = psutil.Process(process.pid).children(recursive=True)
         arguments = [" ".join(child.cmdline()) for child in children]

@@ -165,6 +165,34 @@ def command_line(pid: int) -> bytes:
 
 
 @pytest.mark.timeout(120)
+def test_a_second_one_on_the_same_data_is_refused_and_leaves_the_first_its_key(tmp_path: Path) -> None:
+    with up(tmp_path / "data", *NOTHING) as first:
+        first.until("rollfab is up.")
+        key = (tmp_path / "data" / "api.key").read_text()
+        with up(tmp_path / "data", *NOTHING) as second:
+            assert second.end() == 1
+            assert f"started by process {first.process.pid}: stop that one" in second.text
+        assert (tmp_path / "data" / "api.key").read_text() == key
+
+
+@pytest.mark.timeout(180)
+def test_a_broker_that_is_frozen_is_said_and_that_it_answers_again(tmp_path: Path) -> None:
+    # Given all roles at work
+    with up(tmp_path / "data", *NOTHING) as terminal:
+        terminal.until("rollfab is up.")
+        (broker,) = [pid for pid in children_of(terminal.process.pid) if b"valkey-server" in command_line(pid)]
+
+        # When their broker stands still for a while, then
+        os.kill(broker, signal.SIGSTOP)
+        shown = terminal.until("everything waits for the broker, for ")
+        os.kill(broker, signal.SIGCONT)
+        assert "answers again" not in shown
+        terminal.until("answers again, after ")
+        terminal.type(CTRL_C)
+        assert terminal.end() == 130
+
+
+@pytest.mark.timeout(120)
 def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
     with up(tmp_path / "data", "--dedicated", "0") as terminal:
         terminal.until("rollfab is up.")

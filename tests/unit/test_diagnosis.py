@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Scene, str]] = {
     ),
     "agents_full": (
         scene(None, CONTROLLER, WORKER, replace(AGENT, running_count=64), leases=HELD, others=(OTHER,)),
-        "all 64 places for environments are taken, run 'r1' has none of them: r2 run there",
+        "all 64 places for environments are taken, run 'r1' has none of them: r2 runs there",
     ),
     "no_reward_worker": (
         scene(status(0, 0, 5, config=REWARDED), *ALL, leases=HELD),
@@ -352,6 +352,7 @@ def test_there_is_always_an_answer_and_each_cause_is_said_once(seen: Scene) -> N
     assert ("moves" in codes(found)) == (found[0].code == "moves"), "work that moves is said alone"
     for cause in found:
         assert cause.text and cause.text.isprintable() and len(cause.text) < 2_000
+        assert not re.search(r"\b1 ((complete )?(group|trajectorie|rollout|turn|place)s|are|wait|run)\b", cause.text)
 
 
 @given(st.integers(0, 99), st.integers(1, 99), st.integers(0, 99), st.integers(0, 9), st.lists(workers, max_size=4))
@@ -378,7 +379,8 @@ def test_what_a_silent_consumer_holds_stands_in_nobodys_way_who_asks() -> None:
 def test_groups_held_by_one_who_lives_are_not_lost() -> None:
     busy = Consumer(name="trainer", held_count=2, idle_s=GONE_S * 20, is_live=True)
 
-    assert diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(busy,))), "r1")[0].kind == "waits"
+    first = diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(busy,))), "r1")[0]
+    assert first.kind == "waits" and first.step.startswith("Wait until it acknowledges"), "nobody else is given them"
 
 
 def test_a_run_whose_every_trajectory_failed_is_not_told_to_push_more_of_the_same() -> None:

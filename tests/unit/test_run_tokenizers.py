@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import threading
 from pathlib import Path
 
@@ -127,13 +128,25 @@ async def test_loading_is_tried_again_with_growing_pauses_and_said_once(
     assert tokenizers.error is None
 
 
+async def test_of_many_runs_that_are_not_served_the_newest_are_named_and_the_others_counted(hub: PlayedHub) -> None:
+    hub.error = AWAY
+    tokenizers = Tokenizers(SystemClock())
+    for number in range(10):
+        tokenizers.of(dataclasses.replace(HUB_RUN, run_id=f"r{number}"))
+        await until(lambda number=number: f"'r{number}'" in (tokenizers.error or ""))
+    assert re.findall("run 'r([0-9])' is not served", tokenizers.error or "") == list("98765432")
+    assert (tokenizers.error or "").endswith("; and 2 more")
+    tokenizers.close()
+
+
 async def test_a_run_that_is_gone_or_has_another_model_is_asked_for_no_more(hub: PlayedHub) -> None:
     # Given two runs that cannot be served
     hub.error = AWAY
     tokenizers = Tokenizers(SystemClock())
     other = dataclasses.replace(HUB_RUN, run_id="r9")
     assert (tokenizers.of(HUB_RUN), tokenizers.of(other)) == (None, None)
-    await until(lambda: (tokenizers.error or "").endswith("; and 1 more"))
+    why = f"{type(AWAY).__name__}: {AWAY}"
+    await until(lambda: tokenizers.error == f"run 'r9' is not served: {why}; run 'r0' is not served: {why}")
     # When one is deleted, and the other made anew with a model that is there
     mended = dataclasses.replace(HUB_RUN, model="tiny")
     tokenizers.keep({"r0": mended})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rollfab.commands.broker_watch import BrokerWatch
 from rollfab.commands.logs import FactsFormatter, plain_lines
 from rollfab.commands.speech import say, wrapped
 from rollfab.commands.supervisor import Child, Supervisor
 from rollfab.commands.up import UpOptions, _Life
+from rollfab.fabric.command import with_commands
+from rollfab.fabric.rules import diagnosis
 
 
 @given(st.text(alphabet="ab `\n", max_size=300), st.integers(8, 100))
@@ -95,3 +100,51 @@ def test_who_is_not_ready_is_told_by_the_time_since_its_own_start(tmp_path: Path
         "not ready yet after 13 s: agent-0, dedicated-0",
         "not ready yet after 3 s: dedicated-0",
     ]
+
+
+def test_a_silence_of_the_broker_is_said_once_and_so_is_its_end() -> None:
+    # Given a broker that is looked at now and then, and answers
+    told: list[str] = []
+    watch = BrokerWatch("redis://:secret@host/0", lambda text, kind: told.append(f"{kind}: {text}"))
+    watch.note({}, "", now_s=100.0)
+
+    # When it is silent for a moment, then for long, then cannot be reached
+    for now_s, why in ((103.0, ""), (106.0, ""), (109.0, ""), (112.0, "it is gone")):
+        watch.note(None, why, now_s=now_s)
+    watch.note({}, "", now_s=120.0)
+    watch.note({}, "", now_s=121.0)
+    watch.note(None, "it is gone", now_s=127.0)
+
+    # Then each silence has one line, and its end another
+    assert told == [
+        "warning: everything waits for the broker, for 6 s now: the broker redis://:***@host/0 does not answer; is it "
+        "stopped or overloaded?",
+        ": the broker redis://:***@host/0 answers again, after 20 s",
+        "warning: everything waits for the broker, for 6 s now: it is gone",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "typed"),
+    [("", "venv/bin/rollfab"), ("venv/bin", "rollfab"), ("elsewhere", "venv/bin/rollfab")],
+    ids=["not on the PATH", "on it", "another one on it"],
+)
+def test_a_next_step_is_what_can_be_typed_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, typed: str
+) -> None:
+    for place in ("venv/bin", "elsewhere"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "rollfab").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "venv/bin/rollfab")])
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
+
+    rows = [{"step": "Start one: `rollfab agent`, or rollfab.connect()"}]
+
+    assert with_commands(rows) == [{"step": f"Start one: `{typed} agent`, or rollfab.connect()"}]
+
+
+def test_every_next_step_of_the_diagnosis_marks_its_commands() -> None:
+    source = inspect.getsource(diagnosis)
+    assert re.search("`rollfab [a-z]", source)
+    assert not re.findall("[^`]rollfab (?:up|agent|worker|controller|reward|consume|status|lend|runs|dead) ", source)

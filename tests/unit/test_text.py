@@ -14,7 +14,7 @@ from rollfab.commands.logs import FactsFormatter
 from rollfab.commands.status import draw
 from rollfab.fabric.errors import EnvironmentFailed
 from rollfab.fabric.records import TrajectoryJob
-from rollfab.fabric.text import cleaned, did_you_mean, one_line, printable
+from rollfab.fabric.text import cleaned, counted, did_you_mean, one_line, printable
 from rollfab.workers.failures import dead_letter
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x00\x9b31m\u202eabc\u2066\r\x08 tail\ud800"
@@ -79,3 +79,12 @@ def test_the_nearest_names_are_said_or_else_those_there_are() -> None:
     assert did_you_mean("x", []) == "there are none"
     assert did_you_mean("caht", ["chat"], "Or wait") == "did you mean chat? Or wait"
     assert did_you_mean("x", ["chat"], "Or wait") == "there are chat. Or wait"
+
+
+def test_a_count_and_its_noun_agree_and_so_does_what_they_do() -> None:
+    assert [counted(count, "group", "waits", "wait") for count in (0, 1, 2)] == [
+        "0 groups wait",
+        "1 group waits",
+        "2 groups wait",
+    ]
+    assert [counted(count, "trajectory") for count in (1, 1200)] == ["1 trajectory", "1,200 trajectories"]
