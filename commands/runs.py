@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -13,10 +12,12 @@ from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import ConfigError, InputError
 from ..fabric.ports import BadRow
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import cleaned
+from ..fabric.text import cleaned, one_line
 from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
-from .status import with_ports
+from .status import bad_row, with_ports
+
+CUT_COUNT = 8  # tables named that were looked at in part
 
 
 def register(app: typer.Typer) -> None:
@@ -60,15 +61,23 @@ def _register_rows(app: typer.Typer) -> None:
 
     @rows.command("ls")
     def list_bad_rows(url: Url = None, json: AsJson = False) -> None:
-        """List rows that cannot be read: everybody passes over them."""
-        found = with_ports(need_url(url), _bad_rows)
+        """List rows that cannot be read, of every table: everybody passes over them."""
+        found = with_ports(need_url(url), lambda ports: ports.board.survey_rows())
         if json:
-            print(dump_json([{**asdict(row), "step": row.step} for row in found]).decode())
-            return
-        for row in cleaned([{**asdict(row), "step": row.step} for row in found]):
-            print(f"{row['table']}  {row['row'] or '(all of it)'}  {row['problem']}\n  → {row['step']}")
-        if not found:
-            print("every row can be read")
+            print(dump_json([bad_row(row) for row in found.bad_rows]).decode())
+        else:
+            for row in found.bad_rows:
+                shown = (row.table, row.row or "(all of it)", row.problem)
+                print("  ".join(map(one_line, shown)) + f"\n  → {one_line(row.step)}")
+            if not found.bad_rows:
+                print(f"every row can be read: {found.row_count:,} of {found.table_count:,} tables")
+        say = Console(stderr=True)
+        if found.cut:
+            more = f" and {len(found.cut) - CUT_COUNT} more" if len(found.cut) > CUT_COUNT else ""
+            named = one_line(", ".join(found.cut[:CUT_COUNT]))
+            say.print(f"looked at in part, as they are large: {named}{more}", markup=False, highlight=False)
+        if not found.is_whole:
+            say.print("not all tables were looked at: remove these rows, then look again", highlight=False)
 
     @rows.command("rm")
     def remove_bad_row(
@@ -77,12 +86,8 @@ def _register_rows(app: typer.Typer) -> None:
         url: Url = None,
     ) -> None:
         """Remove a row that cannot be read, and no other."""
-
-        async def work(ports: RedisFabric) -> bool:
-            found = [each for each in await _bad_rows(ports) if (each.table, each.row) == (table, row)]
-            return bool(found) and await ports.board.remove_row(found[0])
-
-        if not with_ports(need_url(url), work):
+        bad = BadRow(table, row, "")
+        if not with_ports(need_url(url), lambda ports: ports.board.remove_row(bad)):
             raise InputError(
                 f"there is no row {row!r} of table {table!r} that cannot be read; `rollfab rows ls` lists those"
             )

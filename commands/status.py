@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.diagnosing import Cause, read_fabric
-from ..fabric.ports import RunStatus
+from ..fabric.ports import BadRow, RunStatus
 from ..fabric.rules.curve import FINITE_MAX, RewardBucket
 from ..fabric.rules.diagnosis import is_well
 from ..fabric.rules.push import no_such_run
@@ -48,8 +48,13 @@ async def snapshot(ports: RedisFabric) -> dict[str, Any]:
         "workers": [{**asdict(info), "heartbeat_age_ms": max(0, age)} for info, age in found.survey.workers.values()],
         "leases": {lease.worker_id: asdict(lease) for lease in held},
         "lends": {name: asdict(said) for name, said in found.lends.items()},
-        "bad_rows": [{**asdict(row), "step": row.step} for row in found.survey.bad_rows],
+        "bad_rows": [bad_row(row) for row in found.survey.bad_rows],
     }
+
+
+def bad_row(row: BadRow) -> dict[str, Any]:
+    """As plain values."""
+    return {**asdict(row), "step": row.step}
 
 
 def only_run(seen: dict[str, Any], run_id: str) -> dict[str, Any]:

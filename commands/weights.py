@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError
+from ..fabric.errors import BrokerError, ConfigError, WireError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.rules.chain import readable_versions
 from ..fabric.rules.push import no_such_run
@@ -184,9 +184,30 @@ def _add_diff(weights: typer.Typer) -> None:
 
 
 async def _require_run(ports: RedisFabric, run: str) -> None:
-    """Raises RunUnknown: nothing was ever published or pushed under that name."""
-    if (await ports.weights.head(run)).epoch == 0 and run not in (runs := await ports.board.runs()):
+    """Raises RunUnknown: nothing was ever published or pushed under that name. WireError: its head cannot be read."""
+    try:
+        head = await ports.weights.head(run)
+    except WireError:
+        await _require_head(ports, run)
+        raise
+    if head.version < 0:
+        await _require_head(ports, run)
+    if head.epoch == 0 and run not in (runs := await ports.board.runs()):
         raise no_such_run(run, known=runs)
+
+
+async def _require_head(ports: RedisFabric, run: str) -> None:
+    """Raises WireError: a row of the head cannot be read, so that it looks as if nothing were published."""
+    try:
+        found = (await ports.board.survey_rows([f"{run}.w:head"])).bad_rows
+    except BrokerError:  # another user than the operator's may not look
+        return
+    for row in found:
+        what = f"row {row.row!r} of table {row.table}" if row.row else f"table {row.table}"
+        raise WireError(
+            f"the head of run {run!r} cannot be read: {what}: {row.problem}. Remove it: `{row.step}`; then have its "
+            "trainer publish a keyframe"
+        )
 
 
 def _show(found: dict[str, Any] | list[Any]) -> None:

@@ -25,6 +25,7 @@ from .keys import INBOX_TTL_MS, ShardKeys
 from .rows import is_job_name, shown_name, turn_row
 from .scripts import Scripts
 from .shards import RunShards, waking_keys
+from .typed import is_wrong_type
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,13 @@ class RedisTurnQueue:
         block_ms = max(1, int(timeout_s * 1000))
         commands.append(("XREAD", "COUNT", RESULT_COUNT, "BLOCK", block_ms, "STREAMS", *names, *after))
         with translate():
-            *_, answer = checked(await self._scripts.channel.ask_alone(commands))
+            answers = await self._scripts.channel.ask_alone(commands)
+            if any(map(is_wrong_type, answers)):  # what should wait there is gone; the next result makes it anew
+                sizes = await self._scripts.channel.ask_many([("XLEN", name) for name in names])
+                wrong = [name for name, size in zip(names, sizes, strict=True) if is_wrong_type(size)]
+                await self._scripts.channel.ask_many([("DEL", name) for name in wrong])
+                return []
+            *_, answer = checked(answers)
         for name in names:
             self._taken.pop(name, None)
         rows = stream_entries(answer)
