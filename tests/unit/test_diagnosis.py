@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.ports import Consumer, RunDetails, RunStatus
+from rollfab.fabric.ports import BadRow, Consumer, RunDetails, RunStatus
 from rollfab.fabric.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.rules.diagnosis import CODES, GONE_S, STALL_S, Cause, Scene, diagnose, is_well
 from rollfab.fabric.rules.lending import terms
@@ -100,6 +100,8 @@ HERE = RunDetails(consumers=(Consumer(name="trainer", held_count=0, idle_s=2.0),
 DAMAGED = replace(WORKER, error="chunk 3 of version 7 has another digest")
 LAGGING = {"head": 7}
 
+BAD = (BadRow("r1.0:open", "", "it is a list, and should be a hash"), BadRow("r2.0:counters", "tokens", "no count"))
+
 CASES: dict[str, tuple[Scene, str]] = {
     "moves": (scene(status(2, 4, claimed=3, ready=1), *ALL, leases=HELD), "4 trajectories run, 2 are queued"),
     "nothing_submitted": (scene(status(0, groups_submitted=0), *ALL), "nothing was submitted to run 'r1' yet"),
@@ -147,6 +149,10 @@ CASES: dict[str, tuple[Scene, str]] = {
         "the head is version 7, staleness allows 1, and w1 holds version 0: chunk 3 of version 7 has another digest",
     ),
     "catching_up": (scene(status(0, 4, ready=4, head=7), *ALL, leases=HELD), "w1 holds version 0"),
+    "bad_rows": (
+        scene(None, *ALL, leases=HELD, bad_rows=BAD),
+        "1 rows that run 'r1' may need cannot be read and are passed over: all of r1.0:open (it is a list",
+    ),
     "no_agent": (scene(None, CONTROLLER, WORKER, leases=HELD), "no agent is connected"),
     "other_environment": (
         scene(None, CONTROLLER, WORKER, replace(AGENT, environments=["a", "b"]), leases=HELD),
