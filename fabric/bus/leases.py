@@ -22,6 +22,7 @@ from ..limits import EVENT_BYTES_MAX
 from ..ports import BadRow, RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
+from ..text import one_line
 from ..wire import check_size, dump_json
 from . import keys as names
 from .channel import checked
@@ -206,7 +207,7 @@ def _text(raw: bytes) -> str:
 
 
 def _bad_worker(name: bytes, info: WorkerInfo) -> BadRow:
-    return BadRow("workers", shown_name(name), info.error or "")
+    return BadRow("workers", shown_name(name), one_line(info.error or ""))
 
 
 def beat_age(beat: float | None, now_ms: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import FabricError
 from ..ports import BAD_ROW_COUNT_MAX, BadRow, RowSurvey
+from ..text import one_line
 from . import keys as names
 from .cluster_client import ClusterClient
 from .rows import shown_name
@@ -95,7 +96,7 @@ def _problem(table: Table, name: bytes, value: Any) -> str:
         if table.check is not None:
             table.check(table.run, name, value)
     except (FabricError, ValueError, OverflowError) as error:
-        return str(error)
+        return one_line(str(error))
     return ""
 
 

@@ -30,6 +30,7 @@ from ..rules.giving_up import given_up
 from ..rules.lease import time_left
 from ..rules.lending import check_setting, setting_of
 from ..sharing import ALL, LendSetting, SharingReport
+from ..text import one_line
 from ..weights.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
 from ..wire import MAGIC, load_json
 from .typed import is_wrong_type
@@ -80,7 +81,7 @@ class BadRows:
     def note(self, table: str, row: bytes | str, problem: object) -> None:
         """Leave a row out."""
         if len(self.found) < BAD_ROW_COUNT_MAX:
-            self.found.append(BadRow(table, shown_name(row), str(problem)))
+            self.found.append(BadRow(table, shown_name(row), one_line(str(problem))))
 
     def answer(self, table: str, answer: Any, nothing: Any) -> Any:
         """An answer of a pipeline; `nothing` where the key is of another type. Raises what else the broker refused."""
@@ -150,7 +151,7 @@ def reward_buckets(width: int, name: bytes, raw: bytes) -> Curve:
 
 def shown_name(row: bytes | str) -> str:
     """A row's name for people, which tells it from every other."""
-    return row if isinstance(row, str) else row.decode("utf-8", "backslashreplace")
+    return one_line(row if isinstance(row, str) else row.decode("utf-8", "backslashreplace"))
 
 
 def run_row(name: bytes, raw: bytes) -> RunConfig:

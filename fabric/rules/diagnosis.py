@@ -568,9 +568,10 @@ def _bad_rows(view: _View) -> Iterator[Cause]:
     if not found or not view.open_count:
         return
     named = [f"{each.row or 'all'} of {each.table} ({each.problem})" for each in found]
+    what, are = ("a row", "is") if len(found) == 1 else (f"{len(found)} rows", "are")
     yield view.cause(
         "bad_rows",
-        f"{len(found)} rows that {view.name} may need cannot be read and are passed over: {_names(named)}",
+        f"{what} that {view.name} may need cannot be read and {are} passed over: {_names(named)}",
         "See them, and what removes each: rollfab rows ls",
     )
 

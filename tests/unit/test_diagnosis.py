@@ -149,10 +149,6 @@ CASES: dict[str, tuple[Scene, str]] = {
         "the head is version 7, staleness allows 1, and w1 holds version 0: chunk 3 of version 7 has another digest",
     ),
     "catching_up": (scene(status(0, 4, ready=4, head=7), *ALL, leases=HELD), "w1 holds version 0"),
-    "bad_rows": (
-        scene(None, *ALL, leases=HELD, bad_rows=BAD),
-        "1 rows that run 'r1' may need cannot be read and are passed over: all of r1.0:open (it is a list",
-    ),
     "no_agent": (scene(None, CONTROLLER, WORKER, leases=HELD), "no agent is connected"),
     "other_environment": (
         scene(None, CONTROLLER, WORKER, replace(AGENT, environments=["a", "b"]), leases=HELD),
@@ -177,6 +173,10 @@ CASES: dict[str, tuple[Scene, str]] = {
     "run_full": (
         scene(status(4, waiting=3, config=FULL, memory_bytes=2 << 20), *ALL, leases=HELD, details=HERE),
         "it may hold 1.0 MiB, and 3 complete groups are not consumed",
+    ),
+    "bad_rows": (
+        scene(None, *ALL, leases=HELD, bad_rows=BAD),
+        "a row that run 'r1' may need cannot be read and is passed over: all of r1.0:open (it is a list",
     ),
     "stalled": (
         scene(status(0, 4, claimed=4), *ALL, leases=HELD, quiet_s=STALL_S + 1),
