@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.errors import ConfigError, InputError
 from ..fabric.ports import BadRow
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import cleaned, one_line
-from ..fabric.wire import dump_json
+from ..fabric.text import cleaned
 from .options import AsJson, Url, need_url
+from .printing import Console, show, show_json
 from .status import bad_row, with_ports
 
 CUT_COUNT = 8  # tables named that were looked at in part
@@ -30,7 +29,7 @@ def register(app: typer.Typer) -> None:
         """List the runs, and what of each waits in the broker."""
         rows = with_ports(need_url(url), _rows)
         if json:
-            print(dump_json(rows).decode())
+            show_json(rows)
         else:
             Console().print(_table(cleaned(rows)) if rows else "there are no runs", highlight=False)
 
@@ -50,7 +49,7 @@ def register(app: typer.Typer) -> None:
         if not is_sure and not _agrees(found[run]):
             raise ConfigError(f"run {run!r} was not deleted: say yes, or give --yes")
         with_ports(need_url(url), lambda ports: ports.board.delete_run(run))
-        print(f"run {run} is deleted")
+        show(f"run {run} is deleted")
 
     _register_rows(app)
 
@@ -64,17 +63,17 @@ def _register_rows(app: typer.Typer) -> None:
         """List rows that cannot be read, of every table: everybody passes over them."""
         found = with_ports(need_url(url), lambda ports: ports.board.survey_rows())
         if json:
-            print(dump_json([bad_row(row) for row in found.bad_rows]).decode())
+            show_json([bad_row(row) for row in found.bad_rows])
         else:
             for row in found.bad_rows:
                 shown = (row.table, row.row or "(all of it)", row.problem)
-                print("  ".join(map(one_line, shown)) + f"\n  → {one_line(row.step)}")
+                show("  ".join(shown) + f"\n  → {row.step}")
             if not found.bad_rows:
-                print(f"every row can be read: {found.row_count:,} of {found.table_count:,} tables")
+                show(f"every row can be read: {found.row_count:,} of {found.table_count:,} tables")
         say = Console(stderr=True)
         if found.cut:
             more = f" and {len(found.cut) - CUT_COUNT} more" if len(found.cut) > CUT_COUNT else ""
-            named = one_line(", ".join(found.cut[:CUT_COUNT]))
+            named = ", ".join(found.cut[:CUT_COUNT])
             say.print(f"looked at in part, as they are large: {named}{more}", markup=False, highlight=False)
         if not found.is_whole:
             say.print("not all tables were looked at: remove these rows, then look again", highlight=False)
@@ -91,7 +90,7 @@ def _register_rows(app: typer.Typer) -> None:
             raise InputError(
                 f"there is no row {row!r} of table {table!r} that cannot be read; `rollfab rows ls` lists those"
             )
-        print("removed")
+        show("removed")
 
 
 async def _bad_rows(ports: RedisFabric) -> list[BadRow]:

@@ -9,8 +9,9 @@ import re
 import textwrap
 from typing import Literal
 
-from rich.console import Console
 from rich.text import Text
+
+from .printing import Console
 
 COMMAND = re.compile(r"`[^`\n]+`|export \S+")  # copied by those who read it
 GLUE = "\0"  # a blank that no line is broken at

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -20,9 +20,9 @@ from ..fabric.rules.curve import FINITE_MAX, RewardBucket
 from ..fabric.rules.diagnosis import is_well
 from ..fabric.rules.push import no_such_run
 from ..fabric.text import cleaned
-from ..fabric.wire import dump_json
 from .demo_view import spark
 from .options import AsJson, Url, need_url
+from .printing import Console, show_json
 
 T = TypeVar("T")
 CURVE_WIDTH = 40
@@ -240,7 +240,7 @@ def register(app: typer.Typer) -> None:
 
         if json or not watch:
             seen = chosen(with_ports(need_url(url), snapshot))
-            print(dump_json(seen).decode()) if json else Console().print(draw(seen, has_all=run is not None))
+            show_json(seen) if json else Console().print(draw(seen, has_all=run is not None))
             if run is not None and not seen["runs"][0]["is_well"]:
                 raise typer.Exit(1)
             return

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from rich.console import Console
-
 from ..__main__ import INTERRUPTED
 from ..api.keys import hash_key, new_key
 from ..fabric.bus.embedded import EmbeddedBroker, starter_of
@@ -36,6 +34,7 @@ from ..fabric.models import is_path, is_preset
 from ..fabric.records import WorkerInfo
 from ..fabric.text import one_line, printable
 from .options import command
+from .printing import Console, show
 from .speech import say
 from .status import with_ports
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
@@ -365,7 +364,7 @@ def run_broker(data: str, port: int | None) -> int:
     """Run a private broker until Ctrl-C."""
     interrupts = Interrupts()
     with EmbeddedBroker.start(Path(data) / "broker", transport="tcp" if port else "unix", port=port) as broker:
-        print(broker.url, flush=True)
+        show(broker.url, flush=True)
         while not interrupts.wait(LOOK_S):
             if not broker.is_running:
                 return 1

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ..fabric.bus.fabric import RedisFabric
@@ -24,8 +23,8 @@ from ..fabric.weights.diff import diff_versions
 from ..fabric.weights.held import readable
 from ..fabric.weights.inspection import Inspection, inspect_version, version_row
 from ..fabric.weights.verify import Verified, verify
-from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
+from .printing import Console, show_json
 from .status import with_ports
 from .weights_repair import repair
 from .weights_view import (
@@ -78,7 +77,7 @@ def _add_ls(weights: typer.Typer) -> None:
         rows = with_ports(need_url(url), work)
         nothing = f"nothing is published in run {run} yet: its trainer does, with run.publish"
         if json:
-            print(dump_json(rows).decode())
+            show_json(rows)
         else:
             Console().print(version_table(rows) if rows else nothing, highlight=False)
 
@@ -212,7 +211,7 @@ async def _require_head(ports: RedisFabric, run: str) -> None:
 
 def _show(found: dict[str, Any] | list[Any]) -> None:
     if isinstance(found, dict):
-        print(dump_json(found).decode())
+        show_json(found)
         return
     console = Console()
     for part in found:

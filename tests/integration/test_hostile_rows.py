@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.errors import BrokerError, WireError
 from rollfab.fabric.sharing import SharingReport
+from rollfab.fabric.text import HARMFUL
 from rollfab.workers.controller import Controller, ControllerConfig
 from tests.api_server import RUN, running_api
 from tests.fuzz.tables import SHARD_TABLES as FUZZED
@@ -290,3 +292,51 @@ async def test_a_clock_that_is_none_is_set_anew(url: str, redis: Redis) -> None:
             (_, age_ms) = (await api.fabric.board.workers())["serving-1"]
             assert age_ms < 60_000
             await api.claim(1)
+
+
+LISTINGS = ("status", "rows ls", "runs ls", "dead ls --run r1", "weights ls r1", "lend report", "doctor --run r1")
+
+
+@pytest.mark.timeout(120)
+async def test_no_listing_lets_a_name_move_the_cursor(url: str, redis: Redis) -> None:
+    async with running_api(url):
+        name = b"evil\x1b[2J\xc2\x9b7m"
+        for table in ("workers", "lends", "runs", "sharing", "assignments"):
+            redis.hset(keys.key_of(table), name, b"\x1b[2J")
+        for table in ("r1.0:dead", "r1.0:counters", "r1.w:head"):
+            redis.hset(keys.key_of(table), name, b"\x1b[2J")
+        redis.hset(keys.key_of("r1.0:group:evil\x1b[2J"), "size", b"x")
+        try:
+            for words in LISTINGS:
+                for json in ([], ["--json"]):
+                    done = await asyncio.to_thread(
+                        CliRunner().invoke, app, [*words.split(), *json], env={"ROLLFAB_URL": url, "COLUMNS": "200"}
+                    )
+                    shown = done.output + str(done.exception or "")
+                    assert not HARMFUL.search(shown.replace("\r\n", "\n")), (words, HARMFUL.findall(shown))
+            listed = await asyncio.to_thread(CliRunner().invoke, app, ["rows", "ls"], env={"ROLLFAB_URL": url})
+            assert "evil\\x1b[2J" in listed.stdout
+            steps = [line.split(maxsplit=1)[1] for line in listed.stdout.splitlines() if line.startswith("  → ")]
+            # And each is removed by the command that is shown
+            for step in steps:
+                command = shlex.split(step)[1:]
+                done = await asyncio.to_thread(CliRunner().invoke, app, command, env={"ROLLFAB_URL": url})
+                assert done.exit_code == 0, (step, done.output, done.exception)
+            done = await asyncio.to_thread(CliRunner().invoke, app, ["rows", "ls"], env={"ROLLFAB_URL": url})
+            assert "every row can be read" in done.stdout
+        finally:
+            redis.flushall()
+
+
+async def test_a_head_that_cannot_be_read_is_named_by_the_commands_of_weights(url: str, redis: Redis) -> None:
+    async with running_api(url):
+        for write in (lambda key: redis.hset(key, "version", b""), lambda key: redis.rpush(key, "x")):
+            redis.delete(WeightKeys("r1").head)
+            write(WeightKeys("r1").head)
+            done = await asyncio.to_thread(
+                CliRunner().invoke, app, ["weights", "verify", "r1"], env={"ROLLFAB_URL": url}
+            )
+            assert isinstance(done.exception, WireError)
+            assert "table r1.w:head" in str(done.exception)
+            assert "`rollfab rows rm -- r1.w:head" in str(done.exception)
+        redis.delete(WeightKeys("r1").head)
