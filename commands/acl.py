@@ -11,8 +11,8 @@ import typer
 from ..fabric.bus.acl import RIGHTS, acl_file, role_of_user, user_name
 from ..fabric.directories import write_private
 from ..fabric.errors import ConfigError
-from ..fabric.wire import dump_json
 from .options import AsJson
+from .printing import show, show_json
 
 PASSWORD_BYTES = 32
 
@@ -33,13 +33,13 @@ def register(app: typer.Typer) -> None:
         """Write a broker ACL file: one user per role, with the fewest rights its work needs."""
         made = write_acl(out, passwords)
         if json:
-            print(dump_json({"acl": str(out), "passwords": str(passwords), "users": list(made)}).decode())
+            show_json({"acl": str(out), "passwords": str(passwords), "users": list(made)})
             return
         for role, rights in RIGHTS.items():
-            print(f"{user_name(role):20} {rights.purpose}")
-        print(f"\nGive the broker     aclfile {out.resolve()}      (or, while it runs: ACL LOAD)")
-        print(f"Give each role its  ROLLFAB_URL=rediss://USER:PASSWORD@HOST, by the environment; see {passwords}")
-        print("Add a user of your own to administer the broker: ours may not, and the default user is shut out.")
+            show(f"{user_name(role):20} {rights.purpose}")
+        show(f"\nGive the broker     aclfile {out.resolve()}      (or, while it runs: ACL LOAD)")
+        show(f"Give each role its  ROLLFAB_URL=rediss://USER:PASSWORD@HOST, by the environment; see {passwords}")
+        show("Add a user of your own to administer the broker: ours may not, and the default user is shut out.")
 
 
 def write_acl(out: Path, passwords_path: Path) -> dict[str, str]:

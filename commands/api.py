@@ -10,8 +10,8 @@ import typer
 from ..api.config import ApiConfig, check_config
 from ..api.keys import add_key, drop_key, read_keys_file
 from ..fabric.errors import ConfigError
-from ..fabric.wire import dump_json
 from .options import AsJson, Port, Url, need_url
+from .printing import show, show_json
 from .speech import say_nothing
 
 KEYS_FILE = "rollfab-api.keys"
@@ -87,22 +87,22 @@ def _new(
     file: KeysFile = Path(KEYS_FILE),
 ) -> None:
     """Make a key, print it this once, and keep only its hash."""
-    print(add_key(file, name, "control" if control else "read"))
+    show(add_key(file, name, "control" if control else "read"))
 
 
 def _list(file: KeysFile = Path(KEYS_FILE), json: AsJson = False) -> None:
     """List the keys by name and right."""
     rows = [{"name": row.name, "right": row.right} for row in read_keys_file(file)]
     if json:
-        print(dump_json(rows).decode())
+        show_json(rows)
         return
     if not rows:
         say_nothing(f"{file} holds no keys: `rollfab api keys new NAME` makes one")
     for row in rows:
-        print(f"{row['right']:8} {row['name']}")
+        show(f"{row['right']:8} {row['name']}")
 
 
 def _drop(name: str, file: KeysFile = Path(KEYS_FILE)) -> None:
     """Forget a key. An api that runs knows it until it is started again."""
     drop_key(file, name)
-    print("dropped; start the api again")
+    show("dropped; start the api again")

@@ -12,7 +12,6 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .. import __version__
 from ..__main__ import INTERRUPTED
@@ -38,6 +37,7 @@ from .options import (
     need_seconds,
     need_url,
 )
+from .printing import Console, show
 from .speech import say
 
 app = typer.Typer(
@@ -94,7 +94,7 @@ def _tell(error: Exception) -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    print(__version__)
+    show(__version__)
 
 
 # ---------------------------------------------------------------- everything on this machine

@@ -13,11 +13,12 @@ from ..fabric.ids import new_group_id, trajectory_id
 from ..fabric.ports import GroupPush
 from ..fabric.records import DeadLetter, Group, RunConfig, TrajectoryJob
 from ..fabric.rules.push import no_such_run
-from ..fabric.text import counted, one_line, printable
+from ..fabric.text import counted, one_line
 from ..fabric.wire import dump_json, load_json
 from ..trainer.client import connect
 from ..trainer.ledger import TAKEOVER_S
 from .options import AsJson, Url, need_url
+from .printing import show, show_json
 from .speech import say_nothing
 from .status import with_ports
 
@@ -53,7 +54,7 @@ def _register_work(app: typer.Typer) -> None:
         with connect(need_url(url)) as fabric:
             opened = fabric.run(run, model=model, environment=environment)
             ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)
-        print(dump_json({"group_ids": ids}).decode() if json else f"{counted(len(ids), 'group')} pushed to run {run}")
+        show(dump_json({"group_ids": ids}).decode() if json else f"{counted(len(ids), 'group')} pushed to run {run}")
 
     @app.command()
     def consume(
@@ -73,7 +74,7 @@ def _register_work(app: typer.Typer) -> None:
                 timeout=timeout, count=count, consumer=consumer, keep=keep, takeover=takeover
             )
             for group in groups:
-                print(dump_json(_group_row(group)).decode(), flush=True)
+                show_json(_group_row(group), flush=True)
             say_nothing(f"stopped: {groups.ended_why}")
 
 
@@ -131,19 +132,19 @@ def _register_dead(app: typer.Typer) -> None:
         letters = with_ports(need_url(url), lambda ports: _letters(ports, run))
         if json:
             rows = [{"trajectory_id": each.trajectory_id, "reason": each.reason} for each in letters]
-            print(dump_json(rows).decode())
+            show_json(rows)
             return
         if not letters:
             say_nothing(f"run {run} has no dead letters: none of its trajectories was given up")
         for letter in letters:
-            print(f"{letter.trajectory_id}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
+            show(f"{one_line(letter.trajectory_id)}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
 
     @dead.command("show")
     def show_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
         """Show one dead letter with its task and traceback."""
         letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
-        print(f"{letter.trajectory_id}: {one_line(letter.reason)}")
-        print(f"task: {one_line(dump_json(letter.job.get('task')).decode())}\n{printable(letter.traceback)}")
+        show(f"{one_line(letter.trajectory_id)}: {one_line(letter.reason)}")
+        show(f"task: {one_line(dump_json(letter.job.get('task')).decode())}\n{letter.traceback}")
 
     _register_discard(dead)
 
@@ -164,7 +165,7 @@ def _register_dead(app: typer.Typer) -> None:
             await rollouts.discard(trajectory)
             return group_id
 
-        print(f"pushed again as group {with_ports(need_url(url), work)}")
+        show(f"pushed again as group {with_ports(need_url(url), work)}")
 
 
 def _register_discard(dead: typer.Typer) -> None:
@@ -177,7 +178,7 @@ def _register_discard(dead: typer.Typer) -> None:
 
         if not with_ports(need_url(url), work):
             raise InputError(f"no dead letter {trajectory!r} in run {run!r}; `rollfab dead ls --run {run}` lists them")
-        print("forgotten")
+        show("forgotten")
 
 
 async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 
 from ..fabric.bus.embedded import EmbeddedBroker
@@ -22,8 +21,9 @@ from ..fabric.command import command
 from ..fabric.directories import make_directory
 from ..fabric.errors import FabricError
 from ..fabric.text import printable
-from ..fabric.wire import dump_json, load_json
+from ..fabric.wire import load_json
 from .demo_view import DemoState, draw, draw_curve, summarise
+from .printing import Console, show_json
 from .speech import say
 from .status import snapshot
 from .supervisor import Supervisor
@@ -197,7 +197,7 @@ def _finish(state: DemoState, directory: Path, console: Console, options: DemoOp
     curve = directory / "reward.png"
     draw_curve(state.rewards, curve, options.environment)
     if options.is_json:
-        print(dump_json(summary).decode())
+        show_json(summary)
     else:
         _tell(console, summary, directory, curve)
     return 0 if summary["lost"] == 0 and summary["duplicated"] == 0 else 1

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from ..fabric.text import counted
+from .printing import Console
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NEWS_COUNT = 8

@@ -12,16 +12,15 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from ..fabric.command import with_commands
 from ..fabric.diagnosing import diagnose_run
 from ..fabric.rules.diagnosis import is_well
-from ..fabric.wire import dump_json
 from ..workers.environments.confinement import means
 from ..workers.gpu import GpuReport, gpu_line, look_at_gpus
 from .options import AsJson, Url, need_url
+from .printing import Console, show_json
 from .status import cause_lines, with_ports
 
 
@@ -66,7 +65,7 @@ def register(app: typer.Typer) -> None:
             return
         findings = examine()
         if json:
-            print(dump_json([asdict(finding) for finding in findings]).decode())
+            show_json([asdict(finding) for finding in findings])
         else:
             for finding in findings:
                 _tell(finding)
@@ -79,7 +78,7 @@ def examine_run(url: str, run_id: str, json: bool) -> None:
     causes = with_ports(url, lambda ports: diagnose_run(ports.board, run_id))
     row = {"run_id": run_id, "is_well": is_well(causes), "causes": [asdict(cause) for cause in causes]}
     if json:
-        print(dump_json(row).decode())
+        show_json(row)
     else:
         for line in cause_lines(row, has_all=True):
             Console().print(line, soft_wrap=True)

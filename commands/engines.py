@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from ..fabric.errors import ConfigError
 from ..fabric.models import check_model_name, is_preset
 from ..fabric.text import did_you_mean
 from ..workers.engines.base import Engine
+from .printing import Console
 
 if TYPE_CHECKING:
     from ..workers.engines.transformers import TransformersConfig

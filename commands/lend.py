@@ -18,7 +18,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.clock import SystemClock
@@ -31,9 +30,9 @@ from ..fabric.rules.lending import CLEAR, MODES, changed, check_subject, terms
 from ..fabric.rules.tax import sharing_totals, with_taxes
 from ..fabric.sharing import ALL, POOL, LendSetting
 from ..fabric.text import cleaned, did_you_mean
-from ..fabric.wire import dump_json
 from .lend_view import draw_log, draw_report, draw_status
 from .options import AsJson, Url, need_url
+from .printing import Console, show_json
 from .status import with_ports
 
 SWITCHES = (*MODES, "limit", CLEAR)
@@ -98,7 +97,7 @@ def _lend(
     except InputError as error:  # a name that nobody has
         raise ConfigError(str(error)) from error
     if json:
-        print(dump_json(seen).decode())
+        show_json(seen)
         return
     draw = {"log": draw_log, "report": draw_report}.get(action, draw_status)
     Console().print(draw(with_commands(cleaned(seen))), highlight=False)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..__main__ import INTERRUPTED
 from ..fabric.errors import ConfigError, InputError
 from .options import AsJson
+from .printing import Console, show
 
 if TYPE_CHECKING:
     from ..bench.replay.client import Manner, Server, Tally
@@ -150,7 +150,7 @@ def run_replay(options: ReplayOptions, *, json_output: bool) -> int:
     found = measured(outcomes, options.slo, seed=options.part.seed, client_cpu_s=cpu_s)
     if json_output:
         results = {**found.row(), "load": asdict(Load.of(load.arrivals, load.span_s)), "load_notes": load.notes}
-        print(Report(name="replay", params=options.row(server), results=results, baselines={}, ratio={}).json())
+        show(Report(name="replay", params=options.row(server), results=results, baselines={}, ratio={}).json())
     else:
         print_measured(f"{server.model} at {server.url}", found, options.slo, _load_notes(load))
     if is_interrupted:

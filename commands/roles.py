@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..__main__ import INTERRUPTED
 from ..api.config import ApiConfig
 from ..fabric.bus.connection import open_broker
@@ -36,6 +34,7 @@ from ..fabric.text import did_you_mean
 from ..workers.engines.base import Engine
 from ..workers.environments.confinement import UNASKED, Confinement, hide, say_what_lacks
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
+from .printing import Console
 
 if TYPE_CHECKING:
     from ..workers.environments.pool import PoolConfig

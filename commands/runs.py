@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..fabric.bus.fabric import RedisFabric
@@ -15,10 +13,12 @@ from ..fabric.errors import ConfigError, InputError
 from ..fabric.ports import BadRow
 from ..fabric.rules.push import no_such_run
 from ..fabric.text import cleaned, counted
-from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
+from .printing import Console, show, show_json
 from .speech import say_nothing
-from .status import with_ports
+from .status import bad_row, with_ports
+
+CUT_COUNT = 8  # tables named that were looked at in part
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
         """List the runs, and what of each waits in the broker."""
         rows = with_ports(need_url(url), _rows)
         if json:
-            print(dump_json(rows).decode())
+            show_json(rows)
         elif rows:
             Console().print(_table(cleaned(rows)), highlight=False)
         else:
@@ -53,7 +53,7 @@ def register(app: typer.Typer) -> None:
         if not is_sure and not _agrees(found[run]):
             raise ConfigError(f"run {run!r} was not deleted: say yes, or give --yes")
         with_ports(need_url(url), lambda ports: ports.board.delete_run(run))
-        print(f"run {run} is deleted")
+        show(f"run {run} is deleted")
 
     _register_rows(app)
 
@@ -64,17 +64,23 @@ def _register_rows(app: typer.Typer) -> None:
 
     @rows.command("ls")
     def list_bad_rows(url: Url = None, json: AsJson = False) -> None:
-        """List rows that cannot be read: everybody passes over them."""
-        found = with_ports(need_url(url), _bad_rows)
+        """List rows that cannot be read, of every table: everybody passes over them."""
+        found = with_ports(need_url(url), lambda ports: ports.board.survey_rows())
         if json:
-            print(dump_json([{**asdict(row), "step": row.step} for row in found]).decode())
-            return
-        for row in cleaned([{**asdict(row), "step": row.step} for row in found]):
-            print(
-                with_commands(f"{row['table']}  {row['row'] or '(all of it)'}  {row['problem']}\n  → `{row['step']}`")
-            )
-        if not found:
-            say_nothing("every row can be read")
+            show_json([bad_row(row) for row in found.bad_rows])
+        else:
+            for row in found.bad_rows:
+                shown = (row.table, row.row or "(all of it)", row.problem)
+                show(with_commands("  ".join(shown) + f"\n  → `{row.step}`"))
+            if not found.bad_rows:
+                say_nothing(f"every row can be read: {found.row_count:,} of {counted(found.table_count, 'table')}")
+        say = Console(stderr=True)
+        if found.cut:
+            more = f" and {len(found.cut) - CUT_COUNT} more" if len(found.cut) > CUT_COUNT else ""
+            named = ", ".join(found.cut[:CUT_COUNT])
+            say.print(f"looked at in part, as they are large: {named}{more}", markup=False, highlight=False)
+        if not found.is_whole:
+            say.print("not all tables were looked at: remove these rows, then look again", highlight=False)
 
     @rows.command("rm")
     def remove_bad_row(
@@ -83,16 +89,12 @@ def _register_rows(app: typer.Typer) -> None:
         url: Url = None,
     ) -> None:
         """Remove a row that cannot be read, and no other."""
-
-        async def work(ports: RedisFabric) -> bool:
-            found = [each for each in await _bad_rows(ports) if (each.table, each.row) == (table, row)]
-            return bool(found) and await ports.board.remove_row(found[0])
-
-        if not with_ports(need_url(url), work):
+        bad = BadRow(table, row, "")
+        if not with_ports(need_url(url), lambda ports: ports.board.remove_row(bad)):
             raise InputError(
                 f"there is no row {row!r} of table {table!r} that cannot be read; `rollfab rows ls` lists those"
             )
-        print("removed")
+        show("removed")
 
 
 async def _bad_rows(ports: RedisFabric) -> list[BadRow]:

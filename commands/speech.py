@@ -9,11 +9,11 @@ import re
 import textwrap
 from typing import Literal
 
-from rich.console import Console
 from rich.text import Text
 
 from ..fabric.command import with_commands
 from ..fabric.text import printable
+from .printing import Console
 
 COMMAND = re.compile(r"`[^`\n]+`|export \S+")  # copied by those who read it
 GLUE = "\0"  # a blank that no line is broken at

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.box import HEAVY_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -17,15 +17,15 @@ from rich.text import Text
 from ..fabric.bus.fabric import RedisFabric
 from ..fabric.command import with_commands
 from ..fabric.diagnosing import Cause, read_fabric
-from ..fabric.ports import RunStatus
+from ..fabric.ports import BadRow, RunStatus
 from ..fabric.rules.curve import FINITE_MAX, RewardBucket
 from ..fabric.rules.diagnosis import is_well
 from ..fabric.rules.push import no_such_run
 from ..fabric.text import cleaned, counted
-from ..fabric.wire import dump_json
 from .demo_view import spark
 from .fitting import Part, fit
 from .options import AsJson, Url, need_url
+from .printing import Console, show_json
 
 T = TypeVar("T")
 CURVE_WIDTH = 40
@@ -51,8 +51,13 @@ async def snapshot(ports: RedisFabric) -> dict[str, Any]:
         "workers": [{**asdict(info), "heartbeat_age_ms": max(0, age)} for info, age in found.survey.workers.values()],
         "leases": {lease.worker_id: asdict(lease) for lease in held},
         "lends": {name: asdict(said) for name, said in found.lends.items()},
-        "bad_rows": [{**asdict(row), "step": row.step} for row in found.survey.bad_rows],
+        "bad_rows": [bad_row(row) for row in found.survey.bad_rows],
     }
+
+
+def bad_row(row: BadRow) -> dict[str, Any]:
+    """As plain values."""
+    return {**asdict(row), "step": row.step}
 
 
 def only_run(seen: dict[str, Any], run_id: str) -> dict[str, Any]:
@@ -260,7 +265,7 @@ def register(app: typer.Typer) -> None:
 
         if json or not watch:
             seen = chosen(with_ports(need_url(url), snapshot))
-            print(dump_json(seen).decode()) if json else Console().print(draw(seen, has_all=run is not None))
+            show_json(seen) if json else Console().print(draw(seen, has_all=run is not None))
             if run is not None and not seen["runs"][0]["is_well"]:
                 raise typer.Exit(1)
             return

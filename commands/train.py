@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import Url, need_url
+from .printing import show
 
 
 def register(app: typer.Typer) -> None:
@@ -41,4 +42,4 @@ def register(app: typer.Typer) -> None:
             )
         )
         rewards = f"mean reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f}"
-        print(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")
+        show(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")

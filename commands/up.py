@@ -23,8 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from rich.console import Console
-
 from ..__main__ import INTERRUPTED
 from ..api.keys import hash_key, new_key
 from ..fabric.bus.embedded import EmbeddedBroker, starter_of
@@ -36,6 +34,7 @@ from ..fabric.errors import BrokerError, ConfigError
 from ..fabric.models import is_path, is_preset
 from ..fabric.text import counted, one_line, printable
 from .broker_watch import BrokerWatch
+from .printing import Console, show
 from .speech import say
 from .status import with_ports
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
@@ -357,7 +356,7 @@ def run_broker(data: str, port: int | None) -> int:
     """Run a private broker until Ctrl-C."""
     with EmbeddedBroker.start(Path(data) / "broker", transport="tcp" if port else "unix", port=port) as broker:
         interrupts = Interrupts()  # not before: Ctrl-C ends the start itself
-        print(broker.url, flush=True)
+        show(broker.url, flush=True)
         while not interrupts.wait(LOOK_S):
             if not broker.is_running:
                 return 1

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import ConfigError
+from ..fabric.errors import BrokerError, ConfigError, WireError
 from ..fabric.ports_weights import WeightStore
 from ..fabric.rules.chain import readable_versions
 from ..fabric.rules.push import no_such_run
@@ -24,8 +23,8 @@ from ..fabric.weights.diff import diff_versions
 from ..fabric.weights.held import readable
 from ..fabric.weights.inspection import Inspection, inspect_version, version_row
 from ..fabric.weights.verify import Verified, verify
-from ..fabric.wire import dump_json
 from .options import AsJson, Url, need_url
+from .printing import Console, show_json
 from .speech import say_nothing
 from .status import with_ports
 from .weights_repair import repair
@@ -78,7 +77,7 @@ def _add_ls(weights: typer.Typer) -> None:
 
         rows = with_ports(need_url(url), work)
         if json:
-            print(dump_json(rows).decode())
+            show_json(rows)
         elif rows:
             Console().print(version_table(rows), highlight=False)
         else:
@@ -186,14 +185,35 @@ def _add_diff(weights: typer.Typer) -> None:
 
 
 async def _require_run(ports: RedisFabric, run: str) -> None:
-    """Raises RunUnknown: nothing was ever published or pushed under that name."""
-    if (await ports.weights.head(run)).epoch == 0 and run not in (runs := await ports.board.runs()):
+    """Raises RunUnknown: nothing was ever published or pushed under that name. WireError: its head cannot be read."""
+    try:
+        head = await ports.weights.head(run)
+    except WireError:
+        await _require_head(ports, run)
+        raise
+    if head.version < 0:
+        await _require_head(ports, run)
+    if head.epoch == 0 and run not in (runs := await ports.board.runs()):
         raise no_such_run(run, known=runs)
+
+
+async def _require_head(ports: RedisFabric, run: str) -> None:
+    """Raises WireError: a row of the head cannot be read, so that it looks as if nothing were published."""
+    try:
+        found = (await ports.board.survey_rows([f"{run}.w:head"])).bad_rows
+    except BrokerError:  # another user than the operator's may not look
+        return
+    for row in found:
+        what = f"row {row.row!r} of table {row.table}" if row.row else f"table {row.table}"
+        raise WireError(
+            f"the head of run {run!r} cannot be read: {what}: {row.problem}. Remove it: `{row.step}`; then have its "
+            "trainer publish a keyframe"
+        )
 
 
 def _show(found: dict[str, Any] | list[Any]) -> None:
     if isinstance(found, dict):
-        print(dump_json(found).decode())
+        show_json(found)
         return
     console = Console()
     for part in found:

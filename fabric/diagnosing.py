@@ -105,6 +105,7 @@ def _scene(
         quiet_s={row.run_id: (survey.now_ms - row.moved_at_ms) / 1000 for row in demand if row.moved_at_ms},
         details=details,
         memory_bytes=memory,
+        bad_rows=survey.bad_rows,
     )
 
 

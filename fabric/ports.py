@@ -197,6 +197,17 @@ class BadRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowSurvey:
+    """A look through all tables. cut: tables of which some rows were looked at. is_whole: it came to all tables."""
+
+    bad_rows: Sequence[BadRow] = ()
+    table_count: int = 0
+    row_count: int = 0
+    cut: Sequence[str] = ()
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
     """Who takes complete groups of a run, all clients of its name together.
 
@@ -410,8 +421,12 @@ class LeaseBoard(Protocol):
         """Remove a run and all that it has, also one that cannot be read. Raises RunUnknown."""
         ...
 
+    async def survey_rows(self, tables: Sequence[str] = ()) -> RowSurvey:
+        """Look through these tables (none named: all) for rows that cannot be read; for people, as it reads much."""
+        ...
+
     async def remove_row(self, row: BadRow) -> bool:
-        """Remove a row that cannot be read; False: it is gone already."""
+        """Remove a row that cannot be read; False: it is gone already, or can be read."""
         ...
 
     async def run_status(self, run_id: str) -> RunStatus:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.sentinel import Sentinel
 from rq import Queue, SimpleWorker
 from rq.exceptions import DequeueTimeout, StopRequested
@@ -138,11 +138,12 @@ class RewardAsker:
     def _enqueue(self, run_id: str, asked: Mapping[Row, bool]) -> None:
         now_s = self._clock.now_s()
         queue = self._open_run(run_id)
-        is_empty = all(asked.values()) and queue.count == 0
-        rows = [row for row, is_again in asked.items() if not is_again or is_empty or self._is_overdue(row, now_s)]
-        for first in range(0, len(rows), BATCH_COUNT_MAX):
-            enqueue(queue, "score", run_id, rows[first : first + BATCH_COUNT_MAX])
-        self._asked_at_s.update(dict.fromkeys(rows, now_s))
+        with _making_room([queue]):
+            is_empty = all(asked.values()) and queue.count == 0
+            rows = [row for row, is_again in asked.items() if not is_again or is_empty or self._is_overdue(row, now_s)]
+            for first in range(0, len(rows), BATCH_COUNT_MAX):
+                enqueue(queue, "score", run_id, rows[first : first + BATCH_COUNT_MAX])
+            self._asked_at_s.update(dict.fromkeys(rows, now_s))
         self._asked_at_s = {row: at_s for row, at_s in self._asked_at_s.items() if at_s > now_s - 2 * QUEUED_S}
 
     def _is_overdue(self, row: Row, now_s: float) -> bool:
@@ -154,6 +155,30 @@ def enqueue(queue: Queue, name: str, *args: object) -> None:
     queue.enqueue_call(
         name, args=args, timeout=JOB_TIMEOUT_S, result_ttl=RESULT_TTL_S, failure_ttl=FAILURE_TTL_S, description=name
     )
+
+
+@contextlib.contextmanager
+def _making_room(queues: Sequence[Queue]) -> Iterator[None]:
+    """Agents may put keys of another type in the place of queues: those go, and the work is tried again later."""
+    try:
+        yield
+    except ResponseError as error:
+        keys = [key for queue in queues for key in (queue.key, queue.intermediate_queue_key)]
+        removed = [key for key in keys if _is_of_another_type(queues[0].connection.llen, key)]
+        removed += [key for key in [Queue.redis_queues_keys] if _is_of_another_type(queues[0].connection.scard, key)]
+        if not removed:
+            raise
+        queues[0].connection.delete(*removed)
+        log.warning("rewards.queue_of_another_type", extra={"keys": removed, "error": str(error)})
+
+
+def _is_of_another_type(asking: Callable[[str], object], key: str) -> bool:
+    """Whether a key is of another type than the one whose size is asked for."""
+    try:
+        asking(key)
+    except ResponseError as error:
+        return "WRONGTYPE" in str(error)
+    return False
 
 
 def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
@@ -212,7 +237,7 @@ class _Puller(SimpleWorker):
         while not self._stop_requested:
             queues, wait_s = self.queues_now()
             self.queues = self._ordered_queues = sorted(queues, key=lambda queue: (queue.name == last, queue.name))
-            with contextlib.suppress(DequeueTimeout), _ending_quietly(), _passing_over():
+            with contextlib.suppress(DequeueTimeout), _ending_quietly(), _passing_over(), _making_room(queues):
                 self.heartbeat()
                 found = Queue.dequeue_any(
                     self._ordered_queues,
@@ -331,7 +356,9 @@ class RewardWorker:
         """Forget the queues of runs that are gone, with the jobs on them."""
         runs = self._call(self._fabric.board.runs())
         connection = self._queue.connection
-        found: Any = connection.smembers(Queue.redis_queues_keys)
+        found: Any = set()
+        with _making_room([self._queue]):
+            found = connection.smembers(Queue.redis_queues_keys)
         for key in found:
             name = key.decode("utf-8", "replace").removeprefix(Queue.redis_queue_namespace_prefix)
             queue = Queue(name, connection=connection, serializer=JSONSerializer)

@@ -14,6 +14,7 @@ const GENERATING = ["dedicated", "serving"];
 const tiles = fields($("tiles"));
 const cards = new Keyed($("runs"), $("run-card"));
 const rows = new Keyed($("workers"), $("worker-row"));
+const badRows = new Keyed($("bad-row-rows"), $("bad-row"));
 let lastGoodMs = null;
 let showAll = false;
 let timer = null;
@@ -82,6 +83,7 @@ function render(status) {
   document.body.classList.remove("stale");
   text($("updated"), `rollfab ${status.version} · ${new Date(status.time_ms).toLocaleTimeString("en-GB")}`);
   renderTiles(status);
+  renderBadRows(status.bad_rows);
   text($("run-count"), status.runs.length || "");
   show($("no-runs"), status.runs.length === 0);
   cards.update(status.runs, (run) => run.run_id, fillRun);
@@ -89,6 +91,19 @@ function render(status) {
   renderWeights(status);
   renderSharing(status);
   renderEvents(status.events);
+}
+
+/** What everybody passes over, and what removes it: names and problems are other people's texts. */
+function renderBadRows(found) {
+  show($("bad-rows"), found.length > 0);
+  text($("bad-row-count"), `${found.length} in the broker; everybody passes over them`);
+  badRows.update(found, (row) => `${row.table} ${row.row}`, ({ root, f }, row) => {
+    root.dataset.table = row.table;
+    text(f.table, row.table);
+    text(f.row, row.row || "all of it");
+    text(f.problem, row.problem);
+    text(f.step, row.step);
+  });
 }
 
 function renderTiles(status) {

@@ -27,7 +27,7 @@ __all__ = ["RIGHTS", "Rights", "acl_file", "commands_of", "role_of_user", "user_
 
 USER_PREFIX = "rollfab-"
 TAGS = {"{rf}": "rf:{rf}", "{run}": "rf:{*.*}", "{weights}": "rf:{*.w}"}
-CALL = re.compile(r"""redis\.p?call\(\s*['"]([A-Za-z]+)['"]|call_in_parts\(\s*['"]([A-Za-z]+)['"]""")
+CALL = re.compile(r"""\bredis\.p?call\(\s*['"]([A-Za-z]+)['"]|call_in_parts\(\s*['"]([A-Za-z]+)['"]""")
 EVERYONE = "ping info client|setname client|setinfo select"
 CLUSTER = "cluster|slots asking"  # to find the nodes of a Redis Cluster, and to follow its resharding
 
@@ -59,7 +59,7 @@ ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
     "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards"
 )
-RQ_ASK = "sadd hset rpush multi exec llen"  # what rq sends to put a job on its queue and to see how long it is …
+RQ_ASK = "sadd hset rpush multi exec llen scard"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"
 RQ_WORK = (  # … and to take one, run it and keep its books; measured (MONITOR) with rq 2.12
     f"{RQ_ASK} blmove blpop del exists expire hdel hget hgetall hincrby hincrbyfloat llen lrange lrem persist set "
@@ -131,9 +131,10 @@ RIGHTS: dict[str, Rights] = {
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs",
         scripts="push_group clock holders add_event set_lend answer put_manifest drop_version mend",
-        commands=f"{STATUS} set hset hkeys hdel xread xrevrange scan unlink mget getrange get persist exists",
+        commands=f"{STATUS} set hset hkeys hdel xread xrevrange scan unlink mget getrange get persist exists "
+        "type lrange sscan zrem xdel lrem srem",  # the last line: to find and remove rows that cannot be read
         reads="",
-        writes="{rf}:* {run}:*",
+        writes="{rf}:* {run}:* rq:queues rq:queue:* rq:job:*",
     ),
 }
 
@@ -175,6 +176,12 @@ def commands_of(role: str) -> list[str]:
     found = {word for words in (rights.commands, EVERYONE, CLUSTER) for word in words.split()}
     for script in rights.scripts.split():
         found |= _commands_in(script)
+    if rights.scripts and rights.writes:  # to put a table in the place of a key of another type (use/typed.lua) …
+        found.add("del")
+    if (
+        "{run}:turn:" in rights.writes or "{run}:*" in rights.writes
+    ):  # … with the consumer group of a stream that has one
+        found.add("xgroup|create")
     return sorted(found)
 
 

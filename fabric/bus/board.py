@@ -20,7 +20,7 @@ from ..agreement import Agreement
 from ..errors import ConfigError, WireError
 from ..ids import NAME
 from ..limits import EVENT_BYTES_MAX
-from ..ports import BadRow, RunDetails, RunStatus
+from ..ports import BadRow, RowSurvey, RunDetails, RunStatus
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
 from ..rules.lending import (
@@ -43,11 +43,11 @@ from .connection import translate
 from .keys import ShardKeys, WeightKeys
 from .leases import RedisLeases, beat_age
 from .rollouts import stream_rows
-from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, shown_name, worker_row
+from .row_survey import remove_row, survey_rows
+from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, worker_row
 from .scripts import Argument
 from .shards import RunShards
 from .status import details_of, queue_status, read_status, sum_up, unknown_run
-from .translate import held
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def runs(self) -> dict[str, RunConfig]:
         with translate():
-            return BadRows().runs(await held(self._client.hgetall(names.RUNS), {}))
+            return BadRows().runs(await self._client.hgetall(names.RUNS))
 
     async def delete_run(self, run_id: str) -> None:
         """Remove the run and every key of it; scans twice per tag, so it is for people, not for loops.
@@ -120,14 +120,13 @@ class RedisLeaseBoard(RedisLeases):
             if await self._client.hget(names.RUNS, run_id) is None:
                 await self._unlink(bases)
 
-    async def remove_row(self, row: BadRow) -> bool:
-        key = names.key_of(row.table)
+    async def survey_rows(self, tables: Sequence[str] = ()) -> RowSurvey:
         with translate():
-            if not row.row:
-                return bool(await self._client.unlink(key))
-            kept = await self._client.hkeys(key)
-            fields = [name for name in kept if shown_name(name) == row.row]
-            return bool(fields and await self._client.hdel(key, *fields))
+            return await survey_rows(self._client, tables)
+
+    async def remove_row(self, row: BadRow) -> bool:
+        with translate():
+            return await remove_row(self._client, row)
 
     async def _unlink(self, bases: Sequence[str]) -> None:
         for base in bases:
@@ -204,8 +203,8 @@ class RedisLeaseBoard(RedisLeases):
 
     async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:
         with translate():
-            infos = await held(self._client.hgetall(names.WORKERS), {})
-            beats = dict(await held(self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True), []))
+            infos = await self._client.hgetall(names.WORKERS)
+            beats = dict(await self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True))
             now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
         return {
             name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, beat_age(beats.get(name), now_ms)))
@@ -241,7 +240,7 @@ class RedisLeaseBoard(RedisLeases):
     async def _say(self, subject: str, said: LendSetting, *before: bytes, is_named_anew: bool) -> LendSetting | None:
         """before: the row that this changes; None: somebody else has changed it meanwhile (nothing written)."""
         with translate():
-            infos = await held(self._client.hgetall(names.WORKERS), {})
+            infos = await self._client.hgetall(names.WORKERS)
             now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
             said = replace(said, said_at_ms=now_ms)
             rows = {name.decode("utf-8", "replace"): worker_row(name, raw) for name, raw in infos.items()}
@@ -255,7 +254,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def lends(self) -> dict[str, LendSetting]:
         with translate():
-            rows = await held(self._client.hgetall(names.LENDS), {})
+            rows = await self._client.hgetall(names.LENDS)
         return {name.decode("utf-8", "replace"): lend_row(raw) for name, raw in rows.items()}
 
     async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
@@ -276,7 +275,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def sharing(self) -> dict[str, SharingReport]:
         with translate():
-            rows = await held(self._client.hgetall(names.SHARING), {})
+            rows = await self._client.hgetall(names.SHARING)
         found = {name.decode("utf-8", "replace"): sharing_row(raw) for name, raw in rows.items()}
         return {name: report for name, report in found.items() if report is not None}
 

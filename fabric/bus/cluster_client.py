@@ -20,12 +20,13 @@ from .pools import NamedPool, Pools
 from .routes import is_blocking
 from .topology import Topology
 from .translate import translate
+from .typed import TypedClient
 from .url import Address, shown
 
 __all__ = ["ClusterClient"]
 
 
-class ClusterClient(redis.asyncio.Redis):
+class ClusterClient(TypedClient):
     """A client of all of a cluster's primaries.
 
     Args:
@@ -73,8 +74,7 @@ class ClusterClient(redis.asyncio.Redis):
         """A client for each node that holds slots; these know nothing of the others, and have no patience."""
         return [self._topology.client(address) for address in self._topology.primaries()]
 
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """As in the library."""
+    async def _ask(self, *args: Any, **options: Any) -> Any:
         command = _command(args)
         (answer,) = checked(
             await (self._channel.ask_alone([command]) if is_blocking(command) else self._channel.ask_many([command]))

@@ -34,6 +34,7 @@ from .pools import Pools
 from .scheme import MISLEADING, misfit
 from .sentinel import LedClient
 from .translate import broker_name, translate
+from .typed import TypedClient
 from .url import Address, BrokerUrl, mask_url, read_url, resolve_url
 
 __all__ = ["open_broker", "CONNECTION_COUNT_MAX", "check_broker", "translate", "broker_name", "resolve_url", "mask_url"]
@@ -114,7 +115,7 @@ async def _open(
         return await LedClient.open(parts, pools(SILENCE_S), patience_s, open_patience_s)
     if parts.topology == "cluster":
         return await ClusterClient.open(parts.hosts, pools(SILENCE_S), patience_s, open_patience_s)
-    client = redis.asyncio.Redis.from_pool(pools(socket_timeout_s).make(open_patience_s))
+    client = TypedClient.from_pool(pools(socket_timeout_s).make(open_patience_s))
     nodes: Sequence[Address] = ()
     try:
         if not parts.hosts:

@@ -95,6 +95,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..text import one_line
+
 PREFIX = "rf"
 CONSUMER_GROUP_WORKERS = "workers"
 CONSUMER_GROUP_TRAINER = "trainer"
@@ -120,7 +122,9 @@ CLOCK = f"{PREFIX}:{{rf}}:clock"
 
 def table_of(key: str | bytes) -> str:
     """What people call a key: "runs" for the fabric's, "r1.0:counters" for that of a shard."""
-    text = key if isinstance(key, str) else key.decode("utf-8", "backslashreplace")
+    text = one_line(key if isinstance(key, str) else key.decode("utf-8", "backslashreplace"))
+    if not text.startswith(f"{PREFIX}:{{"):
+        return text  # rq's
     tag, _, rest = text.removeprefix(f"{PREFIX}:{{").partition("}:")
     return rest if tag == PREFIX else f"{tag}:{rest}"
 
@@ -128,6 +132,8 @@ def table_of(key: str | bytes) -> str:
 def key_of(table: str) -> str:
     """The key of a table, by the name that people call it."""
     tag, colon, rest = table.partition(":")
+    if tag == "rq":
+        return table
     return f"{PREFIX}:{{{tag}}}:{rest}" if colon and "." in tag else f"{PREFIX}:{{{PREFIX}}}:{table}"
 
 

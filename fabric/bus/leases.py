@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,20 +22,18 @@ from ..limits import EVENT_BYTES_MAX
 from ..ports import BadRow, RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
+from ..text import one_line
 from ..wire import check_size, dump_json
 from . import keys as names
 from .channel import checked
 from .connection import translate
 from .keys import ShardKeys
-from .rows import BadRows, is_wrong_type, lease_row, plan_row, shown_name, worker_row
+from .rows import BadRows, lease_row, plan_row, shown_name, worker_row
 from .scripts import Call, Scripts
 from .shards import RunShards
 from .status import queue_status, read_status, sum_up
-from .translate import held
 
 __all__ = ["RedisLeases"]
-
-log = logging.getLogger(__name__)
 
 STANDING = 0
 REFUSED = -1  # what set_leases answers where a newer term or lease is in place …
@@ -58,9 +55,9 @@ class RedisLeases:
 
     async def open_term(self, term: int) -> None:
         with translate():
-            runs = BadRows().runs(await held(self._client.hgetall(names.RUNS), {}))
+            runs = BadRows().runs(await self._client.hgetall(names.RUNS))
             calls = [_leases_call(keys, term, []) for config in runs.values() for keys in _shards(config).all]
-            _done(await self._scripts.call_many(calls))
+            checked(await self._scripts.call_many(calls))
 
     async def survey(self, *, has_rewards: bool = False) -> Survey:
         bad = BadRows()
@@ -127,10 +124,8 @@ class RedisLeases:
         found: dict[int, int] = {}
         for parts in (others, firsts):
             calls = [_leases_call(keys, term, group) for keys, group in parts]
-            answers = await self._scripts.call_many(calls) if calls else []
-            _done(answers)
+            answers = checked(await self._scripts.call_many(calls)) if calls else []
             for (_, group), answer in zip(parts, answers, strict=True):
-                answer = [REFUSED] * len(group) if isinstance(answer, Exception) else answer
                 for change, code in zip(group, answer, strict=True):
                     before = found.get(id(change), code)
                     found[id(change)] = REFUSED if REFUSED in (before, code) else max(before, code)
@@ -192,7 +187,7 @@ class RedisLeases:
 
     async def plan(self) -> LeasePlan | None:
         with translate():
-            return plan_row(await held(self._client.get(names.PLAN), None))
+            return plan_row(await self._client.get(names.PLAN))
 
     async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         calls: list[Call] = [
@@ -204,11 +199,7 @@ class RedisLeases:
             for kind, facts in events
         ]
         with translate():
-            for answer in await self._scripts.call_many(calls):
-                if is_wrong_type(answer):  # nobody can read them either
-                    log.warning("events.not_kept", extra={"error": str(answer)})
-                else:
-                    checked([answer])
+            checked(await self._scripts.call_many(calls))
 
 
 def _text(raw: bytes) -> str:
@@ -216,7 +207,7 @@ def _text(raw: bytes) -> str:
 
 
 def _bad_worker(name: bytes, info: WorkerInfo) -> BadRow:
-    return BadRow("workers", shown_name(name), info.error or "")
+    return BadRow("workers", shown_name(name), one_line(info.error or ""))
 
 
 def beat_age(beat: float | None, now_ms: int) -> int:
@@ -267,11 +258,6 @@ def _good_leases(run_id: str, keys: ShardKeys, answer: Any, now_ms: int, bad: Ba
         except ValueError as error:
             bad.note(table, name, error)
     return found
-
-
-def _done(answers: Sequence[Any]) -> None:
-    """Raise the first error but those of a table that is of another type: of its run nothing can be led."""
-    checked([answer for answer in answers if not is_wrong_type(answer)])
 
 
 def _agreed(by_shard: Sequence[Mapping[str, Lease]]) -> dict[str, Lease]:

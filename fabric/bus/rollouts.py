@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from ..clock import Clock, SystemClock
 from ..errors import BrokerError, FabricError, FirstError
@@ -28,10 +29,11 @@ from .channel import Command, checked, stream_entries
 from .connection import translate
 from .durability import Durability, call_durably
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER
-from .rows import BadRows, GroupFacts, given_up_row, is_wrong_type, letter_row, rollout_rows
+from .rows import BadRows, GroupFacts, given_up_row, letter_row, rollout_rows
 from .scripts import Call, Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
 from .status import unknown_run
+from .typed import is_wrong_type
 from .waiting import first_found
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
@@ -169,7 +171,8 @@ class RedisRolloutStream:
         while True:
             ends = [("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names]
             with translate():  # before the look: what comes after it is what the wait wakes for
-                last = [rows[0][0] if rows else b"0-0" for rows in checked(await self._scripts.channel.ask_many(ends))]
+                rows = [[] if is_wrong_type(each) else each for each in await self._scripts.channel.ask_many(ends)]
+                last = [each[0][0] if each else b"0-0" for each in checked(rows)]
             found = await self._read(consumer, count, ">", None)
             left_ms = int((until_s - self._clock.now_s()) * 1000)
             if found or left_ms <= 0:
@@ -188,7 +191,11 @@ class RedisRolloutStream:
         commands = [(*command, "STREAMS", *part, *[after] * len(part)) for part in self._scripts.apart(names)]
         try:
             with translate():
-                answers = checked(await self._scripts.channel.ask_alone(commands))
+                answers = await self._scripts.channel.ask_alone(commands)
+                if any(map(is_wrong_type, answers)):
+                    await self._make_room(names)
+                    return []
+                checked(answers)
         except BrokerError as error:
             if error.facts.get("reason") != "forgotten":
                 raise
@@ -199,6 +206,15 @@ class RedisRolloutStream:
             for answer in answers
             for name, entry_id, fields in stream_entries(answer)
         ]
+
+    async def _make_room(self, names: Sequence[str]) -> None:
+        """Make the streams of complete groups anew where other types of keys are in their place."""
+        for name in names:
+            try:
+                await self._client.xgroup_create(name, CONSUMER_GROUP_TRAINER, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
 
     def _holder(self, consumer: str) -> str:
         """This client's name as a consumer in the broker."""
@@ -270,9 +286,9 @@ class RedisRolloutStream:
     async def _failures(self, group_id: str, missing: Sequence[str]) -> tuple[Failure, ...]:
         """Those of a group's trajectories without a rollout that were given up, and why."""
         keys = self._shards.of(group_id)
-        commands: list[Command] = [("HMGET", keys.trajectory.record, *missing), ("HMGET", keys.dead, *missing)]
+        tables = (keys.trajectory.record, keys.dead)
         with translate():
-            records, letters = checked(await self._scripts.channel.ask_many(commands))
+            records, letters = [await self._client.hmget(table, missing) for table in tables]
         return tuple(
             Failure(name, letter_row(self._run.run_id, name.encode(), letter).reason if letter else NO_LETTER)
             for name, record, letter in zip(missing, records, letters, strict=True)
@@ -283,7 +299,7 @@ class RedisRolloutStream:
         name = self._shards.all[shard].completed
         commands = [("XACK", name, CONSUMER_GROUP_TRAINER, entry_id), ("XDEL", name, entry_id)]
         with translate():
-            checked(await self._scripts.channel.ask_many(commands))
+            checked([each for each in await self._scripts.channel.ask_many(commands) if not is_wrong_type(each)])
 
     async def acknowledge(self, delivery: Delivery) -> bool:
         keys = self._shards.all[delivery.shard]

@@ -30,8 +30,10 @@ from ..rules.giving_up import given_up
 from ..rules.lease import time_left
 from ..rules.lending import check_setting, setting_of
 from ..sharing import ALL, LendSetting, SharingReport
+from ..text import one_line
 from ..weights.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
 from ..wire import MAGIC, load_json
+from .typed import is_wrong_type
 
 __all__ = [
     "BadRows",
@@ -43,12 +45,13 @@ __all__ = [
     "head_row",
     "holder_row",
     "is_job_name",
-    "is_wrong_type",
     "job_row",
     "lease_row",
     "lend_row",
+    "lend_word",
     "letter_row",
     "plan_row",
+    "reward_buckets",
     "rollout_rows",
     "run_row",
     "sending_rows",
@@ -78,7 +81,7 @@ class BadRows:
     def note(self, table: str, row: bytes | str, problem: object) -> None:
         """Leave a row out."""
         if len(self.found) < BAD_ROW_COUNT_MAX:
-            self.found.append(BadRow(table, shown_name(row), str(problem)))
+            self.found.append(BadRow(table, shown_name(row), one_line(str(problem))))
 
     def answer(self, table: str, answer: Any, nothing: Any) -> Any:
         """An answer of a pipeline; `nothing` where the key is of another type. Raises what else the broker refused."""
@@ -86,7 +89,7 @@ class BadRows:
             return answer
         if not is_wrong_type(answer):
             raise answer
-        self.note(table, "", "it is of another type than this table")
+        self.note(table, "", "it is a key of another type than this table")
         return nothing
 
     def whole(self, table: str, row: bytes | str, raw: bytes | None, default: int) -> int:
@@ -128,13 +131,13 @@ class BadRows:
         found: list[RewardBucket] = []
         for name, raw in rows.items():
             try:
-                found += _buckets(width, name, raw)
+                found += reward_buckets(width, name, raw)
             except (ValueError, OverflowError) as error:
                 self.note(table, name, error)
         return tuple(sorted(found, key=lambda bucket: bucket.version))
 
 
-def _buckets(width: int, name: bytes, raw: bytes) -> Curve:
+def reward_buckets(width: int, name: bytes, raw: bytes) -> Curve:
     """What a row of a curve says. Raises ValueError: it is none, or out of bounds."""
     found = read_curve({b"width": b"%d" % width, name: raw}) if name != b"width" else ()
     for bucket in found:
@@ -148,12 +151,7 @@ def _buckets(width: int, name: bytes, raw: bytes) -> Curve:
 
 def shown_name(row: bytes | str) -> str:
     """A row's name for people, which tells it from every other."""
-    return row if isinstance(row, str) else row.decode("utf-8", "backslashreplace")
-
-
-def is_wrong_type(error: BaseException | None) -> bool:
-    """Whether a broker refused a command because the key is of another type than ours."""
-    return "WRONGTYPE" in str(error)
+    return one_line(row if isinstance(row, str) else row.decode("utf-8", "backslashreplace"))
 
 
 def run_row(name: bytes, raw: bytes) -> RunConfig:
@@ -340,11 +338,20 @@ def lease_row(worker_id: str, run_id: str, raw: bytes, now_ms: int) -> Lease:
     )
 
 
+def lend_word(raw: bytes) -> LendSetting:
+    """What a serving team said, as a record or as one word.
+
+    Raises:
+        WireError, InputError: it is neither.
+    """
+    with _reading("what a serving team said"):
+        return check_setting(LendSetting.decode(raw)) if raw.startswith(MAGIC) else setting_of(ALL, raw.decode())
+
+
 def lend_row(raw: bytes) -> LendSetting:
-    """What a serving team said, as a record or as one word."""
+    """The same; what cannot be read is "off"."""
     try:
-        with _reading("what a serving team said"):
-            return check_setting(LendSetting.decode(raw)) if raw.startswith(MAGIC) else setting_of(ALL, raw.decode())
+        return lend_word(raw)
     except (InputError, WireError) as error:
         return LendSetting(mode="off", reason=str(error))
 

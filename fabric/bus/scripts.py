@@ -2,6 +2,7 @@
 
 - A script runs whole or not at all, on one slot: all its keys come in KEYS and share a hash tag.
 - Time inside a script is the broker's; callers' clocks are never trusted.
+- lua/use/typed.lua stands before every script: keys of another type than theirs end none of them halfway.
 - `-- use a b` in a script's head puts the functions of lua/use/a.lua and b.lua before it, as text.
 - At the broker's memory limit a script is refused whole, before its first line, unless its head says
   `-- flags allow-oom`: nothing new is taken in, and all that was taken in can end.
@@ -80,6 +81,6 @@ def load_script(name: str) -> str:
     folder = files(__package__).joinpath("lua")
     source = folder.joinpath(f"{name}.lua").read_text("utf-8")
     used, flags = USE.search(source), FLAGS.search(source)
-    parts = used.group(1).split() if used else []
+    parts = ["typed", *(used.group(1).split() if used else [])]
     head = f"#!lua flags={flags.group(1)}\n" if flags else "#!lua\n"
     return head + "".join(folder.joinpath("use", f"{part}.lua").read_text("utf-8") for part in parts) + source

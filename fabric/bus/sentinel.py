@@ -19,6 +19,7 @@ from redis import exceptions
 from .patience import PatientRetry
 from .pools import NamedPool, Pools
 from .translate import PrimaryUnknown, translate
+from .typed import TypedClient
 from .url import Address, BrokerUrl, shown
 
 __all__ = ["LedClient", "Sentinels"]
@@ -93,7 +94,7 @@ async def _raw(client: redis.asyncio.Redis, *words: str) -> Any:
         await pool.release(connection)
 
 
-class LedClient(redis.asyncio.Redis):
+class LedClient(TypedClient):
     """A client of whichever server is the primary."""
 
     def __init__(self, sentinels: Sentinels, pool: NamedPool) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import redis.asyncio
 from redis import exceptions
@@ -19,9 +19,7 @@ from redis import exceptions
 from ..errors import BrokerError, BrokerFull, FabricError
 from .url import shown
 
-__all__ = ["PrimaryUnknown", "broker_name", "held", "name_of", "translate"]
-
-T = TypeVar("T")
+__all__ = ["PrimaryUnknown", "broker_name", "name_of", "translate"]
 
 # First match wins, so subclasses stand before their bases. {cause} is what the broker or the system said.
 REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
@@ -156,16 +154,6 @@ class translate:
     ) -> None:
         if isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.DataError):
             raise _ours(error, self._client) from _bare(error)
-
-
-async def held(reading: Awaitable[T], nothing: T) -> T:
-    """What a key holds; `nothing` where somebody put another type of key in its place: it holds nothing of ours."""
-    try:
-        return await reading
-    except exceptions.ResponseError as error:
-        if "WRONGTYPE" not in str(error):
-            raise
-        return nothing
 
 
 def broker_name(client: redis.asyncio.Redis) -> str:

@@ -25,6 +25,7 @@ from .keys import INBOX_TTL_MS, ShardKeys
 from .rows import is_job_name, shown_name, turn_row
 from .scripts import Scripts
 from .shards import RunShards, waking_keys
+from .typed import is_wrong_type
 from .waiting import first_found
 
 log = logging.getLogger(__name__)
@@ -96,10 +97,16 @@ class RedisTurnQueue:
             after = [self._positions.get(name, b"0") for name in names]
             commands += [("XDEL", name, *self._taken[name]) for name in names if name in self._taken]
             commands.append(("XREAD", "COUNT", RESULT_COUNT, *block, "STREAMS", *names, *after))
-        answers = checked(await self._scripts.channel.ask_alone(commands))
-        for name in (name for names in parts for name in names):
+        answers = await self._scripts.channel.ask_alone(commands)
+        inboxes = [name for names in parts for name in names]
+        if any(map(is_wrong_type, answers)):  # what should wait there is gone; the next result makes it anew
+            sizes = await self._scripts.channel.ask_many([("XLEN", name) for name in inboxes])
+            wrong = [name for name, size in zip(inboxes, sizes, strict=True) if is_wrong_type(size)]
+            await self._scripts.channel.ask_many([("DEL", name) for name in wrong])
+            return []
+        for name in inboxes:
             self._taken.pop(name, None)
-        reads = [answer for (what, *_), answer in zip(commands, answers, strict=True) if what == "XREAD"]
+        reads = [answer for (what, *_), answer in zip(commands, checked(answers), strict=True) if what == "XREAD"]
         return [row for answer in reads for row in stream_entries(answer)]
 
     async def exchange(

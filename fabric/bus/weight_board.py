@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -32,7 +32,7 @@ from ..wire import check_size, dump_json
 from .keys import WeightKeys
 from .rows import damage_row, holder_row
 from .scripts import Argument, Scripts
-from .translate import held, translate
+from .translate import translate
 
 __all__ = ["ANNOUNCEMENT_COUNT_MAX", "RedisWeightBoard"]
 
@@ -66,7 +66,7 @@ class RedisWeightBoard:
         keys = WeightKeys(run_id)
         names = [keys.holders, keys.holding, keys.clock, *([keys.addresses] if addressed else [])]
         with translate(self._client):
-            ids, rows, addresses = await held(self._scripts.call("holders", names, []), ([], [], None))
+            ids, rows, addresses = await self._scripts.call("holders", names, [])
         found = []
         for holder_id, row, address in zip(ids, rows, addresses or [None] * len(ids), strict=True):
             try:
@@ -86,7 +86,7 @@ class RedisWeightBoard:
 
     async def offers(self, run_id: str) -> bytes | None:
         with translate(self._client):
-            found: bytes | None = await held(self._client.get(WeightKeys(run_id).offer), None)
+            found: bytes | None = await self._client.get(WeightKeys(run_id).offer)
         return found
 
     async def answer(self, run_id: str, round_id: str, member: str, data: bytes, ttl_s: float) -> None:
@@ -100,7 +100,7 @@ class RedisWeightBoard:
 
     async def answers(self, run_id: str, round_id: str) -> dict[str, bytes]:
         with translate(self._client):
-            found = await held(self._client.hgetall(WeightKeys(run_id).answers(check_name("round", round_id))), {})
+            found = await self._client.hgetall(WeightKeys(run_id).answers(check_name("round", round_id)))
         return {member.decode("utf-8", "replace"): data for member, data in found.items()}
 
     async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
@@ -111,11 +111,8 @@ class RedisWeightBoard:
 
     async def damages(self, run_id: str) -> list[Damage]:
         key = WeightKeys(run_id).damage
-        rows = await self._read(self._client.hgetall(key), None)
-        if rows is None:
-            with translate(self._client):
-                await self._client.unlink(key)
-            return []
+        with translate(self._client):
+            rows = await self._client.hgetall(key)
         found, unreadable = [], []
         for field, raw in rows.items():
             try:
@@ -140,13 +137,9 @@ class RedisWeightBoard:
             await self._client.set(WeightKeys(run_id).tending, epoch, px=int(ttl_s * 1000))
 
     async def tended(self, run_id: str) -> int | None:
-        found: bytes | None = await self._read(self._client.get(WeightKeys(run_id).tending), None)
-        return int(found) if found is not None and found.isdigit() else None
-
-    async def _read(self, reading: Awaitable[T], nothing: T) -> T:
-        """What a key holds; `nothing` where it was replaced by another type of key: it holds nothing of ours."""
         with translate(self._client):
-            return await held(reading, nothing)
+            found: bytes | None = await self._client.get(WeightKeys(run_id).tending)
+        return int(found) if found is not None and found.isdigit() else None
 
 
 def _field(damage: Damage) -> str:

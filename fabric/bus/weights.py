@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from ..errors import BrokerError
 from ..ports_weights import Range
@@ -29,7 +28,8 @@ from .cluster_client import ClusterClient
 from .keys import ShardKeys, WeightKeys
 from .rows import head_row, sending_rows, version_rows
 from .scripts import Argument
-from .translate import held, translate
+from .translate import translate
+from .typed import is_wrong_type
 from .weight_board import ANNOUNCEMENT_COUNT_MAX, RedisWeightBoard
 
 PENDING_TTL_MS = 3_600_000  # longer than any publish takes, also one that waits for a broker's restart
@@ -73,8 +73,7 @@ class RedisWeightStore(RedisWeightBoard):
 
     async def head(self, run_id: str) -> Head:
         with translate(self._client):
-            reading = self._client.hmget(WeightKeys(run_id).head, ["version", "epoch", "kind", "moved_by"])
-            values = await held(reading, [None] * 4)
+            values = await self._client.hmget(WeightKeys(run_id).head, ["version", "epoch", "kind", "moved_by"])
         return head_row(run_id, values)
 
     async def wait_head(self, run_id: str, above: int, timeout_s: float) -> Head:
@@ -136,15 +135,16 @@ class RedisWeightStore(RedisWeightBoard):
                 await self._scripts.call("set_head", [ShardKeys(manifest.run_id, shard).run], [link.version])
 
     async def held(self, run_id: str) -> list[tuple[int, str]]:
-        fields: list[bytes] = await self._read(self._client.hkeys(WeightKeys(run_id).manifests), [])
+        with translate(self._client):
+            fields: list[bytes] = await self._client.hkeys(WeightKeys(run_id).manifests)
         return version_rows(run_id, fields)
 
     async def manifests(self, run_id: str, names: Sequence[tuple[int, str]]) -> list[WeightManifest | None]:
         if not names:
             return []
         fields = [f"{version}:{kind}" for version, kind in names]
-        reading = self._client.hmget(WeightKeys(run_id).manifests, fields)
-        found: list[bytes | None] = await self._read(reading, [None] * len(fields))
+        with translate(self._client):
+            found: list[bytes | None] = await self._client.hmget(WeightKeys(run_id).manifests, fields)
         return [None if raw is None else WeightManifest.unpack(raw) for raw in found]
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
@@ -243,7 +243,7 @@ def _field(link: Link) -> str:
 
 def _text(answer: Any) -> bytes:
     """A key's bytes; none where the key was replaced by another type of key: MGET says the same of it."""
-    if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
+    if is_wrong_type(answer):
         return b""
     if isinstance(answer, Exception):
         raise answer

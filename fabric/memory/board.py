@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..agreement import Agreement
-from ..ports import BadRow, Consumer, RunDetails, RunStatus, Survey
+from ..ports import BadRow, Consumer, RowSurvey, RunDetails, RunStatus, Survey
 from ..records import Lease, RunConfig, WorkerInfo
 from ..rules.lease import has_ended
 from ..rules.lending import CLEAR, changed, check_subject, concerns, lent_by_name, setting_of, subjects_of, switch_facts
@@ -37,6 +37,9 @@ class MemoryLeaseBoard(MemoryLeases):
         self._run(run_id)
         del self._broker.runs[run_id]
         self._broker.deleted[run_id] = self._broker.now_ms()
+
+    async def survey_rows(self, tables: Sequence[str] = ()) -> RowSurvey:
+        return RowSurvey()
 
     async def remove_row(self, row: BadRow) -> bool:
         return False  # what is here was never bytes

@@ -24,7 +24,7 @@ from .lending import LendTerms
 from .supply import is_same_model
 
 if TYPE_CHECKING:
-    from ..ports import RunDetails, RunStatus
+    from ..ports import BadRow, RunDetails, RunStatus
 
 __all__ = ["CODES", "Cause", "Scene", "diagnose", "is_well"]
 
@@ -60,6 +60,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "no_reward_worker": ("stuck", "rollouts wait for their reward, and no reward worker is connected"),
     "other_reward": ("stuck", "no reward worker offers the run's reward function"),
     "run_full": ("stuck", "the run holds as much as it may, and nothing new is started until groups are consumed"),
+    "bad_rows": ("stuck", "rows that the run may need cannot be read, and nothing else is in its way"),
     "stalled": ("passing", "trajectories run, and nothing has come of it for a while"),
 }
 """Every cause: its kind, and when it is one."""
@@ -106,7 +107,7 @@ class Scene:
     workers: with the age of the last heartbeat, ms; below 0: it lies in the future. leases: by run, then by worker.
     terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
     of it, as the controller saw; a run that is not there: not known. memory_bytes: what the broker holds, and its
-    limit (0: none).
+    limit (0: none). bad_rows: what the reading passed over.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]] = field(default_factory=dict)
@@ -117,6 +118,7 @@ class Scene:
     quiet_s: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, RunDetails] = field(default_factory=dict)
     memory_bytes: tuple[int, int] = (0, 0)
+    bad_rows: Sequence[BadRow] = ()
 
     @cached_property
     def by_role(self) -> Mapping[str, list[WorkerInfo]]:
@@ -575,6 +577,21 @@ def _run_full(view: _View) -> Iterator[Cause]:
         )
 
 
+def _bad_rows(view: _View) -> Iterator[Cause]:
+    """Of the run's own tables, or of the fabric's: another run's are nothing to it."""
+    own = f"{view.config.run_id}."
+    found = [each for each in view.scene.bad_rows if "." not in each.table or each.table.startswith(own)]
+    if not found or not view.open_count:
+        return
+    named = [f"{each.row or 'all'} of {each.table} ({each.problem})" for each in found]
+    what, are = ("a row", "is") if len(found) == 1 else (f"{len(found)} rows", "are")
+    yield view.cause(
+        "bad_rows",
+        f"{what} that {view.name} may need cannot be read and {are} passed over: {_names(named)}",
+        "See them, and what removes each: rollfab rows ls",
+    )
+
+
 _CHECKS: tuple[Check, ...] = (
     _full,
     _no_weights,
@@ -586,6 +603,7 @@ _CHECKS: tuple[Check, ...] = (
     _agent,
     _reward,
     _run_full,
+    _bad_rows,
 )
 
 

@@ -120,6 +120,14 @@ class Page:
             await asyncio.sleep(STEP_S)
         raise AssertionError(f"{selector} shows {shown!r} after {timeout_s} s, expected {expected!r}")
 
+    async def wait_gone(self, selector: str, timeout_s: float = 30.0) -> None:
+        """Wait until an element is hidden, or not there."""
+        for _ in range(int(timeout_s / STEP_S)):
+            if await self.text(selector) is None:
+                return
+            await asyncio.sleep(STEP_S)
+        raise AssertionError(f"{selector} is still there after {timeout_s} s")
+
     async def _wait_for(self, find: str, timeout_s: float = 6.0) -> None:
         """Wait until an element is there and visible."""
         for _ in range(int(timeout_s / STEP_S)):

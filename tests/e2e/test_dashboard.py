@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from redis import Redis
 
 from rollfab.api.keys import new_key
+from rollfab.fabric.bus import keys
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.lease_plan import LeasePlan, PlanRow
 from rollfab.fabric.records import Group, Rollout, Span
@@ -86,6 +88,29 @@ async def test_why_a_run_stands_is_on_its_card_with_the_next_step(api: ApiWorld,
     # And a worker that is well says what it waits for
     await api.beat("w1", "dedicated", model="tiny", slot_count=8, waits_for="a lease")
     await page.wait_text("[data-worker=w1] [data-f=waits_for]", "waits for a lease")
+    assert page.complaints() == []
+
+
+async def test_rows_that_cannot_be_read_are_on_the_page_as_text_with_what_removes_them(
+    api: ApiWorld, browser: Browser, broker_url: str
+) -> None:
+    # Given a page of a fabric of which every row can be read
+    page = await browser.open(api.url)
+    await page.wait_text("#state", "live")
+    assert await page.evaluate("document.getElementById('bad-rows').hidden")
+    # When somebody writes a run that is none, under a name that is HTML
+    with Redis.from_url(broker_url) as redis:
+        redis.hset(keys.RUNS, "<b>bad</b>\x1b", b"<i>rubbish</i>")
+        # Then it is on the page, as text
+        row = "[data-table=runs]"
+        await page.wait_text(f"{row} [data-f=row]", "<b>bad</b>\\x1b")
+        await page.wait_text(f"{row} [data-f=step]", "rollfab rows rm -- runs '<b>bad</b>\\x1b'")
+        assert await page.evaluate("document.querySelector('#bad-rows td b, #bad-rows td i') === null")
+        # And it is gone when it is removed
+        (bad,) = (await api.fabric.board.survey()).bad_rows
+        assert await api.fabric.board.remove_row(bad)
+        assert redis.hkeys(keys.RUNS) == [b"r1"]
+    await page.wait_gone("#bad-rows")
     assert page.complaints() == []
 
 

@@ -49,6 +49,8 @@ def test_every_script_belongs_to_a_role() -> None:
 def test_every_command_of_every_script_is_seen() -> None:
     """A call that the pattern does not read would be a right that nobody has."""
     for path in sorted(LUA.rglob("*.lua")):
+        if path.name == "typed.lua":  # it sends what scripts call, and what commands_of adds
+            continue
         for line in path.read_text().splitlines():
             code = line.split("--")[0]
             calls = len(re.findall(r"redis\.p?call|call_in_parts\(", code))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,8 +19,11 @@ from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.errors import BrokerError, WireError
+from rollfab.fabric.sharing import SharingReport
+from rollfab.fabric.text import HARMFUL
 from rollfab.workers.controller import Controller, ControllerConfig
 from tests.api_server import RUN, running_api
+from tests.fuzz.tables import SHARD_TABLES as FUZZED
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
 
@@ -212,6 +216,73 @@ async def test_a_table_of_another_type_is_named_and_removed(url: str, redis: Red
         assert (await api.fabric.board.survey()).bad_rows == []
 
 
+SHARD_TABLES = [table for table in FUZZED if not table.startswith(("rollouts:", "group:", "inbox:"))]
+
+
+@pytest.mark.parametrize("table", SHARD_TABLES)
+async def test_a_key_of_another_type_in_a_table_of_a_run_stops_no_work(url: str, redis: Redis, table: str) -> None:
+    async with running_api(url, cache_s=0.0) as api:
+        key = keys.key_of(f"r1.0:{table}")
+        redis.delete(key)
+        redis.hset(key, "x", "1") if FUZZED[table] != "hash" else redis.rpush(key, "x")
+
+        if table == "run":  # its bounds are gone; its trainer says them anew as it opens the run
+            await api.fabric.board.create_run(RUN)
+
+        # Then trajectories are pushed, claimed, saved, settled, taken back, delivered and acknowledged
+        await api.push_group("g1", 2)
+        claims = await api.claim(2)
+        assert len(claims) == 2
+        assert await api.fabric.trajectories(RUN).save("agent-1", claims[0], b"{}")
+        for claim in claims:
+            await api.settle(claim)
+        await api.fabric.trajectories(RUN).reap("agent-1")
+        await api.fabric.turns(RUN).reap("agent-1")
+        deliveries = [*await api.fabric.rollouts(RUN).receive("trainer", 1, 0.1)]
+        deliveries = deliveries or await api.fabric.rollouts(RUN).receive("trainer", 1, 10.0)
+        assert len(deliveries[0].group.rollouts) == 2
+        assert await api.fabric.rollouts(RUN).acknowledge(deliveries[0])
+        assert (await api.json("v1/status"))["runs"][0]["run_id"] == "r1"
+
+
+FABRIC_TABLES = ("workers", "heartbeats", "assignments", "sharing", "lends", "events", "plan", "clock")
+
+
+@pytest.mark.parametrize("name", FABRIC_TABLES)
+async def test_a_key_of_another_type_in_a_table_of_the_fabric_stops_nobody(url: str, redis: Redis, name: str) -> None:
+    async with running_api(url, cache_s=0.0) as api:
+        key = keys.key_of(name)
+        redis.delete(key)
+        redis.rpush(key, "x")
+
+        # Then whoever only looks finds nothing there
+        for path in ("v1/status", "v1/workers", "v1/leases"):
+            await api.json(path)
+        assert await api.fabric.board.lends() == {}
+        assert await api.fabric.board.events("0", 10, 0.01) == []
+
+        # And who writes there puts it right
+        await api.beat("serving-1", "serving")
+        await api.fabric.board.set_lend("serving-1", "off")
+        await api.fabric.board.set_sharing(SharingReport(worker_id="serving-1", alone={}, shared={}))
+        config = ControllerConfig(worker_id="c1")
+        await Controller(api.fabric.board, config, SystemClock()).tick(await api.fabric.board.lead("c1", 60_000))
+        assert "serving-1" in await api.fabric.board.workers()
+        assert set(await api.fabric.board.lends()) == {"serving-1"}
+        assert (await api.fabric.board.events("0", 10, 0.01))[-1][1] == "lend.switched"
+
+
+async def test_a_bell_of_another_type_is_waited_at_and_put_right(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        bell = keys.lease_bell("serving-1")
+        redis.set(bell, "x")
+        await api.fabric.board.wait_lease("serving-1", 0.01)
+        assert redis.type(bell) == b"string"
+        await api.beat("serving-1", "serving")
+        await api.fabric.board.set_lend("serving-1", "off")
+        assert redis.type(bell) == b"list"
+
+
 async def test_a_clock_that_is_none_is_set_anew(url: str, redis: Redis) -> None:
     async with running_api(url) as api:
         for data in (b"", b"x", b"9" * 40, b"1 2 3"):
@@ -221,3 +292,51 @@ async def test_a_clock_that_is_none_is_set_anew(url: str, redis: Redis) -> None:
             (_, age_ms) = (await api.fabric.board.workers())["serving-1"]
             assert age_ms < 60_000
             await api.claim(1)
+
+
+LISTINGS = ("status", "rows ls", "runs ls", "dead ls --run r1", "weights ls r1", "lend report", "doctor --run r1")
+
+
+@pytest.mark.timeout(120)
+async def test_no_listing_lets_a_name_move_the_cursor(url: str, redis: Redis) -> None:
+    async with running_api(url):
+        name = b"evil\x1b[2J\xc2\x9b7m"
+        for table in ("workers", "lends", "runs", "sharing", "assignments"):
+            redis.hset(keys.key_of(table), name, b"\x1b[2J")
+        for table in ("r1.0:dead", "r1.0:counters", "r1.w:head"):
+            redis.hset(keys.key_of(table), name, b"\x1b[2J")
+        redis.hset(keys.key_of("r1.0:group:evil\x1b[2J"), "size", b"x")
+        try:
+            for words in LISTINGS:
+                for json in ([], ["--json"]):
+                    done = await asyncio.to_thread(
+                        CliRunner().invoke, app, [*words.split(), *json], env={"ROLLFAB_URL": url, "COLUMNS": "200"}
+                    )
+                    shown = done.output + str(done.exception or "")
+                    assert not HARMFUL.search(shown.replace("\r\n", "\n")), (words, HARMFUL.findall(shown))
+            listed = await asyncio.to_thread(CliRunner().invoke, app, ["rows", "ls"], env={"ROLLFAB_URL": url})
+            assert "evil\\x1b[2J" in listed.stdout
+            steps = [line.split(maxsplit=1)[1] for line in listed.stdout.splitlines() if line.startswith("  → ")]
+            # And each is removed by the command that is shown
+            for step in steps:
+                command = shlex.split(step)[1:]
+                done = await asyncio.to_thread(CliRunner().invoke, app, command, env={"ROLLFAB_URL": url})
+                assert done.exit_code == 0, (step, done.output, done.exception)
+            done = await asyncio.to_thread(CliRunner().invoke, app, ["rows", "ls"], env={"ROLLFAB_URL": url})
+            assert "every row can be read" in done.stdout
+        finally:
+            redis.flushall()
+
+
+async def test_a_head_that_cannot_be_read_is_named_by_the_commands_of_weights(url: str, redis: Redis) -> None:
+    async with running_api(url):
+        for write in (lambda key: redis.hset(key, "version", b""), lambda key: redis.rpush(key, "x")):
+            redis.delete(WeightKeys("r1").head)
+            write(WeightKeys("r1").head)
+            done = await asyncio.to_thread(
+                CliRunner().invoke, app, ["weights", "verify", "r1"], env={"ROLLFAB_URL": url}
+            )
+            assert isinstance(done.exception, WireError)
+            assert "table r1.w:head" in str(done.exception)
+            assert "`rollfab rows rm -- r1.w:head" in str(done.exception)
+        redis.delete(WeightKeys("r1").head)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.ports import Consumer, RunDetails, RunStatus
+from rollfab.fabric.ports import BadRow, Consumer, RunDetails, RunStatus
 from rollfab.fabric.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.rules.diagnosis import CODES, GONE_S, STALL_S, Cause, Scene, diagnose, is_well
 from rollfab.fabric.rules.lending import terms
@@ -100,6 +100,8 @@ HERE = RunDetails(consumers=(Consumer(name="trainer", held_count=0, idle_s=2.0),
 DAMAGED = replace(WORKER, error="chunk 3 of version 7 has another digest")
 LAGGING = {"head": 7}
 
+BAD = (BadRow("r1.0:open", "", "it is a list, and should be a hash"), BadRow("r2.0:counters", "tokens", "no count"))
+
 CASES: dict[str, tuple[Scene, str]] = {
     "moves": (scene(status(2, 4, claimed=3, ready=1), *ALL, leases=HELD), "4 trajectories run, 2 are queued"),
     "nothing_submitted": (scene(status(0, groups_submitted=0), *ALL), "nothing was submitted to run 'r1' yet"),
@@ -171,6 +173,10 @@ CASES: dict[str, tuple[Scene, str]] = {
     "run_full": (
         scene(status(4, waiting=3, config=FULL, memory_bytes=2 << 20), *ALL, leases=HELD, details=HERE),
         "it may hold 1.0 MiB, and 3 complete groups are not consumed",
+    ),
+    "bad_rows": (
+        scene(None, *ALL, leases=HELD, bad_rows=BAD),
+        "a row that run 'r1' may need cannot be read and is passed over: all of r1.0:open (it is a list",
     ),
     "stalled": (
         scene(status(0, 4, claimed=4), *ALL, leases=HELD, quiet_s=STALL_S + 1),

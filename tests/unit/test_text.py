@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import json
 import logging
 import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from rollfab import commands
 from rollfab.commands.logs import FactsFormatter
+from rollfab.commands.printing import Console, show, show_json
 from rollfab.commands.status import draw
 from rollfab.fabric.errors import EnvironmentFailed
 from rollfab.fabric.records import TrajectoryJob
@@ -88,3 +95,33 @@ def test_a_count_and_its_noun_agree_and_so_does_what_they_do() -> None:
         "2 groups wait",
     ]
     assert [counted(count, "trajectory") for count in (1, 1200)] == ["1 trajectory", "1,200 trajectories"]
+
+
+def test_commands_print_by_the_one_way_that_makes_text_printable() -> None:
+    """Any other `print` or Console of theirs would let a name from the broker move the cursor."""
+    folder = Path(commands.__file__).parent
+    for path in sorted(folder.glob("*.py")):
+        if path.name == "printing.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            is_rich = isinstance(node, ast.ImportFrom) and node.module == "rich.console"
+            taken = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) and is_rich else []
+            assert not is_print, f"{path.name}:{node.lineno} prints by itself"
+            assert "Console" not in taken, f"{path.name} has a Console of its own"
+
+
+def test_what_is_printed_moves_no_cursor_and_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "a\x1b[2Jb\x9b\u202ec"
+    show(text)
+    Console(width=100).print(Text(text, style="red"))
+    table = Table("name")
+    table.add_row(text)
+    Console(width=100, force_terminal=True).print(table)
+    show_json({"name": text})
+    shown = capsys.readouterr().out
+    assert "\x1b[2J" not in shown
+    assert "\x9b" not in shown and "\u202e" not in shown
+    assert shown.count("a\\x1b[2Jb\\x9b\\u202ec") == 2  # a cell is cut to the width of what it would have been
+    assert "│ a\\x1b[" in shown
+    assert json.loads(shown.splitlines()[-1]) == {"name": text}
