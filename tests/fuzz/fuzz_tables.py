@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -77,8 +78,8 @@ def fuzz_batch(
                 at.push()
                 at.take()
                 time.sleep(min(PUSH_S, max(0.0, until_s - time.monotonic())))
-        except FabricError as error:
-            outcome.problems.append(f"the trainer failed: {type(error).__name__}: {error}")
+        except Exception:  # noqa: BLE001 - whatever it is, the trainer is one of those who must go on
+            outcome.problems.append(f"the trainer failed:\n{traceback.format_exc()}")
         finally:
             is_over.set()
         for writer in writers:

@@ -19,7 +19,7 @@ from rollfab.fabric.wire import HEADER
 from tests.fuzz.targets import RECORDS
 
 GOOD, VICTIM = "good", "victim"
-HASH, ZSET, LIST, STREAM, STRING = "hash", "zset", "list", "stream", "string"
+HASH, ZSET, LIST, SET, STREAM, STRING = "hash", "zset", "list", "set", "stream", "string"
 HUGE_BYTES = 1 << 20
 WORDS = (b"", b"0", b"-1", b"nan", b"inf", b"9" * 30, b"1e999", b"\xff\xfe", b"null", b"{}", b"[[[[", b"true", b"../x")
 PLACES = (None, True, -1, 0, 1 << 31, 1 << 60, 10**30, 0.5, -1e308, "", "x" * 5000, "\u0000", [], {}, [[]], "good")
@@ -64,6 +64,21 @@ SHARD_TABLES = {
 }
 FABRIC_TABLES = {"workers": HASH, "heartbeats": ZSET, "assignments": HASH, "sharing": HASH, "clock": STRING}
 WEIGHT_TABLES = {"holders": HASH, "holding": ZSET, "addresses": HASH, "damage": HASH, "clock": STRING}
+PUBLISHER_TABLES = {
+    "head": HASH,
+    "manifests": HASH,
+    "sending": HASH,
+    "announcements": STREAM,
+    "offer": STRING,
+    "tending": STRING,
+}
+RQ_TABLES = {
+    "workers": SET,
+    "worker:*": HASH,
+    f"wip:rollfab.{GOOD}": ZSET,
+    f"failed:rollfab.{GOOD}": ZSET,
+    f"queue:rollfab.{GOOD}:intermediate": LIST,
+}
 
 
 @dataclass(frozen=True)
@@ -88,19 +103,23 @@ def tables() -> list[Table]:
         Table("trainer", "completed", "{run}:completed", STREAM),
         Table("trainer", "trajectory:record", "{run}:trajectory:record", HASH),
         Table("trainer", "trajectory:job", "{run}:trajectory:job", HASH),
+        Table("trainer", "consumers", "{run}:consumers", ZSET),
+        Table("trainer", "consumed", "{run}:consumed", ZSET),
         *(Table("trainer", f"weights {name}", f"{{weights}}:{name}", kind) for name, kind in WEIGHT_TABLES.items()),
-        *(
-            Table("trainer", f"weights {name}", f"{{weights}}:{name}", kind)
-            for name, kind in {"head": HASH, "manifests": HASH, "sending": HASH, "offer": STRING}.items()
-        ),
+        *(Table("trainer", f"weights {name}", f"{{weights}}:{name}", kind) for name, kind in PUBLISHER_TABLES.items()),
         Table("api-control", "lends", key_of("lends"), HASH),
         Table("agent", "rq jobs", "rq:job:*", HASH),
         Table("agent", "rq queue", f"rq:queue:rollfab.{GOOD}", LIST),
-        Table("agent", "rq queues", "rq:queues", "set"),
+        Table("agent", "rq queues", "rq:queues", SET),
+        *(Table("reward", f"rq {name.split(':')[0]}", f"rq:{name}", kind) for name, kind in RQ_TABLES.items()),
     ]
     for role in ("agent", "worker", "reward", "controller"):
         found += [Table(role, name, key_of(name), kind) for name, kind in FABRIC_TABLES.items()]
+    found += [Table("controller", name, key_of(name), STRING) for name in ("leader", "lease_epoch", "plan")]
+    found.append(Table("controller", "leases", "{run}:leases", HASH))
+    found.append(Table("controller", "lease_term", "{run}:lease_term", STRING))
     found.append(Table("worker", "lease_bell", key_of("lease_bell:*"), LIST))
+    found.append(Table("worker", "weights answers", "{weights}:answers:*", HASH))
     for name, kind in SHARD_TABLES.items():
         key = f"{{run}}:{name}"
         found.append(Table("agent", name, key, kind))
@@ -179,7 +198,7 @@ def write_row(
         _run(client, "ZADD", key, dice.choice(("-inf", "inf", "0", "1e300", "-1", str(time.time() * 1000))), name)
     elif table.kind == LIST:
         _run(client, "RPUSH", key, name)
-    elif table.kind == "set":
+    elif table.kind == SET:
         _run(client, "SADD", key, dice.choice((name, value[:100])))
     elif table.kind == STREAM:
         _run(

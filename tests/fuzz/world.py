@@ -27,9 +27,9 @@ from tests.redis_server import free_port
 
 WAIT_S = 90.0  # for what was pushed to arrive, on a busy machine
 OPEN_COUNT_MAX = 8  # groups under way: more would wait for the machine, and not for who stopped
-VICTIM_S = (
-    30.0  # after which another run is the victim: where a key of another type stands, rows are refused from then on
-)
+PUBLISH_S = 10.0  # between two versions of the good run
+STALENESS = 1000  # nothing is run again for its version
+VICTIM_S = 30.0  # then another run is the victim: where a key of another type stands, rows are refused from then on
 
 
 class World:
@@ -40,6 +40,7 @@ class World:
         self.pushed: list[str] = []
         self.arrived: dict[str, Group] = {}
         self._good = _open(trainer, GOOD)
+        self._version, self._published_at_s = 0, time.monotonic()
         self._victims = _Victims(broker)
         self._pids = {name: child.pid for name, child in supervisor.children.items()}
 
@@ -52,8 +53,11 @@ class World:
         self._victims.close()
 
     def push(self) -> None:
-        """Push a group to each run, the good one's while they arrive."""
+        """Push a group to each run, the good one's while they arrive; and publish."""
         self._victims.push()
+        if time.monotonic() - self._published_at_s > PUBLISH_S:
+            self._version, self._published_at_s = self._version + 1, time.monotonic()
+            self._good.publish(tiny_weights(), version=self._version)
         if len(self.pushed) - len(self.arrived) < OPEN_COUNT_MAX:
             self.pushed += self._good.submit([{"seed": 1}], group_size=2)
 
@@ -131,18 +135,22 @@ class _Victims:
     def _begin(self) -> None:
         self._count += 1
         self.name, self._since_s = f"{VICTIM}-{self._count}", time.monotonic()
-        self._trainer = rollfab.connect(self._broker.url("trainer"))
         self._groups.clear()
+        self._version = 0
+        self._trainer = rollfab.connect(self._broker.url("trainer"))
         self._run = _open(self._trainer, self.name)
 
     def push(self) -> None:
-        if time.monotonic() - self._since_s > VICTIM_S:
-            self.close()
-            self._begin()
         with contextlib.suppress(FabricError):
+            if time.monotonic() - self._since_s > VICTIM_S:
+                self.close()
+                self._begin()
             self._groups += self._run.submit([{"seed": 1}], group_size=2, timeout=0.1)
             if len(self._groups) > OPEN_COUNT_MAX:  # what nobody can end any more would fill the agent's places
                 self._run.cancel(self._groups.pop(0))
+        with contextlib.suppress(FabricError):
+            self._version += 1
+            self._run.publish(tiny_weights(), version=self._version)
 
     def close(self) -> None:
         name = self.name
@@ -153,7 +161,7 @@ class _Victims:
 
 
 def _open(trainer: Fabric, name: str) -> Run:
-    run = trainer.run(name, model="tiny", environment="walk", reward="steady", attempt_count_max=2)
+    run = trainer.run(name, model="tiny", environment="walk", reward="steady", attempt_count_max=2, staleness=STALENESS)
     run.publish(tiny_weights(), version=0)
     return run
 
