@@ -30,10 +30,9 @@ import redis
 
 from rollfab.fabric.errors import FabricError
 from tests.fuzz.tables import Table, tables, write_row
-from tests.fuzz.world import WAIT_S, World, world
+from tests.fuzz.world import PUSH_S, WAIT_S, World, world
 
 PACE_S = 0.01  # between two bad rows: the readers must come to read them
-PUSH_S = 0.5  # between two good groups
 
 
 @dataclass
@@ -76,8 +75,7 @@ def fuzz_batch(
         try:
             while time.monotonic() < until_s and not at.ended():
                 at.push()
-                at.take()
-                time.sleep(min(PUSH_S, max(0.0, until_s - time.monotonic())))
+                at.take(min(PUSH_S, max(0.01, until_s - time.monotonic())))
         except Exception:  # noqa: BLE001 - whatever it is, the trainer is one of those who must go on
             outcome.problems.append(f"the trainer failed:\n{traceback.format_exc()}")
         finally:

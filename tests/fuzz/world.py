@@ -26,6 +26,7 @@ from tests.guarded_broker import Guarded, guarded_broker
 from tests.redis_server import free_port
 
 WAIT_S = 90.0  # for what was pushed to arrive, on a busy machine
+PUSH_S = 0.5  # between two groups
 OPEN_COUNT_MAX = 8  # groups under way: more would wait for the machine, and not for who stopped
 PUBLISH_S = 10.0  # between two versions of the good run
 STALENESS = 1000  # nothing is run again for its version
@@ -61,8 +62,9 @@ class World:
         if len(self.pushed) - len(self.arrived) < OPEN_COUNT_MAX:
             self.pushed += self._good.submit([{"seed": 1}], group_size=2)
 
-    def take(self) -> None:
-        for group in self._good.groups(timeout=0.01):
+    def take(self, timeout_s: float) -> None:
+        """Consume groups of the good run for so long."""
+        for group in self._good.groups(timeout=timeout_s):
             self.arrived[group.group_id] = group
 
     def ended(self) -> list[str]:
@@ -75,7 +77,7 @@ class World:
         while missing := [name for name in self.pushed if name not in self.arrived]:
             if time.monotonic() > until_s:
                 break
-            self.take()
+            self.take(PUSH_S)
         return missing
 
     def problems(self, limit_s: float = WAIT_S) -> list[str]:

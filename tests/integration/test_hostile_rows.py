@@ -147,6 +147,7 @@ SHARD_RUBBISH: tuple[tuple[str, str, bytes], ...] = (
     ("run", "head_version", b"\xff"),
     ("rewards", "width", b"0"),
     ("rewards", "7", b"1 2"),
+    ("rewards", "-1", b"1 x x x x 1"),
     ("trajectory:held", "agent-1", b"x"),
     ("open", "g1", b"soon"),
     ("leases", "w", b"1 -1 0"),
