@@ -70,8 +70,8 @@ test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated r
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-fuzz: $(VENV)/.dev ## bad rows in every table that a role may write: make fuzz SECONDS_A_TABLE=30 TABLES="runs counters"
-	@$(BIN)/python -m tests.fuzz.fuzz_tables $(if $(SECONDS_A_TABLE),--seconds $(SECONDS_A_TABLE)) $(TABLES)
+fuzz: $(VENV)/.dev ## bad rows in every table that a role may write: make fuzz TOGETHER=12, make fuzz SECONDS_A_TABLE=30 TABLES="runs counters"
+	@$(BIN)/python -m tests.fuzz.fuzz_tables $(if $(SECONDS_A_TABLE),--seconds $(SECONDS_A_TABLE)) $(if $(TOGETHER),--together $(TOGETHER)) $(TABLES)
 
 bench: $(if $(filter engine coserve,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
 	@$(if $(filter engine coserve,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)

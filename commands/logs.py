@@ -1,4 +1,7 @@
-"""How logs look: one line per event, its facts after its name. Installed once, at the top of a process."""
+"""How logs look: one line per event, its facts after its name. Installed once, at the top of a process.
+
+What goes wrong again and again is not written each time: a row that cannot be read would fill the disk of all who look.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import logging
 import re
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from ..fabric.command import with_commands
@@ -18,6 +23,34 @@ NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers
 
 STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) [\w.]+ (.*)", re.DOTALL)
 QUIET = ("DEBUG", "INFO")
+WINDOW_S = 60.0
+LINE_COUNT_MAX = 30  # of one warning within a window: enough to see what it is about
+EVENT_COUNT_MAX = 1000  # that are counted: names of our own are some hundreds, texts of libraries are without bound
+
+
+class Flood(logging.Filter):
+    """Lets so many lines of each warning pass in a minute; the next one says how many were left out."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now_s = now_s
+        self._windows: dict[tuple[str, object], tuple[float, int]] = {}
+        """Logger and event → since when, and how many."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is written."""
+        if record.levelno < logging.WARNING:
+            return True
+        event, now_s = (record.name, record.msg), self._now_s()
+        since_s, count = self._windows.get(event, (now_s, 0))
+        if now_s - since_s >= WINDOW_S:
+            if count > LINE_COUNT_MAX:
+                record.left_out = count - LINE_COUNT_MAX
+            since_s, count = now_s, 0
+        if len(self._windows) >= EVENT_COUNT_MAX and event not in self._windows:
+            self._windows.clear()
+        self._windows[event] = since_s, count + 1
+        return count < LINE_COUNT_MAX
 
 
 class FactsFormatter(logging.Formatter):
@@ -60,6 +93,7 @@ def set_up_logs(level: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
     handler.setFormatter(FactsFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", width))
+    handler.addFilter(Flood())
     logging.basicConfig(level=level, handlers=[handler])
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

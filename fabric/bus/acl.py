@@ -134,7 +134,7 @@ RIGHTS: dict[str, Rights] = {
         commands=f"{STATUS} set hset hkeys hdel xread xrevrange scan unlink mget getrange get persist exists "
         "type lrange sscan zrem xdel lrem srem",  # the last line: to find and remove rows that cannot be read
         reads="",
-        writes="{rf}:* {run}:* rq:queues rq:queue:* rq:job:*",
+        writes="{rf}:* {run}:* rq:*",
     ),
 }
 

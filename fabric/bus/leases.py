@@ -229,7 +229,10 @@ def _leases_call(keys: ShardKeys, term: int, changes: Sequence[LeaseChange]) -> 
 
 
 def _leases(run_id: str, rows: Mapping[bytes, bytes], now_ms: int) -> dict[str, Lease]:
-    return {name.decode(): lease_row(name.decode(), run_id, raw, now_ms) for name, raw in rows.items()}
+    return {
+        (worker := name.decode("utf-8", "replace")): lease_row(worker, run_id, raw, now_ms)
+        for name, raw in rows.items()
+    }
 
 
 def _by_run(

@@ -135,7 +135,9 @@ class RedisRolloutStream:
                     names = [keys.completed, keys.consumers, keys.clock]
                     count, is_unknown, *found = await self._scripts.call("beat_consumer", names, args)
                     was_lost |= bool(is_unknown) and not is_new
-                    namesakes.update(dict.fromkeys(name.decode().rpartition("/")[2] for name in found))
+                    namesakes.update(
+                        dict.fromkeys(name.decode("utf-8", "replace").rpartition("/")[2] for name in found)
+                    )
                 taken_count += count
         if taken_count:
             self._look_back_at_s.clear()

@@ -254,4 +254,11 @@ RQ: Tables = {
     "queues": ("set", lambda run, name, raw: _require(name.startswith(b"rq:queue:"), "it is no queue's name")),
     "queue:*": ("list", lambda run, name, raw: name.decode()),
     "job:*": ("hash", _rq_field),
+    "workers": ("set", None),
+    "workers:*": ("set", None),
+    "worker:*": ("hash", None),
+    **{
+        f"{registry}:*": ("zset", None)
+        for registry in ("wip", "failed", "finished", "deferred", "scheduled", "canceled")
+    },
 }

@@ -33,7 +33,7 @@ from ..rules.giving_up import (
 from ..wire import load_json
 from .connection import translate
 from .keys import ShardKeys
-from .rows import given_up_row, is_job_name, job_row, shown_name
+from .rows import given_up_row, job_row
 from .scripts import Scripts
 from .shards import RunShards, ending_keys, rerun_keys, waking_keys
 from .waiting import first_found
@@ -93,7 +93,7 @@ class RedisTrajectoryQueue:
             job = job_row(raw_name, raw)
             turns = await self._settled_turns(keys, job.trajectory_id) if fence > 1 else ()
         except WireError as error:
-            await self._give_up(worker_id, raw_name, fence, raw, f"{GIVEN_UP['damaged']}: {error}")
+            await self._give_up(worker_id, keys, raw_name, fence, raw, f"{GIVEN_UP['damaged']}: {error}")
             return None
         return TrajectoryClaim(
             job=job, worker_id=worker_id, fence=fence, attempt=attempt, loss=loss, snapshot=snapshot, turns=turns
@@ -108,11 +108,13 @@ class RedisTrajectoryQueue:
             found.append(TurnResult.decode(raw))
         return tuple(found)
 
-    async def _give_up(self, worker_id: str, raw_name: bytes, fence: int, raw: bytes | None, reason: str) -> None:
-        name = raw_name.decode("utf-8", "surrogateescape")
-        log.warning("trajectory.given_up", extra={"job_id": shown_name(raw_name), "reason": reason})
-        letter = given_up_row(self._run.run_id, worker_id, shown_name(raw_name), raw, reason)
-        await self.fail(name, fence, letter, is_final=True)
+    async def _give_up(
+        self, worker_id: str, keys: ShardKeys, raw_name: bytes, fence: int, raw: bytes | None, reason: str
+    ) -> None:
+        """Fail it for good in the shard where it is: one that was made up may be in any."""
+        name = raw_name.decode()
+        log.warning("trajectory.given_up", extra={"job_id": name, "reason": reason})
+        await self._fail(keys, name, fence, given_up_row(self._run.run_id, worker_id, name, raw, reason), 0, 0)
 
     async def renew(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> list[str]:
         return await self._renew(worker_id, [(claim, b"") for claim in claims])
@@ -158,7 +160,7 @@ class RedisTrajectoryQueue:
         if raw is not None:
             reason = too_stale(rollout.policy_version, answer[1])
             letter = given_up_row(self._run.run_id, worker_id, rollout.trajectory_id, raw, reason)
-            await self._fail(rollout.trajectory_id, fence, letter, 0, RERUN_COUNT_MAX)
+            await self._fail(keys, rollout.trajectory_id, fence, letter, 0, RERUN_COUNT_MAX)
         return False
 
     async def score(self, trajectory_id: str, fence: int, reward: float) -> bool:
@@ -218,10 +220,13 @@ class RedisTrajectoryQueue:
         return gone
 
     async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
-        return await self._fail(trajectory_id, fence, letter, 0 if is_final else self._run.attempt_count_max, 0)
+        attempt_max = 0 if is_final else self._run.attempt_count_max
+        return await self._fail(self._shards.of(trajectory_id), trajectory_id, fence, letter, attempt_max, 0)
 
-    async def _fail(self, trajectory_id: str, fence: int, letter: DeadLetter, attempt_max: int, rerun_max: int) -> str:
-        keys, group_id = self._shards.of(trajectory_id), group_of(trajectory_id)
+    async def _fail(
+        self, keys: ShardKeys, trajectory_id: str, fence: int, letter: DeadLetter, attempt_max: int, rerun_max: int
+    ) -> str:
+        group_id = group_of(trajectory_id)
         with translate():
             code = await self._scripts.call(
                 "fail_trajectory",
@@ -251,16 +256,14 @@ class RedisTrajectoryQueue:
                 names = [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock]
                 limits = [BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms, self._score_ms, SCORE_LOSS_MAX]
                 rows = await self._scripts.call("reap", [*names, keys.turn.record], [worker_id, REAP_COUNT, *limits])
-                scoring += [
-                    (name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring" and is_job_name(name)
-                ]
+                scoring += [(name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring"]
                 ready += sum(what == b"ready" for what, *_ in rows)
                 for what, name, fence, raw in rows:
                     reason = GIVEN_UP.get(what.decode())
                     if reason is not None:
                         dead += 1
                         with first_error:  # one that cannot be given up keeps no other waiting
-                            await self._give_up(worker_id, name, fence, raw, reason)
+                            await self._give_up(worker_id, keys, name, fence, raw, reason)
         if not scoring:
             first_error.raise_it()
         return Reaped(ready_count=ready, scoring=tuple(scoring), dead_count=dead)

@@ -227,7 +227,7 @@ class RedisTurnQueue:
                     [worker_id, REAP_COUNT, BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms],
                 )
                 ready += sum(row[0] == b"ready" for row in rows)
-                lost = [_lost(*row[1:]) for row in rows if row[0] in (b"lost", b"damaged") and is_job_name(row[1])]
+                lost = [_lost(*row[1:]) for row in rows if row[0] in (b"lost", b"damaged")]
                 dead += len(lost)
                 await self._give_up(worker_id, lost)
         first_error.raise_it()
@@ -257,7 +257,7 @@ def _read_claims(answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
                 outcome.claims.append(_claim(row))
             except WireError as error:
                 log.warning("turn.unreadable", extra={"job_id": shown_name(row[0]), "error": str(error)})
-                unread += [_lost(row[0], row[1], row[4], str(error))] if is_job_name(row[0]) else []
+                unread.append(_lost(row[0], row[1], row[4], str(error)))
     return unread
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -477,6 +478,35 @@ async def test_waiting_for_what_is_there_does_not_wait(store: WeightStore) -> No
 
     async with asyncio.timeout(1.0):
         assert (await store.wait_head(RUN, 3, 60.0)).version == 4
+
+
+@only_redis
+@pytest.mark.parametrize("field", ["version", "epoch"])
+@pytest.mark.parametrize("data", [b"", b"x", b"\xff", b"nan", b"1e3", b"0x10", b"9" * 30, None])
+async def test_a_head_that_is_no_number_is_an_answer_to_its_publisher_and_no_obstacle_to_the_next(
+    stored: Stored, field: str, data: bytes | None
+) -> None:
+    # Given a head that somebody wrote over, or removed
+    store, trainer, head = stored.store, Trainer(await stored.store.open_publisher(RUN)), WeightKeys(RUN).head
+    manifest = (await publish(store, trainer, 0)).manifest
+    writes = (
+        lambda: store.put_manifest(manifest),
+        lambda: store.advance_head(manifest, 1),
+        lambda: store.mend(manifest, {}, trainer.epoch),
+        lambda: store.drop(RUN, [manifest.link], trainer.epoch),
+    )
+    for write_again in writes:
+        await (stored.client.hdel(head, field) if data is None else stored.client.hset(head, field, data))
+
+        # Then who publishes is answered in words
+        with suppress(BrokerError, VersionConflict):
+            await write_again()
+
+    # And another may publish, under an epoch above all before
+    epoch = await store.open_publisher(RUN)
+    assert epoch > trainer.epoch
+    await publish(store, Trainer(epoch), 1)
+    assert await store.head(RUN) == Head(1, epoch, KEYFRAME, epoch)
 
 
 @only_redis

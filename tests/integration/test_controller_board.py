@@ -178,3 +178,26 @@ async def test_a_run_that_is_made_anew_while_its_like_is_deleted_is_let_be(fabri
     before = await fabric.board.run_status("r1")
     await deleting
     assert await fabric.board.run_status("r1") == before
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"nan", b"9" * 30, b"%d" % 10**12])
+async def test_terms_and_leases_that_are_none_keep_no_controller_from_its_work(
+    url: str, fabric: RedisFabric, data: bytes
+) -> None:
+    # Given a controller that leads, and somebody who writes over terms and leases
+    board, client = fabric.board, await open_broker(url, client_name="tests")
+    for index in range(RUN.shard_count):
+        await client.hset(ShardKeys("r1", index).run, "head_version", 0)
+    await controller(fabric).tick(first := await board.lead("c1", 60_000))
+    await client.set(keys.LEASE_EPOCH, data)
+    for index in range(RUN.shard_count):
+        await client.set(ShardKeys("r1", index).lease_term, data)
+        await client.hset(ShardKeys("r1", index).leases, "d1", data + b" 1 0")
+    await client.delete(keys.PLAN, keys.ASSIGNMENTS)
+    # When it leads and plans again
+    await controller(fabric).tick(term := await board.lead("c1", 60_000))
+    # Then it does so in a term above all, shows its plan, and the worker finds its lease
+    assert first <= term == int(await client.get(keys.LEASE_EPOCH))
+    assert (await board.plan()).term == term
+    assert (await board.heartbeat(WORKER)).slot_count == 4
+    await client.aclose()

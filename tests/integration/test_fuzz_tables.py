@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.tables import fuzz_table, tables, world
+from tests.fuzz.fuzz_tables import fuzz_batch
+from tests.fuzz.tables import tables
+from tests.fuzz.world import world
 
 SECONDS = 1.0
 EVERY = 4
@@ -16,6 +18,6 @@ def test_bad_rows_in_any_table_cost_themselves_alone(tmp_path_factory: pytest.Te
     with world(tmp_path_factory.mktemp("fuzz")) as fabric:
         outcomes = []
         for table in tables()[::EVERY]:
-            outcomes.append(fuzz_table(fabric, table, SECONDS, seed=1))
+            outcomes.append(fuzz_batch(fabric, [table], SECONDS, seed=1))
             assert outcomes[-1].problems == [], "\n".join(map(str, outcomes))
-    assert sum(outcome.written for outcome in outcomes) > len(outcomes)
+    assert sum(rows.written for outcome in outcomes for rows in outcome.rows) > len(outcomes)

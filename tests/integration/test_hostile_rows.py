@@ -151,6 +151,7 @@ SHARD_RUBBISH: tuple[tuple[str, str, bytes], ...] = (
     ("run", "head_version", b"\xff"),
     ("rewards", "width", b"0"),
     ("rewards", "7", b"1 2"),
+    ("rewards", "-1", b"1 x x x x 1"),
     ("trajectory:held", "agent-1", b"x"),
     ("open", "g1", b"soon"),
     ("leases", "w", b"1 -1 0"),
@@ -316,14 +317,16 @@ async def test_no_listing_lets_a_name_move_the_cursor(url: str, redis: Redis) ->
                     assert not HARMFUL.search(shown.replace("\r\n", "\n")), (words, HARMFUL.findall(shown))
             listed = await asyncio.to_thread(CliRunner().invoke, app, ["rows", "ls"], env={"ROLLFAB_URL": url})
             assert "evil\\x1b[2J" in listed.stdout
-            steps = [line.split(maxsplit=1)[1] for line in listed.stdout.splitlines() if line.startswith("  → ")]
+            steps = [
+                line.split(maxsplit=1)[1].strip("`") for line in listed.stdout.splitlines() if line.startswith("  → ")
+            ]
             # And each is removed by the command that is shown
             for step in steps:
                 command = shlex.split(step)[1:]
                 done = await asyncio.to_thread(CliRunner().invoke, app, command, env={"ROLLFAB_URL": url})
                 assert done.exit_code == 0, (step, done.output, done.exception)
             done = await asyncio.to_thread(CliRunner().invoke, app, ["rows", "ls"], env={"ROLLFAB_URL": url})
-            assert "every row can be read" in done.stdout
+            assert "every row can be read" in done.output
         finally:
             redis.flushall()
 
@@ -340,3 +343,54 @@ async def test_a_head_that_cannot_be_read_is_named_by_the_commands_of_weights(ur
             assert "table r1.w:head" in str(done.exception)
             assert "`rollfab rows rm -- r1.w:head" in str(done.exception)
         redis.delete(WeightKeys("r1").head)
+
+
+MADE_UP = (b"bad-1", b"bad\xff2.0", b"bad-3.-1", b"bad{4}:x", b".bad5.0", b"bad-6.0", b"bad-7.0.0", b"x" * 5000)
+
+
+@pytest.mark.parametrize(
+    "record", [b"", b"junk", b"claimed 1 0 0 0 0 0 0 agent-1", b"ready 3 1 2 0 -", b"scoring 1 0 0 0 -"]
+)
+async def test_jobs_that_somebody_made_up_end_and_make_no_group(url: str, redis: Redis, record: bytes) -> None:
+    run = replace(RUN, run_id="made-up")
+    shard = ShardKeys("made-up", 0)
+    async with running_api(url) as api:
+        # Given jobs that were never pushed, in every table where an agent or a worker looks for work
+        await api.fabric.board.create_run(run)
+        for name in MADE_UP:
+            for jobs in (shard.trajectory, shard.turn):
+                redis.hset(jobs.record, name, record)
+                redis.zadd(jobs.deadline, {name: 0})
+                redis.xadd(jobs.ready[1], {"id": name})
+        redis.hset(shard.leases, "w1", b"1 64 0")
+
+        # When agents and workers take what there is, and take back what nobody renews
+        trajectories, turns = api.fabric.trajectories(run), api.fabric.turns(run)
+        for _ in range(20):
+            assert await trajectories.claim("agent-1", 8) == []
+            assert (await turns.exchange("w1", want=8, lease_epoch=1)).claims == []
+            await trajectories.reap("agent-1")
+            await turns.reap("agent-1")
+            for jobs in (shard.trajectory, shard.turn):  # nobody renews, and nobody waits
+                for name in redis.zrange(jobs.deadline, 0, -1):
+                    redis.zadd(jobs.deadline, {name: 0})
+
+        # Then none is looked at any more, nobody holds one, and the trainer gets nothing
+        waiting_for_a_reward = redis.zcard(shard.trajectory.deadline)
+        assert waiting_for_a_reward == (2 if record.startswith(b"scoring") else 0)
+        assert redis.zcard(shard.turn.deadline) == 0
+        assert set(redis.hvals(shard.trajectory.held) + redis.hvals(shard.turn.held)) <= {b"0"}
+        assert await api.fabric.rollouts(run).receive("trainer", 8, 0.1) == []
+        await api.fabric.board.delete_run("made-up")
+
+
+async def test_names_that_are_no_text_stop_neither_who_consumes_nor_who_lists_leases(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        shard = ShardKeys("r1", 0)
+        consumer = api.fabric.rollouts(RUN)
+        await consumer.beat("trainer", 60.0)
+        redis.zadd(shard.consumers, {b"trainer/\xff": 1e15})
+        redis.hset(shard.leases, b"w\xff", b"1 1 0")
+        assert (await consumer.beat("trainer", 60.0)).namesakes == ("\ufffd",)
+        assert set(await api.fabric.board.leases("r1")) >= {"w\ufffd"}
+        redis.delete(shard.consumers, shard.leases)

@@ -4,13 +4,13 @@
 -- Returns {code, head version, head epoch} from before; codes: 1 moved · 2 was moved there by the same publisher ·
 -- -1 another publisher took over · -2 not newer · -3 its base is not the head · -4 no manifest · -6 a jump.
 -- flags allow-oom
+-- use count head
 local epoch, version, kind, base = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
-local head = redis.call('HMGET', KEYS[1], 'version', 'epoch', 'kind', 'moved_by')
-local head_version, head_epoch = tonumber(head[1] or -1), tonumber(head[2] or 0)
+local head_version, head_epoch, head_kind, moved_by = read_head(KEYS[1])
 local function answer(code) return {code, head_version, head_epoch} end
 if head_epoch ~= epoch then return answer(-1) end
 if kind == 'jump-8' or kind == 'jump-64' then return answer(-6) end
-if version == head_version and kind == head[3] and tonumber(head[4]) == epoch then return answer(2) end
+if version == head_version and kind == head_kind and moved_by == epoch then return answer(2) end
 if version <= head_version then return answer(-2) end
 if kind == 'delta' and base ~= head_version then return answer(-3) end
 if redis.call('HEXISTS', KEYS[2], ARGV[2] .. ':' .. kind) == 0 then return answer(-4) end

@@ -4,7 +4,8 @@
 --   KEYS[3] lease_epoch: the highest term
 -- Returns 1 done · 0 a newer term has begun (nothing written)
 -- flags allow-oom
-if tonumber(redis.call('GET', KEYS[3]) or 0) > tonumber(ARGV[1]) then return 0 end
+-- use count term
+if read_term(KEYS[3]) > tonumber(ARGV[1]) then return 0 end
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) end
 redis.call('LPUSH', KEYS[2], '1')
 redis.call('LTRIM', KEYS[2], 0, 0)

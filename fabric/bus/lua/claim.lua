@@ -6,7 +6,8 @@
 --   KEYS[11] leases hash (turns) or completed stream (trajectories, then lease_epoch is '-')
 --   KEYS[12] suspects list
 -- Returns {1, {id, fence, attempt, loss, job, log}…} · {0} no valid lease · {-1, head_version} weights too old
--- Jobs whose record is gone or not ready (cancelled) are dropped here; one that cannot be read is left to the reaper.
+-- Jobs whose record is gone or not ready (cancelled), and what is called as none is, are dropped here; one that cannot
+-- be read is left to the reaper.
 -- flags allow-oom
 -- use batch count record look time limit
 local worker, want, claim_ms, now, class_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms(KEYS[9]), 3
@@ -37,7 +38,7 @@ end
 
 local records, taken, deadlines = read_records(KEYS[5], ids), {}, {}
 for _, id in ipairs(ids) do
-  local r = records[id]
+  local r = is_job(id) and records[id]
   if r and r.state == 'ready' and r.loss >= suspect_loss and not takes_suspect then
     redis.call('RPUSH', KEYS[12], id)
   elseif r and r.state == 'ready' then
@@ -45,7 +46,7 @@ for _, id in ipairs(ids) do
     r.state, r.fence, r.worker, r.inside = 'claimed', r.fence + 1, worker, tonumber(ARGV[7])
     taken[#taken + 1] = id
     add_pair(deadlines, now + claim_ms, id)
-  elseif not r and redis.call('HEXISTS', KEYS[5], id) == 1 then add_pair(deadlines, 0, id) end
+  elseif not r and is_job(id) and redis.call('HEXISTS', KEYS[5], id) == 1 then add_pair(deadlines, 0, id) end
 end
 write_records(KEYS[5], taken, records)
 call_in_parts('ZADD', KEYS[6], deadlines)

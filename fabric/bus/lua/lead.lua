@@ -7,21 +7,18 @@
 --   KEYS[1] leader string "controller/process term until_ms"   KEYS[2] lease_epoch: the highest term   KEYS[3] clock
 -- Returns the term while this process leads · 0 another one leads
 -- flags allow-oom
--- use look time
+-- use count term look time
 local TERM_FROM_S = 1700000000
-local now, leader, term = now_ms(KEYS[3]), redis.call('GET', KEYS[1]), nil
+local now, leader, last, term = now_ms(KEYS[3]), redis.call('GET', KEYS[1]), read_term(KEYS[2]), nil
 if leader then
   local name, process, led, until_ms = string.match(leader, '^([^%s/]+)/?(%S*) (%d+) (%d+)$')
-  if until_ms and tonumber(until_ms) > now then
+  if whole(until_ms, 0) > now then
     local is_new = ARGV[4] == '1'
     if name ~= ARGV[1] or (process ~= ARGV[2] and not is_new) then return 0 end
-    if not is_new then term = tonumber(led) end
+    if not is_new and whole(led, 0) >= last then term = whole(led) end
   end
 end
-if not term then
-  local last = tonumber(redis.call('GET', KEYS[2]) or 0) or 0
-  term = math.max(last + 1, redis.call('TIME')[1] - TERM_FROM_S)
-  redis.call('SET', KEYS[2], string.format('%d', term))
-end
+if not term then term = math.max(last + 1, redis.call('TIME')[1] - TERM_FROM_S) end
+if last < term then redis.call('SET', KEYS[2], string.format('%d', term)) end
 redis.call('SET', KEYS[1], string.format('%s/%s %d %d', ARGV[1], ARGV[2], term, now + tonumber(ARGV[3])))
 return term

@@ -3,8 +3,8 @@
 --   KEYS[1] head hash   version, epoch, kind, moved_by   KEYS[2] manifests hash   KEYS[3..] chunks, ARGV[4..] their data
 -- What lies in their place may be of any type: whoever damaged it may have written anything.
 -- Returns {code, head version, head epoch}; codes: 1 written · -1 another publisher took over.
-local head = redis.call('HMGET', KEYS[1], 'version', 'epoch')
-local head_version, head_epoch = tonumber(head[1] or -1), tonumber(head[2] or 0)
+-- use count head
+local head_version, head_epoch = read_head(KEYS[1])
 if head_epoch ~= tonumber(ARGV[1]) then return {-1, head_version, head_epoch} end
 local kind = redis.call('TYPE', KEYS[2]).ok
 if kind ~= 'hash' and kind ~= 'none' then redis.call('UNLINK', KEYS[2]) end

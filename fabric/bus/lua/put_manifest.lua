@@ -5,9 +5,9 @@
 -- is_whole: 1 all its chunks were found a moment ago · 0 not (then nothing is written, and only the code is told).
 -- Returns {code, head version, head epoch}; codes: 1 granted · 2 the same is there · -1 another publisher took over ·
 -- -5 the version already means something else · -6 a jump that does not lead up to the head or below it.
+-- use count head
 local epoch, version, kind, base, manifest = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), ARGV[5]
-local head = redis.call('HMGET', KEYS[1], 'version', 'epoch')
-local head_version, head_epoch = tonumber(head[1] or -1), tonumber(head[2] or 0)
+local head_version, head_epoch = read_head(KEYS[1])
 local function answer(code) return {code, head_version, head_epoch} end
 if head_epoch ~= epoch then return answer(-1) end
 local name = ARGV[2] .. ':' .. kind

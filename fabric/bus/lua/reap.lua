@@ -16,11 +16,12 @@ local answer = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', now, 'LIMIT', 0, tonumber(ARGV[2]))) do
   local r = read_record(KEYS[6], id)
   local what = 'ready'
-  if not r and redis.call('HEXISTS', KEYS[6], id) == 1 then
+  if r and r.state == 'scoring' and not ARGV[6] then r = nil end -- a turn has no reward
+  if not r and is_job(id) and redis.call('HEXISTS', KEYS[6], id) == 1 then
     -- a fence above all that it can have had
     r, what = new_record(ARGV[6] and math.floor(now / 1000) or now * 100), 'damaged'
     keep_to_give_up(id, r, reaper, now + claim_ms)
-  elseif not r or (r.state ~= 'claimed' and r.state ~= 'scoring') then
+  elseif not r or not is_job(id) or (r.state ~= 'claimed' and r.state ~= 'scoring') then
     redis.call('ZREM', KEYS[7], id)
     what = nil
   elseif r.state == 'scoring' then

@@ -5,9 +5,9 @@
 --   KEYS[3] lease_term string: the highest term that has written
 -- Returns per change 2 it is another lease now · 1 the same, extended · -1 a newer term or lease is in place
 -- flags allow-oom
--- use look time batch
+-- use count term look time batch
 local term, now = tonumber(ARGV[1]), now_ms(KEYS[2])
-local last = tonumber(redis.call('GET', KEYS[3]) or -1) or -1
+local last = read_term(KEYS[3])
 if term > last then redis.call('SET', KEYS[3], ARGV[1]) end
 
 local workers, answer, written, removed = {}, {}, {}, {}
@@ -16,7 +16,7 @@ local held = fetch_all(KEYS[1], workers)
 for n, worker in ipairs(workers) do
   local i = 5 * n - 3
   local epoch = tonumber(ARGV[i + 1])
-  local held_epoch = held[n] and tonumber(string.match(held[n], '^%d+ ') or -1) or -1
+  local held_epoch = whole(held[n] and string.match(held[n], '^(%d+) '), -1)
   answer[n] = held_epoch == epoch and 1 or 2
   if term < last or held_epoch > epoch then
     answer[n] = -1

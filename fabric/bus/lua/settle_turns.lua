@@ -20,7 +20,7 @@ for n, id in ipairs(ids) do
   if r and r.fence == tonumber(ARGV[i + 1]) and r.worker == worker then
     if r.state == 'settled' then
       code = 1
-    elseif r.state == 'claimed' and waiting[n] ~= ARGV[i + 2] then
+    elseif r.state == 'claimed' and waiting[n] and waiting[n] ~= ARGV[i + 2] then
       code = waiting[n]
     elseif r.state == 'claimed' then
       code = 1

@@ -24,7 +24,9 @@ local function complete(group_id, ended_by)
 end
 
 -- Count one more of a group's trajectories as completed or failed; at its quorum, or with the last, it is complete.
+-- Where there is no such group, somebody made its trajectory up.
 local function close(group_id, outcome)
+  if redis.call('HEXISTS', KEYS[13], 'size') == 0 then return end
   tally(KEYS[16], 'trajectories_' .. outcome, 1)
   tally(KEYS[13], outcome, 1)
   local g = redis.call('HMGET', KEYS[13], 'size', 'quorum', 'priority', 'completed', 'failed', 'cancelled')

@@ -2,10 +2,14 @@
 -- Twin of the rule: rules/curve.py, which says what a bucket is. Every rollout costs the same, on the average.
 local BUCKET_COUNT_MAX = 256
 
--- A bucket's numbers; fewer than six of a row that is none.
+-- A bucket's six numbers; nothing of a row that is none.
 local function numbers_in(row)
-  local c, s, q, l, m, t = string.match(row, '^(%d+) (%S+) (%S+) (%S+) (%S+) (%d+)$')
-  return tonumber(c or ''), tonumber(s or ''), tonumber(q or ''), tonumber(l or ''), tonumber(m or ''), tonumber(t or '')
+  local found = {string.match(row, '^(%d+) (%S+) (%S+) (%S+) (%S+) (%d+)$')}
+  for n = 1, 6 do
+    found[n] = tonumber(found[n] or '')
+    if not found[n] then return end
+  end
+  return unpack(found)
 end
 
 -- What two buckets are together, the first perhaps none.

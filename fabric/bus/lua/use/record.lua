@@ -12,6 +12,11 @@ local function parse_record(value)
     worker = worker}
 end
 
+-- Whether a trajectory or turn may be called so: nobody waits for what has another name. Twin: rows.py, is_job_name.
+local function is_job(id)
+  return #id <= 90 and (string.match(id, '^%w[%w_%-]*%.%d+$') or string.match(id, '^%w[%w_%-]*%.%d+%.%d+$'))
+end
+
 local FENCES_PER_CLAIM = 65536 -- of a turn, within one claim of its trajectory
 
 local function new_record(fence)
