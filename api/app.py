@@ -17,17 +17,17 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from .. import __version__
-from ..fabric.clock import Clock, SystemClock
-from .body import BodyLimit
-from .config import ApiConfig, check_config
-from .context import Context
-from .events import EventTail
-from .guard import Guard
-from .problems import install_problems
+from ..fabric.contract.clock import Clock, SystemClock
+from .access.auth import Guard
+from .access.body import BodyLimit
+from .access.config import ApiConfig, check_config
+from .access.problems import install_problems
+from .reading.events import EventTail
+from .reading.status import Ports, StatusReader
+from .reading.weights import WeightReader
 from .routes import events, health, lending, page, read
-from .schemas import Problem
-from .status import Ports, StatusReader
-from .weights import WeightReader
+from .routes.context import Context
+from .schemas.answers import Problem
 
 __all__ = ["ApiConfig", "make_app"]
 

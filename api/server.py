@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from ..fabric.errors import ConfigError
+from ..fabric.contract.errors import ConfigError
+from .access.config import ApiConfig, check_config, is_loopback
+from .access.connections import bounded_protocol
 from .app import make_app
-from .config import ApiConfig, check_config, is_loopback
-from .connections import bounded_protocol
-from .status import Ports
+from .reading.status import Ports
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ N tokens that the policy made, of all rollouts in order.
 
 - A worker whose engine, weights or sampling differ silently from the trainer's says other log-probabilities than the
   trainer's model gives for the same tokens. Spans name the worker, so the one that differs is found by name.
-- Only fresh tokens can be held against a worker (see fabric/agreement.py); the rest is figured apart.
+- Only fresh tokens can be held against a worker (see fabric/contract/agreement.py); the rest is figured apart.
 - NaN and infinity are an alarm, never an exception. Where the trainer's own are not finite, no worker is blamed.
 - Ratios are calculated with differences bounded to ±DIFFERENCE_BOUND, as every figure must stay finite.
 
@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..fabric.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
-from ..fabric.errors import InputError
-from ..fabric.records import Group, Rollout
+from ..fabric.contract.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
+from ..fabric.contract.errors import InputError
+from ..fabric.contract.records import Group, Rollout
 
 RATIO_MAX = (
     2.0  # the usual bound of a truncated importance weight: above it, and below its inverse, a token is an outlier

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..fabric.agreement import Agreement, Alarm, AlarmRule, WorkerFigures
-from ..fabric.ports import LeaseBoard
-from ..fabric.ports_weights import WeightStore
-from ..fabric.records import Group
+from ..fabric.contract.agreement import Agreement, Alarm, AlarmRule, WorkerFigures
+from ..fabric.contract.records import Group
+from ..fabric.ports.queue import LeaseBoard
+from ..fabric.ports.weights import WeightStore
 from .agreement import WORKER_COUNT_MAX, compare, rule_for, worst_first
-from .borrowing import in_thread
+from .publish.borrowing import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from ..fabric.agreement import Agreement, AlarmRule
-from ..fabric.bus.fabric import RedisFabric
-from ..fabric.errors import (
+from ..fabric.contract.agreement import Agreement, AlarmRule
+from ..fabric.contract.errors import (
     ConfigError,
     EnvironmentUnknown,
     FabricError,
@@ -31,21 +30,22 @@ from ..fabric.errors import (
     WeightError,
     WireError,
 )
-from ..fabric.home import Home
-from ..fabric.ids import check_name
-from ..fabric.models import find_model
-from ..fabric.offers import installed
-from ..fabric.ports import Delivery, GroupPush, RunStatus
-from ..fabric.records import Group, RunConfig
-from ..fabric.rules.push import never_fits
-from ..fabric.text import did_you_mean
-from ..fabric.weights.chain import Weights, fetch_weights
+from ..fabric.contract.ids import check_name
+from ..fabric.contract.models import find_model
+from ..fabric.contract.records import Group, RunConfig
+from ..fabric.contract.text import did_you_mean
+from ..fabric.host.entry_points import installed
+from ..fabric.host.forks import Home
+from ..fabric.opened import RedisFabric
+from ..fabric.ports.queue import Delivery, GroupPush, RunStatus
+from ..fabric.rules.queue.push import never_fits
+from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
 from .ledger import TAKEOVER_S, Hand, Ledger, Submission
-from .publish import AnyPublisher, PublishReport, make_publisher
-from .tensors import ComparesOn, pairs_of
+from .publish.publisher import AnyPublisher, PublishReport, make_publisher
+from .publish.tensors import ComparesOn, pairs_of
 from .waiting import Waiting
 
 PUSH_RETRY_S = 0.1

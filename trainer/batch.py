@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..fabric.records import Group, Rollout
+from ..fabric.contract.records import Group, Rollout
 
 VARIANCE_MIN = 1e-12  # rewards of one group that differ by less are one reward in float arithmetic
 

@@ -11,15 +11,15 @@ from dataclasses import fields, replace
 from typing import Any
 from zlib import crc32
 
-from ..fabric.errors import InputError
-from ..fabric.fields import WHOLE_MAX, bounds_of
-from ..fabric.ids import check_name, new_group_id, trajectory_id
-from ..fabric.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN
-from ..fabric.ports import GroupPush
-from ..fabric.records import RunConfig, TrajectoryJob, check_task
-from ..fabric.seeds import SEED_MAX, is_seed
-from ..fabric.text import did_you_mean
-from ..fabric.wire import check_size, dump_json, load_json
+from ..fabric.contract.errors import InputError
+from ..fabric.contract.fields import WHOLE_MAX, bounds_of
+from ..fabric.contract.ids import check_name, new_group_id, trajectory_id
+from ..fabric.contract.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN
+from ..fabric.contract.records import RunConfig, TrajectoryJob, check_task
+from ..fabric.contract.seeds import SEED_MAX, is_seed
+from ..fabric.contract.text import did_you_mean
+from ..fabric.contract.wire import check_size, dump_json, load_json
+from ..fabric.ports.queue import GroupPush
 
 CONSUMER_LENGTH_MAX = 200
 FLOAT_MAX = sys.float_info.max

@@ -18,17 +18,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from ..fabric.agreement import Agreement, AlarmRule
-from ..fabric.bus.embedded import EmbeddedBroker
-from ..fabric.errors import ConfigError, FabricError
-from ..fabric.home import Home
-from ..fabric.ports import RunStatus
-from ..fabric.records import Group, RunConfig
-from ..fabric.weights.chain import Weights
+from ..fabric.broker.embedded import EmbeddedBroker
+from ..fabric.contract.agreement import Agreement, AlarmRule
+from ..fabric.contract.errors import ConfigError, FabricError
+from ..fabric.contract.records import Group, RunConfig
+from ..fabric.host.forks import Home
+from ..fabric.ports.queue import RunStatus
+from ..fabric.versions.reader import Weights
 from . import aio
 from .ledger import TAKEOVER_S, Submission
-from .publish import PublishReport
-from .tensors import ComparesOn, pairs_of
+from .publish.publisher import PublishReport
+from .publish.tensors import ComparesOn, pairs_of
 
 T = TypeVar("T")
 EXIT_S = 2.0  # for closing a connection that was left open, as the interpreter ends

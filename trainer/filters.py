@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..fabric.errors import InputError
-from ..fabric.records import Group
-from ..fabric.text import did_you_mean
+from ..fabric.contract.errors import InputError
+from ..fabric.contract.records import Group
+from ..fabric.contract.text import did_you_mean
 
 Keep = Callable[[Group], bool]
 REFILL = re.compile(r"^(.*)-r(\d+)$")

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..fabric.models import is_preset, model_config
-from ..fabric.records import Group
+from ..fabric.contract.models import is_preset, model_config
+from ..fabric.contract.records import Group
 from .batch import Batch, pad_groups
 
 

@@ -24,11 +24,11 @@ import logging
 import math
 from collections.abc import Sequence
 
-from ..fabric.command import command
-from ..fabric.errors import BrokerError, ClaimLost, FabricError, QueueFull
-from ..fabric.ports import Delivery, GroupPush, RolloutStream
-from ..fabric.records import Group
-from ..fabric.text import one_line
+from ..fabric.contract.errors import BrokerError, ClaimLost, FabricError, QueueFull
+from ..fabric.contract.records import Group
+from ..fabric.contract.text import one_line
+from ..fabric.host.command import command
+from ..fabric.ports.queue import Delivery, GroupPush, RolloutStream
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from ..fabric.errors import JobDead, QueueError
-from ..fabric.records import Group
+from ..fabric.contract.errors import JobDead, QueueError
+from ..fabric.contract.records import Group
 from .client import Run
 from .grpo import Grpo, GrpoSettings, build_model
-from .publish import PublishReport
+from .publish.publisher import PublishReport
 
 log = logging.getLogger(__name__)
 

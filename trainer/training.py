@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..fabric.directories import make_directory
-from ..fabric.errors import ConfigError
-from ..fabric.text import did_you_mean
-from ..fabric.wire import dump_json
+from ..fabric.contract.errors import ConfigError
+from ..fabric.contract.text import did_you_mean
+from ..fabric.contract.wire import dump_json
+from ..fabric.host.directories import make_directory
 from .client import connect
 from .grpo import PRESETS, GrpoSettings
 from .loop import CHECKPOINT, TrainingLoop, summary_of

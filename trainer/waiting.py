@@ -2,7 +2,7 @@
 
 - After SAY_AFTER_S of waiting one warning is logged, which Python shows on stderr where nobody has set up logging;
   again when the cause changes, and every SAY_AGAIN_S.
-- The cause is that of fabric/diagnosing.py, asked at most every LOOK_EVERY_S and only while a call waits.
+- The cause is that of fabric/inspect/diagnosing.py, asked at most every LOOK_EVERY_S and only while a call waits.
 - A fabric that cannot be asked is no reason to fail: then nothing is said.
 """
 
@@ -13,11 +13,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ..fabric.command import with_commands
-from ..fabric.diagnosing import read_fabric
-from ..fabric.errors import FabricError, NothingMoves
-from ..fabric.ports import LeaseBoard
-from ..fabric.rules.diagnosis import Cause
+from ..fabric.contract.errors import FabricError, NothingMoves
+from ..fabric.host.command import with_commands
+from ..fabric.inspect.diagnosing import read_fabric
+from ..fabric.inspect.diagnosis import Cause
+from ..fabric.ports.queue import LeaseBoard
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ...fabric.errors import InputError
-from ..context import Context
-from ..problems import Refused
+from ...fabric.contract.errors import InputError
+from ..access.problems import Refused
+from .context import Context
 
 EVENT_ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?\Z")
 RECONNECT_MS = 1_000

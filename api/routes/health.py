@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ... import __version__
-from ...fabric.errors import FabricError, RunUnknown
-from ..context import Context
-from ..metrics import CONTENT_TYPE, render
-from ..schemas import Health, Problem, Readiness, RunReadiness
-from ..views import run_readiness
+from ...fabric.contract.errors import FabricError, RunUnknown
+from ..metrics.answer import CONTENT_TYPE, render
+from ..reading.views import run_readiness
+from ..schemas.answers import Health, Problem, Readiness, RunReadiness
+from .context import Context
 from .read import find_run
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from ...fabric.clock import SystemClock
-from ...fabric.errors import InputError
-from ...fabric.lending import switch
-from ...fabric.rules.lending import CLEAR
-from ...fabric.rules.tax import sharing_totals, with_taxes
-from ...fabric.sharing import POOL
-from ..context import Context
-from ..guard import who
-from ..lending import lending_worker, setting_view, value_of
-from ..problems import Refused
-from ..schemas import Problem
-from ..schemas_lending import Lend, Lending, LendRequest, Plan, PlanView, Sharing, SharingTotals, SharingView
+from ...fabric.contract.clock import SystemClock
+from ...fabric.contract.errors import InputError
+from ...fabric.contract.sharing import POOL
+from ...fabric.inspect.lend_switch import switch
+from ...fabric.rules.lending.terms import CLEAR
+from ...fabric.rules.serving.tax import sharing_totals, with_taxes
+from ..access.auth import who
+from ..access.problems import Refused
+from ..reading.lending import lending_worker, setting_view, value_of
+from ..schemas.answers import Problem
+from ..schemas.lending import Lend, Lending, LendRequest, Plan, PlanView, Sharing, SharingTotals, SharingView
+from .context import Context
 
 TAKEN_BACK_S = 1.0  # how long an answer waits for what workers give back
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
-from ..context import Context
+from .context import Context
 
 STATIC = Path(__file__).resolve().parent.parent / "static"
 

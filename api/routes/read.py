@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
-from ...fabric.errors import RunUnknown
-from ...fabric.rules.curve import BUCKET_COUNT_MAX
-from ..context import Context
-from ..schemas import (
+from ...fabric.contract.errors import RunUnknown
+from ...fabric.rules.queue.curve import BUCKET_COUNT_MAX
+from ..reading.views import reward_curve
+from ..schemas.answers import (
     DeadLetters,
     DeadLetterView,
     Leases,
@@ -21,7 +21,7 @@ from ..schemas import (
     Weights,
     Workers,
 )
-from ..views import reward_curve
+from .context import Context
 
 UNKNOWN_RUN: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "No such run"}}
 VERSION_COUNT = 64

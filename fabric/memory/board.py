@@ -1,4 +1,4 @@
-"""Runs, workers and leases in memory: the twin of bus/board.py."""
+"""Runs, workers and leases in memory: the twin of queue/board.py."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..agreement import Agreement
-from ..ports import BadRow, Consumer, RowSurvey, RunDetails, RunStatus, Survey
-from ..records import Lease, RunConfig, WorkerInfo
-from ..rules.lease import has_ended
-from ..rules.lending import CLEAR, changed, check_subject, concerns, lent_by_name, setting_of, subjects_of, switch_facts
-from ..rules.push import waiting
-from ..rules.runs import check_same_run
-from ..sharing import LendSetting, SharingReport
+from ..contract.agreement import Agreement
+from ..contract.records import Lease, RunConfig, WorkerInfo
+from ..contract.sharing import LendSetting, SharingReport
+from ..ports.queue import BadRow, Consumer, RowSurvey, RunDetails, RunStatus, Survey
+from ..rules.lending.lease import has_ended
+from ..rules.lending.terms import (
+    CLEAR,
+    changed,
+    check_subject,
+    concerns,
+    lent_by_name,
+    setting_of,
+    subjects_of,
+    switch_facts,
+)
+from ..rules.queue.push import waiting
+from ..rules.queue.runs import check_same_run
 from .leases import MemoryLeases
 from .state import RunState
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..clock import Clock
-from ..records import RunConfig
+from ..contract.clock import Clock
+from ..contract.records import RunConfig
 from .board import MemoryLeaseBoard
 from .queue import MemoryTrajectoryQueue, MemoryTurnQueue
 from .rollouts import MemoryRolloutStream

@@ -1,18 +1,18 @@
-"""Leases, leadership and the plan in memory: the twin of bus/leases.py."""
+"""Leases, leadership and the plan in memory: the twin of queue/leases.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..lease_plan import LeaseChange, LeasePlan, term_of
-from ..limits import EVENT_BYTES_MAX
-from ..records import Lease
-from ..rules.lease import time_left
-from ..wire import check_size, dump_json
+from ..contract.lease_plan import LeaseChange, LeasePlan, term_of
+from ..contract.limits import EVENT_BYTES_MAX
+from ..contract.records import Lease
+from ..contract.wire import check_size, dump_json
+from ..rules.lending.lease import time_left
 from .state import Leader, MemoryBroker, RunState
 
-TERM_FROM_S = 1_700_000_000  # as in bus/lua/lead.lua
+TERM_FROM_S = 1_700_000_000  # as in queue/lua/lead.lua
 
 
 class MemoryLeases:

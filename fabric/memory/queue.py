@@ -1,4 +1,4 @@
-"""Trajectories and turns in memory: the twin of bus/trajectories.py and turns.py."""
+"""Trajectories and turns in memory: the twin of queue/trajectories.py and turns.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..ids import group_of, turn_id
-from ..ports import Exchange, Reaped, ScoreClaim, TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
-from ..records import NO_IDS, NO_LOGPROBS, DeadLetter, Rollout, RunConfig, TurnResult
-from ..rules.giving_up import (
+from ..contract.ids import group_of, turn_id
+from ..contract.records import NO_IDS, NO_LOGPROBS, DeadLetter, Rollout, RunConfig, TurnResult
+from ..ports.queue import Exchange, Reaped, ScoreClaim, TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
+from ..rules.queue.retries import (
     BLAME_COUNT_MAX,
     GIVEN_UP,
     PROCESS_LOSS,
@@ -152,7 +152,7 @@ class RunPort:
 
 
 def _may_settle(record: JobRecord, fence: int, worker_id: str) -> bool:
-    """As in bus/lua/settle_trajectory.lua."""
+    """As in queue/lua/settle_trajectory.lua."""
     if record.fence != fence:
         return False
     return record.state == "scoring" if not worker_id else (record.state, record.worker) == ("claimed", worker_id)
@@ -173,7 +173,7 @@ class MemoryTrajectoryQueue(RunPort):
     ) -> list[TrajectoryClaim]:
         run = self.run
         claims: list[TrajectoryClaim] = []
-        # As bus/lua/use/limit.lua.
+        # As queue/lua/use/limit.lua.
         must_wait = run.bytes_held >= run.config.memory_bytes_max and bool(run.completed)
         count = 1 if must_wait else 3
         which: dict[str, Any] = {"class_count": count, "takes_suspect": takes_suspect, "is_inside": is_inside}

@@ -1,16 +1,16 @@
-"""Groups in memory: the twin of bus/rollouts.py."""
+"""Groups in memory: the twin of queue/rollouts.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import FabricError
-from ..ids import new_process_id, trajectory_id
-from ..ports import ConsumerBeat, Delivery, GroupPush
-from ..records import DeadLetter, Failure, Group, RunConfig
-from ..rules.giving_up import NO_LETTER, RERUN_COUNT_MAX, given_up, is_stale, not_held, too_stale
-from ..rules.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
-from ..wire import dump_json
+from ..contract.errors import FabricError
+from ..contract.ids import new_process_id, trajectory_id
+from ..contract.records import DeadLetter, Failure, Group, RunConfig
+from ..contract.wire import dump_json
+from ..ports.queue import ConsumerBeat, Delivery, GroupPush
+from ..rules.queue.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
+from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, given_up, is_stale, not_held, too_stale
 from .queue import RunPort
 from .state import GroupState, JobRecord, MemoryBroker
 
@@ -73,7 +73,7 @@ class MemoryRolloutStream(RunPort):
         return f"{consumer}/{self._client_id}"
 
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
-        """As bus/lua/beat_consumer.lua."""
+        """As queue/lua/beat_consumer.lua."""
         run, me, now = self.run, self._holder(consumer), self._broker.now_ms()
         is_new = consumer not in self._known_names
         self._known_names.add(consumer)
@@ -114,7 +114,7 @@ class MemoryRolloutStream(RunPort):
         return self.run.completed.get(entry) or self.run.completed_names[entry]
 
     def _rerun_stale(self, entry: int) -> bool:
-        """As bus/lua/rerun_stale.lua; False when the group may be delivered."""
+        """As queue/lua/rerun_stale.lua; False when the group may be delivered."""
         run = self.run
         if run.config.when_stale != "rerun":
             return False
@@ -196,7 +196,7 @@ class MemoryRolloutStream(RunPort):
         return True
 
     def _may_end(self, entry: int, holder: str) -> bool:
-        """As bus/lua/use/holder.lua."""
+        """As queue/lua/use/holder.lua."""
         run = self.run
         return run.pending[entry] == holder if entry in run.pending else entry in run.completed
 

@@ -1,4 +1,4 @@
-"""What the in-memory broker remembers: the same tables as bus/keys.py, as plain Python.
+"""What the in-memory broker remembers: the same tables as queue/keys.py, as plain Python.
 
 It exists for tests and simulation: one process, no persistence. Held to the same contract tests as Redis.
 """
@@ -9,17 +9,17 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..agreement import Agreement
-from ..clock import Clock, SystemClock
-from ..errors import RunUnknown
-from ..ids import group_of, trajectory_id, turn_id
-from ..lease_plan import LeasePlan
-from ..records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
-from ..rules.curve import Curve, bucket_of, put_together
-from ..rules.giving_up import Suspicion
-from ..rules.push import no_such_run
-from ..rules.urgency import urgency
-from ..sharing import LendSetting, SharingReport
+from ..contract.agreement import Agreement
+from ..contract.clock import Clock, SystemClock
+from ..contract.errors import RunUnknown
+from ..contract.ids import group_of, trajectory_id, turn_id
+from ..contract.lease_plan import LeasePlan
+from ..contract.records import DeadLetter, Rollout, RunConfig, TurnResult, WorkerInfo
+from ..contract.sharing import LendSetting, SharingReport
+from ..rules.queue.curve import Curve, bucket_of, put_together
+from ..rules.queue.priority import urgency
+from ..rules.queue.push import no_such_run
+from ..rules.queue.retries import Suspicion
 
 STEP_MS_MAX = 1000.0
 FENCES_PER_CLAIM = 65536
@@ -27,7 +27,7 @@ FENCES_PER_CLAIM = 65536
 
 @dataclass(slots=True)
 class JobRecord:
-    """A job's record, as in bus/lua/use/record.lua."""
+    """A job's record, as in queue/lua/use/record.lua."""
 
     state: str = "ready"
     fence: int = 0
@@ -135,7 +135,7 @@ class RunState:
     rewards: Curve = ()
 
     def note_reward(self, rollout: Rollout) -> None:
-        """As bus/lua/use/curve.lua."""
+        """As queue/lua/use/curve.lua."""
         if rollout.reward is not None:
             bucket = bucket_of(rollout.policy_version, rollout.reward, len(rollout.completion_ids))
             self.rewards = put_together((*self.rewards, bucket))
@@ -145,7 +145,7 @@ class RunState:
         self.counters[name] = self.counters.get(name, 0) + by
 
     def forget_turns(self, trajectory_id: str) -> None:
-        """As bus/lua/use/forget_turns.lua."""
+        """As queue/lua/use/forget_turns.lua."""
         index = 0
         while (name := turn_id(trajectory_id, index)) in self.turns.records:
             self.turns.end_claim(name, self.turns.records.pop(name))
@@ -154,7 +154,7 @@ class RunState:
             index += 1
 
     def make_ready(self, table: JobTable, job_id: str, *, was_held: bool) -> None:
-        """As bus/lua/use/ring.lua."""
+        """As queue/lua/use/ring.lua."""
         group = self.groups.get(group_of(job_id))
         place = 1
         if group is not None:
@@ -171,7 +171,7 @@ class RunState:
         self.weigh(group, size)
 
     def forget_rollout(self, group: GroupState, trajectory: str) -> None:
-        """As bus/lua/use/close.lua and drop.lua."""
+        """As queue/lua/use/close.lua and queue/lua/use/drop.lua."""
         if group.rollouts.pop(trajectory, None) is not None:
             self.weigh(group, -group.rollout_bytes.pop(trajectory))
 
@@ -181,7 +181,7 @@ class RunState:
         group.bytes_held += size
 
     def drop_unfinished(self, group_id: str) -> int:
-        """As bus/lua/use/close.lua and drop.lua."""
+        """As queue/lua/use/close.lua and queue/lua/use/drop.lua."""
         group, count = self.groups[group_id], 0
         for index in range(group.size):
             name = trajectory_id(group_id, index)
@@ -196,7 +196,7 @@ class RunState:
         return count
 
     def spend_attempt(self, record: JobRecord, attempt_max: int, rerun_max: int) -> bool:
-        """As bus/lua/use/close.lua and drop.lua."""
+        """As queue/lua/use/close.lua and queue/lua/use/drop.lua."""
         if rerun_max:
             record.rerun += 1
             self.count("reruns")
@@ -206,7 +206,7 @@ class RunState:
         return record.attempt < attempt_max
 
     def complete(self, group_id: str, ended_by: str) -> None:
-        """As bus/lua/use/close.lua and drop.lua."""
+        """As queue/lua/use/close.lua and queue/lua/use/drop.lua."""
         group = self.groups[group_id]
         dropped = self.drop_unfinished(group_id)
         group.cancelled += dropped
@@ -220,7 +220,7 @@ class RunState:
             self.count("trajectories_cancelled", dropped)
 
     def close(self, group_id: str, outcome: str) -> None:
-        """As bus/lua/use/close.lua and drop.lua."""
+        """As queue/lua/use/close.lua and queue/lua/use/drop.lua."""
         group = self.groups[group_id]
         self.count(f"trajectories_{outcome}")
         group.failed += outcome == "failed"
@@ -264,7 +264,7 @@ class MemoryBroker:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
 
     def now_ms(self) -> float:
-        """As bus/lua/use/look.lua and time.lua: the machine's time without its steps."""
+        """As queue/lua/use/look.lua and queue/lua/use/time.lua: the machine's time without its steps."""
         wall_ms = (self.clock.now_s() + self.set_ahead_s) * 1000
         self._now_ms += max(0.0, min(STEP_MS_MAX, wall_ms - self._wall_ms))
         self._wall_ms = wall_ms

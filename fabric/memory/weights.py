@@ -1,4 +1,4 @@
-"""WeightStore in memory: the twin of bus/weights.py and weight_board.py. All roles of a process share one."""
+"""WeightStore in memory: the twin of versions/store.py and versions/board.py. All roles of a process share one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..errors import BrokerFull
-from ..ids import check_name
-from ..ports_weights import (
+from ..contract.errors import BrokerFull
+from ..contract.ids import check_name
+from ..contract.wire import check_size
+from ..format.manifest import BROKER, DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder, WeightManifest
+from ..ports.weights import (
     ANSWER_BYTES_MAX,
     ANSWER_COUNT_MAX,
     DAMAGE_COUNT_MAX,
@@ -17,8 +19,8 @@ from ..ports_weights import (
     OFFER_BYTES_MAX,
     Range,
 )
-from ..rules.chain import Link
-from ..rules.publish import (
+from ..rules.weights.chain import Link
+from ..rules.weights.publish import (
     ALREADY,
     GRANTED,
     HeadFacts,
@@ -29,9 +31,7 @@ from ..rules.publish import (
     refusal,
     round_full,
 )
-from ..weights.held import readable
-from ..weights.manifest import BROKER, DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder, WeightManifest
-from ..wire import check_size
+from ..versions.held import readable
 from .state import MemoryBroker
 
 Name = tuple[int, str]

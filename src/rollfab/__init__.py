@@ -2,7 +2,7 @@
 
     fabric = rollfab.connect()
 
-This package is only the import name; the rooms beside it (fabric, workers, api, trainer, commands, bench) are links
+This package is only the import name; the rooms beside it (fabric, workers, api, trainer, deploy) are links
 to the top of the repository. Importing it loads none of them: a trainer pays for what it uses.
 """
 

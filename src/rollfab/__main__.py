@@ -14,7 +14,7 @@ def main() -> None:
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else somebody wants it ignored
     if is_heard:
         signal.signal(signal.SIGINT, _leave)
-    from .commands import cli
+    from .deploy import main as cli
 
     if is_heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from redis.crc import key_slot
 
-from rollfab.fabric.bus.board import RedisLeaseBoard
-from rollfab.fabric.bus.connection import open_broker
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from rollfab.fabric.bus.keys import CLOCK
-from rollfab.fabric.bus.rollouts import RedisRolloutStream
-from rollfab.fabric.bus.scripts import Call, Scripts
-from rollfab.fabric.bus.shards import RunShards
-from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
-from rollfab.fabric.bus.turns import RedisTurnQueue
+from rollfab.fabric.broker.connection import open_broker
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.memory.board import MemoryLeaseBoard
 from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
 from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.records import RunConfig
-from tests.redis_cluster import RedisCluster, redis_cluster
+from rollfab.fabric.queue.board import RedisLeaseBoard
+from rollfab.fabric.queue.keys import CLOCK
+from rollfab.fabric.queue.rollouts import RedisRolloutStream
+from rollfab.fabric.queue.scripts import Call, Scripts
+from rollfab.fabric.queue.shards import RunShards
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.queue.turns import RedisTurnQueue
 from tests.standin.broker import Broker, DirectClient
+from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
 
 
 @dataclass

@@ -9,18 +9,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from rollfab.fabric.agreement import Agreement, AlarmRule, WorkerFigures
-from rollfab.fabric.errors import InputError, RunMismatch, RunUnknown
-from rollfab.fabric.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand
+from rollfab.fabric.contract.agreement import Agreement, AlarmRule, WorkerFigures
+from rollfab.fabric.contract.errors import InputError, RunMismatch, RunUnknown
+from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand
+from rollfab.fabric.contract.records import Lease, WorkerInfo
+from rollfab.fabric.contract.sharing import LendSetting, SharingReport
 from rollfab.fabric.memory.board import MemoryLeaseBoard
-from rollfab.fabric.ports import RunDetails, TrajectoryClaim
-from rollfab.fabric.records import Lease, WorkerInfo
-from rollfab.fabric.rules.giving_up import given_up
-from rollfab.fabric.sharing import LendSetting, SharingReport
+from rollfab.fabric.ports.queue import RunDetails, TrajectoryClaim
+from rollfab.fabric.rules.queue.retries import given_up
 from rollfab.trainer.checks import make_groups
-from tests.rollouts import rollout_of
-
-from .conftest import World
+from tests.contracts.conftest import World
+from tests.support.queue.rollouts import rollout_of
 
 
 def info(worker_id: str = "w1", **facts: object) -> WorkerInfo:

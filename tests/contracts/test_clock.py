@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from rollfab.fabric.records import Lease, WorkerInfo
-
-from .conftest import World
-from .test_queue import EXPIRED_S, group_of_size, lease
+from rollfab.fabric.contract.records import Lease, WorkerInfo
+from tests.contracts.conftest import World
+from tests.contracts.test_queue import EXPIRED_S, group_of_size, lease
 
 HOUR_S = 3600.0
 BOTH_WAYS = pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S], ids=["forward", "back"])

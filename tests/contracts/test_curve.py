@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollfab.fabric.records import Rollout, Span
-from rollfab.fabric.rules.curve import BUCKET_COUNT_MAX, RewardBucket, bucket_of, put_together
+from rollfab.fabric.contract.records import Rollout, Span
+from rollfab.fabric.rules.queue.curve import BUCKET_COUNT_MAX, RewardBucket, bucket_of, put_together
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import group_of_size, letter_of, rollout_of
 

@@ -8,13 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from rollfab.fabric.errors import ClaimLost, QueueFull
-from rollfab.fabric.ids import shard_of
-from rollfab.fabric.ports import Exchange, TrajectoryClaim, TurnProgress
-from rollfab.fabric.records import Failure, Span, TokenLog
-
-from .conftest import World
-from .test_queue import EXPIRED_S, group_of_size, lease, letter_of, rollout_of, turn_of
+from rollfab.fabric.contract.errors import ClaimLost, QueueFull
+from rollfab.fabric.contract.ids import shard_of
+from rollfab.fabric.contract.records import Failure, Span, TokenLog
+from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnProgress
+from tests.contracts.conftest import World
+from tests.contracts.test_queue import EXPIRED_S, group_of_size, lease, letter_of, rollout_of, turn_of
 
 
 def neighbours(world: World, count: int) -> list[str]:
@@ -274,7 +273,7 @@ async def test_a_deadline_that_passed_before_a_group_is_run_again_holds_at_once(
 async def test_a_group_that_is_given_up_as_too_stale_is_not_closed_again_at_its_deadline(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("bus.rollouts", "memory.rollouts"):
+    for module in ("queue.rollouts", "memory.rollouts"):
         monkeypatch.setattr(f"rollfab.fabric.{module}.RERUN_COUNT_MAX", 1)
     # Given a complete group with a deadline, a rollout of which is too stale and may not run again
     await push(world, size=2, deadline_s=20.0)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCK = ROOT / "lock"
+LOCK = ROOT / "deploy" / "lock"
 LISTS = {"accepted.txt", "licences.txt"}
 LOCKS = sorted(path.name for path in LOCK.glob("*.txt") if path.name not in LISTS)
 ENTRY = re.compile(r"([\w.-]+)==\S+(?: ; .+)?((?: --hash=sha256:[0-9a-f]{64})+)")
@@ -60,7 +60,7 @@ def test_a_licence_that_nobody_has_read_is_named(licence: str) -> None:
 def test_nothing_is_installed_from_a_lock_without_its_digests() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     assert re.search(r"^LOCKED := .*--require-hashes", makefile, re.MULTILINE)
-    installs = [line for line in makefile.splitlines() if "-r lock/" in line]
+    installs = [line for line in makefile.splitlines() if "-r deploy/lock/" in line]
     assert installs
     assert [line for line in installs if "$(LOCKED)" not in line] == []
 
@@ -108,7 +108,7 @@ def test_an_audit_that_reached_nobody_says_so_and_passes(
 
 def test_all_locks_are_audited() -> None:
     audited = {f"{name}.txt" for name in load("audit").LOCKS}
-    assert audited == set(LOCKS) - {"torch-cpu.txt"}  # the same version as torch.txt's
+    assert audited == set(LOCKS) - {"torch-cpu.txt"}  # the same version as deploy/lock/torch.txt's
 
 
 def test_a_fault_is_accepted_with_a_reason_only() -> None:

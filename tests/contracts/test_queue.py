@@ -8,10 +8,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollfab.fabric.errors import QueueFull
-from rollfab.fabric.ids import trajectory_id, turn_id
-from rollfab.fabric.ports import GroupPush, Reaped, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
-from rollfab.fabric.records import (
+from rollfab.fabric.contract.errors import QueueFull
+from rollfab.fabric.contract.ids import trajectory_id, turn_id
+from rollfab.fabric.contract.records import (
     DeadLetter,
     Failure,
     Lease,
@@ -23,9 +22,9 @@ from rollfab.fabric.records import (
     TurnJob,
     TurnResult,
 )
-from rollfab.fabric.rules.giving_up import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
-
-from .conftest import World
+from rollfab.fabric.ports.queue import GroupPush, Reaped, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
+from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
+from tests.contracts.conftest import World
 
 EXPIRED_S = 0.3  # claims in these tests last 200 ms
 
@@ -504,7 +503,7 @@ async def test_a_turn_that_a_second_claim_finishes_counts_as_resumed(world: Worl
 
 
 async def test_dead_letters_that_pile_up_stop_the_pusher(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("rollfab.fabric.bus.rollouts", "rollfab.fabric.memory.rollouts"):
+    for module in ("rollfab.fabric.queue.rollouts", "rollfab.fabric.memory.rollouts"):
         monkeypatch.setattr(f"{module}.DEAD_COUNT_MAX", 1)
     await world.rollouts.push([group_of_size("g1", 1)])
     (claim,) = await world.trajectories.claim("a1", 1)

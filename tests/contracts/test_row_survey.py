@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 from redis import Redis
 
-from rollfab.fabric.bus.acl import RIGHTS
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.bus.keys import table_of
-from rollfab.fabric.bus.row_survey import ROW_COUNT_MAX
-from rollfab.fabric.bus.tables import table_at
-from rollfab.fabric.ports import BadRow
-from tests import key_table
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.ports.queue import BadRow
+from rollfab.fabric.queue.acl import RIGHTS
+from rollfab.fabric.queue.keys import table_of
+from rollfab.fabric.queue.row_survey import ROW_COUNT_MAX
+from rollfab.fabric.queue.tables import table_at
 from tests.fuzz.tables import tables
+from tests.support.brokers import key_table
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import replace
 from typing import cast
 
-from rollfab.fabric.ports import TrajectoryClaim
-from rollfab.fabric.rules.giving_up import BLAME_COUNT_MAX, SCORE_LOSS_MAX
+from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SCORE_LOSS_MAX
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import EXPIRED_S, group_of_size, letter_of, rollout_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from rollfab.commands.cli import app
-from rollfab.fabric.bus.acl import RIGHTS, user_name
+from rollfab.deploy.main import app
+from rollfab.fabric.queue.acl import RIGHTS, user_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "security.md").read_text("utf-8")

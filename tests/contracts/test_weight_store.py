@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
-from rollfab.fabric.bus.rows import holder_row
-from rollfab.fabric.bus.weights import BLOCK_MS_MAX, RedisWeightStore
-from rollfab.fabric.errors import (
+from rollfab.fabric.contract.errors import (
     BrokerError,
     BrokerFull,
     ConfigError,
@@ -23,18 +20,20 @@ from rollfab.fabric.errors import (
     VersionUnknown,
     WireError,
 )
+from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.format.manifest import COLLECTIVE, DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
-from rollfab.fabric.ports_weights import ANSWER_BYTES_MAX, DAMAGE_COUNT_MAX, OFFER_BYTES_MAX, WeightStore
-from rollfab.fabric.rules.chain import DELTA, JUMPS, KEYFRAME
-from rollfab.fabric.weights.chain import fetch_weights
-from rollfab.fabric.weights.held import readable
-from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import COLLECTIVE, DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
-from rollfab.fabric.weights.snapshot import Identity, Prepared, Snapshot
-from rollfab.trainer.publish import Publisher
-
-from .conftest import empty_broker
+from rollfab.fabric.ports.weights import ANSWER_BYTES_MAX, DAMAGE_COUNT_MAX, OFFER_BYTES_MAX, WeightStore
+from rollfab.fabric.queue.keys import ShardKeys, WeightKeys
+from rollfab.fabric.queue.rows import holder_row
+from rollfab.fabric.rules.weights.chain import DELTA, JUMPS, KEYFRAME
+from rollfab.fabric.versions.held import readable
+from rollfab.fabric.versions.reader import fetch_weights
+from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
+from rollfab.fabric.versions.store import BLOCK_MS_MAX, RedisWeightStore
+from rollfab.trainer.publish.publisher import Publisher
+from tests.contracts.conftest import empty_broker
 
 RUN = "weights"
 LAYOUT = Layout((TensorSpec("w", "bfloat16", (3, 1000)),))
@@ -665,7 +664,7 @@ async def test_a_version_that_something_else_carries_needs_no_chunks(store: Weig
 
 
 async def test_parts_of_chunks_are_read(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollfab.fabric.bus.weights.BATCH_BYTES", 100)
+    monkeypatch.setattr("rollfab.fabric.versions.store.BATCH_BYTES", 100)
     trainer = Trainer(await store.open_publisher(RUN))
     manifest, (chunk,) = (prepared := await publish(store, trainer, 0)).manifest, prepared.chunks
 
@@ -758,7 +757,7 @@ async def test_a_hold_ends_with_its_time_unless_it_is_renewed(store: WeightStore
 
 
 async def test_the_board_is_bounded(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("bus.weight_board", "memory.weights"):
+    for module in ("versions.board", "memory.weights"):
         for name in ("HOLDER_COUNT_MAX", "ANSWER_COUNT_MAX"):
             monkeypatch.setattr(f"rollfab.fabric.{module}.{name}", 2)
 

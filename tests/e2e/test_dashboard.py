@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from rollfab.api.keys import new_key
-from rollfab.fabric.bus import keys
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from rollfab.fabric.lease_plan import LeasePlan, PlanRow
-from rollfab.fabric.records import Group, Rollout, Span
-from rollfab.fabric.sharing import LendSetting, SharingReport
+from rollfab.api.access.keys import new_key
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow
+from rollfab.fabric.contract.records import Group, Rollout, Span
+from rollfab.fabric.contract.sharing import LendSetting, SharingReport
+from rollfab.fabric.queue import keys
 from rollfab.trainer.agreement import FLOAT32
 from rollfab.trainer.aio import AsyncRun
-from rollfab.trainer.publish import Publisher
-from tests.api_server import RUN, ApiWorld, running_api
-
-from .chromium import Browser, open_browser
+from rollfab.trainer.publish.publisher import Publisher
+from tests.e2e.chromium import Browser, open_browser
+from tests.support.processes.api_server import RUN, ApiWorld, running_api
 
 pytestmark = pytest.mark.timeout(60)  # a browser's first start on a cold disk
 

@@ -30,7 +30,7 @@ def snippet(heading: str) -> str:
 @pytest.fixture
 def fabric_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`rollfab up`, with the URL that it prints exported as it says."""
-    mine = "countdown=examples.my_environment:Countdown"
+    mine = "countdown=docs.examples.my_environment:Countdown"
     process = subprocess.Popen(
         [sys.executable, "-m", "rollfab", "up", "--port", "0", "--data", str(tmp_path / "data"), "--environment", mine],
         stdout=subprocess.PIPE,

@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from tests.fabric_processes import Processes, check_each_arrived_once, check_totals, check_walk, processes
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from tests.support.processes.fabric_processes import (
+    Processes,
+    check_each_arrived_once,
+    check_totals,
+    check_walk,
+    processes,
+)
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]
 
@@ -23,7 +29,7 @@ TURNS = 12
 @pytest.fixture(scope="module")
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with processes(tmp_path_factory.mktemp("outage")) as fabric:
-        fabric.start_roles(agent=["--environment", "walk=tests.worlds:Walk"], worker=["--slots", "8"])
+        fabric.start_roles(agent=["--environment", "walk=tests.support.worlds.worlds:Walk"], worker=["--slots", "8"])
         yield fabric
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.errors import BrokerError, RunUnknown
-from rollfab.fabric.records import RunConfig
-from tests.port_life import GROUP_SIZE, TURN_COUNT, Life, group_of
-from tests.redis_server import RedisServer, redis_server
-from tests.tcp_relay import tcp_relay
+from rollfab.fabric.contract.errors import BrokerError, RunUnknown
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.opened import RedisFabric
+from tests.support.brokers.port_life import GROUP_SIZE, TURN_COUNT, Life, group_of
+from tests.support.brokers.redis_server import RedisServer, redis_server
+from tests.support.brokers.tcp_relay import tcp_relay
 
 pytestmark = [pytest.mark.fault, pytest.mark.redis, pytest.mark.timeout(60)]
 

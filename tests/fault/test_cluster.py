@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.bus.keys import ShardKeys
-from rollfab.fabric.records import RunConfig
-from tests.port_life import GROUP_SIZE, TURN_COUNT, Life, more_work
-from tests.redis_cluster import RedisCluster, redis_cluster
-from tests.redis_server import ask
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.queue.keys import ShardKeys
+from tests.support.brokers.port_life import GROUP_SIZE, TURN_COUNT, Life, more_work
+from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
+from tests.support.brokers.redis_server import ask
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(60)]
 

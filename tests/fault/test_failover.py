@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from rollfab.bench.controller_stage import Stage, run_config, worker_infos
-from rollfab.commands.supervisor import Supervisor
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.bus.keys import EVENTS, LEADER, ShardKeys
-from rollfab.fabric.lease_plan import EPOCHS_PER_TERM
-from rollfab.fabric.wire import load_json
-from tests.fabric_processes import PYTHONPATH
+from rollfab.deploy.local.supervisor import Supervisor
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM
+from rollfab.fabric.contract.wire import load_json
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.queue.keys import EVENTS, LEADER, ShardKeys
+from tests.bench.controller.stage import Stage, run_config, worker_infos
+from tests.support.processes.fabric_processes import PYTHONPATH
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]
 

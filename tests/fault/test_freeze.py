@@ -9,8 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollfab.fabric.records import Group
-from tests.fabric_processes import Processes, check_each_arrived_once, check_totals, check_walk, processes
+from rollfab.fabric.contract.records import Group
+from tests.support.processes.fabric_processes import (
+    Processes,
+    check_each_arrived_once,
+    check_totals,
+    check_walk,
+    processes,
+)
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]
 
@@ -22,7 +28,7 @@ GROUPS = [f"group-{index}" for index in range(8)]
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with processes(tmp_path_factory.mktemp("freeze")) as fabric:
         fabric.start("serving", "worker", "--role", "serving", "--slots", "8")
-        fabric.start_roles(agent=["--environment", "walk=tests.worlds:Walk"], worker=["--slots", "8"])
+        fabric.start_roles(agent=["--environment", "walk=tests.support.worlds.worlds:Walk"], worker=["--slots", "8"])
         fabric.wait_for_role("serving")
         yield fabric
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.commands.up import free_port
-from rollfab.fabric.bus.keys import LEADER
-from rollfab.fabric.records import Lease
+from rollfab.deploy.local.up import free_port
+from rollfab.fabric.contract.records import Lease
+from rollfab.fabric.queue.keys import LEADER
 from rollfab.trainer.client import Run
-from tests.fabric_processes import (
+from tests.support.processes.fabric_processes import (
     PYTHONPATH,
     Processes,
     check_each_arrived_once,
@@ -37,9 +37,9 @@ GROUP_SIZE = 3
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with processes(tmp_path_factory.mktemp("kill")) as fabric:
         fabric.start("serving", "worker", "--role", "serving", "--slots", "8")
-        fabric.start("reward", "reward", "--reward", "slow=tests.worlds:slow_reward")
+        fabric.start("reward", "reward", "--reward", "slow=tests.support.worlds.worlds:slow_reward")
         fabric.start_roles(
-            agent=["--environment", "walk=tests.worlds:Walk"],
+            agent=["--environment", "walk=tests.support.worlds.worlds:Walk"],
             worker=["--slots", "8"],  # fewer than trajectories, so that the serving worker is wanted too
         )
         fabric.wait_for_role("serving", "reward")

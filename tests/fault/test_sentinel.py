@@ -12,15 +12,15 @@ import pytest
 from redis.exceptions import RedisError
 from rq import Queue
 
-from rollfab.fabric.bus.connection import check_broker, open_broker
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.errors import BrokerError
-from rollfab.fabric.ports import TurnPush
-from rollfab.fabric.records import RunConfig, Sampling, TurnJob
-from rollfab.workers.jobs import check_queue, enqueue, open_queue
-from tests.port_life import Held, Life, group_of, more_work, rollout_of
-from tests.redis_sentinel import SentinelService, sentinel_service, until
-from tests.redis_server import ask
+from rollfab.fabric.broker.connection import check_broker, open_broker
+from rollfab.fabric.contract.errors import BrokerError
+from rollfab.fabric.contract.records import RunConfig, Sampling, TurnJob
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.ports.queue import TurnPush
+from rollfab.workers.rewards.jobs import check_queue, enqueue, open_queue
+from tests.support.brokers.port_life import Held, Life, group_of, more_work, rollout_of
+from tests.support.brokers.redis_sentinel import SentinelService, sentinel_service, until
+from tests.support.brokers.redis_server import ask
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(120)]
 

@@ -21,15 +21,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rollfab.commands.cli import app
-from rollfab.commands.up import free_port
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from rollfab.fabric.errors import NothingMoves, QueueFull
-from rollfab.fabric.models import preset_shapes
-from rollfab.fabric.records import WorkerInfo
-from rollfab.fabric.sharing import LendSetting
+from rollfab.deploy.local.up import free_port
+from rollfab.deploy.main import app
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.errors import NothingMoves, QueueFull
+from rollfab.fabric.contract.models import preset_shapes
+from rollfab.fabric.contract.records import WorkerInfo
+from rollfab.fabric.contract.sharing import LendSetting
 from rollfab.trainer.client import Run
-from tests.fabric_processes import PYTHONPATH, Processes, processes, tiny_weights
+from tests.support.processes.fabric_processes import PYTHONPATH, Processes, processes, tiny_weights
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]  # each process takes seconds to start on a busy machine
 
@@ -46,7 +46,7 @@ class Watched:
         self.processes, self.url = processes, processes.url
         port = free_port()
         processes.start("api", "api", "--port", str(port))
-        processes.start_roles(agent=("--environment", "short=tests.worlds:Walk"))
+        processes.start_roles(agent=("--environment", "short=tests.support.worlds.worlds:Walk"))
         self.page = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10)
         processes.until(self._answers, 30.0, "the api answers")
 

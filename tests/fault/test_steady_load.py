@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.bus.keys import CONSUMED_COUNT_MAX, EVENT_COUNT_MAX, ShardKeys
-from rollfab.fabric.ids import turn_id
-from rollfab.fabric.ports import TrajectoryClaim, TurnPush, TurnSettle
-from rollfab.fabric.records import Lease, RunConfig, Sampling, Span, TurnJob, TurnResult, WorkerInfo
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.ids import turn_id
+from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, Span, TurnJob, TurnResult, WorkerInfo
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.ports.queue import TrajectoryClaim, TurnPush, TurnSettle
+from rollfab.fabric.queue.keys import CONSUMED_COUNT_MAX, EVENT_COUNT_MAX, ShardKeys
 from rollfab.trainer.checks import make_groups
-from rollfab.trainer.publish import Publisher
-from tests.key_table import rows, unaccounted
-from tests.rollouts import rollout_of
+from rollfab.trainer.publish.publisher import Publisher
+from tests.support.brokers.key_table import rows, unaccounted
+from tests.support.queue.rollouts import rollout_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 

@@ -25,19 +25,19 @@ import numpy as np
 import pytest
 
 import rollfab
-from rollfab.commands.supervisor import Supervisor
-from rollfab.fabric.bus.acl import RIGHTS, user_name
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.ports import TurnClaim, TurnSettle
-from rollfab.fabric.records import Failure, Lease, RunConfig, Span, TurnResult
+from rollfab.deploy.local.supervisor import Supervisor
+from rollfab.fabric.contract.records import Failure, Lease, RunConfig, Span, TurnResult
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.ports.queue import TurnClaim, TurnSettle
+from rollfab.fabric.queue.acl import RIGHTS, user_name
 from rollfab.trainer.client import Run
 from rollfab.workers.environments.confinement import means
-from tests.fabric_processes import PYTHONPATH, ROOT, Processes
-from tests.guarded_broker import ADMIN_PASSWORD, Guarded, guarded_broker
-from tests.integration.test_bad_neighbours import ATTACKS
-from tests.integration.test_canaries import PYTHON, canary
-from tests.key_table import names_and_kinds
-from tests.reward_worlds import FAULTS
+from tests.integration.foreign.test_bad_neighbours import ATTACKS
+from tests.integration.foreign.test_canaries import PYTHON, canary
+from tests.support.brokers.guarded_broker import ADMIN_PASSWORD, Guarded, guarded_broker
+from tests.support.brokers.key_table import names_and_kinds
+from tests.support.processes.fabric_processes import PYTHONPATH, ROOT, Processes
+from tests.support.worlds.reward_worlds import FAULTS
 
 GOOD_COUNT = 19
 GROUP_SIZE = 2
@@ -85,7 +85,7 @@ class Neighbourhood(Processes):
         user: dict[str, Any] = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []} if is_root else {}
         task = {"keys": keys, "open": opened, **({} if is_root else {"only": [os.getppid()]})}
         return subprocess.Popen(
-            [PYTHON, "-c", f"from tests.curious_worlds import spy; spy({task!r})"],
+            [PYTHON, "-c", f"from tests.support.worlds.curious_worlds import spy; spy({task!r})"],
             cwd=ROOT,
             env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", "ROLLFAB_URL": self._broker.url("worker")},
             stdin=subprocess.PIPE,
@@ -149,12 +149,16 @@ def fabric(tmp_path_factory: pytest.TempPathFactory, outside: tuple[int, list[by
             allowed = [
                 word
                 for name, target in (("attacker", "Attacker"), ("neighbour", "Neighbour"))
-                for word in ("--environment", f"{name}=tests.attack_worlds:{target}")
+                for word in ("--environment", f"{name}=tests.support.worlds.attack_worlds:{target}")
             ]
             # A place for each trajectory: what anybody may have is shared by weight, whoever asks for more.
             words = ["--count", str((GOOD_COUNT + 1) * GROUP_SIZE), "--timeout", "3", "--memory", "1024"]
             fabric.start("agent", "agent", *allowed, *words)
-            rewards = [word for name in ("bad", "well") for word in ("--reward", f"{name}=tests.reward_worlds:{name}")]
+            rewards = [
+                word
+                for name in ("bad", "well")
+                for word in ("--reward", f"{name}=tests.support.worlds.reward_worlds:{name}")
+            ]
             fabric.start("reward", "reward", *rewards, "--timeout", "2", "--memory", "512")
             fabric.wait_for_role("agent", "reward")
             fabric.task["pids"] = [child.pid for child in fabric.supervisor.children.values()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rollfab.fabric.wire import HEADER
+from rollfab.fabric.contract.wire import HEADER
 
 LENGTHS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF, 1 << 62, (1 << 64) - 1)
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 7, 1 << 31, -(1 << 31), 1 << 53, (1 << 63) - 1, -(1 << 63), 0.5, -1e308])

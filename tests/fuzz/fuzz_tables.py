@@ -28,7 +28,7 @@ from pathlib import Path
 
 import redis
 
-from rollfab.fabric.errors import FabricError
+from rollfab.fabric.contract.errors import FabricError
 from tests.fuzz.tables import Table, tables, write_row
 from tests.fuzz.world import PUSH_S, WAIT_S, World, world
 

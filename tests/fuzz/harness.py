@@ -4,7 +4,7 @@
 
 The first byte of an input chooses the target, so one process covers a group of them. A finding is an exception that the
 target does not declare: it is printed with its traceback, and its input is kept as crash-<hash>, to be repeated with
-`python tests/fuzz/fuzz_wire.py crash-<hash>`. Findings become tests in tests/unit/test_fuzz_decoders.py.
+`python tests/fuzz/fuzz_wire.py crash-<hash>`. Findings become tests in tests/unit/fabric/format/test_fuzz_decoders.py.
 """
 
 from __future__ import annotations

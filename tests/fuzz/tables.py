@@ -14,8 +14,8 @@ from typing import Any
 
 import redis
 
-from rollfab.fabric.bus.keys import ShardKeys, WeightKeys, key_of
-from rollfab.fabric.wire import HEADER
+from rollfab.fabric.contract.wire import HEADER
+from rollfab.fabric.queue.keys import ShardKeys, WeightKeys, key_of
 from tests.fuzz.targets import RECORDS
 
 GOOD, VICTIM = "good", "victim"
@@ -95,7 +95,7 @@ class Table:
 
 
 def tables() -> list[Table]:
-    """All, role by role, as fabric/bus/acl.py lets them write."""
+    """All, role by role, as fabric/queue/acl.py lets them write."""
     found = [
         Table("trainer", "runs", key_of("runs"), HASH),
         Table("trainer", "events", key_of("events"), STREAM),

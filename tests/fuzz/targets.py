@@ -1,7 +1,7 @@
 """What reads bytes that others wrote: each decoder with inputs it accepts, and the only errors it may end in.
 
-tests/unit/test_fuzz_decoders.py attacks them with hypothesis, tests/fuzz/fuzz_*.py with atheris. A decoder that
-accepts damaged bytes must give a value that can be used: `read` does with it what the program does.
+tests/unit/fabric/format/test_fuzz_decoders.py attacks them with hypothesis, tests/fuzz/fuzz_*.py with atheris. A
+decoder that accepts damaged bytes must give a value that can be used: `read` does with it what the program does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from rollfab.api.keys import parse_keys
-from rollfab.api.views import agreement_view
-from rollfab.collective.offers import Answer, Offer
-from rollfab.commands.data import read_tasks
-from rollfab.fabric.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
-from rollfab.fabric.bus.rows import event_row, head_row, holder_row, lease_row, version_rows, worker_row
-from rollfab.fabric.bus.url import mask_url, resolve_url
-from rollfab.fabric.errors import (
+from rollfab.api.access.keys import parse_keys
+from rollfab.api.reading.views import agreement_view
+from rollfab.deploy.cli.data import read_tasks
+from rollfab.fabric.broker.clients.url import mask_url, resolve_url
+from rollfab.fabric.contract.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
+from rollfab.fabric.contract.errors import (
     ChainBroken,
     ConfigError,
     DigestMismatch,
@@ -31,9 +29,9 @@ from rollfab.fabric.errors import (
     LayoutMismatch,
     WireError,
 )
-from rollfab.fabric.ids import check_name
-from rollfab.fabric.lease_plan import LeasePlan, PlanRow, RunDemand
-from rollfab.fabric.records import (
+from rollfab.fabric.contract.ids import check_name
+from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow, RunDemand
+from rollfab.fabric.contract.records import (
     DeadLetter,
     Rollout,
     RunConfig,
@@ -45,14 +43,16 @@ from rollfab.fabric.records import (
     TurnResult,
     WorkerInfo,
 )
-from rollfab.fabric.rules.chain import plan
-from rollfab.fabric.sharing import LendSetting, SharingReport
-from rollfab.fabric.weights.codec import Encoder
-from rollfab.fabric.weights.decoder import Decoder
-from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.manifest import CODEC, HASH, BlockRow, WeightManifest, chunk_digest, chunk_hash
-from rollfab.fabric.weights.stage import Stage
-from rollfab.fabric.wire import ALIGNMENT, HEADER, MAGIC, SCHEMA, Record, load_json
+from rollfab.fabric.contract.sharing import LendSetting, SharingReport
+from rollfab.fabric.contract.wire import ALIGNMENT, HEADER, MAGIC, SCHEMA, Record, load_json
+from rollfab.fabric.delivery.collective.invitations import Answer, Offer
+from rollfab.fabric.format.codec import Encoder
+from rollfab.fabric.format.decoder import Decoder
+from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.format.manifest import CODEC, HASH, BlockRow, WeightManifest, chunk_digest, chunk_hash
+from rollfab.fabric.queue.rows import event_row, head_row, holder_row, lease_row, version_rows, worker_row
+from rollfab.fabric.rules.weights.chain import plan
+from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.checks import make_groups
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import redis
 
 import rollfab
-from rollfab.commands.status import snapshot, with_ports
-from rollfab.commands.supervisor import Supervisor
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.errors import FabricError
-from rollfab.fabric.ports import BadRow
-from rollfab.fabric.records import Group
+from rollfab.deploy.cli.status import snapshot, with_ports
+from rollfab.deploy.local.supervisor import Supervisor
+from rollfab.fabric.contract.errors import FabricError
+from rollfab.fabric.contract.records import Group
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.ports.queue import BadRow
 from rollfab.trainer.client import Fabric, Run
-from tests.fabric_processes import PYTHONPATH, tiny_weights
 from tests.fuzz.tables import GOOD, VICTIM
-from tests.guarded_broker import Guarded, guarded_broker
-from tests.redis_server import free_port
+from tests.support.brokers.guarded_broker import Guarded, guarded_broker
+from tests.support.brokers.redis_server import free_port
+from tests.support.processes.fabric_processes import PYTHONPATH, tiny_weights
 
 WAIT_S = 90.0  # for what was pushed to arrive, on a busy machine
 PUSH_S = 0.5  # between two groups
@@ -174,9 +174,9 @@ def world(directory: Path) -> Iterator[World]:
     port = free_port()
     words = {
         "controller": ["controller", "--name", "controller"],
-        "agent": ["agent", "--environment", "walk=tests.worlds:Walk"],
+        "agent": ["agent", "--environment", "walk=tests.support.worlds.worlds:Walk"],
         "worker": ["worker"],
-        "reward": ["reward", "--reward", "steady=tests.worlds:broken_reward"],
+        "reward": ["reward", "--reward", "steady=tests.support.worlds.worlds:broken_reward"],
         "api": ["api", "--port", str(port)],
     }
     with guarded_broker(directory) as broker, Supervisor(directory / "logs") as supervisor:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollfab.fabric.errors import EngineError
-from rollfab.fabric.records import Sampling
-from rollfab.fabric.weights.codec import Bits
-from rollfab.fabric.weights.layout import Layout, TensorSpec
-from rollfab.fabric.weights.stage import commit
+from rollfab.fabric.contract.errors import EngineError
+from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.format.codec import Bits
+from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.versions.stage import commit
 from rollfab.workers.engines.base import (
     EngineLimits,
     EngineStats,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from rollfab.fabric.bus.keys import LEADER
+from rollfab.fabric.queue.keys import LEADER
 from tests.sim.virtual_loop import Process
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from rollfab.fabric.errors import BrokerError
-from rollfab.fabric.ports import Fabric
-from rollfab.fabric.records import RunConfig
+from rollfab.fabric.contract.errors import BrokerError
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.ports.queue import Fabric
 from tests.sim.virtual_loop import Process
 
 BLOCKING = {

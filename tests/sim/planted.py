@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rollfab.fabric.bus import rollouts as bus_rollouts
-from rollfab.fabric.bus import scripts
-from rollfab.fabric.bus.rollouts import RedisRolloutStream
-from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
-from rollfab.fabric.bus.turns import RedisTurnQueue
+from rollfab.fabric.queue import rollouts as bus_rollouts
+from rollfab.fabric.queue import scripts
+from rollfab.fabric.queue.rollouts import RedisRolloutStream
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.ledger import Ledger
-from rollfab.workers import turn as workers_turn
-from rollfab.workers.keeper import Keeper
-from rollfab.workers.lease import LeaseKeeper
-from rollfab.workers.rollout import RolloutWorker
-from rollfab.workers.running import RunningTurns
-from rollfab.workers.stall import EngineWatch
+from rollfab.workers.agent.keeper import Keeper
+from rollfab.workers.rollout import turn as workers_turn
+from rollfab.workers.rollout.engine_watch import EngineWatch
+from rollfab.workers.rollout.lease import LeaseKeeper
+from rollfab.workers.rollout.running import RunningTurns
+from rollfab.workers.rollout.worker import RolloutWorker
 
 Patch = tuple[Any, str, Any]  # object, attribute, what to put there
 PLANTS: dict[str, Callable[[], list[Patch]]] = {}

@@ -13,8 +13,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from rollfab.fabric.records import Int32, Sampling
-from rollfab.fabric.tokenizer import CharTokenizer
+from rollfab.fabric.contract.records import Int32, Sampling
+from rollfab.fabric.contract.tokenizer import CharTokenizer
 
 TEXT = CharTokenizer()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -1,4 +1,4 @@
-"""What runs in the simulated processes: the real workers and trainer, wired as commands/roles.py wires them."""
+"""What runs in the simulated processes: the real workers and trainer, wired as deploy/roles/run.py wires them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rollfab.fabric.errors import BrokerError, FabricError, QueueFull
-from rollfab.fabric.records import WorkerInfo
-from rollfab.fabric.rules.giving_up import SCORE_LOSS_MAX
+from rollfab.fabric.contract.errors import BrokerError, FabricError, QueueFull
+from rollfab.fabric.contract.records import WorkerInfo
+from rollfab.fabric.rules.queue.retries import SCORE_LOSS_MAX
 from rollfab.trainer.aio import AsyncFabric, AsyncRun
-from rollfab.workers.agent import AgentConfig, AgentWorker
-from rollfab.workers.controller import Controller, ControllerConfig
+from rollfab.workers.agent.worker import AgentConfig, AgentWorker
+from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.environments.registry import Registry
-from rollfab.workers.rollout import RolloutConfig, RolloutWorker
-from rollfab.workers.weights import ReceiverOptions, WeightReceiver
-from tests.sim.check_capacity import FIRST_TOKEN_S, life_of
-from tests.sim.check_groups import score
+from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
+from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
+from tests.sim.checks.check_capacity import FIRST_TOKEN_S, life_of
+from tests.sim.checks.check_groups import score
 from tests.sim.engine import FakeEngine
 from tests.sim.environment import TARGETS
 from tests.sim.link import Link

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from rollfab.fabric.bus.rollouts import RedisRolloutStream
-from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
-from rollfab.fabric.bus.turns import RedisTurnQueue
-from rollfab.fabric.errors import BrokerError
-from rollfab.fabric.records import Rollout, RunConfig
+from rollfab.fabric.contract.errors import BrokerError
+from rollfab.fabric.contract.records import Rollout, RunConfig
+from rollfab.fabric.queue.rollouts import RedisRolloutStream
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
-from rollfab.workers.agent import AgentConfig, AgentWorker
+from rollfab.workers.agent.worker import AgentConfig, AgentWorker
 from tests.sim.environment import KINDS
 from tests.sim.policy import TEXT
 from tests.sim.roles import registry

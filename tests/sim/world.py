@@ -15,18 +15,18 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
-from rollfab.fabric.bus.keys import ShardKeys
-from rollfab.fabric.bus.trajectories import RedisTrajectoryQueue
-from rollfab.fabric.errors import EngineError, FabricError, RunUnknown
-from rollfab.fabric.records import RunConfig
-from rollfab.workers.agent import AgentWorker
+from rollfab.fabric.contract.errors import EngineError, FabricError, RunUnknown
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.queue.keys import ShardKeys
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.workers.agent.worker import AgentWorker
 from tests.sim import roles
-from tests.sim.check_capacity import CapacityChecker
-from tests.sim.check_end import check_end, check_idle
-from tests.sim.check_groups import GroupChecker
-from tests.sim.check_trajectories import TrajectoryChecker
-from tests.sim.check_turns import TurnChecker
-from tests.sim.checkers import Checkers, Facts, Violation
+from tests.sim.checks.check_capacity import CapacityChecker
+from tests.sim.checks.check_end import check_end, check_idle
+from tests.sim.checks.check_groups import GroupChecker
+from tests.sim.checks.check_trajectories import TrajectoryChecker
+from tests.sim.checks.check_turns import TurnChecker
+from tests.sim.checks.checkers import Checkers, Facts, Violation
 from tests.sim.engine import FakeEngine
 from tests.sim.environment import KILLER
 from tests.sim.faults import Faults

@@ -16,8 +16,8 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import ResponseError
 
-from rollfab.fabric.bus.channel import Argument, Command, checked
-from rollfab.fabric.clock import Clock, SystemClock
+from rollfab.fabric.broker.clients.channel import Argument, Command, checked
+from rollfab.fabric.contract.clock import Clock, SystemClock
 from tests.standin import stream_commands  # noqa: F401 - registers them
 from tests.standin.commands import COMMANDS, Words
 from tests.standin.keyspace import Keyspace
@@ -43,7 +43,7 @@ class Broker:
         return self._clock.wall_ms() + self.set_ahead_s * 1000
 
     def now_ms(self, clock: str) -> float:
-        """What one of the fabric's clocks there shows: see lua/use/look.lua."""
+        """What one of the fabric's clocks there shows: see fabric/queue/lua/use/look.lua."""
         saved, wall_ms = self.keys.held.get(clock.encode()), int(self.wall_ms())
         if saved is None:
             return wall_ms

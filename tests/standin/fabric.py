@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollfab.fabric.bus.fabric import RedisFabric
-from rollfab.fabric.bus.rollouts import RedisRolloutStream
-from rollfab.fabric.clock import Clock, SystemClock
-from rollfab.fabric.records import RunConfig
+from rollfab.fabric.contract.clock import Clock, SystemClock
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from tests.standin.broker import Broker, DirectClient
 from tests.standin.tables import FabricTables, RunTables
 

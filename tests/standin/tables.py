@@ -1,4 +1,4 @@
-"""What a stand-in broker holds, as tests look at it and change it, by the names of fabric/bus/keys.py."""
+"""What a stand-in broker holds, as tests look at it and change it, by the names of fabric/queue/keys.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rollfab.fabric.bus import keys as names
-from rollfab.fabric.bus.keys import JobKeys, ShardKeys
-from rollfab.fabric.records import WorkerInfo
+from rollfab.fabric.contract.records import WorkerInfo
+from rollfab.fabric.queue import keys as names
+from rollfab.fabric.queue.keys import JobKeys, ShardKeys
 from tests.standin.broker import Broker
 from tests.standin.keyspace import Hash, SortedSet
 from tests.standin.streams import Stream
@@ -17,7 +17,7 @@ from tests.standin.streams import Stream
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A job's record: see lua/use/record.lua."""
+    """A job's record: see fabric/queue/lua/use/record.lua."""
 
     state: str
     fence: int

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.agreement import Agreement
+from rollfab.fabric.contract.agreement import Agreement
+from rollfab.fabric.contract.records import Group, Rollout, RunConfig, Sampling, Span
 from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.records import Group, Rollout, RunConfig, Sampling, Span
 from rollfab.trainer.agreement import FLOAT32
 from rollfab.trainer.agreement_report import AgreementReporter
 from rollfab.workers.engines.base import Generation, GenerationRequest
-from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
-from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
+from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 WRONG = "model.layers.1.self_attn.k_proj.weight"  # a third of a tensor that vLLM has fused

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from rollfab.bench.alone import alone
-from rollfab.bench.coserve import QUICK, measure
-from rollfab.bench.harness import child_pids
-from rollfab.fabric.errors import ConfigError
-from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
+from rollfab.deploy.replay.figures import child_pids
+from rollfab.fabric.contract.errors import ConfigError
+from tests.bench.alone import alone
+from tests.bench.coserve.main import QUICK, measure
+from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 pytestmark = pytest.mark.alone
 
 # In a process of its own, because the bench computes the weights with torch, and engines are forked from this one.
 MEASURE = """
-from rollfab.bench.coserve import Settings, measure
-from rollfab.bench.coserve_cast import Sizes
+from tests.bench.coserve.main import Settings, measure
+from tests.bench.coserve.cast import Sizes
 
 sizes = Sizes(model="tiny", serving_slots=16, borrowed_slots=8, dedicated_slots=4, context_tokens=256)
 settings = Settings(
@@ -103,7 +103,7 @@ def check_latencies(arm: dict[str, Any]) -> None:
 SERVE = """
 import sys, time
 from pathlib import Path
-from rollfab.bench.coserve_server import ServingEngine
+from tests.bench.coserve.server import ServingEngine
 model, directory = Path(sys.argv[1]), Path(sys.argv[2])
 with ServingEngine(model, directory, slot_count=2, context_tokens=128, probe=directory / "page") as engine:
     engine.ready()

@@ -10,8 +10,8 @@ import pytest
 
 # In a process of its own, because the bench computes the weights with torch, and engines are forked from this one.
 MEASURE = """
-from rollfab.bench.engine import Settings, measure
-from rollfab.bench.engine_arms import Rollouts
+from tests.bench.engine.main import Settings, measure
+from tests.bench.engine.arms import Rollouts
 
 work = Rollouts(
     name="work", model="tiny", trajectory_count=32, turn_count=2, completion_tokens_min=4, completion_tokens=8,

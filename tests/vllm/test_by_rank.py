@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.errors import EngineError, WeightError
+from rollfab.fabric.contract.errors import EngineError, WeightError
+from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
-from rollfab.fabric.records import Sampling
-from rollfab.fabric.weights.manifest import WeightManifest
-from rollfab.fabric.weights.shard_plan import cut_for_ranks
-from rollfab.fabric.weights.snapshot import Identity, Snapshot
-from rollfab.fabric.weights.stage import Staged
+from rollfab.fabric.versions.rank_plan import cut_for_ranks
+from rollfab.fabric.versions.snapshot import Identity, Snapshot
+from rollfab.fabric.versions.stage import Staged
 from rollfab.workers.engines.base import Bits, Generation, GenerationRequest
 from rollfab.workers.engines.ranks import Ranks, StagedByRanks
-from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from rollfab.workers.engines.vllm.inplace.version_files import HEAD, MappedVersions
 from rollfab.workers.engines.vllm.local import LocalDoor
-from rollfab.workers.engines.vllm.version_files import HEAD, MappedVersions
-from rollfab.workers.weights import ReceiverOptions, WeightReceiver
+from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from tests.vllm import transfer_engines as engines
 from tests.vllm.transfer_engines import QWEN2
 

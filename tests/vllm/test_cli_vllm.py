@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollfab.commands.doctor import examine
-from rollfab.commands.status import with_ports
-from rollfab.fabric.bus.embedded import EmbeddedBroker
-from rollfab.fabric.errors import ConfigError
+from rollfab.deploy.cli.status import with_ports
+from rollfab.deploy.doctor.command import examine
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.engines.vllm.arguments import parse_words
-from rollfab.workers.engines.vllm.logs import MARK
+from rollfab.workers.engines.vllm.common.logs import MARK
 
 START_S = 150.0
 END_S = 40.0

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fabric_processes import check_each_arrived_once, check_totals, check_walk, processes
-from tests.reference import plain_logprobs_elsewhere
-from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
-from tests.vllm.server_process import served
+from tests.support.processes.fabric_processes import check_each_arrived_once, check_totals, check_walk, processes
+from tests.support.weights.reference import plain_logprobs_elsewhere
+from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
+from tests.vllm.attached.server_process import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(400)]
 
@@ -26,7 +26,7 @@ def test_an_unmodified_server_attached_by_url_makes_rollouts_that_are_token_exac
     groups, turns = ["group-0", "group-1"], 3
     with served(model, tmp_path, "--served-model-name", "tiny") as server, processes(tmp_path / "fabric") as fabric:
         worker = ("--engine", "vllm", "--server", server.url, "--model", "tiny", "--slots", "8")
-        fabric.start_roles(agent=("--environment", "walk=tests.worlds:Walk"), worker=worker)
+        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"), worker=worker)
         options = {"turns": turns, "pace_s": 0.0, "tokens": 20}
         run = fabric.fabric.run("attached", model="tiny", environment="walk", environment_options=options)
         run.publish(tensors, version=0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.fabric.errors import EngineError
-from rollfab.fabric.models import model_config
-from rollfab.fabric.weights.layout import Layout
+from rollfab.fabric.contract.errors import EngineError
+from rollfab.fabric.contract.models import model_config
+from rollfab.fabric.format.layout import Layout
 
 # In a process of its own: engines are forked from this one, which must not compute with torch.
 LOADED = """
@@ -29,7 +29,7 @@ print(json.dumps([[n, str(p.dtype).removeprefix("torch."), list(p.shape)] for n,
 def test_the_layout_is_that_of_the_loaded_model(
     tmp_path: Path, preset: str, changes: dict[str, bool], dtype: str
 ) -> None:
-    from rollfab.workers.engines.vllm.layout import checkpoint_layout
+    from rollfab.workers.engines.vllm.common.layout import checkpoint_layout
 
     (tmp_path / "config.json").write_text(json.dumps({**model_config(preset), **changes, "dtype": "bfloat16"}))
     layout = checkpoint_layout(str(tmp_path), dtype)
@@ -41,7 +41,7 @@ def test_the_layout_is_that_of_the_loaded_model(
 
 
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    from rollfab.workers.engines.vllm.layout import checkpoint_layout
+    from rollfab.workers.engines.vllm.common.layout import checkpoint_layout
 
     with pytest.raises(EngineError, match=r"config\.json"):
         checkpoint_layout(str(tmp_path), "float32")

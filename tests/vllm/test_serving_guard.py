@@ -12,19 +12,19 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rollfab.fabric.records import Sampling
-from rollfab.fabric.rules.serving import ServingState
+from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.rules.serving.facts import ServingState
 from rollfab.workers.engines.base import GenerationRequest
-from rollfab.workers.engines.vllm import serving_guard
-from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
-from rollfab.workers.engines.vllm.page import Page
-from rollfab.workers.serving.guard import GuardConfig, GuardOrders
-from rollfab.workers.serving.page import ProbeWriter
-from rollfab.workers.serving.priority import children_of, threads_named
-from rollfab.workers.serving.reader import ProbeReader
-from tests.vllm.checkpoints import write_config
-from tests.vllm.server_process import Server, served
+from rollfab.workers.engines.vllm.step import serving_guard
+from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from rollfab.workers.serving.device.priority import children_of, threads_named
+from rollfab.workers.serving.guarding.guard import GuardConfig, GuardOrders
+from rollfab.workers.serving.probes.probe_page import ProbeWriter
+from rollfab.workers.serving.probes.reader import ProbeReader
+from tests.vllm.attached.checkpoints import write_config
+from tests.vllm.attached.server_process import Server, served
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 

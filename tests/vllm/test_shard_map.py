@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollfab.fabric.format.layout import Layout
 from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.memory.weights import MemoryWeightStore
-from rollfab.fabric.weights.layout import Layout
-from rollfab.fabric.weights.shard_reader import ShardReader
-from rollfab.fabric.weights.shard_stage import ShardStage, agree, part_sums, vote
-from rollfab.fabric.weights.shards import ShardMap, check_maps
-from rollfab.fabric.weights.snapshot import Identity, Snapshot
-from rollfab.fabric.weights.stage import Staged, commit
-from rollfab.workers.engines.vllm.shard_map import shard_map
+from rollfab.fabric.versions.rank_parts import ShardMap, check_maps
+from rollfab.fabric.versions.rank_reader import ShardReader
+from rollfab.fabric.versions.rank_stage import ShardStage, agree, part_sums, vote
+from rollfab.fabric.versions.snapshot import Identity, Snapshot
+from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.workers.engines.vllm.inplace.rank_map import shard_map
 from tests.vllm import transfer_engines as engines
 from tests.vllm.transfer_engines import LLAMA, QWEN2
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.weights.layout import Layout
+from rollfab.fabric.format.layout import Layout
 from rollfab.workers.engines.base import Bits, Writes
-from rollfab.workers.engines.vllm.arena import pack
+from rollfab.workers.engines.vllm.common.arena import pack
 from tests.vllm import transfer_engines as engines
 from tests.vllm.transfer_engines import DEEPSEEK, LLAMA, QWEN2, Vllm
 
@@ -260,7 +260,7 @@ def test_a_layout_of_another_model_is_refused_by_name(vllm: Vllm, layout: Layout
 def test_packed_weights_are_refused_not_ignored(tmp_path: Path) -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from rollfab.workers.engines.vllm.transfer import Transfer
+    from rollfab.workers.engines.vllm.inplace.transfer import Transfer
 
     if "unkept" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("unkept", Transfer)

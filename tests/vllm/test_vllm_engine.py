@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.errors import EngineError, EngineUnsupported
-from rollfab.fabric.records import Sampling
+from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
+from rollfab.fabric.contract.records import Sampling
 from rollfab.workers.engines.base import Generation, GenerationRequest, Writes
-from rollfab.workers.engines.vllm import packing
-from rollfab.workers.engines.vllm.config import VllmConfig
+from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from rollfab.workers.engines.vllm.inplace import packing
 from rollfab.workers.engines.vllm.local import LocalDoor
-from rollfab.workers.engines.vllm.page import Page
-from tests.vllm.checkpoints import random_tensors, write_checkpoint, write_config
+from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 PROMPT = np.arange(5, 85, dtype=np.int32)  # two and a half blocks of KV cache
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...fabric.errors import EngineError
-from ...fabric.limits import TEMPERATURE_MAX, TEMPERATURE_MIN
-from ...fabric.records import Int32
+from ...fabric.contract.errors import EngineError
+from ...fabric.contract.limits import TEMPERATURE_MAX, TEMPERATURE_MIN
+from ...fabric.contract.records import Int32
 from .base import GenerationRequest
 from .seeds import check_seed
 

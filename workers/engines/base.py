@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...fabric.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling
-from ...fabric.weights.layout import Layout
+from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling
+from ...fabric.format.layout import Layout
 
 Bits = NDArray[Any]  # stored bits of a tensor, flat, as uint8 / uint16 / uint32
 Writes = Mapping[str, tuple[NDArray[np.int64] | None, Bits]]  # name → flat positions, or None for all; values

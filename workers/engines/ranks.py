@@ -3,7 +3,7 @@
 - A version's chunks are fetched once for the node and gathered, encoded; each rank reads only the byte ranges that hold
   something of its own, and decodes them. No process holds the version decoded and whole.
 - All ranks stage before any commits: what `stage` hands out is agreed on by every rank, and has the sums of its
-  manifest (fabric/weights/shard_stage.py). Where they do not agree, none has written anything.
+  manifest (fabric/versions/rank_stage.py). Where they do not agree, none has written anything.
 - The commit itself is an engine's ordinary one: between two steps, with the same choices for turns in flight.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ...fabric.weights.chain import ChunkSink
-from ...fabric.weights.manifest import Sums, WeightManifest
+from ...fabric.format.manifest import Sums, WeightManifest
+from ...fabric.versions.reader import ChunkSink
 from .base import TurnsAtCommit
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ...fabric.errors import EngineError
-from ...fabric.seeds import SEED_MAX, is_seed
+from ...fabric.contract.errors import EngineError
+from ...fabric.contract.seeds import SEED_MAX, is_seed
 from .base import GenerationRequest
 
 UInt64 = NDArray[np.uint64]

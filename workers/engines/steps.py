@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...fabric.rules.serving import StepWork
+from ...fabric.rules.serving.facts import StepWork
 from .base import Generation
 
 

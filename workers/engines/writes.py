@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...fabric.errors import LayoutMismatch
-from ...fabric.weights.layout import Layout
+from ...fabric.contract.errors import LayoutMismatch
+from ...fabric.format.layout import Layout
 from .base import Writes
 
 

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ...fabric.errors import EnvironmentFailed
+from ...fabric.contract.errors import EnvironmentFailed
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]

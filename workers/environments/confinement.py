@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...fabric.errors import ConfigError
+from ...fabric.contract.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from string import ascii_lowercase
 from typing import Any
 
-from ...fabric.errors import ConfigError
+from ...fabric.contract.errors import ConfigError
 from .base import Environment, Observation, Step, TextSampling
 
 ACTIONS = {"L": 0, "D": 1, "R": 2, "U": 3}  # Gymnasium's numbering

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ...fabric.errors import ConfigError, EnvironmentFailed
+from ...fabric.contract.errors import ConfigError, EnvironmentFailed
 from .base import Environment, Observation, Step, TextSampling
 
 DIGITS = "1234567890"

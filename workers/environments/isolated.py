@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from ...fabric.errors import EnvironmentFailed, FabricError
-from ...fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
+from ...fabric.contract.errors import EnvironmentFailed, FabricError
+from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
 from .base import Environment, Observation, Recovery, Step, make_sampling, show
 from .pool import ProcessPool
 from .process import EnvironmentProcess

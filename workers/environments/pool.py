@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...fabric.errors import EnvironmentFailed
-from ...fabric.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, WORLD_MEMORY_BYTES_MAX
+from ...fabric.contract.errors import EnvironmentFailed
+from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, WORLD_MEMORY_BYTES_MAX
 from .confinement import UNASKED, Confinement, means
 from .process import EnvironmentProcess
 from .spawn import Program

@@ -22,7 +22,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from ...fabric.errors import ConfigError, EnvironmentFailed, FabricError
+from ...fabric.contract.errors import ConfigError, EnvironmentFailed, FabricError
 from .base import time_limit
 from .confinement import Confinement
 from .process_main import TEXT_LENGTH_MAX, TRACEBACK_LENGTH_MAX

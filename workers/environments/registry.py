@@ -2,7 +2,7 @@
 
 - Names come from installed packages (entry points `rollfab.environments`, `rollfab.rewards`) and from this worker's
   own configuration (`--environment NAME=module:attr`); the worker's own wins. Nothing is imported before it is used.
-- A reward function of a user is never imported here: `workers/scoring.py` calls it in a process of its own.
+- A reward function of a user is never imported here: `workers/rewards/scoring.py` calls it in a process of its own.
 - An environment lives in a process of its own, and this process never imports it, unless its class says that it may
   run inside (`inline`, or `isolation = "none"`). Whether it does is asked of a process, too. Ours are imported at once.
   Where the operator asks for another user or for no network, only ours run inside.
@@ -20,10 +20,10 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, get_args
 
-from ...fabric.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown, FabricError
-from ...fabric.offers import installed
-from ...fabric.records import Rollout
-from ...fabric.text import did_you_mean
+from ...fabric.contract.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown, FabricError
+from ...fabric.contract.records import Rollout
+from ...fabric.contract.text import did_you_mean
+from ...fabric.host.entry_points import installed
 from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
@@ -34,7 +34,7 @@ REWARDS = "rollfab.rewards"
 OURS = "rollfab."  # modules that are imported here without asking
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
-OUR_REWARDS = "rollfab.workers.rewards"  # the module of our own
+OUR_REWARDS = "rollfab.workers.rewards.functions"  # the module of our own
 
 RewardFunction = Callable[[dict[str, Any], Rollout], float]
 CLASS_SETTINGS = ("recovery", "sampling", "turn_count_max", "inline")  # read off a plain class where it has them

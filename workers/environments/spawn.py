@@ -15,8 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...fabric.errors import ConfigError
-from ...fabric.limits import SNAPSHOT_BYTES_MAX
+from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.limits import SNAPSHOT_BYTES_MAX
 from .confinement import Confinement, holding, means
 
 MAIN = Path(__file__).with_name("process_main.py")

@@ -16,8 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from ...fabric.errors import ConfigError
-from .scrape import target_of
+from ...fabric.contract.errors import ConfigError
+from .probes.scrape import target_of
 
 MEMORY = Path("/dev/shm")
 

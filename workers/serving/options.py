@@ -6,12 +6,12 @@ import math
 import pwd
 from dataclasses import dataclass, field
 
-from ...fabric.errors import ConfigError
-from ...fabric.ids import NAME
-from ...fabric.rules.serving import Slo
-from .memory import MemoryOptions, check_memory_options
-from .priority import check_priority
-from .scrape import target_of
+from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.ids import NAME
+from ...fabric.rules.serving.facts import Slo
+from .device.memory import MemoryOptions, check_memory_options
+from .device.priority import check_priority
+from .probes.scrape import target_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...fabric.clock import Clock
-from ...fabric.errors import BrokerError
-from ...fabric.ports import LeaseBoard
-from ...fabric.rules.serving import Slo
-from ...fabric.sharing import SharingReport
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import BrokerError
+from ...fabric.contract.sharing import SharingReport
+from ...fabric.ports.queue import LeaseBoard
+from ...fabric.rules.serving.facts import Slo
 
 log = logging.getLogger(__name__)
 

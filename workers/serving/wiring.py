@@ -19,25 +19,25 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ...fabric.clock import Clock
-from ...fabric.errors import EngineError, EngineUnsupported
-from ...fabric.ports import LeaseBoard
-from ...fabric.records import Lease
-from ...fabric.rules.guard import GuardRule
-from ...fabric.rules.lending import LendTerms
-from ...fabric.sharing import GuardView
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import EngineError, EngineUnsupported
+from ...fabric.contract.records import Lease
+from ...fabric.contract.sharing import GuardView
+from ...fabric.ports.queue import LeaseBoard
+from ...fabric.rules.lending.terms import LendTerms
+from ...fabric.rules.serving.guard import GuardRule
 from ..engines.base import Engine
-from ..lease import UNREAD
-from .bounds import Bounds
-from .guard import GuardConfig, GuardOrders, GuardPort
+from ..rollout.lease import UNREAD
+from .device.bounds import Bounds
+from .device.memory import KvBudget, check_backend, open_backend
+from .device.priority import children_of, device_environment, lower, lower_engine_thread, lower_front, session_note
+from .guarding.guard import GuardConfig, GuardOrders, GuardPort
+from .guarding.thread import GuardThread
 from .holder import ProbeHold, memory_directory
-from .memory import KvBudget, check_backend, open_backend
 from .options import ServingOptions
-from .priority import children_of, device_environment, lower, lower_engine_thread, lower_front, session_note
-from .reader import ProbeReader
+from .probes.reader import ProbeReader
+from .probes.scrape import MetricsProbe
 from .reports import SharingSender, blank_report
-from .scrape import MetricsProbe
-from .thread import GuardThread
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ....fabric.errors import ConfigError
-from ....fabric.models import is_preset, model_config
+from ....fabric.contract.errors import ConfigError
+from ....fabric.contract.models import is_preset, model_config
 from .plugin import BACKEND
 
 if TYPE_CHECKING:
-    from .config import VllmConfig
+    from .common.config import VllmConfig
 
 CPU_BLOCK_TOKENS = 32  # the smallest that its kernels take: short prefixes are found in the cache too
 CPU_KV_BYTES = 64 << 20  # nominal: the count of blocks decides, this spares vLLM's guess of 92 % of the machine

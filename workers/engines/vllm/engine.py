@@ -1,12 +1,14 @@
-"""vLLM as an engine: requests, pauses counted by reason, and weights, over a door to a vLLM (door.py).
+"""vLLM as an engine: requests, pauses counted by reason, and weights, over a door to a vLLM
+(engines/vllm/common/backend.py).
 
 - Every request ends exactly once: in `finished` or in `abort`. One that fails ends with finish_reason "error".
 - The door is held while any reason holds the engine; reasons are counted here, because a vLLM has one pause for all.
 - The host keeps a mirror of the weights, which deltas are staged on; a commit writes the engine, then the mirror. With
-  several ranks each may stage its own part instead (by_rank.py); the mirror is let go at the first such commit.
+  several ranks each may stage its own part instead (engines/vllm/inplace/by_rank.py); the mirror is let go at the
+  first such commit.
 - At a commit requests in flight keep their KV cache or have it computed again; those without a token start over.
-- At start every kind of parameter is written once to see that it changes an answer (probe.py): a backend that computes
-  with copies of its weights is found before the first turn.
+- At start every kind of parameter is written once to see that it changes an answer (write_probe.py): a backend that
+  computes with copies of its weights is found before the first turn.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ from functools import partial
 
 import numpy as np
 
-from ....fabric.clock import SystemClock
-from ....fabric.errors import EngineError, WeightError
-from ....fabric.models import is_preset
-from ....fabric.weights.layout import Layout
+from ....fabric.contract.clock import SystemClock
+from ....fabric.contract.errors import EngineError, WeightError
+from ....fabric.contract.models import is_preset
+from ....fabric.format.layout import Layout
 from ..admission import context_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit, Writes
 from ..writes import check_writes
-from .arena import Mirror
-from .by_rank import VllmRanks, Write, ranks_of
-from .config import VllmConfig
-from .door import Ask, Door
-from .door_guard import DoorGuard
-from .doors import new_door
-from .holding import Holding
-from .probe import probe_writes
+from .backend_guard import DoorGuard
+from .backends import new_door
+from .common.arena import Mirror
+from .common.backend import Ask, Door
+from .common.config import VllmConfig
+from .common.shared import aside
+from .inplace.by_rank import VllmRanks, Write, ranks_of
+from .pause_reasons import Holding
 from .requests import OpenRequest, start_over
-from .shared import aside
+from .write_probe import probe_writes
 
 log = logging.getLogger(__name__)
 

@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from ....fabric.errors import EngineError, EngineUnsupported, FabricError, WeightError
-from ....fabric.models import is_preset, model_config
-from ...serving.guard import GuardOrders
+from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError, WeightError
+from ....fabric.contract.models import is_preset, model_config
+from ...serving.guarding.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
-from .arena import PARCEL, Mirror, pack
-from .door import Abilities, Ask, Chunk, ModelFacts, Pulse
-from .environment import installed_version, prepare_environment
-from .logs import cause_of, output_into
-from .page import Page
+from .common.arena import PARCEL, Mirror, pack
+from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
+from .common.environment import installed_version, prepare_environment
+from .common.logs import cause_of, output_into
+from .common.shared import SharedFile, aside
 from .plugin import PROBE, children_die_with_us, register
-from .shared import SharedFile, aside
+from .step.scheduler_page import Page
 
 if TYPE_CHECKING:
-    from .config import VllmConfig
+    from .common.config import VllmConfig
 
 CLOSE_S = 2.0
 SETTLE_TURNS = 8  # of the event loop, until what has arrived has reached its streams
@@ -103,7 +103,7 @@ class LocalDoor:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from .arguments import engine_arguments
-        from .layout import checkpoint_layout
+        from .common.layout import checkpoint_layout
 
         register()
         is_on_cpu = bool(current_platform.is_cpu())

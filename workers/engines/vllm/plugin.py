@@ -1,7 +1,7 @@
 """What rollfab adds to every vLLM process of its environment (entry points in `vllm.general_plugins`).
 
 - It names our weight-transfer backend, "rollfab". Servers that do not ask for that backend are as they were.
-- With ROLLFAB_PROBE set, the engine shows what it does in that page (serving_probe.py).
+- With ROLLFAB_PROBE set, the engine shows what it does in that page (engines/vllm/step/serving_probe.py).
 - A process of vLLM must not outlive the worker that it computes for, however that ended: from its first moment on.
 - Whatever does not fit a vLLM of another version is said in a line of its log and left out: that vLLM may serve others.
   Only an engine of ours, which relies on all of it, ends.
@@ -53,7 +53,7 @@ def add_probe() -> None:
     if not os.environ.get(PROBE):
         return
     try:
-        from .serving_probe import install
+        from .step.serving_probe import install
 
         install()
     except Exception as error:  # noqa: BLE001  whatever it is, serving goes on
@@ -64,8 +64,8 @@ def _add_engine() -> None:
     """In vLLMs that generate for us, and in whatever else runs in their environment."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from .dice import place_dice
-    from .packing import keep_weights_live
+    from .inplace.packing import keep_weights_live
+    from .step.seeded_sampling import place_dice
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.transfer", "Transfer")

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ....fabric.errors import EngineError
+from ....fabric.contract.errors import EngineError
 from ..admission import NOT_NUMBERS
 from ..base import Generation
-from ..transformers_request import Marks, stretches
-from .door import Ask, Chunk, Door
+from ..request import Marks, stretches
+from .common.backend import Ask, Chunk, Door
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Who may read, who may control, and from where."""

@@ -1,0 +1,103 @@
+"""Settings of the api, and what makes them safe: who may read, who may control, and from where.
+
+- Without keys there is no login, and then the api listens on loopback alone.
+- A control key may also read; a read key may not control.
+- Keys are held as hashes (keys.py), also when they were given plain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+
+from ...fabric.contract.errors import ConfigError
+from .keys import hash_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiConfig:
+    """Settings of one api process.
+
+    Raises:
+        ConfigError: a key can be guessed.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs keys."""
+    port: int = 8420
+    """TCP port, [0, 65535]; 0 picks a free one."""
+    read_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Bearer keys that may read: given plain or as sha256:<hex>, held as the latter."""
+    control_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Bearer keys that may read and control, likewise."""
+    key_names: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Hashed keys and whose they are, for the record of who switched what."""
+    tls_certificate: str | None = None
+    """PEM file with the certificate and those above it; with it the api speaks https alone."""
+    tls_key: str | None = None
+    """PEM file with its private key, where the certificate's file does not hold it."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names that this machine has for itself, by which the api is reached without keys; never by a proxy."""
+    cache_s: float = 0.25
+    """Seconds that one reading of the broker is shared by all who ask, [0, 5]."""
+    broker_timeout_s: float = 3.0
+    """Seconds until a silent broker is reported as such, [0.1, 60]."""
+    keep_alive_s: float = 15.0
+    """Seconds of silence after which an event stream sends a comment, [0.1, 300]."""
+    event_reader_count_max: int = 100
+    """Event streams open at once; one more is refused."""
+    connection_count_max: int = 512
+    """Connections open at once, [1, 100000]; above it those that have sent no whole request make room."""
+    request_timeout_s: float = 30.0
+    """Seconds in which a request must arrive whole, head and body, [0.1, 3600]."""
+    write_timeout_s: float = 20.0
+    """Seconds without reading after which a client is dropped, [0.1, 3600]."""
+
+    def __post_init__(self) -> None:
+        """Forget plain keys."""
+        object.__setattr__(self, "read_keys", tuple(hash_key(key) for key in self.read_keys))
+        object.__setattr__(self, "control_keys", tuple(hash_key(key) for key in self.control_keys))
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a login is needed."""
+        return bool(self.read_keys or self.control_keys)
+
+
+def check_config(config: ApiConfig) -> ApiConfig:
+    """Refuse settings that are impossible or unsafe.
+
+    Raises:
+        ConfigError: names the setting and what to do.
+    """
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(
+            f"api port {config.port} does not exist: use 1 to 65535, or 0 for a free one", port=config.port
+        )
+    for name, least, most in (
+        ("connection_count_max", 1, 100_000),
+        ("request_timeout_s", 0.1, 3600),
+        ("write_timeout_s", 0.1, 3600),
+    ):
+        value = getattr(config, name)
+        if not least <= value <= most:
+            raise ConfigError(f"the api's {name} is {value!r}, expected {least} to {most}", name=name)
+    if config.tls_key and not config.tls_certificate:
+        raise ConfigError("the api has a TLS key without a certificate: give both")
+    if not config.has_keys and not is_loopback(config.host):
+        raise ConfigError(
+            f"the api would listen on {config.host or 'every address'} for anyone to read and control: "
+            "give it keys (`rollfab api keys new NAME` makes one), or the host 127.0.0.1",
+            host=config.host,
+        )
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Other names than localhost are not looked up: they may change."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

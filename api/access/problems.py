@@ -1,0 +1,106 @@
+"""Errors as answers: one shape, `{error, message, facts}`, whatever went wrong.
+
+What the caller can mend is 4xx, a broker that cannot be reached is 503 and may be tried again. Only what nobody foresaw
+is 500; its text stays in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ...fabric.contract.errors import (
+    BrokerError,
+    ConfigError,
+    FabricError,
+    InputError,
+    QueueFull,
+    RunUnknown,
+    VersionConflict,
+    VersionUnknown,
+)
+
+log = logging.getLogger(__name__)
+
+STATUS: tuple[tuple[type[FabricError], int], ...] = (  # the first that fits counts
+    (RunUnknown, 404),
+    (VersionUnknown, 404),
+    (VersionConflict, 409),
+    (QueueFull, 429),
+    (InputError, 422),
+    (ConfigError, 422),
+    (BrokerError, 503),
+)
+RETRY_AFTER_S = {429: "1", 503: "1"}
+
+
+class Refused(Exception):
+    """A request that is understood and refused here, not by the fabric."""
+
+    def __init__(self, status: int, error: str, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = error
+        self.message = message
+        self.facts = facts
+
+
+def problem(status: int, error: str, message: str, facts: dict[str, Any] | None = None) -> Response:
+    """An error answer. Facts that JSON has no word for become text."""
+    body = to_json({"error": error, "message": message, "facts": facts or {}}, serialize_unknown=True)
+    headers = {"retry-after": RETRY_AFTER_S[status]} if status in RETRY_AFTER_S else None
+    return Response(body, status, headers, "application/json")
+
+
+def status_of(error: FabricError) -> int:
+    """The HTTP status that says the same as a fabric error."""
+    return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+
+
+def install_problems(app: FastAPI) -> None:
+    """Answer every exception in our shape."""
+    app.add_exception_handler(FabricError, _fabric)
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+async def _fabric(request: Request, error: Exception) -> Response:
+    assert isinstance(error, FabricError)
+    status = status_of(error)
+    if status >= 500:
+        log.warning("api.request_failed", extra={"path": request.url.path, "error": error.message})
+    return problem(status, type(error).__name__, error.message, error.facts)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return problem(error.status, error.error, error.message, error.facts)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = [{"at": ".".join(map(str, each["loc"])), "message": each["msg"]} for each in error.errors()]
+    text = "; ".join(f"{each['at']}: {each['message']}" for each in found)
+    return problem(422, "InputError", f"the request cannot be used: {text}", {"problems": found})
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return problem(404, "NotFound", f"there is nothing at {request.url.path}: /docs lists what there is")
+    answer = problem(error.status_code, "Refused", f"{request.method} {request.url.path}: {error.detail}")
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    log.error("api.request_crashed", extra={"path": request.url.path}, exc_info=error)
+    return problem(500, "Internal", "the api failed on this request: its log has the traceback")

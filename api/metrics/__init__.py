@@ -1,0 +1,1 @@
+"""The status as Prometheus metrics."""

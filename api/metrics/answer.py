@@ -1,0 +1,189 @@
+"""The status as Prometheus metrics, made at the scrape from one reading of the broker.
+
+- Names are `rollfab_*` in base units; labels are run, role, state and kind alone, so the number of series grows with
+  runs and roles, never with groups or trajectories; nor with workers, but for the weights that each live one holds.
+- Counters are the broker's: they survive a restart of the api; but for published bytes, which the api adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from ..schemas.answers import RunView, Status, WorkerView
+from .sharing import sharing_metrics
+from .weights import weight_metrics
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+COUNTERS = (
+    ("groups_submitted", "groups_submitted", "Groups taken in."),
+    ("groups_completed", "groups_completed", "Groups whose trajectories have all ended."),
+    ("groups_consumed", "groups_consumed", "Groups that a trainer acknowledged."),
+    ("groups_cancelled", "groups_cancelled", "Groups that were cancelled."),
+    ("trajectories_submitted", "trajectories_submitted", "Trajectories taken in."),
+    ("trajectories_completed", "rollouts", "Trajectories completed and scored."),
+    ("trajectories_failed", "trajectories_failed", "Trajectories that ended in the dead letters."),
+    ("trajectories_cancelled", "trajectories_cancelled", "Trajectories not needed any more: quorum or deadline."),
+    ("attempts_failed", "attempts_failed", "Attempts at a trajectory that failed."),
+    ("reruns", "reruns", "Trajectories run again because their tokens were too stale."),
+    ("turns_settled", "turns_settled", "Turns that were generated and handed in."),
+    ("tokens", "generated_tokens", "Tokens of settled turns."),
+    ("reaped", "claims_reaped", "Claims taken back from workers that fell silent."),
+    ("released", "claims_released", "Claims given back by workers that left or were revoked."),
+    ("stalled", "turns_stalled", "Turns given back because no token came."),
+    ("refused", "writes_refused", "Writes refused because their claim had ended."),
+)
+
+
+def render(status: Status | None) -> bytes:
+    """Metrics as Prometheus text; without a status, that the broker does not answer."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(status))
+    return generate_latest(registry)
+
+
+class StatusCollector(Collector):
+    """One status as metric families."""
+
+    def __init__(self, status: Status | None) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status
+        yield GaugeMetricFamily("rollfab_broker_up", "1 if the broker answered the api.", value=status is not None)
+        if status is None:
+            return
+        yield GaugeMetricFamily(
+            "rollfab_ready", "1 if nothing is missing for work to flow.", value=status.readiness.is_ready
+        )
+        yield from _run_gauges(status.runs)
+        yield from _run_counters(status.runs)
+        yield from _training(status.runs)
+        yield from _agreement(status.runs)
+        yield from weight_metrics(status)
+        yield from _workers(status.workers)
+        yield from _leases(status)
+        yield from sharing_metrics(status)
+
+
+def _run_gauges(runs: list[RunView]) -> Iterator[Metric]:
+    trajectories = _gauge("trajectories", "Unfinished trajectories.", "run", "state")
+    turns = _gauge("turns", "Unfinished turns.", "run", "state")
+    depth = _gauge("trajectories_open", "Trajectories submitted and not yet consumed.", "run")
+    limit = _gauge("trajectories_open_limit", "Above this many open trajectories a push is refused.", "run")
+    memory = _gauge("memory_bytes", "Jobs and rollouts that the broker holds.", "run")
+    waiting = _gauge("groups_waiting", "Complete groups that the trainer has not acknowledged.", "run")
+    dead = _gauge("dead_letters", "Trajectories in the dead letters.", "run")
+    for run in runs:
+        for family, counts in ((trajectories, run.trajectories), (turns, run.turns)):
+            for state, count in counts.items():
+                family.add_metric([run.run_id, state], count)
+        depth.add_metric([run.run_id], run.depth)
+        limit.add_metric([run.run_id], run.trajectory_count_max)
+        memory.add_metric([run.run_id], run.memory_bytes)
+        waiting.add_metric([run.run_id], run.groups_waiting)
+        dead.add_metric([run.run_id], run.dead_count)
+    yield from (trajectories, turns, depth, limit, memory, waiting, dead)
+
+
+def _run_counters(runs: list[RunView]) -> Iterator[Metric]:
+    for key, name, text in COUNTERS:
+        family = CounterMetricFamily(f"rollfab_{name}", text, labels=["run"])
+        for run in runs:
+            family.add_metric([run.run_id], run.counters.get(key, 0))
+        yield family
+
+
+def _training(runs: list[RunView]) -> Iterator[Metric]:
+    step = _gauge("trainer_step", "Optimiser step that the trainer last reported.", "run")
+    reward = _gauge("trainer_reward_mean", "Mean reward that the trainer last reported.", "run")
+    for run in runs:
+        if run.training is not None and run.training.step is not None:
+            step.add_metric([run.run_id], run.training.step)
+        if run.training is not None and run.training.reward_mean is not None:
+            reward.add_metric([run.run_id], run.training.reward_mean)
+    yield from (step, reward)
+
+
+# Of the fresh tokens that the trainer compared last.
+AGREEMENT = {
+    "logprob_difference_mean": "Mean |trainer - worker| of log-probabilities, nats.",
+    "logprob_difference_max": "Largest |trainer - worker| of log-probabilities, nats.",
+    "importance_sampling_ratio_mean": "Mean of exp(trainer - worker).",
+    "importance_sampling_ratio_min": "Smallest exp(trainer - worker).",
+    "importance_sampling_ratio_max": "Largest exp(trainer - worker).",
+    "k3_kl": "Estimate of KL(workers || trainer) per token, nats.",
+}
+
+
+def _agreement(runs: list[RunView]) -> Iterator[Metric]:
+    alarms = _gauge("agreement_alarms", "Workers whose log-probabilities are over a limit, and the trainer's.", "run")
+    tokens = _gauge("agreement_tokens", "Tokens compared; stale: of other versions, so not compared.", "run", "state")
+    figures = {name: _gauge(name, text, "run") for name, text in AGREEMENT.items()}
+    for run in runs:
+        if run.agreement is None:
+            continue
+        alarms.add_metric([run.run_id], len(run.agreement.alarms))
+        tokens.add_metric([run.run_id, "fresh"], run.agreement.fresh.token_count)
+        tokens.add_metric([run.run_id, "stale"], run.agreement.stale.token_count)
+        for name, family in figures.items():
+            if run.agreement.fresh.token_count:
+                family.add_metric([run.run_id], getattr(run.agreement.fresh, name))
+    yield from (alarms, tokens, *figures.values())
+
+
+def _workers(workers: list[WorkerView]) -> Iterator[Metric]:
+    count = _gauge("workers", "Workers by role and state; silent: no heartbeat for 3 s.", "role", "state")
+    slots = _gauge("slots", "Turns or environments that live workers can run at once.", "role")
+    running = _gauge("slots_running", "Turns or environments that live workers run now.", "role")
+    age = _gauge("heartbeat_age_seconds_max", "Age of the oldest heartbeat.", "role")
+    headroom = _gauge("slo_headroom_ratio_min", "Smallest distance to the SLO among serving workers.", "role")
+    for role in sorted({worker.role for worker in workers}):
+        members = [worker for worker in workers if worker.role == role]
+        live = [worker for worker in members if worker.is_fresh]
+        states = [worker.state if worker.is_fresh else "silent" for worker in members]
+        for state in sorted(set(states)):
+            count.add_metric([role, state], states.count(state))
+        slots.add_metric([role], sum(worker.slot_count for worker in live))
+        running.add_metric([role], sum(worker.running_count for worker in live))
+        age.add_metric([role], max(worker.heartbeat_age_ms for worker in members) / 1000)
+        margins = [worker.headroom_fraction for worker in live if worker.headroom_fraction is not None]
+        if margins:
+            headroom.add_metric([role], min(margins))
+    yield from (count, slots, running, age, headroom)
+    yield from _engines([worker for worker in workers if worker.is_fresh])
+
+
+def _engines(live: list[WorkerView]) -> Iterator[Metric]:
+    rows = (
+        ("prefix_hit_ratio_min", "Smallest part of recent prompts' tokens found in a prefix cache.", min, 1.0),
+        ("wake_seconds_max", "Longest that waking an engine took last.", max, 1e-3),
+        ("sleep_seconds_max", "Longest that putting an engine to sleep took last.", max, 1e-3),
+    )
+    for (name, text, pick, unit), field in zip(rows, ("prefix_hit_fraction", "wake_ms", "sleep_ms"), strict=True):
+        family = _gauge(name, text, "role")
+        for role in sorted({worker.role for worker in live}):
+            values = [getattr(worker, field) for worker in live if worker.role == role]
+            known = [value for value in values if value is not None]
+            if known:
+                family.add_metric([role], pick(known) * unit)
+        yield family
+
+
+def _leases(status: Status) -> Iterator[Metric]:
+    count = _gauge("leases", "Leases that have not ended.", "run", "state")
+    slots = _gauge("lease_slots", "Turns that these leases allow at once.", "run", "state")
+    for run in status.runs:
+        for state, is_standing in (("standing", True), ("revocable", False)):
+            found = [each for each in status.leases if (each.run_id, each.is_standing) == (run.run_id, is_standing)]
+            count.add_metric([run.run_id, state], len(found))
+            slots.add_metric([run.run_id, state], sum(each.slot_count for each in found))
+    yield from (count, slots)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"rollfab_{name}", text, labels=labels)

@@ -1,0 +1,272 @@
+"""One reading of the broker, shared by all who ask.
+
+- What is read is O(runs + workers) and does not depend on their history.
+- Concurrent readers wait for one reading; for `cache_s` after it, its answer or its error is everybody's.
+- A broker that is silent for `broker_timeout_s` is reported as an error, not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
+
+from ... import __version__
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import BrokerError, FabricError
+from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.sharing import ALL, LendSetting
+from ...fabric.inspect.diagnosing import Cause, read_fabric
+from ...fabric.inspect.diagnosis import is_well
+from ...fabric.ports.queue import Fabric, RunStatus
+from ...fabric.ports.weights import WeightStore
+from ...fabric.rules.lending.hours import minute_of_week
+from ...fabric.rules.lending.lease import has_ended
+from ...fabric.rules.serving.tax import sharing_totals
+from ..access.config import ApiConfig
+from ..schemas.answers import BadRowView, LeaseView, Rates, RunView, Status, WorkerView
+from ..schemas.lending import SharingTotals
+from ..schemas.weights import WeightsView
+from .events import EventTail
+from .lending import setting_view, terms_of, value_of
+from .rates import Meters
+from .views import (
+    COUNTERS,
+    agreement_view,
+    cause_views,
+    counters_of,
+    lease_view,
+    readiness,
+    reward_curve,
+    sum_up,
+    totals,
+    worker_view,
+)
+from .weights import WeightReader
+
+SAMPLE_S = 1.0
+EVENT_COUNT = 40
+CURVE_COUNT = 128
+VERSION_COUNT = 8
+AT_ONCE_COUNT = 8  # runs read at once: a quarter of the client's connections
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class Ports(Fabric, Protocol):
+    """What the api asks of a broker: the queues, the board and the weights."""
+
+    @property
+    def weights(self) -> WeightStore: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerFacts:
+    """What is said of workers elsewhere. minute: of the week, by the broker machine's time, as workers count hours."""
+
+    lends: Mapping[str, LendSetting]
+    leases: list[LeaseView]
+    heads: dict[str, int]
+    reasons: dict[str, str]
+    minute: int
+
+
+@dataclass(slots=True)
+class _Cache:
+    until_s: float = float("-inf")
+    status: Status | None = None
+    body: bytes | None = None
+    error: FabricError | None = None
+
+
+class StatusReader:
+    """Reads the broker's state as one Status."""
+
+    def __init__(
+        self, ports: Ports, *, tail: EventTail, weights: WeightReader, config: ApiConfig, clock: Clock
+    ) -> None:
+        self._ports = ports
+        self._tail = tail
+        self._config = config
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._cache = _Cache()
+        self._runs = Meters(*COUNTERS)
+        self._tokens = Meters("tokens")
+        self._weights = weights
+
+    async def read(self) -> Status:
+        """The state now, at most `cache_s` old.
+
+        Raises:
+            BrokerError: the broker cannot be reached or does not answer in time.
+        """
+        cache = await self._fresh()
+        if cache.status is None:
+            assert cache.error is not None
+            raise cache.error.with_traceback(None)
+        return cache.status
+
+    async def body(self) -> bytes:
+        """The same as JSON, encoded once for all who ask."""
+        await self.read()
+        cache = self._cache
+        if cache.body is None:
+            assert cache.status is not None
+            cache.body = cache.status.model_dump_json().encode()
+        return cache.body
+
+    def forget(self) -> None:
+        """Something was changed: the next one to ask reads again."""
+        self._cache = _Cache()
+
+    async def watch(self) -> None:
+        """Take a sample per second for rates and their history, until cancelled."""
+        while True:
+            try:
+                status = await self.read()
+            except FabricError:
+                await self._clock.sleep(SAMPLE_S)  # who asks is told; a gap in the history is the truth
+                continue
+            now_s = self._clock.now_s()
+            runs = {run.run_id: run.counters for run in status.runs}
+            self._runs.sample(now_s, {**runs, ALL: sum_up(runs.values())})
+            self._tokens.sample(now_s, {each.worker_id: {"tokens": each.token_count} for each in status.workers})
+            await self._clock.sleep(SAMPLE_S)
+
+    async def _fresh(self) -> _Cache:
+        async with self._lock:
+            if self._clock.now_s() < self._cache.until_s:
+                return self._cache
+            cache = _Cache()
+            try:
+                cache.status = await self._read_in_time()
+            except FabricError as error:
+                cache.error = error
+            cache.until_s = self._clock.now_s() + self._config.cache_s
+            self._cache = cache
+            return cache
+
+    async def _read_in_time(self) -> Status:
+        timeout_s = self._config.broker_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read()
+        except TimeoutError as error:
+            raise BrokerError(
+                f"the broker did not answer within {timeout_s:g} s: is it running, and reachable from the api?",
+                reason="timeout",
+            ) from error
+
+    async def _read(self) -> Status:
+        found, reports = await asyncio.gather(
+            read_fabric(self._ports.board, has_rewards=True), self._ports.board.sharing()
+        )
+        survey, plan = found.survey, found.plan
+        self._weights.keep(survey.runs)
+        weights = await _for_each(sorted(survey.runs), self._read_weights)
+        wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
+        held = (lease for _, leases in sorted(survey.leases.items()) for lease in leases.values())
+        leases = [lease_view(lease) for lease in held if not has_ended(lease)]
+        facts = _WorkerFacts(
+            lends=found.lends,
+            leases=leases,
+            heads={run_id: status.head_version for run_id, status in survey.runs.items()},
+            reasons={row.worker_id: row.reason for row in plan.rows} if plan is not None else {},
+            minute=minute_of_week(survey.wall_ms),
+        )
+        workers = self._worker_views(survey.workers, facts)
+        runs = [self._run_view(status, found.causes[name], now_s) for name, status in sorted(survey.runs.items())]
+        counters = sum_up(counters_of(survey.runs.values()).values())
+        lends = found.lends
+        return Status(
+            time_ms=wall_ms,
+            version=__version__,
+            readiness=readiness(workers),
+            runs=runs,
+            workers=workers,
+            leases=leases,
+            weights=[each for each in weights if each is not None],
+            lend_all=value_of(lends[ALL]) if ALL in lends else "observe",
+            lending=[setting_view(subject, setting) for subject, setting in sorted(lends.items())],
+            sharing=SharingTotals(**sharing_totals(reports.values())),
+            totals=totals(runs, workers),
+            rates=_rates(self._runs.rates(now_s, ALL, counters)),
+            rollouts_per_s_history=self._runs.history(ALL, "trajectories_completed"),
+            tokens_per_s_history=self._runs.history(ALL, "tokens"),
+            events=self._tail.newest(EVENT_COUNT),
+            bad_rows=[BadRowView(**asdict(row), step=row.step) for row in survey.bad_rows],
+        )
+
+    async def _read_weights(self, run_id: str) -> WeightsView | None:
+        try:
+            return await self._weights.read(run_id, VERSION_COUNT)
+        except BrokerError:
+            raise
+        except FabricError:
+            return None  # deleted since we read the list
+
+    def _worker_views(self, infos: Mapping[str, tuple[WorkerInfo, int]], facts: _WorkerFacts) -> list[WorkerView]:
+        now_s = self._clock.now_s()
+        by_worker = {lease.worker_id: lease for lease in facts.leases}
+        views = []
+        for name, (info, age_ms) in sorted(infos.items(), key=lambda item: (item[1][0].role, item[0])):
+            rate = self._tokens.rates(now_s, name, {"tokens": info.token_count})["tokens"]
+            view = worker_view(
+                info,
+                max(0, age_ms),
+                found=terms_of(info, facts.lends, facts.minute),
+                heads=facts.heads,
+                lease=by_worker.get(name),
+                tokens_per_s=rate,
+                plan_reason=facts.reasons.get(name),
+            )
+            views.append(view)
+        return views
+
+    def _run_view(self, status: RunStatus, causes: Sequence[Cause], now_s: float) -> RunView:
+        config = status.config
+        run_id = config.run_id
+        return RunView(
+            run_id=run_id,
+            model=config.model,
+            environment=config.environment,
+            reward=config.reward,
+            staleness=config.staleness,
+            weight=config.weight,
+            head_version=status.head_version,
+            depth=status.depth,
+            trajectory_count_max=config.trajectory_count_max,
+            memory_bytes=status.memory_bytes,
+            memory_bytes_max=config.memory_bytes_max,
+            trajectories=dict(status.trajectories),
+            turns=dict(status.turns),
+            groups_waiting=status.groups_waiting,
+            dead_count=status.dead_count,
+            counters=dict(status.counters),
+            rates=_rates(self._runs.rates(now_s, run_id, status.counters)),
+            rollouts_per_s_history=self._runs.history(run_id, "trajectories_completed"),
+            training=self._tail.training(run_id),
+            reward_curve=reward_curve(status.rewards, CURVE_COUNT),
+            is_well=is_well(causes),
+            causes=cause_views(causes),
+            agreement=agreement_view(status.agreement) if status.agreement is not None else None,
+        )
+
+
+async def _for_each(items: Iterable[In], do: Callable[[In], Awaitable[Out]]) -> list[Out]:
+    """Results in the order of the items, some at a time."""
+    items, results = list(items), []
+    for start in range(0, len(items), AT_ONCE_COUNT):
+        results += await asyncio.gather(*(do(item) for item in items[start : start + AT_ONCE_COUNT]))
+    return results
+
+
+def _rates(found: dict[str, float]) -> Rates:
+    return Rates(
+        rollouts_per_s=round(found["trajectories_completed"], 2),
+        turns_per_s=round(found["turns_settled"], 2),
+        tokens_per_s=round(found["tokens"], 2),
+    )

@@ -1,0 +1,21 @@
+"""What the routes of one application share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..access.config import ApiConfig
+from ..reading.events import EventTail
+from ..reading.status import Ports, StatusReader
+from ..reading.weights import WeightReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Made once per application, by `make_app`."""
+
+    ports: Ports
+    config: ApiConfig
+    tail: EventTail
+    weights: WeightReader
+    status: StatusReader

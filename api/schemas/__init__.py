@@ -1,0 +1,1 @@
+"""What the api answers, as models."""

@@ -1,0 +1,46 @@
+"""`rollfab bench …`: benches live in a clone (tests/bench), and are no part of the installed package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..fabric.contract.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+ELSEWHERE = "benches are no part of the installed package; in a clone of rollfab: make bench BENCH=queue"
+
+
+class Benches(TyperGroup):
+    """The commands of tests/bench/cli.py, loaded when one of them is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_found().list_commands(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _found().get_command(ctx, cmd_name)
+
+
+def _found() -> Any:
+    if not (ROOT / "tests" / "bench" / "cli.py").is_file():
+        raise InputError(ELSEWHERE)
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+        # Processes that a bench starts find its environments and rewards by name.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    from tests.bench.cli import app as benches
+
+    return typer.main.get_command(benches)
+
+
+app = typer.Typer(cls=Benches, no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Figures, measured on this machine."""

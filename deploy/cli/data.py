@@ -1,0 +1,199 @@
+"""`rollfab submit`, `consume`, `dead`: work in and out, from the shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...fabric.contract.errors import InputError, WireError
+from ...fabric.contract.ids import new_group_id, trajectory_id
+from ...fabric.contract.records import DeadLetter, Group, RunConfig, TrajectoryJob
+from ...fabric.contract.text import counted, one_line
+from ...fabric.contract.wire import dump_json, load_json
+from ...fabric.opened import RedisFabric
+from ...fabric.ports.queue import GroupPush
+from ...fabric.rules.queue.push import no_such_run
+from ...trainer.client import connect
+from ...trainer.ledger import TAKEOVER_S
+from .options import AsJson, Url, need_url
+from .printing import show, show_json
+from .speech import say_nothing
+from .status import with_ports
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    _register_work(app)
+    _register_dead(app)
+
+
+def _register_work(app: typer.Typer) -> None:
+    @app.command()
+    def submit(
+        file: Annotated[Path, typer.Argument(help="One task (a JSON object) per line.", exists=True, dir_okay=False)],
+        run: Annotated[str, typer.Option(help="The run.")],
+        group_size: Annotated[int, typer.Option(help="Trajectories per task.", min=1)] = 8,
+        quorum: Annotated[
+            int | None, typer.Option(help="Rollouts that complete a group; the rest are cancelled.", min=1)
+        ] = None,
+        priority: Annotated[int, typer.Option(help="0 first, 1, 2 last.", min=0, max=2)] = 1,
+        deadline: Annotated[
+            float | None, typer.Option(help="Seconds after which a group is complete with what it has.")
+        ] = None,
+        model: Annotated[str | None, typer.Option(help="To create the run.")] = None,
+        environment: Annotated[str | None, typer.Option(help="To create the run.")] = None,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        """Push the tasks of a file, one group each."""
+        tasks = read_tasks(file.read_bytes())
+        if not tasks:
+            raise InputError(f'{file} holds no task: write one JSON object per line, such as {{"seed": 1}}')
+        with connect(need_url(url)) as fabric:
+            opened = fabric.run(run, model=model, environment=environment)
+            ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)
+        show(dump_json({"group_ids": ids}).decode() if json else f"{counted(len(ids), 'group')} pushed to run {run}")
+
+    @app.command()
+    def consume(
+        run: Annotated[str, typer.Option(help="The run.")],
+        count: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
+        timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
+        consumer: Annotated[str, typer.Option(help="Who consumes.")] = "trainer",
+        keep: Annotated[str | None, typer.Option(help='"varied": drop groups whose rewards are all equal.')] = None,
+        takeover: Annotated[
+            float, typer.Option(help="Seconds of silence after which another consumer's groups are taken over.")
+        ] = TAKEOVER_S,
+        url: Url = None,
+    ) -> None:
+        """Print completed groups as JSON lines, acknowledging each."""
+        with connect(need_url(url)) as fabric:
+            groups = fabric.run(run).groups(
+                timeout=timeout, count=count, consumer=consumer, keep=keep, takeover=takeover
+            )
+            for group in groups:
+                show_json(_group_row(group), flush=True)
+            say_nothing(f"stopped: {groups.ended_why}")
+
+
+def read_tasks(data: bytes) -> list[dict[str, Any]]:
+    """The tasks of a file, one JSON object per line; empty lines count, but hold none.
+
+    Raises:
+        InputError: names the line.
+    """
+    return [_task(line, number) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+
+
+def _task(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        task = load_json(line)
+    except WireError as error:
+        raise InputError(f"line {number} is no task: {error}", line=number) from error
+    if not isinstance(task, dict):
+        raise InputError(f"line {number} is {type(task).__name__}, expected a JSON object")
+    return task
+
+
+def _group_row(group: Group) -> dict[str, Any]:
+    rows = [
+        {
+            "trajectory_id": each.trajectory_id,
+            "reward": each.reward,
+            "turn_count": each.turn_count,
+            "policy_version": each.policy_version,
+            "prompt_ids": each.prompt_ids.tolist(),
+            "completion_ids": each.completion_ids.tolist(),
+            "logprobs": each.logprobs.tolist(),
+            "completion_mask": each.completion_mask.tolist(),
+        }
+        for each in group.rollouts
+    ]
+    return {
+        "group_id": group.group_id,
+        "task_id": group.task_id,
+        "failures": [each._asdict() for each in group.failures],
+        "cancelled": list(group.cancelled),
+        "ended_by": group.ended_by,
+        "redelivered": group.redelivered,
+        "rollouts": rows,
+    }
+
+
+def _register_dead(app: typer.Typer) -> None:
+    dead = typer.Typer(no_args_is_help=True, help="Trajectories that were given up.")
+    app.add_typer(dead, name="dead")
+
+    @dead.command("ls")
+    def list_dead(run: Annotated[str, typer.Option(help="The run.")], url: Url = None, json: AsJson = False) -> None:
+        """List dead letters: which trajectory, and why."""
+        letters = with_ports(need_url(url), lambda ports: _letters(ports, run))
+        if json:
+            rows = [{"trajectory_id": each.trajectory_id, "reason": each.reason} for each in letters]
+            show_json(rows)
+            return
+        if not letters:
+            say_nothing(f"run {run} has no dead letters: none of its trajectories was given up")
+        for letter in letters:
+            show(f"{one_line(letter.trajectory_id)}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
+
+    @dead.command("show")
+    def show_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
+        """Show one dead letter with its task and traceback."""
+        letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
+        show(f"{one_line(letter.trajectory_id)}: {one_line(letter.reason)}")
+        show(f"task: {one_line(dump_json(letter.job.get('task')).decode())}\n{letter.traceback}")
+
+    _register_discard(dead)
+
+    @dead.command("retry")
+    def retry_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
+        """Push a dead letter's task again, as a new group of one."""
+
+        async def work(ports: RedisFabric) -> str:
+            letter = _find(await _letters(ports, run), trajectory)
+            if not letter.job:
+                raise InputError(f"{trajectory} cannot be tried again, its job was not readable; discard it")
+            group_id = new_group_id()
+            job = TrajectoryJob(
+                **{**letter.job, "trajectory_id": trajectory_id(group_id, 0), "group_id": group_id, "index": 0}
+            )
+            rollouts = ports.rollouts(await _run(ports, run))
+            await rollouts.push([GroupPush(group_id=group_id, task_id=job.task_id, task=job.task, jobs=(job,))])
+            await rollouts.discard(trajectory)
+            return group_id
+
+        show(f"pushed again as group {with_ports(need_url(url), work)}")
+
+
+def _register_discard(dead: typer.Typer) -> None:
+    @dead.command("discard")
+    def discard_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
+        """Forget a dead letter."""
+
+        async def work(ports: RedisFabric) -> bool:
+            return await ports.rollouts(await _run(ports, run)).discard(trajectory)
+
+        if not with_ports(need_url(url), work):
+            raise InputError(f"no dead letter {trajectory!r} in run {run!r}; `rollfab dead ls --run {run}` lists them")
+        show("forgotten")
+
+
+async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:
+    return await ports.rollouts(await _run(ports, run)).dead_letters(1000)
+
+
+async def _run(ports: RedisFabric, run: str) -> RunConfig:
+    runs = await ports.board.runs()
+    if run not in runs:
+        raise no_such_run(run, known=runs)
+    return runs[run]
+
+
+def _find(letters: list[DeadLetter], trajectory: str) -> DeadLetter:
+    for letter in letters:
+        if letter.trajectory_id == trajectory:
+            return letter
+    raise InputError(f"no dead letter {trajectory!r} in this run; `rollfab dead ls` lists them")

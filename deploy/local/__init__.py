@@ -1,0 +1,1 @@
+"""The roles on one machine: started, watched, ended, and shown."""

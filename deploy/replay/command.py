@@ -1,0 +1,219 @@
+"""`rollfab replay`: a recorded load at a real serving engine, with what its users would have seen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...__main__ import INTERRUPTED
+from ...fabric.contract.errors import ConfigError, InputError
+from ..cli.options import AsJson
+from ..cli.printing import Console, show
+
+if TYPE_CHECKING:
+    from ...fabric.rules.serving.facts import Slo
+    from .client import Manner, Server, Tally
+    from .prompts import Endpoint
+    from .records import Outcome
+    from .traces import Part
+    from .workload import Shaping, Workload
+
+SHOW_EVERY_S = 0.25
+
+Trace = Annotated[
+    str, typer.Argument(help="azure-conv, azure-code, or a file: CSV, Mooncake JSON lines, ServeGen npz, a rate curve.")
+]
+ServerUrl = Annotated[
+    str, typer.Option("--url", help="Server, OpenAI-compatible: http://host:8000. Its key: \\[env: ROLLFAB_SERVER_KEY]")
+]
+Positive = 1e-6
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def replay(
+        trace: Trace,
+        url: ServerUrl,
+        model: Annotated[str | None, typer.Option(help="Its name at the server. Default: the server's first.")] = None,
+        rate: Annotated[float | None, typer.Option(help="Mean requests per second. Default: as recorded.")] = None,
+        start: Annotated[float, typer.Option(help="Seconds into the trace.", min=0)] = 0.0,
+        duration: Annotated[float | None, typer.Option(help="Seconds of the trace. Default: to its end.")] = None,
+        lengths: Annotated[float, typer.Option(help="Factor on prompts and completions.", min=Positive)] = 1.0,
+        lengths_of: Annotated[str, typer.Option(help="Trace whose lengths a mere rate curve gets.")] = "azure-conv",
+        peak: Annotated[
+            float | None, typer.Option(help="Redraw the times, busiest second this many times the mean; ROSE: 4.22.")
+        ] = None,
+        speed: Annotated[float, typer.Option(help="Compress time; changes what bursts are like.", min=Positive)] = 1.0,
+        seed: Annotated[int, typer.Option(help="Of all that is drawn: the same seed, the same load.")] = 0,
+        slo_ttft_ms: Annotated[float | None, typer.Option(help="Promised time to first token.", min=0)] = None,
+        slo_tpot_ms: Annotated[float | None, typer.Option(help="Promised time per token after it.", min=0)] = None,
+        chat: Annotated[bool, typer.Option("--chat", help="Send text to chat completions, not token ids.")] = False,
+        vocabulary: Annotated[int, typer.Option(help="Prompts are of token ids below it.", min=2)] = 100,
+        drain: Annotated[float, typer.Option(help="Seconds to wait for the last answers.", min=0)] = 600.0,
+        outcomes: Annotated[Path | None, typer.Option(help="Write every request's outcome here, JSON lines.")] = None,
+        json: AsJson = False,
+    ) -> None:
+        """Send recorded load to a serving engine, each request at its time; report TTFT and TPOT as users see them."""
+        if find_spec("aiohttp") is None:
+            raise ConfigError("rollfab replay needs aiohttp: pip install 'rollfab[workers]'")
+        from ...fabric.rules.serving.facts import Slo
+        from .client import Manner
+        from .traces import Part
+        from .workload import Shaping
+
+        for name, value in (("--rate", rate), ("--duration", duration), ("--peak", peak)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value:g}, must be above 0")
+        endpoint: Endpoint = "chat" if chat else "completions"
+        options = ReplayOptions(
+            trace=trace,
+            url=url,
+            model=model,
+            part=Part(start_s=start, duration_s=duration, rate_per_s=rate, seed=seed, lengths=lengths_of),
+            shaping=Shaping(peak_over_mean=peak, lengths_factor=lengths, speed=speed),
+            slo=Slo(ttft_ms=_promised(slo_ttft_ms), tpot_ms=_promised(slo_tpot_ms)),
+            manner=Manner(
+                endpoint=endpoint,
+                api_key=os.environ.get("ROLLFAB_SERVER_KEY"),
+                vocabulary_size=vocabulary,
+                drain_s=drain,
+            ),
+            outcomes_path=outcomes,
+        )
+        raise typer.Exit(run_replay(options, json_output=json))
+
+
+def _promised(limit_ms: float | None) -> float:
+    return math.inf if limit_ms is None else limit_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """What to replay, where, and what was promised there."""
+
+    trace: str
+    url: str = field(repr=False)
+    model: str | None
+    part: Part
+    shaping: Shaping
+    slo: Slo
+    manner: Manner
+    outcomes_path: Path | None
+
+    def row(self, server: Server) -> dict[str, Any]:
+        """For JSON, without the key."""
+        return {
+            "trace": self.trace,
+            "server": asdict(server),
+            "part": asdict(self.part),
+            "shaping": asdict(self.shaping),
+            "slo": asdict(self.slo),
+            "endpoint": self.manner.endpoint,
+            "prompts": "fresh for every replay",
+        }
+
+
+def run_replay(options: ReplayOptions, *, json_output: bool) -> int:
+    """Replay and report; the exit code: 0 when every request was answered in full, 1 when one was not, 130 by Ctrl-C.
+
+    Raises:
+        ConfigError, InputError, EngineError: nothing was replayed.
+    """
+    from .client import find_server
+    from .figures import Report
+    from .records import dump_outcomes
+    from .report import measured, print_measured
+    from .scale import Load
+    from .workload import workload
+
+    server = asyncio.run(find_server(options.url, options.model, options.manner.api_key))
+    load = workload(options.trace, options.part, options.shaping, context_tokens=server.context_tokens)
+    with _written(options.outcomes_path) as write:
+        outcomes, cpu_s, is_interrupted = asyncio.run(_replayed(load, server, options.manner))
+        write(dump_outcomes(outcomes))
+    found = measured(outcomes, options.slo, seed=options.part.seed, client_cpu_s=cpu_s)
+    if json_output:
+        results = {**found.row(), "load": asdict(Load.of(load.arrivals, load.span_s)), "load_notes": load.notes}
+        show(Report(name="replay", params=options.row(server), results=results, baselines={}, ratio={}).json())
+    else:
+        print_measured(f"{server.model} at {server.url}", found, options.slo, _load_notes(load))
+    if is_interrupted:
+        return INTERRUPTED
+    return 1 if found.error_counts else 0
+
+
+def _load_notes(load: Workload) -> list[str]:
+    from .scale import Load
+
+    sent = Load.of(load.arrivals, load.span_s)
+    return [
+        *load.notes,
+        f"load: {sent.mean_per_s:.3g} requests/s; of its seconds P99 is {sent.p99_over_mean:.3g}, the busiest"
+        f" {sent.max_over_mean:.3g} times the mean; index of dispersion {sent.idc:.3g}",
+    ]
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[Any]:
+    """A function that writes there. Opened at once: a path that cannot be written is said before the replay, not after.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if path is None:
+        yield lambda data: None
+        return
+    try:
+        file = path.open("wb")
+    except OSError as error:
+        raise InputError(f"outcomes cannot be written to {path}: {error}") from error
+    with file:
+        yield file.write
+
+
+async def _replayed(load: Workload, server: Server, manner: Manner) -> tuple[list[Outcome], float, bool]:
+    """Outcomes, processor seconds that the client used, and whether Ctrl-C ended it."""
+    from .client import Tally, raise_file_limit, replay
+
+    raise_file_limit()
+    tally = Tally()
+    with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C then ends it without a report
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, tally.stop.set)
+    showing = asyncio.create_task(_show(tally, load))
+    began_cpu_s = time.process_time()
+    try:
+        outcomes = await replay(load.arrivals, server.url, server.model, manner=manner, tally=tally)
+    finally:
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+    return outcomes, time.process_time() - began_cpu_s, tally.stop.is_set()
+
+
+async def _show(tally: Tally, load: Workload) -> None:
+    """How far it is, on a terminal's stderr; on anything else, nothing."""
+    if not sys.stderr.isatty():
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=len(load.arrivals), facts="")
+        while True:
+            running = tally.sent_count - tally.ended_count
+            facts = f"{tally.sent_count}/{len(load.arrivals)} sent, {running} running, {tally.failed_count} failed"
+            progress.update(task, completed=tally.ended_count, facts=facts)
+            await asyncio.sleep(SHOW_EVERY_S)

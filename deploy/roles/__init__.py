@@ -1,0 +1,1 @@
+"""One role per process: what each command starts, and with which engine."""

@@ -1,0 +1,175 @@
+"""Which engine a rollout worker runs, of what a person typed. An engine's library is imported only if it is chosen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.models import check_model_name, is_preset
+from ...fabric.contract.text import did_you_mean
+from ...workers.engines.base import Engine
+from ..cli.printing import Console
+
+if TYPE_CHECKING:
+    from ...workers.engines.transformers.engine import TransformersConfig
+    from ...workers.engines.vllm.common.config import VllmConfig
+    from ...workers.serving.guarding.guard import GuardConfig
+
+ENGINES = ("transformers", "vllm")
+CONTEXT_TOKENS_MAX = 512
+SLOW = {"stall_s": 30.0, "first_token_s": 300.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What was asked for. None: not said, so the engine's own way."""
+
+    engine: str = "transformers"
+    """One of ENGINES."""
+    model: str = "tiny"
+    """Preset, path or hub name; with `server` the name that it serves."""
+    slot_count: int = 64
+    """Turns at once."""
+    context_tokens_max: int | None = None
+    """Most tokens of prompt and completion."""
+    seed: int | None = None
+    """Of sampling."""
+    device: str | None = None
+    """transformers only: torch's name."""
+    server: str | None = None
+    """vllm only: URL of a server to attach to."""
+    server_key: str | None = field(default=None, repr=False)
+    """vllm only: what that server asks for."""
+    log: str | None = None
+    """vllm only: file for its output; "-": where ours goes."""
+    words: tuple[str, ...] = ()
+    """vllm only: its own command-line words."""
+    adapter_rank: int | None = None
+    """vllm only: weights are a LoRA adapter of this rank."""
+    adapter_alpha: float | None = None
+    """vllm only: that adapter's scale times its rank."""
+    guard: GuardConfig | None = None
+    """It shares its device with a serving engine."""
+
+    def for_transformers(self) -> TransformersConfig:
+        """Settings of the embedded engine."""
+        from ...workers.engines.transformers.engine import TransformersConfig
+
+        return TransformersConfig(
+            model=self.model,
+            slot_count=self.slot_count,
+            device=self.device or "cpu",
+            context_tokens_max=self.context_tokens_max or CONTEXT_TOKENS_MAX,
+            seed=self.seed,
+            guard=self.guard,
+        )
+
+    def for_vllm(self, log_path: Path | None) -> VllmConfig:
+        """Settings of vLLM; its own words are read by vLLM, which is imported if there are any."""
+        from ...workers.engines.vllm.arguments import parse_words
+        from ...workers.engines.vllm.common.config import VllmConfig
+
+        is_ours = self.server is None
+        return VllmConfig(
+            model=self.model,
+            slot_count=self.slot_count,
+            context_tokens_max=self.context_tokens_max or (CONTEXT_TOKENS_MAX if is_ours else None),
+            seed=self.seed,
+            server=self.server,
+            api_key=self.server_key,
+            arguments=parse_words(self.words),
+            log_path=log_path,
+            adapter_rank=self.adapter_rank,
+            adapter_alpha=self.adapter_alpha,
+            guard=self.guard,
+        )
+
+
+def check_engine_options(options: EngineOptions) -> None:
+    """Refuse what does not go together, before anything is started.
+
+    Raises:
+        ConfigError: the text says what to type instead.
+    """
+    if options.engine not in ENGINES:
+        raise ConfigError(
+            f"no engine {options.engine!r} is known: {did_you_mean(options.engine, ENGINES)}", option="--engine"
+        )
+    is_vllm, has_server = options.engine == "vllm", options.server is not None
+    has_adapter = options.adapter_rank is not None
+    rows = (
+        (not is_vllm and options.words, "vLLM's own words", "are for --engine vllm"),
+        (not is_vllm and has_server, "--server", "is for --engine vllm"),
+        (not is_vllm and options.log, "--engine-log", "is for --engine vllm; this engine writes nothing of its own"),
+        (is_vllm and options.device, "--device", "is for --engine transformers; with vLLM set CUDA_VISIBLE_DEVICES"),
+        (not is_vllm and has_adapter, "--adapter-rank", "is for --engine vllm"),
+        (has_server and has_adapter, "--adapter-rank", "is for a vLLM of our own"),
+        (options.adapter_alpha is not None and not has_adapter, "--adapter-alpha", "needs --adapter-rank"),
+        (has_server and options.words, "vLLM's own words", "do not reach a server that runs: start it with them"),
+        (has_server and options.log, "--engine-log", "is for a vLLM of our own: a server has its own log"),
+        (has_server and options.seed is not None, "--seed", "does not reach a server: give it when you start that"),
+    )
+    for is_wrong, what, why in rows:
+        if is_wrong:
+            raise ConfigError(f"{what} {why}", option=what)
+    if not has_server:  # whose model may be called anything
+        check_model_name(options.model)
+
+
+def require_engine(engine: str) -> None:
+    """See to it that workers which are to be started will find their engine.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    if engine == "vllm":
+        from ...workers.engines.vllm.common.environment import require_vllm
+
+        require_vllm()
+
+
+def new_engine(options: EngineOptions, worker_id: str) -> Engine:
+    """The engine, not yet started.
+
+    Raises:
+        ConfigError: the options do not go together, or vLLM does not know its words.
+        EngineError: vLLM is missing or broken.
+    """
+    if options.engine == "transformers":
+        from ...workers.engines.transformers.engine import TransformersEngine
+
+        return TransformersEngine(options.for_transformers())
+    from ...workers.engines.vllm.common.environment import import_vllm
+    from ...workers.engines.vllm.engine import VllmEngine
+
+    if options.server is not None:
+        return VllmEngine(options.for_vllm(None))
+    log_path = _log_path(options, worker_id)
+    import_vllm(model=options.model, log_path=log_path)
+    config = options.for_vllm(log_path)
+    if log_path is not None:
+        Console(stderr=True).print(f"vLLM is starting; its log: {log_path}", highlight=False, soft_wrap=True)
+    return VllmEngine(config)
+
+
+def _log_path(options: EngineOptions, worker_id: str) -> Path | None:
+    if options.log == "-":
+        return None
+    if options.log is not None:
+        return Path(options.log)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "rollfab" / f"{worker_id}.vllm.log"
+
+
+def patience_of(options: EngineOptions) -> dict[str, float]:
+    """A CPU may read a prompt of a real model for many seconds, in which other turns make no tokens."""
+    if options.engine == "vllm":
+        from ...workers.engines.vllm.common.environment import has_cpu_build
+
+        is_on_cpu = options.server is None and has_cpu_build()
+    else:
+        is_on_cpu = (options.device or "cpu") == "cpu"
+    return SLOW if is_on_cpu and not is_preset(options.model) else {}

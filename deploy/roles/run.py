@@ -1,0 +1,449 @@
+"""One role per process: what `rollfab controller`, `agent`, `worker`, `reward` and `api` run.
+
+Each opens its ports, serves until SIGTERM or SIGINT, and gives back what it holds. Imports of engines and web
+frameworks happen inside, so that every role pays only for what it uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...__main__ import INTERRUPTED
+from ...api.access.config import ApiConfig
+from ...fabric.broker.connection import open_broker
+from ...fabric.contract.clock import SystemClock
+from ...fabric.contract.errors import ConfigError, FabricError
+from ...fabric.contract.ids import check_name, new_worker_id
+from ...fabric.contract.limits import WORLD_MEMORY_BYTES_MAX
+from ...fabric.contract.models import FoundModel, find_model
+from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.text import did_you_mean
+from ...fabric.opened import RedisFabric
+from ...workers.engines.base import Engine
+from ...workers.environments.confinement import UNASKED, Confinement, hide, say_what_lacks
+from ..cli.printing import Console
+from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
+
+if TYPE_CHECKING:
+    from ...workers.environments.pool import PoolConfig
+    from ...workers.rollout.config import RolloutConfig
+    from ...workers.rollout.weight_sources import SupplyOptions
+    from ...workers.serving.options import ServingOptions
+    from ...workers.serving.wiring import Sharing
+
+log = logging.getLogger(__name__)
+
+AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run that there is, and in each of its shards
+LEFTOVERS_S = 1.0
+STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
+ANSWER_S = 3.0  # for its answer: with both sides of it less than a supervisor waits
+AWAY = "stopped; the broker did not answer meanwhile"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """What every role needs to know."""
+
+    url: str = field(repr=False)
+    """The broker, perhaps with a password."""
+    name: str | None = None
+    """The worker's id; default: made from role, host and process."""
+    environments: tuple[str, ...] = ()
+    """NAME=module:attr pairs that this process may import."""
+    rewards: tuple[str, ...] = ()
+    """NAME=module:attr pairs that this process may import."""
+    confinement: Confinement = UNASKED
+    """How environments and rewards are held in."""
+
+    def worker_id(self, role: str) -> str:
+        """The name this process goes by on the broker.
+
+        Raises:
+            ConfigError: the one given cannot be part of a key.
+        """
+        return check_name("worker", self.name or new_worker_id(role))
+
+
+def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: str) -> None:
+    """Run a role's coroutine; SIGTERM and SIGINT ask it to stop, and it is not waited for where its broker is away.
+
+    Raises:
+        KeyboardInterrupt: SIGINT asked it, and it has stopped.
+    """
+    asked: list[int] = []
+
+    async def main() -> None:
+        stop = asyncio.Event()
+
+        def ask(number: int) -> None:
+            asked.append(number)
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ask, number)
+        serving, stopped = asyncio.ensure_future(serve(stop)), asyncio.ensure_future(stop.wait())
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not await _ends(serving, url):
+            serving.cancel()
+            await asyncio.wait((serving,), timeout=STOP_S)
+            _say(AWAY)
+            logging.shutdown()
+            os._exit(INTERRUPTED if signal.SIGINT in asked else 0)  # a thread may wait for the broker still
+        if asked and serving.exception() is not None and not await _answers(url):
+            _say(AWAY)  # that is why
+        else:
+            serving.result()
+        await _end_leftovers()
+
+    asyncio.run(main())
+    if signal.SIGINT in asked:
+        raise KeyboardInterrupt
+
+
+async def _ends(serving: asyncio.Future[None], url: str) -> bool:
+    """Wait for a role that was asked to stop; False: it does not end, and its broker does not answer."""
+    while not serving.done():
+        await asyncio.wait((serving,), timeout=STOP_S)
+        if not serving.done() and not await _answers(url):
+            await asyncio.wait((serving,), timeout=STOP_S)
+            return serving.done()
+    return True
+
+
+async def _answers(url: str) -> bool:
+    with contextlib.suppress(FabricError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            client = await open_broker(url, client_name="stopping", patience_s=0.0, open_patience_s=0.0)
+            await client.aclose()
+            return True
+    return False
+
+
+async def _end_leftovers() -> None:
+    """End tasks that nobody waits for; with one that refuses (an environment's, surely) end the process."""
+    leftovers = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in leftovers:
+        task.cancel()
+    _, stubborn = await asyncio.wait(leftovers, timeout=LEFTOVERS_S) if leftovers else ((), ())
+    if stubborn:
+        log.warning("role.tasks_refused_to_end", extra={"count": len(stubborn)})
+        logging.shutdown()
+        os._exit(0)
+
+
+def run_controller(options: RoleOptions) -> None:
+    """Plan and publish leases."""
+    from ...workers.controller.controller import Controller, ControllerConfig
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id("controller")
+        async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+            controller = Controller(ports.board, ControllerConfig(worker_id=worker_id), SystemClock())
+            async with _beating(ports, partial(_info, worker_id, "controller")):
+                gc.freeze()  # what is loaded now stays: walking through it would make one plan in a hundred slow
+                await controller.run(stop)
+
+    hide()
+    run_until_stopped(serve, options.url)
+
+
+def run_agent(
+    options: RoleOptions,
+    *,
+    environment_count: int,
+    environment_timeout_s: float,
+    environment_memory_bytes: int = WORLD_MEMORY_BYTES_MAX,
+    hub_names: tuple[str, ...] = (),
+) -> None:
+    """Drive environments."""
+    from ...workers.agent.keeper import Elsewhere
+    from ...workers.agent.loop_watchdog import watching
+    from ...workers.agent.worker import AgentConfig, AgentWorker
+    from ...workers.environments.pool import PoolConfig
+    from ...workers.rewards.jobs import RewardAsker, open_queue, queue_of
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id("agent")
+        clock = SystemClock()
+        config = AgentConfig(
+            worker_id=worker_id,
+            environment_count=environment_count,
+            environment_timeout_s=environment_timeout_s,
+            hub_names=hub_names,
+        )
+        pool = PoolConfig(memory_bytes_max=environment_memory_bytes, confinement=options.confinement)
+        elsewhere = Elsewhere(
+            open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
+            make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
+        )
+        async with (
+            _registry(options, pool) as registry,
+            await RedisFabric.open(
+                options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
+            ) as ports,
+        ):
+            asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
+            worker = AgentWorker(ports, registry, config, clock, ask_reward=asker.ask, elsewhere=elsewhere)
+            with watching():
+                await worker.run(stop)
+
+    hide()
+    say_what_lacks(options.confinement)
+    run_until_stopped(serve, options.url)
+
+
+def run_worker(
+    options: RoleOptions,
+    *,
+    role: str,
+    engine: EngineOptions,
+    sleep_after_s: float | None = None,
+    supply: SupplyOptions | None = None,
+    serving: ServingOptions | None = None,
+    make_engine: Callable[[EngineOptions, str], Engine] = new_engine,
+) -> None:
+    """Generate turns under a lease.
+
+    Args:
+        sleep_after_s: see RolloutConfig.
+        supply: where its weights come from.
+        serving: the serving engine that it shares its device with.
+        make_engine: another engine than the options name, for a worker's id.
+    """
+    from ...workers.rollout.weight_sources import place_of, weights_for
+    from ...workers.rollout.worker import RolloutWorker
+    from ...workers.serving.options import ServingOptions, check_serving_options
+    from ...workers.serving.wiring import announce
+
+    if role not in ("dedicated", "serving"):
+        raise ConfigError(
+            f"role {role!r} is neither dedicated nor serving: {did_you_mean(role, ('dedicated', 'serving'))}"
+        )
+    worker_id, serving = options.worker_id(role), serving or ServingOptions()
+    check_engine_options(engine)
+    check_serving_options(role, serving, has_server=engine.server is not None)
+    if supply is not None and supply.listen:
+        place_of(supply)
+    sharing = _sharing(serving)
+    made = _make(sharing, engine, lambda options: make_engine(options, worker_id))
+    config = _rollout_config(worker_id, role, engine, serving, sleep_after_s)
+
+    async def serve(stop: asyncio.Event) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
+            if sharing is not None:
+                stack.callback(sharing.close)
+            stack.push_async_callback(_forget, ports, worker_id)
+            async with _told_of(ports, config, sharing):
+                if sharing is not None:
+                    await sharing.wait(stop, _say)
+                if stop.is_set():
+                    return
+                stack.push_async_callback(made.close)
+                await made.start()
+            capacity_tokens = engine.slot_count * (config.context_tokens_max or 1)
+            guard = sharing.attach(made, capacity_tokens) if sharing is not None else None
+            weights = await stack.enter_async_context(weights_for(ports.weights, worker_id, options.url, supply))
+            worker = RolloutWorker(
+                ports,
+                made,
+                config,
+                SystemClock(),
+                make_receiver=partial(weights.receiver, engine=made),
+                guard=guard,
+                memory=sharing.memory if sharing is not None else None,
+            )
+            if sharing is not None:
+                await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
+            if role == "serving":
+                await stack.enter_async_context(_beside(announce(worker_id, serving, worker.keeper, sharing, _say)))
+            await worker.run(stop)
+
+    run_until_stopped(serve, options.url)
+
+
+def _rollout_config(
+    worker_id: str, role: str, engine: EngineOptions, serving: ServingOptions, sleep_after_s: float | None
+) -> RolloutConfig:
+    from ...workers.rollout.worker import RolloutConfig
+
+    model = _model(engine)
+    return RolloutConfig(
+        worker_id=worker_id,
+        role=role,
+        model=model.name,
+        model_digest=model.digest,
+        slot_count=engine.slot_count,
+        pool=serving.pool,
+        is_observing=serving.is_observing,
+        sleep_after_s=sleep_after_s,
+        context_tokens_max=_context_tokens_max(engine),
+        **patience_of(engine),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _told_of(ports: RedisFabric, config: RolloutConfig, sharing: Sharing | None) -> AsyncIterator[None]:
+    """While the block runs the broker knows of a worker whose engine has not started, and what it waits for.
+
+    Nothing forgets it afterwards: the worker's own heartbeats go on from there.
+    """
+
+    def tell() -> WorkerInfo:
+        trouble = sharing.trouble() if sharing is not None else ""
+        told = dataclasses.replace(
+            _info(config.worker_id, config.role),
+            model=config.model,
+            model_digest=config.model_digest,
+            pool=config.pool,
+            state="waiting" if trouble else "loading",
+            error=trouble or None,
+            waits_for=None if trouble else "its engine to start",
+        )
+        if sharing is None:
+            return told
+        reason = trouble or "the rollout engine is starting"
+        return dataclasses.replace(told, guard_state="shut", guard_reason=reason)
+
+    async with _beside(_beat(ports, tell)):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """It runs while the block does."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _sharing(serving: ServingOptions) -> Sharing | None:
+    if serving.probe is None:
+        return None
+    from ...workers.serving.wiring import Sharing
+
+    return Sharing(serving, SystemClock())
+
+
+def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[[EngineOptions], Engine]) -> Engine:
+    """The engine, not started, with its guard if it shares its device. Raises ConfigError: it cannot share it so."""
+    if sharing is None:
+        return make_engine(engine)
+    os.environ.update(sharing.environment)
+    made = make_engine(dataclasses.replace(engine, guard=sharing.config))
+    sharing.check(made)
+    return made
+
+
+def _model(engine: EngineOptions) -> FoundModel:
+    """What runs call its model. A server may stand elsewhere: what is no path here may be one there."""
+    try:
+        return find_model(engine.model)
+    except ConfigError:
+        if engine.server is None:
+            raise
+        return FoundModel(name=engine.model)
+
+
+def _context_tokens_max(engine: EngineOptions) -> int | None:
+    """Where it cuts every turn; None: its server knows."""
+    return engine.context_tokens_max or (CONTEXT_TOKENS_MAX if engine.server is None else None)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def run_reward(options: RoleOptions, *, reward_timeout_s: float, memory_bytes_max: int) -> None:
+    """Compute rewards, and do housekeeping: jobs of rq."""
+    from ...workers.rewards.jobs import RewardWorker, check_queue, open_queue
+    from ...workers.rewards.scoring import RewardFunctions, Scoring, ScoringConfig
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id, clock, registry = options.worker_id("reward"), SystemClock(), _registry(options)
+        config = ScoringConfig(
+            worker_id=worker_id,
+            timeout_s=reward_timeout_s,
+            memory_bytes_max=memory_bytes_max,
+            confinement=options.confinement,
+        )
+        queue = open_queue(options.url)
+        async with contextlib.AsyncExitStack() as stack:
+            ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
+            await asyncio.to_thread(check_queue, queue)
+            functions = RewardFunctions(registry, config)
+            stack.push_async_callback(functions.close)
+            scoring = Scoring(ports, functions, config, clock)
+            scoring.offered = await functions.offered()
+            await RewardWorker(ports, scoring, queue, _info(worker_id, "reward"), clock).run(stop)
+
+    hide()
+    say_what_lacks(options.confinement)
+    run_until_stopped(serve, options.url)
+
+
+def run_api(options: RoleOptions, config: ApiConfig) -> None:
+    """Serve HTTP: status, metrics, live page."""
+    from ...api.server import serve as serve_http
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id("api")
+        # A page that waits is worse than a page that says the broker is gone.
+        async with await RedisFabric.open(options.url, client_name=worker_id, patience_s=1.0) as ports:
+            await serve_http(ports, config, stop)
+
+    hide()
+    run_until_stopped(serve, options.url)
+
+
+def _registry(options: RoleOptions, pool: PoolConfig | None = None) -> Any:
+    from ...workers.environments.registry import Registry
+
+    if options.environments or options.rewards:
+        sys.path.insert(0, os.getcwd())  # a module beside the user, named by the user: as `python -m` would find it
+    return Registry(options.environments, options.rewards, pool=pool)
+
+
+def _info(worker_id: str, role: str) -> WorkerInfo:
+    return WorkerInfo(worker_id=worker_id, role=role, pid=os.getpid(), host=socket.gethostname())
+
+
+@contextlib.asynccontextmanager
+async def _beating(ports: RedisFabric, tell: Callable[[], WorkerInfo]) -> AsyncIterator[None]:
+    """Say once a second that this process lives, and how, while the block runs."""
+    try:
+        async with _beside(_beat(ports, tell)):
+            yield
+    finally:
+        await _forget(ports, tell().worker_id)
+
+
+async def _beat(ports: RedisFabric, tell: Callable[[], WorkerInfo]) -> None:
+    clock = SystemClock()
+    while True:
+        with contextlib.suppress(FabricError):
+            await ports.board.heartbeat(tell())
+        await clock.sleep(1.0)
+
+
+async def _forget(ports: RedisFabric, worker_id: str) -> None:
+    with contextlib.suppress(FabricError):
+        await ports.board.forget_worker(worker_id)

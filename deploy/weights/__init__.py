@@ -1,0 +1,1 @@
+"""`rollfab weights`: looking at published weights, and healing them."""

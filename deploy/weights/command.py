@@ -1,0 +1,239 @@
+"""`rollfab weights ls`, `inspect`, `verify`, `repair`, `diff`: looking at published weights, and healing them.
+
+The work is done in fabric/weights/ (inspection, verify, diff) and repair.py, the tables are view.py's;
+this file reads arguments, shows progress and chooses exit codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from ...fabric.contract.errors import BrokerError, ConfigError, WireError
+from ...fabric.inspect.diff import diff_versions
+from ...fabric.inspect.inspection import Inspection, inspect_version, version_row
+from ...fabric.inspect.verify import Verified, verify
+from ...fabric.opened import RedisFabric
+from ...fabric.ports.weights import WeightStore
+from ...fabric.rules.queue.push import no_such_run
+from ...fabric.rules.weights.chain import readable_versions
+from ...fabric.versions.held import readable
+from ..cli.options import AsJson, Url, need_url
+from ..cli.printing import Console, show_json
+from ..cli.speech import say_nothing
+from ..cli.status import with_ports
+from .repair import repair
+from .view import (
+    diff_object,
+    diff_parts,
+    inspection_object,
+    inspection_parts,
+    verified_object,
+    verified_parts,
+    version_table,
+)
+
+Run = Annotated[str, typer.Argument(help="The run.", show_default=False)]
+Version = Annotated[int, typer.Argument(help="A version that is held.", min=0, show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    weights = typer.Typer(no_args_is_help=True, help="Published weights: what is held, made of, right, different.")
+    app.add_typer(weights, name="weights")
+    for add in (_add_ls, _add_inspect, _add_verify, _add_repair, _add_diff):
+        add(weights)
+
+
+async def list_versions(store: WeightStore, run_id: str) -> list[dict[str, Any]]:
+    """Figures of every manifest into a version that can be read, oldest first: `version_row`, is_head and holder_count.
+
+    What the broker holds besides only leads receivers from older versions on.
+    """
+    head = await store.head(run_id)
+    names = [name for name in await store.held(run_id) if name[0] <= head.version]
+    at = [holder.version for holder in await store.holders(run_id)]
+    found = (await readable(store, run_id, names)).values()
+    there = readable_versions(head.version, [manifest.link for manifest in found])
+    rows = [version_row(each) for each in found if each.version in there]
+    return [
+        {**row, "is_head": row["version"] == head.version, "holder_count": at.count(row["version"])} for row in rows
+    ]
+
+
+def _add_ls(weights: typer.Typer) -> None:
+    @weights.command("ls")
+    def list_weights(run: Run, url: Url = None, json: AsJson = False) -> None:
+        """List the versions that the broker holds, and who holds them."""
+
+        async def work(ports: RedisFabric) -> list[dict[str, Any]]:
+            await _require_run(ports, run)
+            return await list_versions(ports.weights, run)
+
+        rows = with_ports(need_url(url), work)
+        if json:
+            show_json(rows)
+        elif rows:
+            Console().print(version_table(rows), highlight=False)
+        else:
+            say_nothing(f"nothing is published in run {run} yet: its trainer does, with run.publish")
+
+
+def _add_inspect(weights: typer.Typer) -> None:
+    @weights.command("inspect")
+    def inspect_weights(
+        run: Run,
+        version: Version,
+        kind: Annotated[
+            str | None, typer.Option(help="delta, jump-8, jump-64 or keyframe. Default: delta, or what there is.")
+        ] = None,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        """Take a version apart: its manifest, its blocks by mode and by tensor, its distance to the entropy floor."""
+
+        async def work(ports: RedisFabric) -> Inspection:
+            await _require_run(ports, run)
+            with _progress(f"version {version}", is_shown=not json) as tell:
+                return await inspect_version(ports.weights, run, version, kind, progress=tell)
+
+        found = with_ports(need_url(url), work)
+        _show(inspection_object(found) if json else inspection_parts(found))
+
+
+def _add_verify(weights: typer.Typer) -> None:
+    @weights.command("verify")
+    def verify_weights(
+        run: Run,
+        version: Annotated[int | None, typer.Argument(help="Default: the head.", min=0, show_default=False)] = None,
+        is_all: Annotated[bool, typer.Option("--all", help="Every version that is held.")] = False,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        """Fetch and check everything: chunks, blocks, states, and that all ways to a version lead to one state."""
+        if is_all and version is not None:
+            raise ConfigError("verify takes a version or --all, not both")
+
+        async def work(ports: RedisFabric) -> Verified:
+            await _require_run(ports, run)
+            chosen = None if is_all else version if version is not None else (await ports.weights.head(run)).version
+            with _progress("verifying", is_shown=not json) as tell:
+                return await verify(ports.weights, run, chosen, progress=tell)
+
+        found = with_ports(need_url(url), work)
+        _show(verified_object(found) if json else verified_parts(found))
+        raise typer.Exit(1 if found.faults else 0)
+
+
+def _add_repair(weights: typer.Typer) -> None:
+    @weights.command("repair")
+    def repair_weights(
+        run: Run,
+        timeout: Annotated[float, typer.Option(help="Seconds to wait for the publisher that lives.", min=0)] = 60.0,
+        url: Url = None,
+    ) -> None:
+        """Have damage to published weights healed: by the trainer that lives; without one, as far as can be from here.
+
+        Exits with 0 once the head, and all that is held, can be read, and with 1 where something stays damaged.
+        """
+
+        def say(text: str) -> None:
+            Console().print(text, highlight=False, markup=False)
+
+        async def work(ports: RedisFabric) -> bool:
+            await _require_run(ports, run)
+            return await repair(ports.weights, run, say=say, timeout_s=timeout)
+
+        raise typer.Exit(0 if with_ports(need_url(url), work) else 1)
+
+
+def _add_diff(weights: typer.Typer) -> None:
+    @weights.command("diff")
+    def diff_weights(
+        run: Run,
+        first: Annotated[int, typer.Argument(metavar="FROM", help="A version.", min=0, show_default=False)],
+        second: Annotated[
+            int | None, typer.Argument(metavar="[TO]", help="Another version.", min=0, show_default=False)
+        ] = None,
+        checkpoint: Annotated[
+            Path | None, typer.Option(help="Instead of TO: a .safetensors file, or a directory of them.", exists=True)
+        ] = None,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        """Compare two versions, or one with a checkpoint: per tensor how many elements differ, and by how much."""
+        if (second is None) == (checkpoint is None):
+            raise ConfigError("diff takes a second version or --checkpoint, and not both")
+
+        async def work(ports: RedisFabric) -> dict[str, Any]:
+            await _require_run(ports, run)
+            if second is not None:
+                return diff_object(await diff_versions(ports.weights, run, first, second))
+            from .checkpoint import diff_checkpoint
+
+            assert checkpoint is not None
+            found = await diff_checkpoint(ports.weights, run, first, checkpoint)
+            return diff_object(found.tensors, missing=found.missing, unknown=found.unknown)
+
+        found = {"run_id": run, "from": first, "to": second, **with_ports(need_url(url), work)}
+        _show(found if json else diff_parts(found))
+
+
+async def _require_run(ports: RedisFabric, run: str) -> None:
+    """Raises RunUnknown: nothing was ever published or pushed under that name. WireError: its head cannot be read."""
+    try:
+        head = await ports.weights.head(run)
+    except WireError:
+        await _require_head(ports, run)
+        raise
+    if head.version < 0:
+        await _require_head(ports, run)
+    if head.epoch == 0 and run not in (runs := await ports.board.runs()):
+        raise no_such_run(run, known=runs)
+
+
+async def _require_head(ports: RedisFabric, run: str) -> None:
+    """Raises WireError: a row of the head cannot be read, so that it looks as if nothing were published."""
+    try:
+        found = (await ports.board.survey_rows([f"{run}.w:head"])).bad_rows
+    except BrokerError:  # another user than the operator's may not look
+        return
+    for row in found:
+        what = f"row {row.row!r} of table {row.table}" if row.row else f"table {row.table}"
+        raise WireError(
+            f"the head of run {run!r} cannot be read: {what}: {row.problem}. Remove it: `{row.step}`; then have its "
+            "trainer publish a keyframe"
+        )
+
+
+def _show(found: dict[str, Any] | list[Any]) -> None:
+    if isinstance(found, dict):
+        show_json(found)
+        return
+    console = Console()
+    for part in found:
+        console.print(part, highlight=False)
+
+
+@contextmanager
+def _progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes on a terminal's stderr; the function given moves it."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not is_shown or not console.is_terminal)
+    task = bar.add_task(what)
+
+    def tell(done: int, total: int) -> None:
+        bar.start()  # not before there is anything to show
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield tell
+    finally:
+        if bar.live.is_started:
+            bar.stop()

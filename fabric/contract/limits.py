@@ -1,0 +1,73 @@
+"""How large anything may be: one table, applied where a thing is made and again where it is read.
+
+- Who makes something above its limit gets PayloadTooLarge, which names the thing, its size, the limit and what to do.
+- Who reads something above its limit refuses it before parsing: no sender can make a reader allocate at will.
+- The limits guard processes and the broker against accidents and ill will; they are far above what a run needs.
+
+Counts of things (trajectories of a run, events kept, …) are bounded by their owners; fabric/queue/keys.py lists those.
+"""
+
+from __future__ import annotations
+
+from .errors import PayloadTooLarge
+
+KIB, MIB = 1 << 10, 1 << 20
+
+TASK_BYTES_MAX = MIB  # as JSON; travels once per trajectory and once per group
+GROUP_SIZE_MAX = 10_000  # trajectories pushed by one script, which holds the broker meanwhile (about 20 ms)
+PROMPT_TOKENS_MAX = MIB  # of one turn: the whole context; longer than any model's
+OBSERVATION_BYTES_MAX = MIB  # as UTF-8: four bytes for each token of a context of 262,144; tokenised in a second
+INFO_BYTES_MAX = MIB  # as JSON, of one step; the last one travels with its rollout
+SNAPSHOT_BYTES_MAX = 8 * MIB  # as JSON; written once per turn
+SNAPSHOTS_BYTES_MAX = 256 * MIB  # of memory, for all snapshots that one agent is saving or restoring
+WORLD_MEMORY_BYTES_MAX = 4096 * MIB  # that an environment's process may write to
+EVENT_BYTES_MAX = 64 * KIB  # as JSON; ten thousand are kept
+HTTP_BODY_BYTES_MAX = 8 * MIB  # a context of PROMPT_TOKENS_MAX as text
+KEYS_FILE_BYTES_MAX = MIB  # some thousand keys of the api
+SHARD_COUNT_MAX = 1024  # of a run: the controller asks every shard of every run at each tick
+TURN_COUNT_MAX = 65_536  # of a trajectory: whoever takes it over asks for the results of so many
+SLOT_COUNT_MAX = 1_000_000  # of a worker or a lease
+TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # of sampling, beside 0 (greedy); vLLM raises what is lower to 0.01
+
+# Class of record → bytes. One that is not listed may have OTHER_RECORD_BYTES_MAX.
+RECORD_BYTES_MAX = {
+    "RunConfig": 256 * KIB,  # read by every worker, with every change of a run
+    "TrajectoryJob": TASK_BYTES_MAX + 64 * KIB,
+    "TurnJob": 4 * PROMPT_TOKENS_MAX + 64 * KIB,
+    "TokenLog": 16 * MIB,  # a turn as long as a context: 8 bytes per token, and its spans
+    "TurnResult": 16 * MIB,
+    "Rollout": 64 * MIB,  # 64 turns that each fill 64k tokens, 9 bytes per token
+    "DeadLetter": TASK_BYTES_MAX + 256 * KIB,  # the job, the reason, the end of a traceback
+    "WorkerInfo": 64 * KIB,  # sent every second
+    "LendSetting": 64 * KIB,  # read by serving workers with every heartbeat
+    "SharingReport": 64 * KIB,  # sent every five seconds
+    "LeasePlan": 4 * MIB,  # a row per worker, 200 bytes each
+    "Agreement": 256 * KIB,  # of 64 workers about 70 KiB; shown every second
+    "Offer": MIB,  # of a collective: a line per member
+    "Answer": 64 * KIB,  # to an offer: addresses
+    "WeightManifest": 64 * MIB,  # 80 bytes per block of 4 MiB, a line per tensor, a digest per chunk
+}
+OTHER_RECORD_BYTES_MAX = MIB
+
+# What to do about a record that is too large, where the class alone does not say it.
+RECORD_ADVICE = {
+    "RunConfig": "put large environment options into a file that agents can read, and its path into the options",
+    "TurnJob": "end the episode earlier, or let its observations be shorter",
+    "Rollout": "lower turn_count_max or max_tokens, or say less in the environment's info",
+    "WorkerInfo": "offer fewer environments or reward functions on one worker",
+}
+
+
+def check_prompt(turn_id: str, token_count: int) -> None:
+    """Require that a turn's context may be sent.
+
+    Raises:
+        PayloadTooLarge: names the turn, its tokens and the limit.
+    """
+    if token_count > PROMPT_TOKENS_MAX:
+        raise PayloadTooLarge(
+            f"the context of turn {turn_id} has {token_count:,} tokens, the limit is {PROMPT_TOKENS_MAX:,}: "
+            f"{RECORD_ADVICE['TurnJob']}",
+            size_bytes=4 * token_count,
+            limit_bytes=4 * PROMPT_TOKENS_MAX,
+        )

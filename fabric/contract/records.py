@@ -1,0 +1,372 @@
+"""The records: every noun of the fabric, as it travels.
+
+- All are frozen; arrays are one-dimensional numpy arrays, read-only when they come from the wire.
+- A trajectory's tokens are one growing sequence: `prompt_ids` (the first observation), then `completion_ids`, in which
+  the model's tokens have mask 1 and later observations mask 0. Nothing is ever re-tokenised.
+- What a record read back may hold is bounded: by the units in its fields' names (fields.py) and its BOUNDS. Input of
+  users is checked as well when a record is made from it (`check_*`, trainer/checks.py), with a text for them.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import EnvironmentFailed, FabricError, InputError
+from .fields import WHOLE_MAX, Bound
+from .limits import SHARD_COUNT_MAX, SLOT_COUNT_MAX, TEMPERATURE_MAX, TURN_COUNT_MAX
+from .wire import Record
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+NO_IDS: Int32 = np.zeros(0, dtype=np.int32)
+NO_LOGPROBS: Float32 = np.zeros(0, dtype=np.float32)
+BROKER, COLLECTIVE, AUTO = "broker", "collective", "auto"  # what carries the chunks of weights
+CARRIERS = (AUTO, BROKER, COLLECTIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a completion, made by one worker at one policy version."""
+
+    BOUNDS: ClassVar[dict[str, Bound]] = {"start": (0, WHOLE_MAX), "end": (0, WHOLE_MAX)}
+
+    start: int
+    end: int
+    worker_id: str
+    policy_version: int
+
+
+def spans_from(rows: list[Any]) -> tuple[Span, ...]:
+    """Spans of plain rows as they arrive in metadata."""
+    return tuple([Span(**row) if isinstance(row, dict) else Span(*row) for row in rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a turn is sampled. Temperature 0 is greedy.
+
+    seed: with one, tokens depend on the prompt, the weights and the seed alone, not on what else the engine runs; None:
+    fresh dice.
+    """
+
+    BOUNDS: ClassVar[dict[str, Bound]] = {"temperature": (0, TEMPERATURE_MAX)}
+
+    temperature: float = 1.0
+    max_tokens: int = 16
+    stop_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+def sampling_from(row: dict[str, Any]) -> Sampling:
+    """Sampling of a plain row as it arrives in metadata."""
+    row["stop_ids"] = tuple(row.get("stop_ids", ()))
+    return Sampling(**row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Record):
+    """What a run is: fixed when the run is created."""
+
+    KIND: ClassVar[int] = 1
+    BOUNDS: ClassVar[dict[str, Bound]] = {
+        "staleness": (0, WHOLE_MAX),
+        "turn_count_max": (1, TURN_COUNT_MAX),
+        "attempt_count_max": (1, WHOLE_MAX),
+        "trajectory_count_max": (1, WHOLE_MAX),
+        "memory_bytes_max": (1, WHOLE_MAX),
+        "when_stale": ("rerun", "keep"),
+        "turns_at_commit": ("keep", "recompute", "finish"),
+        "weight_carrier": CARRIERS,
+        "scrub_bytes_per_s": (0, WHOLE_MAX),
+        "shard_count": (1, SHARD_COUNT_MAX),
+        "weight": (1e-9, 1e9),
+    }
+
+    run_id: str
+    model: str  # preset, path or hub name; workers serve runs of the model they hold
+    environment: str
+    environment_options: dict[str, Any] = field(default_factory=dict)
+    reward: str | None = None  # registered reward function; None: the environment's own reward
+    staleness: int = 1  # policy versions behind the head that may still generate
+    sampling: dict[str, Any] = field(default_factory=dict)  # overrides of the environment's own sampling
+    turn_count_max: int = 64
+    attempt_count_max: int = 3
+    trajectory_count_max: int = 100_000  # submitted and not yet consumed: above it a push is refused
+    memory_bytes_max: int = 4 << 30  # jobs and finished rollouts in the broker: above it nothing new is taken in
+    when_stale: str = "rerun"  # a rollout too stale when it ends or is delivered: "rerun" it, or "keep" it
+    may_mix_versions: bool = True  # whether one turn may hold tokens of several policy versions; if not, turns finish
+    turns_at_commit: str = "keep"  # what turns in flight do when weights change: "keep" their KV cache and go on,
+    # "recompute" it and go on, or "finish" first
+    may_reuse_prefix: bool = False  # whether prompts may share KV cache that older weights computed
+    weight_carrier: str = "broker"  # of chunks: "broker"; "collective" of torch.distributed; "auto": by size and room
+    scrub_bytes_per_s: int = 4 << 20  # of published weights, read again by the publisher to find damage; 0: none
+    shard_count: int = 1
+    weight: float = 1.0  # share of the pool among runs
+    model_digest: str = ""  # of the model's files, where its creator read them: another path may hold the same model
+
+    @property
+    def turns_finish(self) -> bool:
+        """Whether turns end with the weights that they run with, where that does not take too long."""
+        return self.turns_at_commit == "finish" or not self.may_mix_versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryJob(Record):
+    """A trajectory waiting to be run: what it starts from."""
+
+    KIND: ClassVar[int] = 2
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    index: int
+    task: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnJob(Record):
+    """A turn waiting for a worker: continue `prompt_ids`, the whole context so far."""
+
+    KIND: ClassVar[int] = 3
+    ARRAYS: ClassVar[dict[str, str]] = {"prompt_ids": "i4"}
+    NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from}
+
+    turn_id: str
+    agent_id: str
+    sampling: Sampling
+    prompt_ids: Int32
+    context_digest: str = ""  # of what led here, by the agent that asks: all tokens, and the rewards so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLog(Record):
+    """A running turn's tokens so far, saved as they are made.
+
+    completion_ids: int32, shape (T,). logprobs: float32, shape (T,), natural log. spans cover [0, T).
+    """
+
+    KIND: ClassVar[int] = 4
+    ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
+    SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs")
+    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
+
+    spans: tuple[Span, ...] = ()
+    completion_ids: Int32 = field(default_factory=lambda: NO_IDS)
+    logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnResult(Record):
+    """A settled turn. `finish_reason`: stop, length, or error (then `error` says which)."""
+
+    KIND: ClassVar[int] = 5
+    ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
+    SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs")
+    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
+
+    turn_id: str
+    finish_reason: str
+    spans: tuple[Span, ...]
+    completion_ids: Int32
+    logprobs: Float32
+    resumed: bool = False  # its tokens were made in more than one claim
+    error: str | None = None
+    context_digest: str = ""  # its job's, so that a replay which comes to another context is noticed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Record):
+    """A completed, scored trajectory as the trainer consumes it.
+
+    prompt_ids: int32 (P,). completion_ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is 0.
+    completion_mask: uint8 (T,), 1 where the policy made the token. Spans index completion_ids.
+    """
+
+    KIND: ClassVar[int] = 6
+    ARRAYS: ClassVar[dict[str, str]] = {
+        "prompt_ids": "i4",
+        "completion_ids": "i4",
+        "logprobs": "f4",
+        "completion_mask": "u1",
+    }
+    SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs", "completion_mask")
+    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    reward: float | None  # None only while it waits for its reward function
+    finish_reason: str  # terminated, truncated, or turns (turn_count_max reached)
+    turn_count: int
+    attempt: int
+    seed: int
+    spans: tuple[Span, ...]
+    prompt_ids: Int32
+    completion_ids: Int32
+    logprobs: Float32
+    completion_mask: UInt8
+    info: dict[str, Any] = field(default_factory=dict)  # what the environment said last, and its rewards by turn
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that made one of its tokens: staleness counts from here."""
+        return min((span.policy_version for span in self.spans), default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetter(Record):
+    """A trajectory given up: why, and all that is needed to try it again."""
+
+    KIND: ClassVar[int] = 7
+
+    trajectory_id: str
+    run_id: str
+    worker_id: str
+    reason: str
+    traceback: str
+    attempt: int
+    job: dict[str, Any]
+
+
+class Failure(NamedTuple):
+    """A trajectory that was given up, and why: its dead letter's reason."""
+
+    trajectory_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The trajectories of one task, complete: what `Run.groups` yields.
+
+    `failures` are trajectories that ended in the dead letters, with the reasons; they are never scored as reward 0.
+    `cancelled` names those that were not needed any more. `ended_by`: all (every trajectory ended), quorum or deadline.
+    `redelivered`: somebody received it before, and may have used it.
+    """
+
+    group_id: str
+    task_id: str
+    rollouts: tuple[Rollout, ...]
+    failures: tuple[Failure, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    ended_by: str = "all"
+    redelivered: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo(Record):
+    """What a worker says of itself with every heartbeat."""
+
+    KIND: ClassVar[int] = 8
+    IGNORES_UNKNOWN: ClassVar[bool] = True  # workers are upgraded one by one, and every side reads every worker
+    BOUNDS: ClassVar[dict[str, Bound]] = {
+        "slot_count": (0, SLOT_COUNT_MAX),
+        "running_count": (0, SLOT_COUNT_MAX),
+        "headroom_fraction": (-WHOLE_MAX, 1),  # below 0: beyond the objective
+    }
+
+    worker_id: str
+    role: str  # agent, dedicated, serving, reward, controller, trainer
+    pid: int
+    host: str
+    model: str | None = None
+    slot_count: int = 0  # turns (rollout workers) or environments (agents) it can run at once
+    running_count: int = 0
+    run_id: str | None = None
+    active_version: int = -1
+    token_count: int = 0  # generated since it started
+    environments: list[str] = field(default_factory=list)
+    rewards: list[str] = field(default_factory=list)  # reward functions that a reward worker offers
+    headroom_fraction: float | None = None  # serving workers: distance to the SLO, None where nothing is measured
+    # ready, loading (its engine, or its run's first weights), waiting (serving workers: for their serving engine),
+    # asleep (without a lease, until it gets one), failed
+    state: str = "ready"
+    error: str | None = None
+    engine: str | None = None  # what generates, with its version
+    prefix_hit_fraction: float | None = None  # of recent prompts' tokens, found in the prefix cache
+    wake_ms: int | None = None  # what waking its engine took last, or taking its KV memory again
+    sleep_ms: int | None = None
+    sleep_note: str | None = None  # why its engine cannot sleep or give its memory back, once it was asked to
+    head_version: int = -1  # of its run, as it knows it; it lags by head_version - active_version
+    stage_ms: int | None = None  # fetching and checking the weights that it holds took, while it generated
+    pause_ms: float | None = None  # writing them took, while it did not
+    payload_bytes: int | None = None  # of them, as they were fetched
+    weights_note: str | None = None  # why its weights are behind the head, or what its engine cannot do at a commit
+    pool: str = ""  # serving workers: the group of workers that its team switches together
+    guard_state: str | None = None  # serving workers: open, narrow, shut; None: it has no guard
+    guard_reason: str | None = None
+    open_fraction: float | None = None  # of the last seconds, in which its guard let rollouts run
+    tokens_per_s: float | None = None  # rollout tokens, of late
+    probe: str | None = None  # by what its guard sees the serving engine
+    model_digest: str = ""  # of its model's files; empty: a preset, a hub name, or another machine's path
+    waits_for: str | None = None  # what it needs to take a turn, though it is well: a lease, weights of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to run up to `slot_count` turns of one run on one worker until a time.
+
+    `lease_until_ms` is its shard's clock, and to be compared with no other; None: standing, until another lease
+    replaces it.
+    """
+
+    worker_id: str
+    run_id: str
+    lease_epoch: int
+    slot_count: int
+    lease_until_ms: int | None
+    remaining_ms: int | None = None  # when it was read; 0: it had ended, None: standing
+    reason: str = ""
+
+
+def check_reward(reward: Any, where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:
+    """A reward as a float.
+
+    Raises:
+        EnvironmentFailed, or the error type given: not a finite number; the trajectory is retried, never scored as 0.
+    """
+    try:
+        if isinstance(reward, str | bytes | bytearray):
+            raise TypeError("a text is no number, though it may say one")
+        value = float(reward)
+    except (TypeError, ValueError, OverflowError) as error:
+        told = reprlib.repr(reward)  # it may be of any size
+        raise error_type(f"{where} gave reward {told}: not a number", reason="reward") from error
+    if not math.isfinite(value):
+        raise error_type(f"{where} gave reward {value}: rewards must be finite", reason="reward")
+    return value
+
+
+def sum_rewards(rewards: Sequence[float], where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:
+    """The reward of a trajectory: the sum of its steps', each of which is finite.
+
+    Raises:
+        EnvironmentFailed, or the error type given: it overflows.
+    """
+    total = float(sum(rewards))
+    if not math.isfinite(total):
+        raise error_type(
+            f"{where}: the rewards of its {len(rewards)} steps overflow, their sum is {total}: give smaller ones",
+            reason="reward",
+        )
+    return total
+
+
+def check_task(task: Any, index: int) -> dict[str, Any]:
+    """A task as the wire carries it.
+
+    Raises:
+        InputError: names the task and what is wrong.
+    """
+    if not isinstance(task, dict) or not all(isinstance(key, str) for key in task):
+        raise InputError(f"task {index} is {type(task).__name__}, expected a dict with string keys", index=index)
+    return task

@@ -1,0 +1,115 @@
+"""How a GPU is shared with its serving team: what they allow, and what came of it.
+
+- A LendSetting is one thing that a team said, about a worker, a pool of workers, or all ("*"). What follows from all of
+  them is decided by rules/lending/terms.py.
+- A SharingReport is what a serving worker's guard measured since the worker started: what the team decides on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from .wire import Record
+
+ALL = "*"
+POOL = "pool:"  # prefix of a pool's name as a subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class LendSetting(Record):
+    """What a serving team said about one subject: a worker's id, "pool:NAME", or "*".
+
+    mode: "on"; "observe" (measure and show what could be lent, lend nothing); "off" (also revokes, at once).
+    slot_count_max, compute_fraction_max (of the device's time), memory_fraction_max (of the KV cache): hard caps; None:
+    none. hours: when it may be lent, as "mon-fri 22:00-06:00" in UTC; none: always. names: of "*" that is on, the pools
+    ("pool:NAME") and workers without one that were known when it was said; "on" is said of these alone.
+    """
+
+    KIND: ClassVar[int] = 10
+
+    mode: str
+    slot_count_max: int | None = None
+    compute_fraction_max: float | None = None
+    memory_fraction_max: float | None = None
+    hours: list[str] = field(default_factory=list)
+    said_by: str = ""
+    reason: str = ""
+    said_at_ms: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """Serving requests that ended, and their latencies; 0 requests: all other figures are 0. So is a TPOT without any.
+
+    request_count, attained_fraction (of them, within both objectives): since the worker started. Latencies: of the
+    newest ones: ttft_count of them, of which tpot_count had a second token, over the last span_s before the newest one
+    ended. low and high: between them lies the true P99, with 95 %; 0: so few requests cannot say.
+    """
+
+    request_count: int = 0
+    ttft_ms_p50: float = 0.0
+    ttft_ms_p99: float = 0.0
+    tpot_ms_p50: float = 0.0
+    tpot_ms_p99: float = 0.0
+    attained_fraction: float = 0.0
+    span_s: float = 0.0
+    ttft_count: int = 0
+    tpot_count: int = 0
+    ttft_ms_p99_low: float = 0.0
+    ttft_ms_p99_high: float = 0.0
+    tpot_ms_p99_low: float = 0.0
+    tpot_ms_p99_high: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardView:
+    """What a guard sees and does now.
+
+    state: "open" (rollouts may run all their tokens), "narrow" (some), "shut" (none), "silent" (it has not been heard
+    of, so whether they run is not known). shut_s: for how long it has been
+    shut. headroom_fraction: distance to the SLO of the request that is nearest to it, [0, 1]; None: none measured.
+    open_fraction: of the last seconds, in which rollouts were allowed to run. kv_tokens_max: tokens of KV cache that
+    rollouts may hold; None: no bound. step_error_p50, step_error_p95: relative error of predicted serving steps.
+    """
+
+    state: str = "shut"
+    reason: str = "there is no probe yet"
+    shut_s: float = 0.0
+    headroom_fraction: float | None = None
+    open_fraction: float = 0.0
+    kv_tokens_max: int | None = None
+    step_error_p50: float | None = None
+    step_error_p95: float | None = None
+    probe: str = ""  # what it sees by: "vllm", "metrics", "transformers"
+    probe_age_ms: float = 0.0
+    probe_trouble: str | None = None  # why the serving engine is not seen, and what to do
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingReport(Record):
+    """What sharing one device cost and gave, since the worker started.
+
+    alone: serving requests in whose time no rollout computed here; shared: the others. lent_s: time under a lease;
+    computing_s: of it, in which rollouts computed. token_count: rollout tokens made. reclaim_ms_p99: from the moment
+    when the guard shut to the end of the last rollout step. violation_count: requests beyond an objective in `shared`.
+    """
+
+    KIND: ClassVar[int] = 11
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
+    worker_id: str
+    since_s: float = 0.0  # how long it has measured
+    ttft_slo_ms: float = 0.0
+    tpot_slo_ms: float = 0.0
+    alone: dict[str, float] = field(default_factory=dict)  # Latencies as a row
+    shared: dict[str, float] = field(default_factory=dict)
+    violation_count: int = 0
+    lent_s: float = 0.0
+    computing_s: float = 0.0
+    could_lend_s: float = 0.0  # observe only: time in which the guard would have been open
+    token_count: int = 0
+    reclaim_count: int = 0
+    reclaim_ms_p50: float = 0.0
+    reclaim_ms_p99: float = 0.0

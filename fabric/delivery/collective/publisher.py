@@ -1,0 +1,232 @@
+"""The publisher's side: offering a version to the receivers that are there, and sending it to those who want it.
+
+    collective = CollectivePublisher(store, "run")
+    report = await collective.send(prepared.manifest, prepared.chunks, expected=names_of_live_receivers)
+    if report.is_enough:                       # then, and only then
+        await store.put_manifest(prepared.manifest)      # its carrier is "collective": no chunks at the broker
+        await store.advance_head(prepared.manifest, shard_count)
+
+- Nothing is published here: a receiver that has the chunks does nothing with them until the head names the version.
+- A member that does not come through costs one round: the next is held with those who answer again. A member is never
+  judged by what others report of it, only by whether it answers.
+- `send` ends: every wait in it has a limit, and so has the number of rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...contract.clock import Clock, SystemClock
+from ...contract.errors import BrokerError, FabricError
+from ...contract.ids import new_group_id
+from ...format.manifest import WeightManifest
+from ...ports.weights import WeightStore
+from .addresses import SOMEWHERE_ELSE, host_towards, node
+from .invitations import (
+    CLOSED,
+    OPEN,
+    OVER,
+    PUBLISHER,
+    Answer,
+    CollectiveFailed,
+    CollectiveOptions,
+    Offer,
+    Watch,
+    manifest_digest,
+)
+from .round import Room, load
+from .side_thread import SideThread
+
+if TYPE_CHECKING:
+    from .group import Group
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """What sending a version took. reached: members that hold every chunk. left_out: asked, but they do not.
+
+    is_enough: as many as asked for are reached. error: why the last round failed, empty when it did not.
+    """
+
+    payload_bytes: int
+    duration_s: float
+    reached: tuple[str, ...]
+    left_out: tuple[str, ...]
+    round_count: int
+    is_enough: bool
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How the rounds of one version go. asked: all who were thought to be there, or were. answered: the last time."""
+
+    asked: set[str]
+    answered: set[str] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
+    round_count: int = 0
+    error: str = ""
+
+
+class CollectivePublisher:
+    """Sends versions of one run.
+
+    Args:
+        watch: called, in the thread of the group, with each message's number and bytes before it leaves.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        run_id: str,
+        *,
+        options: CollectiveOptions | None = None,
+        clock: Clock | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._options = options or CollectiveOptions()
+        self._room = Room(store, self._options, clock or SystemClock(), SideThread(f"collective {run_id}"), watch)
+
+    async def send(
+        self,
+        manifest: WeightManifest,
+        chunks: Sequence[bytes],
+        *,
+        expected: Collection[str] = (),
+        quorum: int | None = None,
+    ) -> SendReport:
+        """Bring a version to the receivers that answer.
+
+        Args:
+            manifest: of the version; not yet the head's.
+            expected: receivers thought to be there; once all have answered, nobody else is waited for. Empty: everybody
+                who answers within answer_s takes part.
+            quorum: how many must be reached; None: all that answered in the last round, and at least one.
+
+        Raises:
+            ConfigError: torch is not installed.
+            BrokerError: the board cannot be reached. Whatever else goes wrong is the report's `error`.
+        """
+        await load()
+        started_s = self._room.clock.now_s()
+        tally = _Tally(asked=set(expected), error="an earlier round has not come back yet")
+        offer = self._offer(manifest)
+        try:
+            while tally.round_count < self._options.attempt_count and not self._room.thread.is_busy:
+                offer = self._offer(manifest)
+                if not await self._try(offer, manifest, chunks, tally):
+                    break
+        finally:
+            await self._end(offer)
+        need = len(tally.answered) if quorum is None else quorum
+        return SendReport(
+            payload_bytes=offer.payload_bytes,
+            duration_s=self._room.clock.now_s() - started_s,
+            reached=tuple(sorted(tally.reached)),
+            left_out=tuple(sorted(tally.asked - tally.reached)),
+            round_count=tally.round_count,
+            is_enough=len(tally.reached) >= max(1, need),
+            error=tally.error,
+        )
+
+    async def _try(self, offer: Offer, manifest: WeightManifest, chunks: Sequence[bytes], tally: _Tally) -> bool:
+        """One round; returns whether another one might do better."""
+        tally.round_count += 1
+        tally.answered, tally.error = set(), ""
+        try:
+            tally.reached = await self._hold(offer, manifest, chunks, tally)
+        except BrokerError:
+            raise
+        except CollectiveFailed as failure:
+            tally.error = str(failure)
+            log.warning("collective.round_failed", extra={"run_id": self._run_id, "error": tally.error})
+            return True
+        except Exception as error:  # a version that cannot go this way goes by the broker
+            tally.error = f"{type(error).__name__}: {error}"
+            log.exception("collective.round_failed", extra={"run_id": self._run_id, "error": tally.error})
+            return False
+        if not tally.answered:
+            tally.error = "nobody answered"
+        return False
+
+    async def close(self) -> None:
+        """Wait for a transfer that was given up to let go."""
+        await self._room.thread.close(self._options.stall_s)
+
+    def _offer(self, manifest: WeightManifest) -> Offer:
+        options = self._options
+        return Offer(
+            run_id=self._run_id,
+            round_id=new_group_id(),
+            state=OPEN,
+            epoch=manifest.epoch,
+            version=manifest.version,
+            kind=manifest.kind,
+            payload_bytes=int(manifest.chunk_bytes.sum()),
+            manifest_digest=manifest_digest(manifest.encode()),
+            backend=options.backend,
+            host=options.host or host_towards(SOMEWHERE_ELSE),
+            node=node(),
+            members=[],
+            is_local=False,
+            answer_s=options.answer_s,
+            stall_s=options.stall_s,
+        )
+
+    async def _hold(
+        self,
+        offer: Offer,
+        manifest: WeightManifest,
+        chunks: Sequence[bytes],
+        tally: _Tally,
+    ) -> set[str]:
+        """Offer, close the list of members, send; returns those that hold every chunk."""
+        await self._say(offer)
+        answers = await self._gather(offer, tally.asked)
+        tally.answered |= answers.keys()
+        tally.asked |= answers.keys()
+        if not answers:
+            return set()
+        members = sorted(answers)
+        strangers = [answer.host for answer in answers.values() if answer.node != offer.node]
+        closed = dataclasses.replace(offer, state=CLOSED, members=members, is_local=not strangers)
+        await self._say(closed)
+
+        def work(group: Group, watch: Watch) -> NDArray[np.uint8]:
+            from .transfer import send
+
+            return send(group, manifest, chunks, watch)
+
+        me = Answer(member=PUBLISHER, host=offer.host, node=offer.node, keys={})
+        missing = await self._room.take_part(closed, me, 0, work, peer=(strangers or [""])[0])
+        return {member for member, row in zip(members, missing, strict=True) if not row.any()}
+
+    async def _gather(self, offer: Offer, asked: Collection[str]) -> dict[str, Answer]:
+        """Answers, once all who were asked have answered or answer_s is over."""
+        found: dict[str, Answer] = {}
+
+        async def all_there() -> bool | None:
+            found.update(await self._room.answers(offer))
+            return True if asked and found.keys() >= set(asked) else None
+
+        await self._room.look(self._room.clock.now_s() + offer.answer_s, all_there)
+        return found
+
+    async def _say(self, offer: Offer) -> None:
+        await self._room.store.offer(self._run_id, offer.encode(), self._room.board_ttl_s(offer))
+
+    async def _end(self, offer: Offer) -> None:
+        """Let nobody answer this round any more."""
+        with contextlib.suppress(FabricError):
+            await self._say(dataclasses.replace(offer, state=OVER))

@@ -1,0 +1,175 @@
+"""A receiver's side: taking part in the rounds that are offered, and keeping what came.
+
+    store = CollectedStore(fabric.weights, capacity_bytes=8 << 30)
+    collective = CollectiveReceiver(store, worker_id)
+    while True:                                  # the receiver's loop, or a task of its own
+        await store.wait_head(run_id, version, poll_s)   # also returns when something is offered
+        await collective.attend(run_id)
+        …                                        # stage and commit, from the same store, once the head has moved
+
+- What came is only kept, never applied: the head says what a version is, and the stage verifies it again.
+- A round that fails leaves nothing behind; the version comes in the next round, by the broker, or from a peer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ...contract.clock import Clock, SystemClock
+from ...contract.errors import BrokerError, FabricError, WireError
+from .addresses import LOOPBACK, host_towards, node
+from .collected import CollectedStore
+from .invitations import CLOSED, OPEN, OVER, Answer, CollectiveOptions, Offer, Watch
+from .round import Room, load
+from .side_thread import SideThread
+
+if TYPE_CHECKING:
+    from .group import Group
+    from .transfer import Collected
+
+log = logging.getLogger(__name__)
+
+ROUND_COUNT_MAX = 64  # rounds remembered as answered: far more than an offer's time to live leaves room for
+
+
+class CollectiveReceiver:
+    """Takes part in rounds of any run, one at a time.
+
+    Args:
+        member: a name that no other receiver has (its worker id).
+        watch: called, in the thread of the group, with each message's number and bytes as they came.
+    """
+
+    def __init__(
+        self,
+        store: CollectedStore,
+        member: str,
+        *,
+        options: CollectiveOptions | None = None,
+        clock: Clock | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._store = store
+        self._member = member
+        self._options = options or CollectiveOptions()
+        self._room = Room(store, self._options, clock or SystemClock(), SideThread(f"collective {member}"), watch)
+        self._seen: deque[str] = deque(maxlen=ROUND_COUNT_MAX)
+        self._is_loaded = self._has_refused = False
+
+    async def attend(self, run_id: str) -> bool:
+        """Take part in what is offered now, if anything is; returns whether a version came.
+
+        After a round that failed it stays for the next one, no longer than the offer's stall_s and answer_s. Never
+        raises for a round's sake: what goes wrong there is logged.
+
+        Raises:
+            ConfigError: torch is not installed.
+            BrokerError: the board cannot be reached.
+        """
+        if not self._is_loaded:
+            await load()
+            self._is_loaded = True
+        try:
+            return await self._attend(run_id)
+        except BrokerError:
+            raise
+        except Exception:
+            log.exception("collective.attending_failed", extra={"run_id": run_id})
+            return False
+
+    async def _attend(self, run_id: str) -> bool:
+        is_richer, stay_s = False, 0.0
+        while (offer := await self._next(run_id, stay_s)) is not None:
+            self._seen.append(offer.round_id)
+            has_come = await self._join(offer)
+            is_richer |= has_come
+            stay_s = 0.0 if has_come else offer.stall_s + offer.answer_s
+        return is_richer
+
+    async def close(self) -> None:
+        """Wait for a transfer that was given up to let go."""
+        await self._room.thread.close(self._options.stall_s)
+
+    async def _next(self, run_id: str, stay_s: float) -> Offer | None:
+        """An offer to answer; waits up to `stay_s` for one, unless the publisher says that it is done."""
+
+        async def question() -> Offer | str | None:
+            offer = await self._offer(run_id)
+            if offer is None or offer.state == OVER:
+                return OVER
+            return offer if await self._wants(offer) else None
+
+        found = await self._room.look(self._room.clock.now_s() + stay_s, question)
+        return found if isinstance(found, Offer) else None
+
+    async def _wants(self, offer: Offer) -> bool:
+        """Whether to answer: it is open, new and not too large, and not a publisher's that has been replaced."""
+        if offer.state != OPEN or offer.round_id in self._seen or offer.backend != self._options.backend:
+            return False
+        if offer.payload_bytes > self._store.capacity_bytes:
+            self._refuse(offer)
+            return False
+        if self._room.thread.is_busy:
+            return False
+        return offer.epoch >= (await self._store.head(offer.run_id)).epoch
+
+    def _refuse(self, offer: Offer) -> None:
+        """Say, once, that versions are too large to be collected."""
+        if not self._has_refused:
+            size = {"payload_bytes": offer.payload_bytes, "capacity_bytes": self._store.capacity_bytes}
+            text = "collective.too_large: it comes by the broker, or give the store more capacity_bytes"
+            log.warning(text, extra={"run_id": offer.run_id, "policy_version": offer.version, **size})
+            self._has_refused = True
+
+    async def _join(self, offer: Offer) -> bool:
+        """One round, from the answer to the chunks; returns whether all of them came."""
+        facts = {"run_id": offer.run_id, "policy_version": offer.version, "round_id": offer.round_id}
+        is_near = offer.node == node()
+        host = self._options.host or (LOOPBACK if is_near else host_towards(offer.host))
+        me = Answer(member=self._member, host=host, node=node(), keys={})
+        try:
+            ttl_s = self._room.board_ttl_s(offer)
+            await self._store.answer(offer.run_id, offer.round_id, self._member, me.encode(), ttl_s)
+            closed = await self._closed(offer)
+            if closed is None or self._member not in closed.members:
+                log.info("collective.not_taken", extra=facts)
+                return False
+            collected = await self._receive(closed, me)
+        except FabricError as error:
+            log.warning("collective.not_received", extra={**facts, "error": str(error)})
+            return False
+        is_whole = self._store.add(collected.manifest, collected.chunks)
+        log.info("collective.received", extra={**facts, "is_whole": is_whole})
+        return is_whole
+
+    async def _receive(self, closed: Offer, me: Answer) -> Collected:
+        def work(group: Group, watch: Watch) -> Collected:
+            from .transfer import receive
+
+            return receive(group, closed, watch)
+
+        rank = 1 + closed.members.index(self._member)
+        return await self._room.take_part(closed, me, rank, work, peer=closed.host)
+
+    async def _closed(self, offer: Offer) -> Offer | None:
+        """The same offer, closed; None when it is over or the publisher says nothing more."""
+
+        async def question() -> Offer | None:
+            now = await self._offer(offer.run_id)
+            return now if now is None or now.round_id != offer.round_id or now.state != OPEN else None
+
+        found = await self._room.look(self._room.clock.now_s() + offer.answer_s + offer.stall_s, question)
+        is_this = found is not None and found.round_id == offer.round_id and found.state == CLOSED
+        return found if is_this else None
+
+    async def _offer(self, run_id: str) -> Offer | None:
+        raw = await self._store.offers(run_id)
+        if raw is None:
+            return None
+        try:
+            return Offer.decode(raw)
+        except WireError as error:
+            log.warning("collective.offer_unread", extra={"run_id": run_id, "error": str(error)})
+            return None

@@ -1,0 +1,239 @@
+"""The weight store as the processes of a node see it: each chunk is fetched once, by whoever comes first.
+
+- Found chunks were verified; fetched ones are verified before the node sees them. What the broker itself holds corrupt
+  is handed on as it is, and not kept: the reader says so.
+- One process fetches a version at a time (fetch_lock.py), the others take the files as they appear. The kernel gives
+  the turn to the next when its owner dies. An owner that shows neither a chunk nor a beat for stall_s is passed by one
+  process. It beats while it fetches, for as long as a piece may take (RelayOptions.piece_s).
+- The cache is a help, never a need: with none, or a full one, or one taken away, chunks come from above.
+- Nothing here waits longer than it takes to fetch, and stall_s for each owner that is stuck. After STALL_COUNT_MAX
+  times stall_s without a single chunk or beat a process fetches for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from ..contract.clock import Clock, SystemClock
+from ..format.manifest import WeightManifest
+from ..ports.weights import Range, WeightStore
+from .fetch_lock import Owner, Turn, take_turn
+from .node_cache import ChunkCache, ChunkName, chunk_name
+from .passing import PassingStore
+from .relay_options import RelayOptions
+from .relay_parents import Parents
+
+log = logging.getLogger(__name__)
+
+STALL_COUNT_MAX = 4
+RANGES_PIECE_BYTES = 16 << 20  # of whole chunks in memory while parts of them are taken
+STALLED_COUNT_MAX = 256  # tokens remembered; a stalled owner is rare
+
+Found = dict[int, bytes | None]  # by index; None: not held any more
+
+
+class RelayedStore(PassingStore):
+    """WeightStore (see ports) that looks into the node's cache first.
+
+    Args:
+        inner: the broker's store.
+        cache: of the node; None: every chunk comes from above.
+        parents: the relays above this node, asked before the broker.
+    """
+
+    def __init__(
+        self,
+        inner: WeightStore,
+        cache: ChunkCache | None,
+        *,
+        parents: Parents | None = None,
+        options: RelayOptions | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self._cache = cache
+        self._parents = parents
+        self._options = options or RelayOptions()
+        self._clock = clock or SystemClock()
+        self._stalled: dict[bytes, None] = {}  # tokens of owners not to wait for, oldest first
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether what is fetched stays for others: without that a relay is of no use to them."""
+        return self._cache is not None
+
+    async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
+        if self._cache is None:
+            found: Found = {}
+            await self._fetch(manifest, indices, found)
+        else:
+            found = await self._complete(self._cache, manifest, indices)
+        return [found[index] for index in indices]
+
+    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
+        """Parts of chunks. With a cache whole chunks are fetched: the ranks of a node need all of them together."""
+        if self._cache is None:
+            return await self.inner.chunk_ranges(manifest, ranges)
+        parts: list[bytes | None] = [None] * len(ranges)
+        for piece in pieces(manifest, sorted({index for index, _, _ in ranges}), RANGES_PIECE_BYTES):
+            whole = dict(zip(piece, await self.chunks(manifest, piece), strict=True))
+            for place, (index, start, length) in enumerate(ranges):
+                data = whole.get(index)
+                if data is not None:
+                    parts[place] = data[start : start + length]
+        return parts
+
+    async def cached(self, names: Sequence[ChunkName]) -> list[bytes | None]:
+        """What the node has by itself, verified; None for the rest."""
+        if self._cache is None:
+            return [None] * len(names)
+        return await asyncio.to_thread(lambda cache: [cache.read(name) for name in names], self._cache)
+
+    async def close(self) -> None:
+        """Drop connections and leave the cache; the inner store stays open."""
+        if self._parents is not None:
+            await self._parents.close()
+        if self._cache is not None:
+            await asyncio.to_thread(self._cache.close)
+
+    async def _complete(self, cache: ChunkCache, manifest: WeightManifest, indices: Sequence[int]) -> Found:
+        """All of `indices`: from the cache, from whoever is fetching, or fetched in our turn."""
+        names = {index: chunk_name(manifest, index) for index in indices}
+        found: Found = dict(await asyncio.to_thread(_read, cache, names))
+        patience = _Patience(self._clock, self._options.stall_s)
+        while missing := {index: name for index, name in names.items() if index not in found}:
+            turn = None if patience.is_out else self._take_turn(cache, manifest)
+            if not isinstance(turn, Owner):
+                async with self._beating(turn, found):
+                    # Who had the turn before us may have finished between our look and our turn.
+                    found.update(await asyncio.to_thread(_read, cache, missing))
+                    await self._fetch(manifest, [index for index in missing if index not in found], found)
+                break
+            appeared = {index: name for index, name in missing.items() if cache.has(name)}
+            if appeared:
+                patience.renew()
+                found.update(await asyncio.to_thread(_read, cache, appeared))
+            elif patience.has_stalled(turn):
+                self._pass(manifest, turn.token)
+            else:
+                await self._clock.sleep(self._options.poll_s)
+        return found
+
+    @asynccontextmanager
+    async def _beating(self, turn: Turn | None, found: Found) -> AsyncIterator[None]:
+        """Have the turn, and beat for as long as chunks come."""
+        if turn is None:
+            yield
+            return
+        beating = asyncio.create_task(self._beat(turn, found))
+        try:
+            yield
+        finally:
+            beating.cancel()
+            turn.release()
+
+    async def _beat(self, turn: Turn, found: Found) -> None:
+        pause_s = self._options.stall_s / 4
+        count, left_s = len(found), self._options.piece_s
+        while left_s > 0:
+            await asyncio.sleep(pause_s)  # not the clock's: a loop that stands still shall not beat
+            turn.beat()
+            left_s = self._options.piece_s if len(found) > count else left_s - pause_s
+            count = len(found)
+
+    def _take_turn(self, cache: ChunkCache, manifest: WeightManifest) -> Turn | Owner | None:
+        """A turn, who has it, or None: nobody can keep turns here."""
+        link = manifest.link
+        try:
+            key = f"{manifest.run_id} {link.version} {link.kind} {link.epoch}"
+            return take_turn(cache.directory, key, self._stalled)
+        except OSError as error:
+            log.warning("relay.no_turns", extra={"run_id": manifest.run_id, "error": str(error)})
+            return None
+
+    def _pass(self, manifest: WeightManifest, token: bytes) -> None:
+        """Wait no longer for the owner of a turn."""
+        log.warning("relay.owner_stalled", extra={"run_id": manifest.run_id, "policy_version": manifest.version})
+        self._stalled[token] = None
+        while len(self._stalled) > STALLED_COUNT_MAX:
+            del self._stalled[next(iter(self._stalled))]
+
+    async def _fetch(self, manifest: WeightManifest, indices: Sequence[int], found: Found) -> None:
+        """Get chunks from above, keep them as they come, and add them to `found`."""
+        if not indices:
+            return
+        async with aclosing(self._arriving(manifest, indices)) as arriving:
+            async for index, data in arriving:
+                found[index] = data
+                if data is not None and self._cache is not None:
+                    await asyncio.to_thread(_keep, self._cache, chunk_name(manifest, index), data)
+
+    async def _arriving(
+        self, manifest: WeightManifest, indices: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, bytes | None], None]:
+        """Chunks from the parents, verified, then the rest from the broker, unchecked."""
+        left = dict.fromkeys(indices)
+        if self._parents is not None:
+            async with aclosing(self._parents.chunks(manifest, indices)) as arriving:
+                async for index, data in arriving:
+                    del left[index]
+                    yield index, data
+        for piece in pieces(manifest, list(left), self._options.piece_bytes):
+            for index, chunk in zip(piece, await self.inner.chunks(manifest, piece), strict=True):
+                yield index, chunk
+
+
+class _Patience:
+    """How long to wait for a sign of life: stall_s for one owner, STALL_COUNT_MAX times that for all of them."""
+
+    def __init__(self, clock: Clock, stall_s: float) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._owner = Owner(b"", 0)
+        self._since_s = self._renewed_s = clock.now_s()
+
+    @property
+    def is_out(self) -> bool:
+        """Whether to wait for nobody any more."""
+        return self._clock.now_s() - self._renewed_s >= STALL_COUNT_MAX * self._stall_s
+
+    def renew(self) -> None:
+        """Something new is there."""
+        self._since_s = self._renewed_s = self._clock.now_s()
+
+    def has_stalled(self, owner: Owner) -> bool:
+        """Whether the owner has given no sign of life for too long."""
+        if owner != self._owner:
+            self._since_s = self._clock.now_s()
+            if owner.token == self._owner.token:  # a beat; another owner shows only that nobody has come through
+                self._renewed_s = self._since_s
+            self._owner = owner
+        return self._clock.now_s() - self._since_s >= self._stall_s
+
+
+def pieces(manifest: WeightManifest, indices: Sequence[int], piece_bytes: int) -> list[list[int]]:
+    """`indices` in their order, in pieces of at most `piece_bytes`, or one chunk."""
+    found: list[list[int]] = []
+    room = 0
+    for index in indices:
+        size = int(manifest.chunk_bytes[index])
+        if size > room or not found:
+            found.append([])
+            room = piece_bytes
+        found[-1].append(index)
+        room -= size
+    return found
+
+
+def _read(cache: ChunkCache, names: Mapping[int, ChunkName]) -> dict[int, bytes]:
+    read = {index: cache.read(name) for index, name in names.items()}
+    return {index: data for index, data in read.items() if data is not None}
+
+
+def _keep(cache: ChunkCache, name: ChunkName, data: bytes) -> None:
+    """Keep a chunk if it is what it should be."""
+    if name.matches(data):
+        cache.write(name, data)

@@ -1,0 +1,251 @@
+"""A relay: serves a node's chunks to other nodes, and snapshots of live weights to those who join.
+
+- Chunks come out of the node's cache; what is not there is fetched by the node's own way (node_store.py), so however
+  many ask at the same moment, each chunk comes down each edge of the tree once.
+- What a child may take is bounded: connections, one piece in memory for each, and the time it may leave it waiting.
+  Connections that have not shown the secret are counted apart, and cannot keep out those that have.
+- Without a cache nothing is fetched for a child: it would cross the way above once for each of them.
+- A child that waits is told so every quarter of its patience, so that a slow way above is not taken for a dead relay.
+- Only those who know the secret are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..contract.errors import FabricError, PeerLost, WireError
+from ..contract.wire import load_json
+from ..format.manifest import WeightManifest
+from .live_copy import LiveServer, SnapshotSource
+from .node_cache import ChunkName, check_chunk_name, chunk_name
+from .node_store import RelayedStore
+from .relay_frames import (
+    BYTES_MAX,
+    HELLO,
+    INDEX,
+    MAGIC,
+    VERSION,
+    Word,
+    frame,
+    make_address,
+    proof,
+    read_body,
+    read_frame,
+    read_head,
+    send,
+    while_busy,
+)
+from .relay_options import RelayOptions
+
+log = logging.getLogger(__name__)
+
+MANIFEST_COUNT_MAX = 16  # of versions being fetched now; each has up to some hundred kilobytes
+INDEX_MAX = (1 << 8 * INDEX.size) - 1
+NONCE_BYTES = 16
+SECRET_BYTES = 16
+
+
+class ChunkRequest(NamedTuple):
+    """Chunks of one version. names: by index."""
+
+    run_id: str
+    version: int
+    kind: str
+    epoch: int
+    names: dict[int, ChunkName]
+
+    @classmethod
+    def read(cls, data: bytes) -> ChunkRequest:
+        """A request as it was sent. Raises WireError: it is not one."""
+        facts = load_json(data)
+        try:
+            names = {int(row[0]): ChunkName(row[1], int(row[2]), str(row[3])) for row in facts["chunks"]}
+            request = cls(str(facts["run_id"]), int(facts["version"]), str(facts["kind"]), int(facts["epoch"]), names)
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"not a request for chunks: {error}") from error
+        for index, name in names.items():
+            check_chunk_name(name)
+            if not 0 <= index <= INDEX_MAX:
+                raise WireError(f"not a request for chunks: no version has a chunk {index}")
+        return request
+
+
+class RelayServer:
+    """Serves from one node. Make it with `start`, tell the broker its `address`, end it with `close`.
+
+    Args:
+        store: the node's.
+        may_fetch: whether chunks that the node's cache lacks are fetched for a child; not without a cache.
+        secret: what opens it; a new one by default.
+
+    Attributes:
+        address: for Holder.address; whoever has it may ask.
+        served_bytes: of chunks and blocks, since the start.
+    """
+
+    def __init__(
+        self,
+        store: RelayedStore,
+        *,
+        options: RelayOptions | None = None,
+        may_fetch: bool = True,
+        secret: str = "",
+    ) -> None:
+        self.address = ""
+        self.served_bytes = 0
+        self._store = store
+        self._options = options or RelayOptions()
+        self._may_fetch = may_fetch and store.has_cache
+        self._secret = secret or secrets.token_hex(SECRET_BYTES)
+        self._live = LiveServer(self._options)
+        self._manifests: OrderedDict[tuple[str, int, str, int], WeightManifest] = OrderedDict()
+        self._children: set[asyncio.Task[None]] = set()
+        self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0, *, public_host: str = "") -> None:
+        """Listen. port 0: a free one. public_host: how other nodes reach this one, if not by `host`.
+
+        Raises:
+            OSError: nobody can listen there.
+        """
+        assert self._server is None
+        self._server = await asyncio.start_server(self._accept, host, port)
+        self.address = make_address(public_host or host, self._server.sockets[0].getsockname()[1], self._secret)
+        log.info("relay.started", extra={"host": public_host or host})
+
+    def offer(self, run_id: str, source: SnapshotSource | None) -> None:
+        """Serve snapshots of these live weights from now on; None: no more."""
+        self._live.offer(run_id, source)
+
+    async def close(self) -> None:
+        """Stop listening and drop the children; they go elsewhere."""
+        if self._server is not None:
+            self._server.close()
+        for task in [*self._children]:
+            task.cancel()
+        await asyncio.gather(*self._children, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._children.add(task)
+        self._unproven[task] = None
+        if len(self._unproven) > self._options.unproven_count_max:
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.cancel()
+        try:
+            if await self._prove(reader, writer):
+                self._unproven.pop(task, None)
+                await self._attend(reader, writer)
+        except FabricError as error:
+            log.debug("relay.child_left", extra={"error": str(error)})
+        except asyncio.CancelledError:
+            pass  # `close`; asyncio's server would report it as an error
+        finally:
+            self._children.discard(task)
+            self._unproven.pop(task, None)
+            writer.transport.abort()
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether a child knows the secret. Raises PeerLost, WireError: it does not say so in time, or rightly."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        await self._send(writer, frame(Word.HELLO, HELLO.pack(MAGIC, VERSION, nonce)))
+        try:
+            async with asyncio.timeout(self._options.patience_s):
+                word, size = await read_head(reader, self._options.patience_s)
+                is_proof = (word, size) == (Word.AUTH, BYTES_MAX[Word.AUTH])  # of a stranger nothing else is read
+                data = await read_body(reader, size, self._options.patience_s) if is_proof else b""
+        except TimeoutError as error:
+            raise PeerLost("a child did not prove itself in time") from error
+        if not hmac.compare_digest(data, proof(self._secret, nonce)):
+            log.warning("relay.refused", extra={"peer": str(writer.get_extra_info("peername"))})
+            await self._refuse(writer, "the secret is not the one in this relay's address: ask the broker again")
+            return False
+        return True
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One child, from its proof to its end."""
+        if len(self._children) - len(self._unproven) > self._options.child_count_max:
+            return await self._refuse(writer, "it has as many children as it may: ask another one")
+        while True:
+            word, data = await read_frame(reader, self._options.idle_s)
+            if word == Word.CHUNKS:
+                await self._serve_chunks(writer, ChunkRequest.read(data))
+            elif word == Word.SNAPSHOT:
+                self.served_bytes += await self._live.serve(writer, load_json(data))
+            else:
+                raise WireError(f"a child sent {word.name}")
+
+    async def _serve_chunks(self, writer: asyncio.StreamWriter, request: ChunkRequest) -> None:
+        for piece in _pieces(request.names, self._options.piece_bytes):
+            wait_s, stall_s = self._options.busy_s, self._options.patience_s
+            found = await while_busy(writer, self._find(request, piece), every_s=wait_s, stall_s=stall_s)
+            for index, data in zip(piece, found, strict=True):
+                if data is None:
+                    await self._send(writer, frame(Word.MISSING, INDEX.pack(index)))
+                else:
+                    await self._send(writer, frame(Word.CHUNK, INDEX.pack(index), data))
+                    self.served_bytes += len(data)
+        await self._send(writer, frame(Word.DONE))
+
+    async def _find(self, request: ChunkRequest, piece: Sequence[int]) -> list[bytes | None]:
+        """Chunks from the cache, else from above; None for those that are not to be had."""
+        found = dict(zip(piece, await self._store.cached([request.names[index] for index in piece]), strict=True))
+        missing = [index for index, data in found.items() if data is None]
+        if missing and self._may_fetch:
+            with contextlib.suppress(FabricError):  # the child has other ways
+                manifest = await self._manifest(request)
+                known = [index for index in missing if manifest is not None and _has(manifest, request, index)]
+                if manifest is not None and known:
+                    found.update(zip(known, await self._store.chunks(manifest, known), strict=True))
+        return [found[index] for index in piece]
+
+    async def _manifest(self, request: ChunkRequest) -> WeightManifest | None:
+        """The version's manifest, from the broker or remembered."""
+        key = (request.run_id, request.version, request.kind, request.epoch)
+        if key not in self._manifests:
+            (manifest,) = await self._store.manifests(request.run_id, [(request.version, request.kind)])
+            if manifest is None or manifest.epoch != request.epoch:
+                return None
+            self._manifests[key] = manifest
+            while len(self._manifests) > MANIFEST_COUNT_MAX:
+                self._manifests.popitem(last=False)
+        self._manifests.move_to_end(key)
+        return self._manifests[key]
+
+    async def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        await send(writer, data, self._options.patience_s)
+
+    async def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
+        await self._send(writer, frame(Word.REFUSED, why.encode()))
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def _has(manifest: WeightManifest, request: ChunkRequest, index: int) -> bool:
+    """Whether the child means the same chunk as we do."""
+    is_there = 0 <= index < len(manifest.chunk_digests)
+    return is_there and chunk_name(manifest, index)[:2] == request.names[index][:2]
+
+
+def _pieces(names: Mapping[int, ChunkName], piece_bytes: int) -> list[list[int]]:
+    """Indices in pieces of at most `piece_bytes`, or one chunk."""
+    found: list[list[int]] = []
+    room = 0
+    for index, name in names.items():
+        if name.size > room or not found:
+            found.append([])
+            room = piece_bytes
+        found[-1].append(index)
+        room -= name.size
+    return found

@@ -1,0 +1,237 @@
+"""Blocks read: what their bytes say, what they make of the elements that they are put on, and put there at once.
+
+The format is codec.py's. What a block says about itself is checked before anything of that size is made, and where a
+position lies before anything is written there. Digests are checked before all this, so what does not fit means a fault
+at the publisher.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import zstandard
+
+from ..contract.errors import WireError
+from .codec import HEADER, SPARSE, STEPS, STREAM, VALUES, Decoded
+from .kernels import Bits, Bytes, Gaps, Indices, Kernels, Scratch, Sparse, load
+from .streams import GAP_SHIFTS, join_planes, rest_numbers
+
+T = TypeVar("T")
+
+STREAM_BYTES_MAX = 16 << 20  # of one raw stream: 4 bytes for each of a block's bytes
+GAP_DTYPE = np.dtype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a block makes of the elements that it is put on.
+
+    positions: int64 (C,), flat in the tensor, ascending, or None for all elements of the block. values: the bits there
+    afterwards. change: by how much the tensor's sum moves, modulo 2^64. is_absolute: no base was needed.
+    """
+
+    positions: Indices | None
+    values: Bits
+    change: int
+    is_absolute: bool
+
+
+class _Block(NamedTuple):
+    """An encoded block, taken apart. step_count: steps in it. streams: as stored before compression."""
+
+    mode: int
+    shift: int
+    step_count: int
+    streams: list[Bytes]
+
+
+class Decoder:
+    """Decodes blocks; holds a decompressor, so one per thread. kernels: by default the fastest that are there."""
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels or load()
+        self._zstd = zstandard.ZstdDecompressor(max_window_size=STREAM_BYTES_MAX)
+        self._scratch = Scratch()
+
+    def decode(self, data: bytes | memoryview, *, element_count: int, dtype: np.dtype[Any]) -> Decoded:
+        """What `data` says about a block of `element_count` elements of unsigned `dtype`.
+
+        Raises:
+            WireError: not such a block. Digests are checked first, so this means a fault at the publisher.
+        """
+        block = self._open(data, element_count, dtype)
+        if block.mode == VALUES:
+            return Decoded(None, join_planes(block.streams, element_count, dtype), is_absolute=True)
+        is_sparse = block.mode == SPARSE
+        packed, rest = _packed_steps(block, dtype)
+        indices = None
+        if is_sparse:
+            indices = _fitting(self._kernels.join_gaps(_gaps(block), block.shift, element_count))
+        steps = self._kernels.join_steps(packed, rest, block.step_count, int(is_sparse))
+        return Decoded(indices, _fitting(steps), is_absolute=False)
+
+    def resolve(
+        self, data: bytes | memoryview, current: Bits | None, element_count: int, dtype: np.dtype[Any]
+    ) -> tuple[Indices | None, Bits | None, Bits]:
+        """What `data` makes of a block that holds `current`, which is not written.
+
+        Args:
+            data: the encoded block.
+            current: unsigned (element_count,), the stored bits that steps add to; None where there are none.
+            element_count, dtype: of the block.
+
+        Returns:
+            indices: int64 (C,), ascending, in the block, or None for all. olds: the bits there before, None for a block
+            of values. values: the bits there after.
+
+        Raises:
+            WireError: not such a block, or one of steps where there is nothing to add them to.
+        """
+        taken = self.take(data, current, element_count, dtype)
+        if taken.positions is None or current is None:
+            return None, None if taken.is_absolute else current, taken.values
+        return taken.positions, current[taken.positions], taken.values
+
+    def take(
+        self,
+        data: bytes | memoryview,
+        current: Bits | None,
+        element_count: int,
+        dtype: np.dtype[Any],
+        *,
+        key: int | None = None,
+        start: int = 0,
+        out: tuple[Indices, Bits] | None = None,
+    ) -> Taken:
+        """The same in one go with what staging needs: where in the tensor, and by how much its sum moves.
+
+        Args:
+            data, current, element_count, dtype: as of `resolve`.
+            key: of the tensor, for its sum (digest.tensor_key); None: the change is not asked for.
+            start: flat position in the tensor of the block's first element.
+            out: where positions and values are put if the block lists positions: int64 and `dtype`, with room for its
+                changed count; by default new arrays. What is returned are their first C elements.
+
+        Raises:
+            WireError: as `resolve`, or more positions than `out` has room for.
+        """
+        block = self._open(data, element_count, dtype)
+        if block.mode == VALUES:
+            values = join_planes(block.streams, element_count, dtype)
+            return Taken(None, values, self._change(key, start, current, values), is_absolute=True)
+        if current is None:
+            raise WireError("a block of steps needs a base, and none is held")
+        assert len(current) == element_count and current.dtype == dtype
+        packed, rest = _packed_steps(block, dtype)
+        if block.mode == STEPS:
+            values = _fitting(self._kernels.join_steps(packed, rest, element_count, 0))
+            values += current
+            return Taken(None, values, self._change(key, start, current, values), is_absolute=False)
+        sparse = Sparse(_gaps(block), block.shift, packed, rest)
+        positions, values = _room(out, block.step_count, dtype)
+        change = self._kernels.take(current, sparse, key or 0, start, (positions, values))
+        return Taken(positions, values, _fitting(change), is_absolute=False)
+
+    def put(self, data: bytes | memoryview, bits: Bits, *, key: int | None = None, start: int = 0) -> int:
+        """Write what `data` makes of a block into its place: for weights that nobody reads meanwhile.
+
+        One pass over memory, where `take` reads what is changed and a commit writes it later.
+
+        Args:
+            data: the encoded block.
+            bits: unsigned (E,), the stored bits that steps add to; written.
+            key, start: as of `take`.
+
+        Returns:
+            By how much the tensor's sum moves, modulo 2^64.
+
+        Raises:
+            WireError: not such a block; `bits` may hold anything then, and nobody must read them.
+        """
+        block = self._open(data, len(bits), bits.dtype)
+        if block.mode != SPARSE:
+            taken = self.take(data, bits, len(bits), bits.dtype, key=key, start=start)
+            bits[... if taken.positions is None else taken.positions - start] = taken.values
+            return taken.change
+        sparse = Sparse(_gaps(block), block.shift, *_packed_steps(block, bits.dtype))
+        return _fitting(self._kernels.put(bits, sparse, key or 0, start, self._scratch))
+
+    def _change(self, key: int | None, start: int, olds: Bits | None, values: Bits) -> int:
+        if key is None:
+            return 0
+        if olds is None:
+            return self._kernels.sum_range(key, start, values)
+        return self._kernels.change_range(key, start, olds, values)
+
+    def _open(self, data: bytes | memoryview, element_count: int, dtype: np.dtype[Any]) -> _Block:
+        try:
+            return self._opened(memoryview(data), element_count, dtype)
+        except WireError:
+            raise
+        except (struct.error, zstandard.ZstdError, ValueError) as error:
+            raise WireError(f"weight block of {len(data):,} bytes cannot be decoded: {error}") from error
+
+    def _opened(self, view: memoryview, element_count: int, dtype: np.dtype[Any]) -> _Block:
+        mode, width, shift, stream_count, changed_count = HEADER.unpack_from(view)
+        expected = {SPARSE: 5, STEPS: 2, VALUES: dtype.itemsize}.get(mode)
+        shifts = GAP_SHIFTS if mode == SPARSE else (0,)
+        if width != dtype.itemsize or stream_count != expected or changed_count > element_count or shift not in shifts:
+            raise WireError(f"weight block: mode {mode}, {width}-byte elements, {changed_count} changes do not fit")
+        streams = self._streams(view, stream_count, element_count * max(width, 4) + 1)
+        return _Block(mode, shift, changed_count if mode == SPARSE else element_count, streams)
+
+    def _streams(self, view: memoryview, count: int, raw_limit: int) -> list[Bytes]:
+        streams = []
+        whole = np.frombuffer(view, dtype=np.uint8)
+        end = HEADER.size + count * STREAM.size
+        for raw_length, stored_length in STREAM.iter_unpack(view[HEADER.size : end]):
+            first, end = end, end + stored_length
+            if end > len(whole) or raw_length > raw_limit:
+                raise WireError("weight block is cut off, or promises more than it can hold")
+            raw = whole[first:end]
+            if stored_length != raw_length:
+                raw = np.frombuffer(self._unpacked(view[first:end], raw_length), dtype=np.uint8)
+            if len(raw) != raw_length:
+                raise WireError("weight block: a stream has another length than promised")
+            streams.append(raw)
+        if end != len(whole):
+            raise WireError(f"weight block: {len(whole):,} bytes where its streams end at {end:,}")
+        return streams
+
+    def _unpacked(self, body: memoryview, raw_length: int) -> bytes:
+        if zstandard.frame_content_size(body) > raw_length:  # the library would allocate what this header says
+            raise WireError("weight block: a stream promises more than its length")
+        return self._zstd.decompress(body, max_output_size=raw_length, allow_extra_data=False)
+
+
+def _gaps(block: _Block) -> Gaps:
+    symbols, lows, rest = block.streams[:3]
+    if len(symbols) != block.step_count or len(lows) != (block.step_count * block.shift + 7) // 8:
+        raise WireError(f"weight block: {len(symbols)} gaps for {block.step_count} changes")
+    return Gaps(symbols, lows, rest_numbers(rest, block.step_count, GAP_DTYPE))
+
+
+def _room(out: tuple[Indices, Bits] | None, count: int, dtype: np.dtype[Any]) -> tuple[Indices, Bits]:
+    if out is None:
+        return np.empty(count, dtype=np.int64), np.empty(count, dtype=dtype)
+    positions, values = out
+    if count > len(positions) or count > len(values):
+        raise WireError(f"weight block: {count} changes, where {len(positions)} were promised")
+    return positions[:count], values[:count]
+
+
+def _packed_steps(block: _Block, dtype: np.dtype[Any]) -> tuple[Bytes, Bits]:
+    packed, rest = block.streams[-2:]
+    if len(packed) != (block.step_count + 1) // 2:
+        raise WireError(f"weight block: {len(packed)} bytes for {block.step_count} steps")
+    return packed, rest_numbers(rest, block.step_count, dtype)
+
+
+def _fitting(result: T | None) -> T:
+    """What a kernel joined, unless it found that it cannot be."""
+    if result is None:
+        raise WireError("weight block: a position lies outside of it, or what escaped does not fit its rest")
+    return result

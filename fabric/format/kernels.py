@@ -1,0 +1,163 @@
+"""The inner loops of codec and digest, in two makes of one meaning: numba where it is installed, numpy elsewhere.
+
+- Both give the same arrays, so an encoding does not depend on what made it. Numba's take a tenth to a quarter of the
+  time, and let other threads run.
+- The choice is made in `load` alone. Who wants one make (tests, bench) passes it to the codec explicitly.
+- Nothing is compiled at import. A loop is compiled when it first runs on an element width, and kept on disk.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..contract.errors import ConfigError
+
+Bits = NDArray[Any]  # unsigned integers of the element's width
+Bytes = NDArray[np.uint8]
+Indices = NDArray[np.int64]
+
+NUMBA, NUMPY = "numba", "numpy"
+GAP_ESCAPE = 255  # a gap's byte that says: more in the rest
+STEP_ESCAPE = 15  # likewise of a step's four bits
+
+# The digest's formula: see digest.py.
+ROW_BITS = 13  # a row of factors is 64 KiB: it stays in the second-level cache beside the values it is used on
+ROW = 1 << ROW_BITS
+MASK = (1 << 64) - 1
+MIX = 0x9FB21C651E98DF25
+TABLE_KEY = 0x243F6A8885A308D3  # pi's first digits
+GAMMA, AVALANCHE = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # splitmix64's
+
+
+class Changes(NamedTuple):
+    """Where two arrays differ. indices: uint32 (C,), ascending. olds, values: unsigned (C,)."""
+
+    indices: NDArray[np.uint32]
+    olds: Bits
+    values: Bits
+
+
+class Gaps(NamedTuple):
+    """Gaps between positions. symbols: uint8 (C,). lows: `shift` low bits of each, packed. rest: of the escaped."""
+
+    symbols: Bytes
+    lows: Bytes
+    rest: NDArray[np.uint32]
+
+
+class Sparse(NamedTuple):
+    """Some elements and their steps, as they travel. shift: of the gaps. packed, rest: see split_steps."""
+
+    gaps: Gaps
+    shift: int
+    packed: Bytes
+    rest: Bits
+
+
+class Scratch:
+    """Memory that the calls of one thread write over: pages that are new cost more than what is written to them."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, np.dtype[Any]], NDArray[Any]] = {}
+
+    def array(self, name: str, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """At least `count` elements of any content; the same ones whenever this is asked for by this name."""
+        found = self._arrays.get((name, dtype))
+        if found is None or len(found) < count:
+            found = self._arrays[(name, dtype)] = np.empty(count, dtype=dtype)
+        return found
+
+
+class Kernels(Protocol):
+    """What both makes offer. Arrays are flat and contiguous; none but those said to be written is."""
+
+    def changes(self, old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
+        """How many elements differ; which, when they are at most `count_max`, in new arrays."""
+        ...
+
+    def split_gaps(self, indices: NDArray[np.uint32], shift: int) -> Gaps:
+        """Ascending indices as gaps - 1: the bits above `shift` as a byte or GAP_ESCAPE and a rest, the others packed.
+
+        Bit k of the low bits of number n is bit n * shift + k of the stream, lowest first.
+        """
+        ...
+
+    def join_gaps(self, gaps: Gaps, shift: int, element_count: int) -> Indices | None:
+        """The inverse, int64; None where the rest does not fit the escapes or a position lies outside the block."""
+        ...
+
+    def split_steps(self, olds: Bits, values: Bits, bias: int) -> tuple[Bytes, Bits]:
+        """zigzag(values - olds) - bias as four bits each, two to a byte, low ones first; the rest of the escaped."""
+        ...
+
+    def join_steps(self, packed: Bytes, rest: Bits, count: int, bias: int) -> Bits | None:
+        """The inverse: steps of the dtype of `rest`; None where the rest does not fit the escapes."""
+        ...
+
+    def take(self, current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices, Bits]) -> int | None:
+        """Join gaps and steps and add them to `current`, which is at flat position `start` of its tensor.
+
+        out: written; flat positions, int64 (C,), and the new bits there, unsigned (C,).
+
+        Returns:
+            By how much the tensor's sum moves (key: see digest.py), modulo 2^64; None where join_gaps or join_steps
+            would give None, and `out` holds anything then.
+        """
+        ...
+
+    def put(self, bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> int | None:
+        """Join gaps and steps and add them to `bits`, which are at flat position `start` of their tensor, in place.
+
+        Returns:
+            As `take`; where it is None `bits` hold anything, and nothing outside of them was written.
+        """
+        ...
+
+    def scatter(self, bits: Bits, indices: Indices, values: Bits) -> None:
+        """bits[indices] = values, written in place; every index is inside."""
+        ...
+
+    def add_at(self, bits: Bits, indices: Indices, steps: Bits) -> None:
+        """bits[indices] += steps modulo 2^width, written in place; indices differ and are inside."""
+        ...
+
+    def sum_at(self, key: int, positions: Indices, values: Bits) -> int:
+        """See digest.sum_at."""
+        ...
+
+    def change_at(self, key: int, start: int, indices: Indices, olds: Bits, values: Bits) -> int:
+        """See digest.change_at."""
+        ...
+
+    def change_range(self, key: int, start: int, olds: Bits, values: Bits) -> int:
+        """change_at of all elements from flat position `start` on."""
+        ...
+
+    def sum_range(self, key: int, start: int, values: Bits) -> int:
+        """See digest.sum_range."""
+        ...
+
+
+@cache
+def load(make: str | None = None) -> Kernels:
+    """The kernels of a make, NUMBA or NUMPY; by default the faster one that is there.
+
+    Raises:
+        ConfigError: numba is asked for and is not there.
+    """
+    assert make in (None, NUMBA, NUMPY)
+    if make != NUMPY:
+        try:
+            from . import kernels_numba
+
+            return kernels_numba
+        except ImportError as error:
+            if make == NUMBA:
+                raise ConfigError(f"numba cannot be used: {error}. pip install numba, or take numpy") from error
+    from . import kernels_numpy
+
+    return kernels_numpy

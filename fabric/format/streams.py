@@ -1,0 +1,93 @@
+"""Parts of a block's streams: compressed or not, numbers as byte planes.
+
+- A number takes as many planes as the greatest of them needs.
+- What a stream says about itself is checked before anything of that size is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from ..contract.errors import WireError
+from .kernels import Bits, Bytes
+
+Stream = bytes | memoryview
+
+GAP_BITS = 5  # of a middle gap: its byte then escapes once in thousands
+GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
+GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
+SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
+
+
+def gap_shift(indices: NDArray[np.uint32]) -> int:
+    """How many low bits of a gap are noise: all but GAP_BITS of a middle one. Not of the mean: changes may cluster."""
+    later = np.arange(1, len(indices), len(indices) // GAP_SAMPLE_COUNT + 1)
+    if not len(later):
+        return 0
+    gaps = indices[later] - indices[later - 1] - np.uint32(1)
+    gaps.partition(len(gaps) // 2)
+    noise = int(gaps[len(gaps) // 2]).bit_length() - GAP_BITS
+    return next((shift for shift in GAP_SHIFTS if shift >= noise), GAP_SHIFTS[-1])
+
+
+def squeezed(compressor: zstandard.ZstdCompressor, raw: Stream) -> Stream:
+    """A stream compressed, or as it is where that is not longer."""
+    if len(raw) > 4 * SAMPLE_BYTES:
+        middle = len(raw) // 2
+        sample = raw[middle : middle + SAMPLE_BYTES]
+        if len(compressor.compress(sample)) >= 0.98 * len(sample):
+            return raw
+    packed = compressor.compress(raw) if len(raw) else b""
+    return packed if len(packed) < len(raw) else raw
+
+
+def rest_bytes(numbers: Bits) -> bytes:
+    """How many bytes each number has, then the numbers as byte planes without empty high ones; nothing for none."""
+    if not len(numbers):
+        return b""
+    plane_count = max(1, (int(numbers.max()).bit_length() + 7) // 8)
+    return bytes((plane_count,)) + b"".join(split_planes(numbers)[:plane_count])
+
+
+def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
+    """The inverse of rest_bytes.
+
+    Raises:
+        WireError: no such stream, or more than count_max numbers.
+    """
+    if not len(stream):
+        return np.empty(0, dtype=dtype)
+    plane_count = int(stream[0])
+    if not 1 <= plane_count <= dtype.itemsize or (len(stream) - 1) % plane_count:
+        raise WireError(f"weight block: {len(stream)} bytes for escaped numbers of {plane_count}")
+    count = (len(stream) - 1) // plane_count
+    if count > count_max:
+        raise WireError(f"weight block: {count} escaped numbers for {count_max} changes")
+    numbers = stream[1 : 1 + count].astype(dtype)
+    for k in range(1, plane_count):
+        numbers |= stream[1 + k * count : 1 + (k + 1) * count].astype(dtype) << dtype.type(8 * k)
+    return numbers
+
+
+def split_planes(numbers: Bits) -> list[bytes]:
+    """Byte k of every element, for each k, lowest first."""
+    parts = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), numbers.itemsize)
+    return [np.ascontiguousarray(parts[:, k]).tobytes() for k in range(numbers.itemsize)]
+
+
+def join_planes(planes: list[Bytes], element_count: int, dtype: np.dtype[Any]) -> Bits:
+    """Elements from their byte planes, lowest first.
+
+    Raises:
+        WireError: a plane has not a byte for each element.
+    """
+    parts = np.empty((element_count, dtype.itemsize), dtype=np.uint8)
+    for k, plane in enumerate(planes):
+        if len(plane) != element_count:
+            raise WireError(f"weight block: a plane of {len(plane)} bytes for {element_count} elements")
+        parts[:, k] = plane
+    return parts.view(dtype).reshape(element_count)

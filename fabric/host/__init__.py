@@ -1,0 +1,1 @@
+"""This machine: its directories, its processes, and what is installed."""

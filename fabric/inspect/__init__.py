@@ -1,0 +1,1 @@
+"""Looking at a fabric from outside: why runs stand, and whether published weights are right."""

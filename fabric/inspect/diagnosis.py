@@ -1,0 +1,659 @@
+"""Why a run does or does not move: a pure rule over what can be read of the fabric.
+
+- The answer is a list of causes, the most fundamental first: what is first must be mended before the others matter.
+- A run whose work moves has one cause, "moves": nothing else is said of it, whatever a worker more or less is up to.
+- A cause is of one of four kinds: work moves; it waits for its trainer or its turn, and nobody is to blame; it stands
+  and this may pass by itself; it stands until somebody acts. What somebody must act on comes before what may pass.
+- Names and errors come from anywhere: they are cut, and without control characters, before they become a sentence.
+
+Who reads the facts is fabric/inspect/diagnosing.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
+
+from ..contract.records import Lease, WorkerInfo
+from ..contract.text import counted
+from ..rules.lending.capacity_facts import is_same_model
+from ..rules.lending.lease import has_ended
+from ..rules.lending.terms import LendTerms
+
+if TYPE_CHECKING:
+    from ..ports.queue import BadRow, RunDetails, RunStatus
+
+__all__ = ["CODES", "Cause", "Scene", "diagnose", "is_well"]
+
+Kind = Literal["moves", "waits", "passing", "stuck"]
+
+CODES: Mapping[str, tuple[Kind, str]] = {
+    "moves": ("moves", "trajectories run, or have just been pushed"),
+    "nothing_submitted": ("waits", "no group was ever pushed to the run"),
+    "all_consumed": ("waits", "every group that was pushed has been consumed"),
+    "all_cancelled": ("waits", "every group that was pushed has been cancelled"),
+    "for_trainer": ("waits", "complete groups wait for the trainer, which asked a short while ago"),
+    "takes_turns": ("waits", "the workers of its model serve another run now; runs take turns by weight"),
+    "consumer_gone": ("stuck", "complete groups wait, and nobody has asked for them, or who holds them is silent"),
+    "clock": ("stuck", "heartbeats lie in the future: the fabric's clock went back"),
+    "attempts_fail": ("stuck", "every attempt that has ended failed"),
+    "broker_full": ("stuck", "the broker is at its memory limit"),
+    "no_weights": ("stuck", "no version of the weights is published"),
+    "nothing_started": ("stuck", "neither a controller nor an agent nor a worker is connected"),
+    "no_controller": ("stuck", "no controller is connected, and without one no lease is given"),
+    "no_worker": ("stuck", "no rollout worker is connected"),
+    "other_model": ("stuck", "no worker holds the run's model"),
+    "worker_failed": ("stuck", "a worker of the model cannot work, and says why"),
+    "worker_loading": ("passing", "a worker of the model is starting its engine, or fetches the run's first weights"),
+    "lend_off": ("stuck", "a serving worker of the model is not lent"),
+    "guard_shut": ("passing", "a serving worker's guard lets no rollouts run"),
+    "no_lease": ("passing", "the controller gives no lease on a worker of the model, for a reason"),
+    "staleness": ("stuck", "every worker of the run holds weights that are too old, and cannot reach the head"),
+    "catching_up": ("passing", "every worker of the run holds weights that are too old, and fetches the head"),
+    "no_agent": ("stuck", "no agent is connected"),
+    "other_environment": ("stuck", "no agent offers the run's environment"),
+    "agent_failed": ("stuck", "the agents that offer the environment cannot serve the run, and say why"),
+    "agents_full": ("passing", "all places of the agents that offer the environment are taken by other runs"),
+    "no_reward_worker": ("stuck", "rollouts wait for their reward, and no reward worker is connected"),
+    "other_reward": ("stuck", "no reward worker offers the run's reward function"),
+    "run_full": ("stuck", "the run holds as much as it may, and nothing new is started until groups are consumed"),
+    "bad_rows": ("stuck", "rows that the run may need cannot be read, and nothing else is in its way"),
+    "stalled": ("passing", "trajectories run, and nothing has come of it for a while"),
+}
+"""Every cause: its kind, and when it is one."""
+
+SILENT_MS = 5_000  # a worker that has said nothing for so long counts as gone, as for the controller
+AHEAD_MS = 5_000  # a heartbeat that lies further in the future than a jump of one tick of the clock
+GONE_S = 60.0  # without a sign of life: complete groups may wait for a trainer that trains, a step takes its time
+STALL_S = 60.0  # without a token, a turn or an end: longer than a prompt is read or an environment may think
+NAME_COUNT = 3  # workers, models or runs named in one sentence
+ASKED_COUNT = 32  # workers whose reasons are looked at: thousands say the same
+TEXT_LENGTH = 200  # of a name or reason in a sentence
+ROLLOUT_ROLES = ("dedicated", "serving")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a run does or does not move. code: one of CODES. text: one sentence. step: what to do next, or ""."""
+
+    code: str
+    kind: Kind
+    text: str
+    step: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nobody has to do anything, and nothing has to pass."""
+        return self.kind in ("moves", "waits")
+
+    @property
+    def words(self) -> str:
+        """The sentence and the next step."""
+        return f"{self.text}. {self.step}" if self.step else self.text
+
+
+def is_well(causes: Sequence[Cause]) -> bool:
+    """Whether none of them has to be mended or to pass."""
+    return all(cause.is_well for cause in causes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What was read of the whole fabric at one moment, for the diagnosis of any of its runs.
+
+    workers: with the age of the last heartbeat, ms; below 0: it lies in the future. leases: by run, then by worker.
+    terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
+    of it, as the controller saw; a run that is not there: not known. memory_bytes: what the broker holds, and its
+    limit (0: none). bad_rows: what the reading passed over.
+    """
+
+    workers: Mapping[str, tuple[WorkerInfo, int]] = field(default_factory=dict)
+    runs: Mapping[str, RunStatus] = field(default_factory=dict)
+    leases: Mapping[str, Mapping[str, Lease]] = field(default_factory=dict)
+    terms: Mapping[str, LendTerms] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    quiet_s: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, RunDetails] = field(default_factory=dict)
+    memory_bytes: tuple[int, int] = (0, 0)
+    bad_rows: Sequence[BadRow] = ()
+
+    @cached_property
+    def by_role(self) -> Mapping[str, list[WorkerInfo]]:
+        """Those that live."""
+        found: dict[str, list[WorkerInfo]] = {}
+        for info, age_ms in self.workers.values():
+            if -AHEAD_MS <= age_ms <= SILENT_MS:
+                found.setdefault(info.role, []).append(info)
+        return found
+
+    @cached_property
+    def served(self) -> Mapping[str, list[str]]:
+        """The runs that each worker has a lease for."""
+        found: dict[str, list[str]] = {}
+        for run_id, leases in self.leases.items():
+            for name, lease in leases.items():
+                if _holds(lease):
+                    found.setdefault(name, []).append(run_id)
+        return found
+
+    @cached_property
+    def rollout_workers(self) -> list[WorkerInfo]:
+        """Those that live."""
+        return [info for role in ROLLOUT_ROLES for info in self.by_role.get(role, ())]
+
+    @cached_property
+    def _holders(self) -> dict[tuple[str, str], Mapping[str, WorkerInfo]]:
+        return {}
+
+    def holders_of(self, model: str, digest: str) -> Mapping[str, WorkerInfo]:
+        """Rollout workers of a model, by name; looked up once for all of its runs."""
+        found = self._holders.get((model, digest))
+        if found is None:
+            found = self._holders[model, digest] = {
+                each.worker_id: each
+                for each in self.rollout_workers
+                if is_same_model(each.model or "", each.model_digest, model, digest)
+            }
+        return found
+
+
+def _holds(lease: Lease) -> bool:
+    """Whether turns may run under a lease now."""
+    return lease.slot_count > 0 and not has_ended(lease)
+
+
+def diagnose(scene: Scene, run_id: str) -> list[Cause]:
+    """Why a run of the scene does or does not move; never empty."""
+    view = _View(scene, scene.runs[run_id])
+    first = next((cause for check in _FIRST for cause in check(view)), None)
+    if first is not None and first.kind == "moves":
+        return [first]
+    others = [cause for check in _CHECKS for cause in check(view)]
+    found = [first] if first is not None else []
+    found += [cause for cause in others if cause.kind == "stuck"]
+    if view.open_count:  # what may pass by itself is no news of a run for which there is nothing to do
+        found += [cause for cause in others if cause.kind != "stuck"]
+    if not found:
+        found = list(_nothing_found(view))
+    return list({cause.code: cause for cause in reversed(found)}.values())[::-1]
+
+
+class _View:
+    """One run, and what of the scene concerns it."""
+
+    def __init__(self, scene: Scene, run: RunStatus) -> None:
+        self.scene, self.run, self.config = scene, run, run.config
+        self.name = f"run {_plain(run.config.run_id)!r}"
+        self.queued = run.trajectories.get("queued", 0)
+        self.running = run.trajectories.get("running", 0)
+        self.scoring = run.trajectories.get("scoring", 0)
+        self.ready, self.claimed = run.turns.get("ready", 0), run.turns.get("claimed", 0)
+        self.open_count = self.queued + self.running + self.scoring
+        self.details = scene.details.get(run.config.run_id)
+        self.quiet_s = scene.quiet_s.get(run.config.run_id)
+        self.has_stalled = self.quiet_s is not None and self.quiet_s >= STALL_S
+
+    def count(self, name: str) -> int:
+        return self.run.counters.get(name, 0)
+
+    @cached_property
+    def holders(self) -> Mapping[str, WorkerInfo]:
+        """Rollout workers of the run's model."""
+        return self.scene.holders_of(self.config.model, self.config.model_digest)
+
+    @cached_property
+    def leased(self) -> list[WorkerInfo]:
+        """Those that may run turns of the run now."""
+        leases = self.scene.leases.get(self.config.run_id, {})
+        return [self.holders[name] for name, lease in leases.items() if name in self.holders and _holds(lease)]
+
+    @cached_property
+    def able(self) -> list[WorkerInfo]:
+        """Those that would take a turn of the run now."""
+        return [
+            each
+            for each in self.leased
+            if each.state not in ("failed", "loading", "waiting")
+            and each.guard_state != "shut"
+            and not self.is_behind(each)
+        ]
+
+    @cached_property
+    def agents(self) -> list[WorkerInfo]:
+        """Agents that offer the run's environment."""
+        return [each for each in self.scene.by_role.get("agent", ()) if self.config.environment in each.environments]
+
+    @cached_property
+    def has_reward(self) -> bool:
+        """Whether a reward worker is there that knows the run's function; one that does not say what it knows may."""
+        workers = self.scene.by_role.get("reward", ())
+        return any(not each.rewards or self.config.reward in each.rewards for each in workers)
+
+    def is_behind(self, info: WorkerInfo) -> bool:
+        """Whether a worker's weights are too old to take turns of the run."""
+        is_here = info.run_id == self.config.run_id
+        held = info.active_version if is_here else -1
+        return held < 0 or self.run.head_version - held > self.config.staleness
+
+    def cause(self, code: str, text: str, step: str = "", *, kind: Kind | None = None) -> Cause:
+        return Cause(code=code, kind=kind or CODES[code][0], text=text, step=step)
+
+
+Check = Callable[[_View], Iterator[Cause]]
+
+
+# ---------------------------------------------------------------- what comes before all else
+
+
+def _clock(view: _View) -> Iterator[Cause]:
+    ahead = {name: -age_ms for name, (_, age_ms) in view.scene.workers.items() if age_ms < -AHEAD_MS}
+    if ahead:
+        worst = max(ahead, key=lambda name: ahead[name])
+        yield view.cause(
+            "clock",
+            f"the last heartbeat of {_names(ahead)} lies up to {ahead[worst] / 1000:.0f} s in the future, so the "
+            "broker's clock went back, and nobody can tell who lives",
+            "Set the time of the broker's machine right (chronyc makestep), then restart these processes",
+        )
+
+
+def _nothing_open(view: _View) -> Iterator[Cause]:
+    if view.run.depth > 0:
+        return
+    submitted = view.count("groups_submitted")
+    were, have = ("was", "has") if submitted == 1 else ("were", "have")
+    pushed = f"{_all(submitted, 'group')} that {were} submitted to {view.name}"
+    step = 'Push tasks: run.submit([{"seed": 1}], group_size=8)'
+    if not submitted:
+        yield view.cause("nothing_submitted", f"nothing was submitted to {view.name} yet", step)
+    elif view.count("groups_consumed"):
+        text = f"{pushed} {have} been consumed or cancelled"
+        yield view.cause("all_consumed", text, step)
+    else:
+        yield view.cause("all_cancelled", f"{pushed} {were} cancelled", step)
+
+
+def _attempts_fail(view: _View) -> Iterator[Cause]:
+    failed = view.count("trajectories_failed")
+    if not failed or view.count("trajectories_completed") or failed <= view.running + view.scoring:
+        return  # those that still run may be of another mind
+    reason = view.details.dead_reason if view.details is not None else None
+    why = f": {_plain(reason)}" if reason else ""
+    run = view.config.run_id
+    yield view.cause(
+        "attempts_fail",
+        f"{_all(failed, 'trajectory')} of {view.name} that {'has' if failed == 1 else 'have'} ended failed, and none "
+        f"was completed{why}",
+        f"See them: `rollfab dead ls --run {run}`; a traceback: `rollfab dead show ID --run {run}`",
+    )
+
+
+def _moves(view: _View) -> Iterator[Cause]:
+    if view.has_stalled or not view.open_count or not _is_moving(view):
+        return
+    oldest = f", the last sign of progress {view.quiet_s:.0f} s ago" if view.quiet_s else ""
+    yield view.cause(
+        "moves",
+        f"{_progress(view)}; {counted(view.claimed, 'turn', 'generates', 'generate')}, "
+        f"{_do(view.ready, 'is', 'are')} ready{oldest}",
+    )
+
+
+def _is_moving(view: _View) -> bool:
+    """Whether somebody who lives does something for it now."""
+    if view.claimed and any(each.guard_state != "shut" and each.state != "failed" for each in view.leased):
+        return True
+    if view.running > view.ready + view.claimed and view.agents:
+        return True  # an environment thinks
+    return bool(view.scoring and view.has_reward)
+
+
+def _for_trainer(view: _View) -> Iterator[Cause]:
+    """Everything that was pushed has ended, or may not begin before groups are consumed."""
+    waiting = view.run.groups_waiting
+    if not waiting or view.running or view.scoring or (view.queued and not _is_full(view)):
+        return
+    groups, is_one = f"{counted(waiting, 'complete group')} of {view.name}", waiting == 1
+    consumers = view.details.consumers if view.details is not None else ()
+    held = [each for each in consumers if each.held_count]
+    in_hand = sum(each.held_count for each in held)
+    step = "Take them: for group in run.groups(): …, or `rollfab consume --run " + view.config.run_id + "`"
+    idle_s = min((each.idle_s for each in consumers), default=None)
+    is_live = any(each.is_live for each in held or consumers)
+    is_asked = idle_s is not None and idle_s < GONE_S
+    if in_hand >= waiting and held:
+        whom = _names([each.name for each in held])
+        text = f"{groups} {'is' if is_one else 'are'} held by consumer {whom}, and not acknowledged"
+        if not is_live and is_asked:
+            yield view.cause(
+                "consumer_gone",
+                f"{text}; it gives no sign of life, so what it holds goes to whoever asks, once it has been silent "
+                "for the takeover time, 60 s by default",
+                f'Wait, ask with a shorter groups(takeover=…), or at once as consumer="{_plain(held[0].name)}"',
+                kind="passing",
+            )
+            return
+        if is_live:
+            step = 'Wait until it acknowledges, or push more tasks: run.submit([{"seed": 1}], group_size=8)'
+    else:
+        text = f"{groups} {'waits' if is_one else 'wait'} for the trainer"
+    if idle_s is None and view.details is not None:
+        yield view.cause("consumer_gone", f"{text}, and nobody has ever asked for one", step)
+    elif idle_s is not None and not is_asked and not is_live:
+        yield view.cause("consumer_gone", f"{text}; nobody has asked for one for {idle_s:.0f} s", step)
+    else:
+        yield view.cause("for_trainer", text, step)
+
+
+_FIRST: tuple[Check, ...] = (_clock, _attempts_fail, _nothing_open, _moves, _for_trainer)
+
+
+# ---------------------------------------------------------------- who or what is missing
+
+
+def _full(view: _View) -> Iterator[Cause]:
+    used, limit = view.scene.memory_bytes
+    if limit and used >= limit:
+        yield view.cause(
+            "broker_full",
+            f"the broker holds {_size(used)} and may hold {_size(limit)}, so nothing new is taken in",
+            "Consume groups, delete runs that are over (`rollfab runs rm NAME`), or raise its maxmemory",
+        )
+
+
+def _no_weights(view: _View) -> Iterator[Cause]:
+    if view.run.head_version < 0:
+        yield view.cause(
+            "no_weights",
+            f"no weights of {view.name} are published yet, and workers generate only from published ones",
+            "Publish the first: run.publish(model.named_parameters(), version=0)",
+        )
+
+
+def _nobody(view: _View) -> Iterator[Cause]:
+    roles = view.scene.by_role
+    if not view.scene.rollout_workers and not roles.get("agent") and not roles.get("controller"):
+        yield view.cause(
+            "nothing_started",
+            f"nothing works for {view.name}: neither a controller nor an agent nor a worker is connected to the broker",
+            f"Start all of them in another shell, `rollfab up --model {_plain(view.config.model)}`, and give your "
+            "trainer the ROLLFAB_URL that it prints",
+        )
+
+
+def _no_controller(view: _View) -> Iterator[Cause]:
+    if not view.scene.by_role.get("controller") and not view.leased:
+        yield view.cause(
+            "no_controller",
+            f"no controller is connected, so no worker is given a lease for {view.name}",
+            "Start one: `rollfab controller`",
+        )
+
+
+def _no_worker(view: _View) -> Iterator[Cause]:
+    if view.holders:
+        return
+    model = _plain(view.config.model)
+    step = f"Start one: `rollfab worker --model {model}`"
+    others = view.scene.rollout_workers
+    if not others:
+        yield view.cause("no_worker", f"no worker is connected that could generate for {view.name} ({model})", step)
+        return
+    namesakes = [each.worker_id for each in others if each.model == view.config.model]
+    if namesakes:
+        text = f"{_names(namesakes)} holds another model under the name {model!r} than {view.name}: its files differ"
+    else:
+        models = list(dict.fromkeys(each.model or "none" for each in others))
+        text = f"no worker holds the model {model!r} of {view.name}: they hold {_names(models)}"
+    yield view.cause("other_model", text, f"{step}, or give the run the model that they hold")
+
+
+def _unleased(view: _View) -> Iterator[Cause]:
+    """Why no worker of the model has a lease for the run."""
+    if view.leased or view.run.head_version < 0:
+        return
+    reasons: dict[str, list[str]] = {}
+    for each in islice(view.holders.values(), ASKED_COUNT):
+        code, reason = _why_unleased(view, each)
+        reasons.setdefault(code, []).append(f"{_plain(each.worker_id)}: {_plain(reason)}")
+    for code, (text, step) in _LEASE_WORDS.items():
+        if code in reasons:
+            named = "; ".join(reasons[code][:NAME_COUNT])
+            more = "; and others" if len(reasons[code]) > NAME_COUNT else ""
+            yield view.cause(code, text.format(run=view.name) + named + more, step)
+
+
+_LOADS = "Wait; if it takes minutes, read the log of that worker"
+_LEASE_WORDS = {
+    "worker_failed": ("no worker can generate for {run}. ", "Mend what its log says, and restart it"),
+    "worker_loading": ("a worker for {run} is not ready yet. ", _LOADS),
+    "lend_off": (
+        "no serving worker is lent for {run}. ",
+        "Its team lends it: `rollfab lend on --all`, or `--pool NAME`",
+    ),
+    "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: `rollfab lend report`"),
+    "takes_turns": (
+        "the workers of its model serve another run before {run}. ",
+        "Wait for its turn, or start another worker of that model: `rollfab worker --model NAME`",
+    ),
+    "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: `rollfab status`"),
+}
+
+
+def _why_unleased(view: _View, info: WorkerInfo) -> tuple[str, str]:
+    terms = view.scene.terms.get(info.worker_id)
+    reason = view.scene.reasons.get(info.worker_id, "")
+    serves = next(
+        (run_id for run_id in view.scene.served.get(info.worker_id, ()) if run_id != view.config.run_id), None
+    )
+    if info.state == "failed":
+        return "worker_failed", info.error or "it failed and does not say why"
+    if info.state in ("loading", "waiting"):
+        return "worker_loading", info.error or info.waits_for or "its engine starts"
+    if terms is not None and not terms.may_lend:
+        return "lend_off", terms.reason
+    if info.slot_count <= 0:
+        return "lend_off" if terms is not None else "worker_failed", "it only observes, and offers no slots"
+    if info.guard_state in ("shut", "silent"):
+        return "guard_shut", f"its guard is {info.guard_state}: {info.guard_reason or 'it does not say why'}"
+    if not view.scene.by_role.get("controller"):
+        return "no_lease", "there is no controller to give it one"
+    if serves is not None:
+        return "takes_turns", f"it serves run {serves!r}"
+    return "no_lease", reason or "the controller has not planned with it yet"
+
+
+def _weights(view: _View) -> Iterator[Cause]:
+    """Why none of those with a lease takes turns."""
+    if not view.leased or view.able:
+        return
+    shut = [each for each in view.leased if each.guard_state == "shut"]
+    if len(shut) == len(view.leased):
+        named = "; ".join(f"{_plain(each.worker_id)}: {_plain(each.guard_reason)}" for each in shut[:NAME_COUNT])
+        text, step = _LEASE_WORDS["guard_shut"]
+        yield view.cause("guard_shut", text.format(run=view.name) + named, step)
+        return
+    behind = [each for each in view.leased if each.guard_state != "shut"]
+    troubled = [each for each in behind if each.error]
+    named = "; ".join(_weights_of(view, each) for each in (troubled or behind)[:NAME_COUNT])
+    head, staleness = view.run.head_version, view.config.staleness
+    if any(view.is_behind(each) and each.active_version >= 0 and each.run_id == view.config.run_id for each in behind):
+        bound = f"the head is version {head}, staleness allows {staleness}"
+        text = f"no worker of {view.name} may generate: {bound}, and {named}"
+        yield view.cause("staleness" if troubled else "catching_up", text, _heal(view) if troubled else _FETCHES)
+    elif troubled:
+        yield view.cause("worker_failed", f"no worker can generate for {view.name}. {named}", _heal(view))
+    else:
+        yield view.cause("worker_loading", f"a worker for {view.name} is not ready yet. {named}", _LOADS)
+
+
+_FETCHES = "Wait: it fetches the head by itself; if it takes minutes, read the log of that worker"
+
+
+def _heal(view: _View) -> str:
+    return (
+        f"See what is damaged: `rollfab weights verify {view.config.run_id}`; a keyframe heals it: publish the next "
+        "version, or restart the worker"
+    )
+
+
+def _weights_of(view: _View, info: WorkerInfo) -> str:
+    name = _plain(info.worker_id)
+    is_here = info.run_id == view.config.run_id and info.active_version >= 0
+    held = f"{name} holds version {info.active_version}" if is_here else f"{name} holds none of its weights yet"
+    return f"{held}: {_plain(info.error)}" if info.error else held
+
+
+def _agent(view: _View) -> Iterator[Cause]:
+    if not view.queued or view.running:
+        return
+    agents, environment = view.scene.by_role.get("agent", []), _plain(view.config.environment)
+    step = f"Start one that does: `rollfab agent --environment {environment}=module:attr`"
+    if not agents:
+        text = f"no agent is connected that could play environment {environment!r} of {view.name}"
+        yield view.cause("no_agent", text, "Start one: `rollfab agent`")
+    elif not view.agents:
+        offered = sorted({name for each in agents for name in each.environments})
+        text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
+        yield view.cause("other_environment", text, step)
+    elif all(_is_refusing(view, each) for each in view.agents):
+        first, error = view.agents[0].worker_id, view.agents[0].error or ""
+        text = f"no agent can serve {view.name}. {_plain(first)}: {_plain(error[error.index(_refusal(view)) :])}"
+        yield view.cause("agent_failed", text, "Put the model's files where agents can read them; they try again")
+    elif all(each.running_count >= each.slot_count for each in view.agents):
+        others = [
+            run_id
+            for run_id, status in view.scene.runs.items()
+            if run_id != view.config.run_id and status.trajectories.get("running")
+        ]
+        places = sum(each.slot_count for each in view.agents)
+        text = (
+            f"{_all(places, 'place')} for environments {'is' if places == 1 else 'are'} taken, {view.name} has none of "
+            f"them: {_names(others)} {'runs' if len(others) == 1 else 'run'} there"
+        )
+        yield view.cause("agents_full", text, "Start another agent: `rollfab agent`")
+
+
+def _is_refusing(view: _View, info: WorkerInfo) -> bool:
+    """Whether an agent says that it does not serve this run."""
+    return _refusal(view) in (info.error or "")
+
+
+def _refusal(view: _View) -> str:
+    return f"run {view.config.run_id!r} is not served"
+
+
+def _reward(view: _View) -> Iterator[Cause]:
+    if not view.scoring or view.has_reward:
+        return
+    reward = _plain(view.config.reward)
+    does = "waits" if view.scoring == 1 else "wait"
+    text = f"{counted(view.scoring, 'rollout')} of {view.name} {does} for reward function {reward!r}"
+    step = f"Start one that does: `rollfab reward --reward {reward}=module:attr`"
+    workers = view.scene.by_role.get("reward", [])
+    if not workers:
+        yield view.cause("no_reward_worker", f"{text}, and no reward worker is connected", step)
+        return
+    offered = sorted({name for each in workers for name in each.rewards})
+    yield view.cause("other_reward", f"{text}, and no reward worker offers it: offered are {_names(offered)}", step)
+
+
+def _is_full(view: _View) -> bool:
+    """Whether nothing new may begin before groups are consumed."""
+    return view.run.memory_bytes >= view.config.memory_bytes_max
+
+
+def _run_full(view: _View) -> Iterator[Cause]:
+    if view.queued and not view.running and _is_full(view) and view.run.groups_waiting:
+        yield view.cause(
+            "run_full",
+            f"{view.name} holds {_size(view.run.memory_bytes)} of jobs and rollouts, it may hold "
+            f"{_size(view.config.memory_bytes_max)}, and "
+            f"{counted(view.run.groups_waiting, 'complete group', 'is', 'are')} not consumed",
+            "Consume them, or raise memory_bytes_max",
+        )
+
+
+def _bad_rows(view: _View) -> Iterator[Cause]:
+    """Of the run's own tables, or of the fabric's: another run's are nothing to it."""
+    own = f"{view.config.run_id}."
+    found = [each for each in view.scene.bad_rows if "." not in each.table or each.table.startswith(own)]
+    if not found or not view.open_count:
+        return
+    named = [f"{each.row or 'all'} of {each.table} ({each.problem})" for each in found]
+    what, are = ("a row", "is") if len(found) == 1 else (f"{len(found)} rows", "are")
+    yield view.cause(
+        "bad_rows",
+        f"{what} that {view.name} may need cannot be read and {are} passed over: {_names(named)}",
+        "See them, and what removes each: rollfab rows ls",
+    )
+
+
+_CHECKS: tuple[Check, ...] = (
+    _full,
+    _no_weights,
+    _nobody,
+    _no_controller,
+    _no_worker,
+    _unleased,
+    _weights,
+    _agent,
+    _reward,
+    _run_full,
+    _bad_rows,
+)
+
+
+def _nothing_found(view: _View) -> Iterator[Cause]:
+    """All that it takes is there."""
+    if view.has_stalled:
+        at = _names([each.worker_id for each in view.leased])
+        yield view.cause(
+            "stalled",
+            f"{counted(view.running, 'trajectory')} and {counted(view.claimed, 'turn')} of {view.name} run, and for "
+            f"{view.quiet_s:.0f} s "
+            f"nothing has come of it; its turns are leased to {at}",
+            "Read the logs of its workers and agents: a turn that stalls goes on elsewhere by itself",
+        )
+    else:
+        yield view.cause("moves", f"{_progress(view)}; nothing is in the way")
+
+
+# ---------------------------------------------------------------- words
+
+
+def _progress(view: _View) -> str:
+    return (
+        f"{view.name} moves: {counted(view.running, 'trajectory', 'runs', 'run')}, "
+        f"{_do(view.queued, 'is', 'are')} queued, {_do(view.scoring, 'waits', 'wait')} for a reward"
+    )
+
+
+def _all(count: int, noun: str) -> str:
+    return f"all {counted(count, noun)}" if count != 1 else f"the only {noun}"
+
+
+def _do(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def _plain(text: str | None) -> str:
+    """A foreign text as a part of a sentence: one line, printable, bounded."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text or "")
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= TEXT_LENGTH else f"{shown[: TEXT_LENGTH - 1]}…"
+
+
+def _names(names: Sequence[str] | Mapping[str, object]) -> str:
+    """Some names, and how many more there are."""
+    shown = [_plain(name) for name in list(names)[:NAME_COUNT]]
+    more = f" and {len(names) - NAME_COUNT} more" if len(names) > NAME_COUNT else ""
+    return ", ".join(shown) + more if shown else "none"
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"

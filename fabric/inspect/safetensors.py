@@ -1,0 +1,134 @@
+"""Checkpoint files in the safetensors format, read as stored bits.
+
+The format is a length, a JSON header and the raw bytes. It is read here, mapped and not copied, because its own library
+gives numpy no bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import operator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..contract.errors import InputError
+from ..contract.wire import load_json
+from ..format.codec import Bits
+from ..format.layout import TensorSpec
+
+INDEX = "model.safetensors.index.json"  # which file has which tensor, where there are several
+LENGTH_BYTES = 8
+HEADER_BYTES_MAX = 100 << 20  # the format's own limit
+NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+DTYPES = {theirs: ours for ours, theirs in NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file. dtype: the format's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    _bytes: mmap.mmap
+    _begin: int
+    _length: int
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its name, dtype and shape.
+
+        Raises:
+            LayoutMismatch: it is of a dtype that is not published.
+        """
+        return TensorSpec(self.name, DTYPES.get(self.dtype, self.dtype), self.shape)
+
+    def bits(self) -> Bits:
+        """Its stored bits, flat, read only, mapped.
+
+        Raises:
+            InputError: it has not as many bytes as its shape says. LayoutMismatch: as `spec`.
+        """
+        spec = self.spec
+        if self._length != spec.byte_count or self._begin + self._length > len(self._bytes):
+            raise InputError(f"{self.file}: tensor {self.name!r} is cut off", path=str(self.file))
+        return np.frombuffer(self._bytes, spec.bits_dtype, spec.element_count, self._begin)
+
+
+def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a .safetensors file, or of a directory of them (those that its index names, if it has one).
+
+    Raises:
+        InputError: there is no such file, it is of another format, or a tensor is in two of them.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in _files(path):
+        for tensor in _open(file):
+            other = found.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                raise InputError(f"tensor {tensor.name!r} is in {other.file} and in {file}: leave one of them out")
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    index = path / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(load_json(index.read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{index} cannot be read: {error}", path=str(index)) from error
+        for name in names:
+            if not (path / str(name)).is_file():
+                raise InputError(f"{path} has no {name}, which its {INDEX} names: the checkpoint is not complete")
+        return [path / str(name) for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"no *.safetensors in {path}: give a checkpoint's directory, or one file of it")
+    return files
+
+
+def _open(file: Path) -> list[StoredTensor]:
+    try:
+        with file.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        length = int.from_bytes(mapped[:LENGTH_BYTES], "little")
+        if length > min(len(mapped), HEADER_BYTES_MAX):
+            raise ValueError("its header is longer than the file")
+        header = load_json(mapped[LENGTH_BYTES : LENGTH_BYTES + length])
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as safetensors: {error}", path=str(file)) from error
+    start = LENGTH_BYTES + length
+    return [_tensor(file, mapped, start, *item) for item in header.items() if item[0] != "__metadata__"]
+
+
+def _tensor(file: Path, mapped: mmap.mmap, start: int, name: str, entry: Any) -> StoredTensor:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(map(operator.index, entry["shape"]))
+        begin, end = map(operator.index, entry["data_offsets"])
+        if not 0 <= begin <= end or math.prod(shape) < 0:
+            raise ValueError("it lies nowhere")
+    except (TypeError, KeyError, ValueError) as error:
+        raise InputError(f"{file}: the entry of tensor {name!r} cannot be read", path=str(file)) from error
+    return StoredTensor(name, dtype, shape, file, mapped, start + begin, end - begin)

@@ -1,0 +1,1 @@
+"""What the rest of the system may ask of a broker."""

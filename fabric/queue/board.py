@@ -1,0 +1,315 @@
+"""Runs, workers and leases on Redis: the control plane.
+
+- Only a leading controller writes leases; a lease of an older term never overwrites a newer one.
+- Heartbeat ages and lease times are the broker's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from ..broker.clients.channel import checked
+from ..broker.clients.cluster_client import ClusterClient
+from ..broker.connection import translate
+from ..contract.agreement import Agreement
+from ..contract.errors import ConfigError, WireError
+from ..contract.ids import NAME
+from ..contract.limits import EVENT_BYTES_MAX
+from ..contract.records import Lease, RunConfig, WorkerInfo
+from ..contract.sharing import LendSetting, SharingReport
+from ..contract.wire import check_size, dump_json
+from ..ports.queue import BadRow, RowSurvey, RunDetails, RunStatus
+from ..rules.lending.lease import has_ended
+from ..rules.lending.terms import (
+    CLEAR,
+    changed,
+    check_subject,
+    concerns,
+    lent_by_name,
+    setting_of,
+    subjects_of,
+    switch_facts,
+)
+from ..rules.queue.runs import check_same_run
+from . import keys as names
+from .keys import ShardKeys, WeightKeys
+from .leases import RedisLeases, beat_age
+from .rollouts import stream_rows
+from .row_survey import remove_row, survey_rows
+from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, worker_row
+from .scripts import Argument
+from .shards import RunShards
+from .status import details_of, queue_status, read_status, sum_up, unknown_run
+
+log = logging.getLogger(__name__)
+
+NOTICED_S = 1.0  # after this long workers and controllers look for a deleted run no more
+
+
+class RedisLeaseBoard(RedisLeases):
+    """LeaseBoard (see ports)."""
+
+    def __init__(self, client: Redis, *, has_reward_queue: bool = True) -> None:
+        super().__init__(client)
+        self._has_reward_queue = has_reward_queue
+
+    async def create_run(self, config: RunConfig) -> RunConfig:
+        if config.reward is not None and not self._has_reward_queue:
+            raise ConfigError(
+                f"run {config.run_id!r} has a reward function, and rewards wait on an rq queue, which a Redis Cluster "
+                "cannot hold: name a single broker for it in the URL, …?reward_queue=redis://host:port"
+            )
+        with translate():
+            is_new = await self._client.hsetnx(names.RUNS, config.run_id, config.encode())
+            if not is_new:
+                raw = await self._client.hget(names.RUNS, config.run_id)
+                if raw is not None:
+                    check_same_run(_run_in(config.run_id, raw), config)
+                await self._client.hset(names.RUNS, config.run_id, config.encode())
+            for keys in RunShards(config.run_id, config.shard_count).all:
+                await self._create_shard(keys, config)
+        return config
+
+    async def _create_shard(self, keys: ShardKeys, config: RunConfig) -> None:
+        limits = {
+            "depth_max": config.trajectory_count_max // config.shard_count,
+            "bytes_max": config.memory_bytes_max // config.shard_count,
+            "staleness": config.staleness,
+            "when_stale": config.when_stale,
+        }
+        await self._client.hset(keys.run, mapping=limits)
+        for field, first in (("depth", 0), ("bytes", 0), ("head_version", -1)):
+            await self._client.hsetnx(keys.run, field, first)
+        ready = (*keys.trajectory.ready, *keys.turn.ready)
+        for stream, group in (
+            *((stream, names.CONSUMER_GROUP_WORKERS) for stream in ready),
+            (keys.completed, names.CONSUMER_GROUP_TRAINER),
+        ):
+            try:
+                await self._client.xgroup_create(stream, group, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+    async def runs(self) -> dict[str, RunConfig]:
+        with translate():
+            return BadRows().runs(await self._client.hgetall(names.RUNS))
+
+    async def delete_run(self, run_id: str) -> None:
+        """Remove the run and every key of it; scans twice per tag, so it is for people, not for loops.
+
+        The second time for what those at work on it wrote before they noticed; a run made anew meanwhile is let be.
+        """
+        with translate():
+            raw = await self._client.hget(names.RUNS, run_id)
+            if raw is None:
+                raise await unknown_run(self._client, run_id)
+            await self._client.set(names.deleted_run(run_id), "", px=names.DELETED_TTL_MS)
+            await self._client.hdel(names.RUNS, run_id)
+            bases = [WeightKeys(run_id).base, *_bases(run_id, raw)]
+            await self._unlink(bases)
+            await asyncio.sleep(NOTICED_S)
+            if await self._client.hget(names.RUNS, run_id) is None:
+                await self._unlink(bases)
+
+    async def survey_rows(self, tables: Sequence[str] = ()) -> RowSurvey:
+        with translate():
+            return await survey_rows(self._client, tables)
+
+    async def remove_row(self, row: BadRow) -> bool:
+        with translate():
+            return await remove_row(self._client, row)
+
+    async def _unlink(self, bases: Sequence[str]) -> None:
+        for base in bases:
+            pattern = re.sub(r"([\[\]?\\])", r"\\\1", base) + ":*"
+            found = [key async for key in self._client.scan_iter(match=pattern, count=1000)]
+            for start in range(0, len(found), 500):
+                await self._client.unlink(*found[start : start + 500])
+
+    async def run_status(self, run_id: str) -> RunStatus:
+        with translate():
+            raw = await self._client.hget(names.RUNS, run_id)
+            if raw is None:
+                raise await unknown_run(self._client, run_id)
+            config = _run_in(run_id, raw)
+            shards = RunShards(run_id, config.shard_count).all
+            pipeline = self._client.pipeline(transaction=False)
+            for keys in shards:
+                queue_status(pipeline, keys, has_rewards=True)
+            answers = await pipeline.execute(raise_on_error=False)
+            size = len(answers) // len(shards)
+            parts = [answers[n * size : (n + 1) * size] for n in range(len(shards))]
+            read = [read_status(part, keys, BadRows()) for part, keys in zip(parts, shards, strict=True)]
+        return sum_up(config, read)
+
+    async def run_details(self, run: RunConfig) -> RunDetails:
+        shards = RunShards(run.run_id, run.shard_count).all
+        pipeline = self._client.pipeline(transaction=False)
+        for keys in shards:
+            pipeline.execute_command("XINFO", "CONSUMERS", keys.completed, names.CONSUMER_GROUP_TRAINER)
+            pipeline.hscan(keys.dead, 0, count=1)
+            pipeline.zrange(keys.consumers, 0, -1, withscores=True)
+        with translate():
+            answers = await pipeline.execute(raise_on_error=False)  # a run that is being made or deleted has no stream
+            clocks = checked(await self._scripts.call_many([("clock", [keys.clock], []) for keys in shards]))
+        lives = [
+            {name for name, until_ms in rows if until_ms > now_ms}
+            for rows, (now_ms, _) in zip(answers[2::3], clocks, strict=True)
+            if not isinstance(rows, Exception)
+        ]
+        return details_of(answers[::3], answers[1::3], set().union(*lives))
+
+    async def memory_bytes(self) -> tuple[int, int]:
+        with translate():
+            servers = self._client.primaries() if isinstance(self._client, ClusterClient) else [self._client]
+            infos = [await server.info("memory") for server in servers]
+        found = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
+        return max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
+
+    async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
+        run = await self._run(run_id)
+        with translate():
+            await self._client.hset(ShardKeys(run.run_id, 0).run, "agreement", agreement.encode())
+
+    async def heartbeat(self, info: WorkerInfo) -> Lease | None:
+        keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.CLOCK]
+        with translate():
+            run = await self._scripts.call("heartbeat", keys, [info.worker_id, info.encode()])
+            if run is None or not NAME.match(run.decode("utf-8", "replace")):
+                return None
+            if not await self._client.hexists(names.RUNS, run):
+                return None
+            shard = ShardKeys(run.decode(), 0)
+            now_ms, raw = await self._scripts.call("read_lease", [shard.leases, shard.clock], [info.worker_id])
+        try:
+            lease = lease_row(info.worker_id, run.decode(), raw, now_ms) if raw else None
+        except WireError as error:  # the controller writes it anew
+            log.warning("lease.unreadable", extra={"error": str(error)})
+            return None
+        return None if lease is None or has_ended(lease) else lease
+
+    async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
+        with translate():
+            await self._client.blpop([names.lease_bell(worker_id)], timeout=timeout_s)
+
+    async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:
+        with translate():
+            infos = await self._client.hgetall(names.WORKERS)
+            beats = dict(await self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True))
+            now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
+        return {
+            name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, beat_age(beats.get(name), now_ms)))
+            for name, raw in infos.items()
+        }
+
+    async def forget_worker(self, worker_id: str) -> None:
+        with translate():
+            await self._client.hdel(names.WORKERS, worker_id)
+            await self._client.zrem(names.HEARTBEATS, worker_id)
+            await self._client.hdel(names.ASSIGNMENTS, worker_id)
+            await self._client.hdel(names.SHARING, worker_id)
+
+    async def _run(self, run_id: str) -> RunConfig:
+        with translate():
+            raw = await self._client.hget(names.RUNS, run_id)
+        if raw is None:
+            raise await unknown_run(self._client, run_id)
+        return _run_in(run_id, raw)
+
+    async def set_lend(self, subject: str, value: LendSetting | str) -> None:
+        await self._say(subject, setting_of(subject, value), is_named_anew=True)
+
+    async def change_lend(self, subject: str, changes: Mapping[str, Any]) -> LendSetting:
+        check_subject(subject)
+        while True:
+            with translate():
+                row = await self._client.hget(names.LENDS, subject)
+            said = changed(None if row is None else lend_row(row), changes)
+            if found := await self._say(subject, said, row or b"", is_named_anew="mode" in changes):
+                return found
+
+    async def _say(self, subject: str, said: LendSetting, *before: bytes, is_named_anew: bool) -> LendSetting | None:
+        """before: the row that this changes; None: somebody else has changed it meanwhile (nothing written)."""
+        with translate():
+            infos = await self._client.hgetall(names.WORKERS)
+            now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
+            said = replace(said, said_at_ms=now_ms)
+            rows = {name.decode("utf-8", "replace"): worker_row(name, raw) for name, raw in infos.items()}
+            said = lent_by_name(subject, said, rows.values()) if is_named_anew else said
+            concerned = [name for name, info in rows.items() if concerns(subject, info)]
+            facts = check_size("event lend.switched", dump_json(switch_facts(subject, said)), EVENT_BYTES_MAX)
+            keys = [names.LENDS, names.EVENTS, *map(names.lease_bell, concerned)]
+            row = b"" if said.mode == CLEAR else said.encode()
+            args: list[Argument] = [subject, row, facts, names.BELL_TTL_MS, names.EVENT_COUNT_MAX, *before]
+            return said if await self._scripts.call("set_lend", keys, args) else None
+
+    async def lends(self) -> dict[str, LendSetting]:
+        with translate():
+            rows = await self._client.hgetall(names.LENDS)
+        return {name.decode("utf-8", "replace"): lend_row(raw) for name, raw in rows.items()}
+
+    async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
+        subjects = subjects_of(worker_id, pool)
+        with translate():
+            wall_ms, rows = await self._scripts.call("read_lends", [names.LENDS], subjects)
+        said = zip(subjects, rows, strict=True)
+        return {name: lend_row(raw) for name, raw in said if raw is not None}, int(wall_ms)
+
+    async def wall_ms(self) -> int:
+        with translate():
+            _, wall_ms = await self._scripts.call("clock", [names.CLOCK], [])
+        return int(wall_ms)
+
+    async def set_sharing(self, report: SharingReport) -> None:
+        with translate():
+            await self._scripts.call("set_sharing", [names.WORKERS, names.SHARING], [report.worker_id, report.encode()])
+
+    async def sharing(self) -> dict[str, SharingReport]:
+        with translate():
+            rows = await self._client.hgetall(names.SHARING)
+        found = {name.decode("utf-8", "replace"): sharing_row(raw) for name, raw in rows.items()}
+        return {name: report for name, report in found.items() if report is not None}
+
+    async def add_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        await self.add_events([(kind, facts)])
+
+    async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:
+        block = max(1, int(timeout_s * 1000))
+        with translate():
+            answer = await self._client.xread({names.EVENTS: after}, count=count, block=block)
+        return [event_row(*entry) for _, entries in stream_rows(answer) for entry in entries]
+
+    async def newest_events(self, before: str, count: int) -> list[tuple[str, str, dict[str, Any]]]:
+        with translate():
+            entries = await self._client.xrevrange(names.EVENTS, max=f"({before}" if before else "+", count=count)
+        return [event_row(*entry) for entry in entries]
+
+
+def _run_in(run_id: str, raw: bytes) -> RunConfig:
+    """A run's row.
+
+    Raises:
+        WireError: it cannot be read; how to remove it.
+    """
+    try:
+        return run_row(run_id.encode(), raw)
+    except WireError as error:
+        raise WireError(f"run {run_id!r} cannot be read, `rollfab runs rm {run_id}` deletes it: {error}") from error
+
+
+def _bases(run_id: str, raw: bytes) -> list[str]:
+    """Beginnings of the keys of a run's shards; of one that cannot be read, of all that there may be."""
+    try:
+        count = run_row(run_id.encode(), raw).shard_count
+    except WireError:
+        return [ShardKeys(run_id, 0).base.replace(".0}", ".*}")]
+    return [keys.base for keys in RunShards(run_id, count).all]

@@ -1,0 +1,275 @@
+"""Leases, leadership and the plan on Redis: what a capacity controller reads and writes.
+
+- Only a leading controller writes. Everything it writes carries its term: leases are refused by a shard that a newer
+  term has written to, the rest by the counter of terms. A leader that was replaced changes nothing, whatever it does.
+- A reading of the whole board is three round trips, and carrying out a plan two to six, however many workers there are.
+- A worker's assignment is written before its lease, and shard 0 of a run last: it is the one that is read, so whatever
+  a controller that dies in between has left undone is seen by the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from ..broker.clients.channel import checked
+from ..broker.connection import translate
+from ..contract.errors import RunUnknown
+from ..contract.lease_plan import LeaseChange, LeasePlan, term_of
+from ..contract.limits import EVENT_BYTES_MAX
+from ..contract.records import Lease, RunConfig, WorkerInfo
+from ..contract.text import one_line
+from ..contract.wire import check_size, dump_json
+from ..ports.queue import BadRow, RunStatus, Survey
+from ..rules.lending.lease import has_ended
+from . import keys as names
+from .keys import ShardKeys
+from .rows import BadRows, lease_row, plan_row, shown_name, worker_row
+from .scripts import Call, Scripts
+from .shards import RunShards
+from .status import queue_status, read_status, sum_up
+
+__all__ = ["RedisLeases"]
+
+STANDING = 0
+REFUSED = -1  # what set_leases answers where a newer term or lease is in place …
+SAME_LEASE = 1  # … and where it only extended
+
+
+class RedisLeases:
+    """The controller's part of LeaseBoard (see ports)."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client: Any = client  # its stubs do not know that replies are bytes
+        self._scripts = Scripts(client)
+        self._seen: dict[bytes, tuple[bytes, WorkerInfo]] = {}  # what workers said at the last survey
+
+    async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:
+        keys = [names.LEADER, names.LEASE_EPOCH, names.CLOCK]
+        with translate():
+            return int(await self._scripts.call("lead", keys, [controller_id, process, duration_ms, int(is_new)]))
+
+    async def open_term(self, term: int) -> None:
+        with translate():
+            runs = BadRows().runs(await self._client.hgetall(names.RUNS))
+            calls = [_leases_call(keys, term, []) for config in runs.values() for keys in _shards(config).all]
+            checked(await self._scripts.call_many(calls))
+
+    async def survey(self, *, has_rewards: bool = False) -> Survey:
+        bad = BadRows()
+        with translate():
+            (runs,) = await self._client.pipeline(transaction=False).hgetall(names.RUNS).execute(raise_on_error=False)
+            configs = list(bad.runs(bad.answer("runs", runs, {})).values())
+            parts = [(config, keys) for config in configs for keys in _shards(config).all]
+            pipeline = self._client.pipeline(transaction=False)
+            pipeline.hgetall(names.WORKERS)
+            pipeline.zrange(names.HEARTBEATS, 0, -1, withscores=True)
+            pipeline.hgetall(names.ASSIGNMENTS)
+            for _, keys in parts:
+                pipeline.hgetall(keys.leases)
+                queue_status(pipeline, keys, has_rewards=has_rewards)
+            # The clocks come after the heartbeats: an age below 0 is then a clock that went back.
+            answers = list(await pipeline.execute(raise_on_error=False))
+            clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]
+            (now_ms, wall_ms), *shown = checked(await self._scripts.call_many([("clock", [key], []) for key in clocks]))
+            infos, beats, assigned = (
+                bad.answer(table, answer, {})
+                for table, answer in zip(("workers", "heartbeats", "assignments"), answers, strict=False)
+            )
+        beats = dict(beats)
+        self._seen = {name: self._seen_row(name, raw) for name, raw in infos.items()}
+        return Survey(
+            workers={_text(name): (info, beat_age(beats.get(name), now_ms)) for name, (_, info) in self._seen.items()},
+            assignments={_text(name): _text(run_id) for name, run_id in assigned.items()},
+            wall_ms=wall_ms,
+            now_ms=now_ms,
+            **_by_run(parts, answers[3:], [shard_ms for shard_ms, _ in shown], bad),
+            bad_rows=[*bad.found, *(_bad_worker(name, info) for name, (_, info) in self._seen.items() if not info.pid)],
+        )
+
+    def _seen_row(self, name: bytes, raw: bytes) -> tuple[bytes, WorkerInfo]:
+        """Most workers say between two readings what they said before: reading that again would be the dearest part."""
+        seen = self._seen.get(name)
+        return seen if seen is not None and seen[0] == raw else (raw, worker_row(name, raw))
+
+    async def change_leases(self, term: int, changes: Sequence[LeaseChange], assigned: Mapping[str, str]) -> list[bool]:
+        configs = await self._configs({change.lease.run_id for change in changes}) if changes else {}
+        ends = [change for change in changes if change.is_end]
+        sets = [change for change in changes if not change.is_end]
+        moved = [each.lease for each in sets if assigned.get(each.lease.worker_id) != each.lease.run_id]
+        codes: dict[int, int] = {}
+        with translate():
+            codes |= await self._write(term, ends, configs)
+            await self._assign(term, {lease.worker_id: lease.run_id for lease in moved})
+            codes |= await self._write(term, sets, configs)
+            await self._assign(term, {each.lease.worker_id: "" for each in changes if codes[id(each)] > SAME_LEASE})
+        return [codes[id(change)] >= SAME_LEASE for change in changes]
+
+    async def _write(
+        self, term: int, changes: Sequence[LeaseChange], configs: Mapping[str, RunConfig]
+    ) -> dict[int, int]:
+        """What the shards say to each change, by its id(): the worst answer of any shard."""
+        by_run: dict[str, list[LeaseChange]] = {}
+        for change in changes:
+            by_run.setdefault(change.lease.run_id, []).append(change)
+        others, firsts = [], []
+        for run_id, group in by_run.items():
+            first, *rest = _shards(configs[run_id]).all
+            firsts.append((first, group))
+            others += [(keys, group) for keys in rest]
+        found: dict[int, int] = {}
+        for parts in (others, firsts):
+            calls = [_leases_call(keys, term, group) for keys, group in parts]
+            answers = checked(await self._scripts.call_many(calls)) if calls else []
+            for (_, group), answer in zip(parts, answers, strict=True):
+                for change, code in zip(group, answer, strict=True):
+                    before = found.get(id(change), code)
+                    found[id(change)] = REFUSED if REFUSED in (before, code) else max(before, code)
+        return found
+
+    async def _assign(self, term: int, runs: Mapping[str, str]) -> None:
+        """Say which run workers should look at ("": as before), and wake them."""
+        calls: list[Call] = [
+            (
+                "assign",
+                [names.ASSIGNMENTS, names.lease_bell(worker_id), names.LEASE_EPOCH],
+                [term, worker_id, run_id, names.BELL_TTL_MS],
+            )
+            for worker_id, run_id in runs.items()
+        ]
+        if calls:
+            checked(await self._scripts.call_many(calls))
+
+    async def _configs(self, run_ids: set[str]) -> dict[str, RunConfig]:
+        wanted = sorted(run_ids)
+        with translate():
+            rows = await self._client.hmget(names.RUNS, wanted)
+        found = BadRows().runs({name.encode(): raw for name, raw in zip(wanted, rows, strict=True) if raw is not None})
+        for run_id in wanted:
+            if run_id not in found:
+                raise RunUnknown(f"run {run_id!r} does not exist on this broker")
+        return found
+
+    async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
+        with translate():
+            assigned = await self._client.hget(names.ASSIGNMENTS, lease.worker_id)
+        change = LeaseChange(lease=lease, duration_ms=duration_ms)
+        known = {lease.worker_id: _text(assigned)} if assigned else {}
+        return (await self.change_leases(term_of(lease), [change], known))[0]
+
+    async def end_lease(self, lease: Lease) -> None:
+        await self.change_leases(term_of(lease), [LeaseChange(lease=lease, is_end=True)], {})
+
+    async def leases(self, run_id: str) -> dict[str, Lease]:
+        with translate():
+            keys = ShardKeys(run_id, 0)
+            rows = await self._client.hgetall(keys.leases)
+            now_ms, _ = await self._scripts.call("clock", [keys.clock], [])
+        return _leases(run_id, rows, now_ms)
+
+    async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:
+        keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.SHARING, names.LEASE_EPOCH]
+        wanted = set(worker_ids)
+        # A name that is no UTF-8 is not written as it is shown: the rows are those that the last survey showed so.
+        odd = [name for name in self._seen if _text(name) in wanted and _text(name).encode() != name]
+        with translate():
+            return bool(await self._scripts.call("forget_workers", keys, [term, *worker_ids, *odd]))
+
+    async def set_plan(self, plan: LeasePlan) -> bool:
+        with translate():
+            return bool(
+                await self._scripts.call("set_plan", [names.PLAN, names.LEASE_EPOCH], [plan.term, plan.encode()])
+            )
+
+    async def plan(self) -> LeasePlan | None:
+        with translate():
+            return plan_row(await self._client.get(names.PLAN))
+
+    async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        calls: list[Call] = [
+            (
+                "add_event",
+                [names.EVENTS],
+                [kind, check_size(f"event {kind}", dump_json(dict(facts)), EVENT_BYTES_MAX), names.EVENT_COUNT_MAX],
+            )
+            for kind, facts in events
+        ]
+        with translate():
+            checked(await self._scripts.call_many(calls))
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def _bad_worker(name: bytes, info: WorkerInfo) -> BadRow:
+    return BadRow("workers", shown_name(name), one_line(info.error or ""))
+
+
+def beat_age(beat: float | None, now_ms: int) -> int:
+    """How long ago a heartbeat was, ms; one at no time that there is was never."""
+    return now_ms - (int(beat) if beat is not None and math.isfinite(beat) else 0)
+
+
+def _shards(config: RunConfig) -> RunShards:
+    return RunShards(config.run_id, config.shard_count)
+
+
+def _leases_call(keys: ShardKeys, term: int, changes: Sequence[LeaseChange]) -> Call:
+    args: list[Any] = [term]
+    for change in changes:
+        lease = change.lease
+        args += [lease.worker_id, lease.lease_epoch, lease.slot_count, change.duration_ms or STANDING]
+        args.append(int(change.is_end))
+    return ("set_leases", [keys.leases, keys.clock, keys.lease_term], args)
+
+
+def _leases(run_id: str, rows: Mapping[bytes, bytes], now_ms: int) -> dict[str, Lease]:
+    return {
+        (worker := name.decode("utf-8", "replace")): lease_row(worker, run_id, raw, now_ms)
+        for name, raw in rows.items()
+    }
+
+
+def _by_run(
+    parts: Sequence[tuple[RunConfig, ShardKeys]], answers: list[Any], clocks: Sequence[int], bad: BadRows
+) -> dict[str, Any]:
+    """Status and leases of each run, of what its shards answered: leases, and then what queue_status asks."""
+    size = len(answers) // len(parts) if parts else 0
+    configs = {config.run_id: config for config, _ in parts}
+    leases: dict[str, list[dict[str, Lease]]] = {run_id: [] for run_id in configs}
+    shards: dict[str, list[dict[str, Any]]] = {run_id: [] for run_id in configs}
+    for index, (config, keys) in enumerate(parts):
+        rows, *rest = answers[index * size : (index + 1) * size]
+        leases[config.run_id].append(_good_leases(config.run_id, keys, rows, clocks[index], bad))
+        shards[config.run_id].append(read_status(rest, keys, bad))
+    runs: dict[str, RunStatus] = {run_id: sum_up(config, shards[run_id]) for run_id, config in configs.items()}
+    return {"runs": runs, "leases": {run_id: _agreed(by_shard) for run_id, by_shard in leases.items()}}
+
+
+def _good_leases(run_id: str, keys: ShardKeys, answer: Any, now_ms: int, bad: BadRows) -> dict[str, Lease]:
+    """Leases of a shard, without those that cannot be read: the next plan writes them anew."""
+    table = names.table_of(keys.leases)
+    found = {}
+    for name, raw in bad.answer(table, answer, {}).items():
+        try:
+            found[name.decode()] = lease_row(name.decode(), run_id, raw, now_ms)
+        except ValueError as error:
+            bad.note(table, name, error)
+    return found
+
+
+def _agreed(by_shard: Sequence[Mapping[str, Lease]]) -> dict[str, Lease]:
+    """Leases of one run as all its shards have them; one that is not the same everywhere is of no slots."""
+    found: dict[str, Lease] = {}
+    for name in dict.fromkeys(name for leases in by_shard for name in leases):
+        held = [leases[name] for leases in by_shard if name in leases]
+        newest = max(held, key=lambda lease: lease.lease_epoch)
+        kinds = {(each.lease_epoch, each.slot_count, has_ended(each)) for each in held}
+        is_whole = len(held) == len(by_shard) and len(kinds) == 1
+        found[name] = newest if is_whole else replace(newest, slot_count=0)
+    return found

@@ -1,0 +1,32 @@
+-- put_manifest(epoch, version, kind, base_version, manifest, is_whole)
+-- Write a version's manifest, if its publisher is still in charge. Twin: rules/weights/publish.py, may_put.
+--   KEYS[1] head hash   version, epoch, kind, moved_by   KEYS[2] manifests hash   "version:kind" → manifest
+--   KEYS[3] sending hash   "version:kind.epoch" → chunk count   (written with the chunks, deleted here)
+-- is_whole: 1 all its chunks were found a moment ago · 0 not (then nothing is written, and only the code is told).
+-- Returns {code, head version, head epoch}; codes: 1 granted · 2 the same is there · -1 another publisher took over ·
+-- -5 the version already means something else · -6 a jump that does not lead up to the head or below it.
+-- use count head
+local epoch, version, kind, base, manifest = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), ARGV[5]
+local head_version, head_epoch = read_head(KEYS[1])
+local function answer(code) return {code, head_version, head_epoch} end
+if head_epoch ~= epoch then return answer(-1) end
+local name = ARGV[2] .. ':' .. kind
+local is_ours = {hash = true, none = true}
+if not is_ours[redis.call('TYPE', KEYS[2]).ok] then redis.call('UNLINK', KEYS[2]) end
+local known = redis.call('HGET', KEYS[2], name)
+local sending = name .. '.' .. ARGV[1]
+if known == manifest then
+  redis.call('HDEL', KEYS[3], sending)
+  return answer(2)
+end
+if kind == 'jump-8' or kind == 'jump-64' then
+  if base < 0 or base >= version or version > head_version then return answer(-6) end
+  if known then return answer(-5) end
+elseif version < head_version or (version == head_version and (kind ~= 'keyframe' or known)) then
+  return answer(-5)
+end
+if ARGV[6] == '1' then
+  redis.call('HSET', KEYS[2], name, manifest)
+  redis.call('HDEL', KEYS[3], sending)
+end
+return answer(1)

@@ -1,0 +1,25 @@
+-- Put jobs back on (or onto) their ready streams and wake idle workers. Needs record.lua before it.
+-- `ready` = the streams of urgency 0 (first), 1, 2; `open` is the hash of open groups, "priority missing quorum".
+-- BELL_COUNT_MAX is in queue/keys.py. Twin of the rule: rules/queue/priority.py.
+
+-- A job that was held before, or whose group is nearly complete, goes one class before its group's priority.
+local function urgency(row, was_held)
+  local priority, missing, quorum = string.match(row or '', '^([012]) (%-?%d+) (%d+)$')
+  if not priority then priority, missing, quorum = 1, 1, 1 end
+  priority = tonumber(priority)
+  if was_held or tonumber(missing) * 4 <= tonumber(quorum) then priority = math.max(0, priority - 1) end
+  return priority
+end
+
+local function group_of(id) return string.match(id, '^[^.]+') or id end
+
+local function make_ready(ready, bell, open, ids, was_held)
+  local rings, rows = {}, {}
+  for n, id in ipairs(ids) do
+    local group = group_of(id)
+    if rows[group] == nil then rows[group] = redis.call('HGET', open, group) end
+    redis.call('XADD', ready[urgency(rows[group], was_held) + 1], '*', 'id', id)
+    if n <= 64 then rings[n] = '1' end
+  end
+  if #rings > 0 and redis.call('LPUSH', bell, unpack(rings)) > 64 then redis.call('LTRIM', bell, 0, 63) end
+end

@@ -1,0 +1,18 @@
+-- What speaks against a job whose worker was lost, or at which a worker stalled. Twin of the rule: rules/queue/retries.py.
+local function clear(r)
+  r.loss, r.blame, r.seen = 0, 0, 0
+end
+
+local function note_loss(r, come, could_be_it, suspect_loss)
+  local was_suspect = r.loss >= suspect_loss and come == r.seen
+  if come ~= r.seen then r.loss, r.blame, r.seen = 0, 0, come end
+  if could_be_it then
+    r.loss = r.loss + 1
+    if was_suspect then r.blame = r.blame + 1 end
+  end
+end
+
+local function note_stall(r, come)
+  if come ~= r.seen then r.loss, r.blame, r.seen = 0, 0, come end
+  r.loss, r.blame = r.loss + 1, r.blame + 1
+end

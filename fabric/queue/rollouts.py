@@ -1,0 +1,371 @@
+"""Groups on Redis: pushed by a trainer, delivered when complete, gone when acknowledged.
+
+- Delivery is a consumer group, whose consumers are clients: "name/client". What a client received but did not
+  acknowledge is its own while it gives signs of life, and comes again to whoever takes it over, marked so.
+- Whoever holds a group may end it: nobody else's acknowledgement counts, nor anybody else's taking back of what is too
+  stale.
+- A group is looked at for staleness at every delivery.
+- Back-pressure is an error: a group above the run's bound is not taken in, and the error says which are.
+- A push is acknowledged when it is as safe as `durability` asks (durability.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from ..broker.clients.channel import Command, checked, stream_entries
+from ..broker.clients.typed import is_wrong_type
+from ..broker.clients.waiting import first_found
+from ..broker.connection import translate
+from ..contract.clock import Clock, SystemClock
+from ..contract.errors import BrokerError, FabricError, FirstError
+from ..contract.ids import new_worker_id, trajectory_id
+from ..contract.records import DeadLetter, Failure, Group, Rollout, RunConfig
+from ..contract.wire import dump_json
+from ..ports.queue import ConsumerBeat, Delivery, GroupPush
+from ..rules.queue.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
+from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
+from .durability import Durability, call_durably
+from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER
+from .rows import BadRows, GroupFacts, given_up_row, letter_row, rollout_rows
+from .scripts import Call, Scripts
+from .shards import RunShards, ending_keys, rerun_keys, waking_keys
+from .status import unknown_run
+
+LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
+PENDING_COUNT = 64  # of these looked at together
+TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
+NO_RUN = -2  # queue/lua/push_group.lua: the run is not there
+LATE_COUNT = 64  # groups closed at their deadline by one call
+
+
+class RedisRolloutStream:
+    """RolloutStream (see ports) of one run."""
+
+    def __init__(
+        self,
+        client: Redis,
+        run: RunConfig,
+        *,
+        clock: Clock | None = None,
+        durability: Durability = "memory",
+        client_id: str | None = None,
+    ) -> None:
+        """client_id: what tells consumers of one name apart. Default: a new one."""
+        self._client_id = client_id or new_worker_id("client")
+        self._client: Any = client  # its stubs do not know that replies are bytes
+        self._scripts = Scripts(client)
+        self._run = run
+        self._shards = RunShards(run.run_id, run.shard_count)
+        self._clock = clock or SystemClock()
+        self._durability = durability
+        self._in_hand: set[tuple[int, bytes]] = set()  # received here, neither acknowledged nor put back
+        self._look_back_at_s: dict[str, float] = {}
+        self._known_names: set[str] = set()  # that this client has consumed under
+
+    async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
+        answers = await self._push([self._push_call(group) for group in groups])
+        is_gone = any(isinstance(answer, list) and answer[0] == NO_RUN for answer in answers)
+        gone = await unknown_run(self._client, self._run.run_id) if is_gone else None
+        names = [group.group_id for group in groups]
+        doubtful = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, FabricError)]
+        verdicts = [self._verdict(answer, gone) for answer in answers]
+        return outcome(dict(zip(names, verdicts, strict=True)), doubtful)
+
+    async def _push(self, calls: Sequence[Call]) -> list[Any]:
+        """Answers in order; an error of ours where the round trip failed, so that nobody knows."""
+        by_run_key: dict[str, list[int]] = {}  # one barrier for each shard
+        for index, (_, names, _) in enumerate(calls):
+            by_run_key.setdefault(names[0] if self._durability != "memory" else "", []).append(index)
+        answers: list[Any] = [None] * len(calls)
+        for part in by_run_key.values():
+            wanted = [calls[index] for index in part]
+            try:
+                with translate():
+                    if self._durability == "memory":
+                        found = await self._scripts.call_many(wanted)
+                    else:
+                        found = await call_durably(self._scripts, wanted, self._durability)
+            except BrokerError as error:
+                found = [error] * len(part)
+            for index, answer in zip(part, found, strict=True):
+                answers[index] = answer
+        return answers
+
+    def _push_call(self, group: GroupPush) -> tuple[str, list[str], list[Any]]:
+        keys = self._shards.of(group.group_id)
+        t = keys.trajectory
+        names = [keys.run, *waking_keys(keys, t), t.job, t.record, keys.counters, keys.group(group.group_id)]
+        names += [keys.late, keys.clock, keys.consumed, keys.dead]
+        facts = dump_json({"task_id": group.task_id, "task": group.task})
+        size = len(group.jobs)
+        deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
+        args: list[Any] = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts]
+        args.append(DEAD_COUNT_MAX)
+        for job in group.jobs:
+            args += [job.trajectory_id, job.encode()]
+        return "push_group", names, args
+
+    def _verdict(self, answer: Any, gone: FabricError | None) -> bool | FabricError:
+        """Whether the group was new, or why it is not in; `gone`: what to say where there is no such run."""
+        if isinstance(answer, FabricError):
+            return answer
+        if isinstance(answer, Exception):
+            return _translated(answer)
+        if answer[0] == NO_RUN:
+            assert gone is not None
+            return gone
+        refusals: dict[int, Callable[..., FabricError]] = {-1: too_many_open, -3: too_many_dead, -4: too_many_bytes}
+        refusal = refusals.get(answer[0])
+        return bool(answer[0]) if refusal is None else refusal(self._run.run_id, *answer[1:])
+
+    async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
+        is_new = consumer not in self._known_names
+        taken_count, was_lost, namesakes, first_error = 0, False, dict[str, None](), FirstError()
+        for keys in self._shards.all:
+            args: list[Any] = [consumer, self._client_id, int(duration_s * 1000), int(is_new), TAKE_COUNT]
+            count = TAKE_COUNT
+            while count >= TAKE_COUNT:
+                count = 0
+                with first_error, translate():
+                    names = [keys.completed, keys.consumers, keys.clock]
+                    count, is_unknown, *found = await self._scripts.call("beat_consumer", names, args)
+                    was_lost |= bool(is_unknown) and not is_new
+                    namesakes.update(
+                        dict.fromkeys(name.decode("utf-8", "replace").rpartition("/")[2] for name in found)
+                    )
+                taken_count += count
+        if taken_count:
+            self._look_back_at_s.clear()
+        first_error.raise_it()
+        self._known_names.add(consumer)
+        return ConsumerBeat(taken_count=taken_count, was_lost=was_lost, namesakes=tuple(namesakes))
+
+    async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
+        if self._look_back_at_s.get(consumer, 0.0) <= self._clock.now_s():
+            at_most = len(self._in_hand) + PENDING_COUNT
+            held = await self._read(consumer, at_most, "0", None)
+            owed = [row for row in held if row[:2] not in self._in_hand]
+            found: list[Delivery] = []
+            while owed and not found:  # what is too stale runs again, and is not found
+                found = await self._deliveries(owed[:count], consumer, is_again=True)
+                del owed[:count]
+            if found:
+                return found
+            if len(held) < at_most:  # else there may be more
+                self._look_back_at_s[consumer] = self._clock.now_s() + LOOK_BACK_S
+        return await self._deliveries(await self._fresh(consumer, count, timeout_s), consumer, is_again=False)
+
+    def put_back(self, delivery: Delivery) -> None:
+        self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
+        self._look_back_at_s.clear()
+
+    async def _fresh(self, consumer: str, count: int, timeout_s: float) -> list[tuple[int, bytes, str]]:
+        """Entries that nobody has received, after a wait if there are none."""
+        names = [keys.completed for keys in self._shards.all]
+        if len(self._scripts.apart(names)) == 1:
+            return await self._read(consumer, count, ">", None) or await self._read(consumer, count, ">", timeout_s)
+        until_s = self._clock.now_s() + timeout_s
+        while True:
+            ends = [("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names]
+            with translate():  # before the look: what comes after it is what the wait wakes for
+                rows = [[] if is_wrong_type(each) else each for each in await self._scripts.channel.ask_many(ends)]
+                last = [each[0][0] if each else b"0-0" for each in checked(rows)]
+            found = await self._read(consumer, count, ">", None)
+            left_ms = int((until_s - self._clock.now_s()) * 1000)
+            if found or left_ms <= 0:
+                return found
+            with translate():  # by XREAD: what XREADGROUP takes in a wait that is cancelled would be seen by nobody
+                each = zip(names, last, strict=True)
+                await first_found([self._client.xread({name: end}, count=1, block=left_ms) for name, end in each])
+
+    async def _read(
+        self, consumer: str, count: int, after: str, timeout_s: float | None
+    ) -> list[tuple[int, bytes, str]]:
+        """Entries of the completed streams as (shard, entry id, group id); no group id: it was deleted meanwhile."""
+        names = [keys.completed for keys in self._shards.all]
+        block = () if timeout_s is None else ("BLOCK", max(1, int(timeout_s * 1000)))
+        command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, self._holder(consumer), "COUNT", count, *block)
+        commands = [(*command, "STREAMS", *part, *[after] * len(part)) for part in self._scripts.apart(names)]
+        try:
+            with translate():
+                answers = await self._scripts.channel.ask_alone(commands)
+                if any(map(is_wrong_type, answers)):
+                    await self._make_room(names)
+                    return []
+                checked(answers)
+        except BrokerError as error:
+            if error.facts.get("reason") != "forgotten":
+                raise
+            gone = await unknown_run(self._client, self._run.run_id)
+            raise (gone if "deleted_ago_ms" in gone.facts else error) from error
+        return [
+            (names.index(name), entry_id, fields[1].decode("utf-8", "replace") if len(fields) > 1 else "")
+            for answer in answers
+            for name, entry_id, fields in stream_entries(answer)
+        ]
+
+    async def _make_room(self, names: Sequence[str]) -> None:
+        """Make the streams of complete groups anew where other types of keys are in their place."""
+        for name in names:
+            try:
+                await self._client.xgroup_create(name, CONSUMER_GROUP_TRAINER, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+    def _holder(self, consumer: str) -> str:
+        """This client's name as a consumer in the broker."""
+        return f"{consumer}/{self._client_id}"
+
+    async def _deliveries(self, rows: list[tuple[int, bytes, str]], consumer: str, *, is_again: bool) -> list[Delivery]:
+        commands: list[Command] = []
+        for shard, _, group_id in rows:
+            keys = self._shards.all[shard]
+            commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
+            commands.append(("HGET", keys.run, "head_version"))
+        with translate():
+            found_answers = await self._scripts.channel.ask_many(commands)
+            answers = checked([[] if is_wrong_type(each) else each for each in found_answers])
+        found: list[Delivery] = []
+        for row, facts, made, head in zip(rows, answers[::3], answers[1::3], answers[2::3], strict=True):
+            shard, entry_id, group_id = row
+            if not facts:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
+                await self._drop(shard, entry_id)
+                continue
+            if b"ended_by" not in facts[::2]:  # read from a primary that is gone: the new one has it open, and ends it
+                continue
+            group = await self._group(group_id, facts, made, is_again=is_again)
+            delivery = Delivery(group=group, shard=shard, entry_id=entry_id.decode(), holder=self._holder(consumer))
+            head_version = BadRows().whole("", "", head or None, -1)
+            stale = self._stale(group, head_version)
+            if stale:
+                await self._rerun(delivery, stale, head_version, is_again=is_again)
+                continue
+            self._in_hand.add((shard, entry_id))
+            found.append(delivery)
+        return found
+
+    def _stale(self, group: Group, head: int) -> list[Rollout]:
+        if self._run.when_stale != "rerun":
+            return []
+        return [each for each in group.rollouts if is_stale(each.policy_version, head, self._run.staleness)]
+
+    async def _rerun(self, delivery: Delivery, stale: Sequence[Rollout], head: int, *, is_again: bool) -> None:
+        keys, run_id, group_id = self._shards.all[delivery.shard], self._run.run_id, delivery.group.group_id
+        args: list[Any] = [group_id, delivery.entry_id, delivery.holder, int(is_again), RERUN_COUNT_MAX]
+        with translate():
+            jobs = await self._client.hmget(keys.trajectory.job, [each.trajectory_id for each in stale])
+            for rollout, raw in zip(stale, jobs, strict=True):
+                if raw is not None:  # else the group was cancelled a moment ago
+                    reason = too_stale(rollout.policy_version, head)
+                    letter = given_up_row(run_id, "-", rollout.trajectory_id, raw, reason)
+                    args += [rollout.trajectory_id, letter.encode()]
+            await self._scripts.call("rerun_stale", rerun_keys(keys, group_id), args)
+
+    async def _group(self, group_id: str, raw_facts: list[bytes], made: list[bytes], *, is_again: bool) -> Group:
+        """A group of its hashes, each as fields and values in turn; a rollout that cannot be read is a failure."""
+        facts = GroupFacts.of(dict(zip(raw_facts[::2], raw_facts[1::2], strict=True)))
+        rollouts, unread = rollout_rows(group_id, dict(zip(made[::2], made[1::2], strict=True)))
+        names = [trajectory_id(group_id, index) for index in range(facts.size)]
+        missing = [name for name in names if name not in rollouts and name not in unread]
+        failures = await self._failures(group_id, missing) if missing and facts.failed_count else ()
+        failed = {each.trajectory_id for each in failures}
+        return Group(
+            group_id=group_id,
+            task_id=facts.task_id,
+            rollouts=tuple(rollouts[name] for name in names if name in rollouts),
+            failures=(*failures, *(Failure(name, reason) for name, reason in unread.items())),
+            cancelled=tuple(name for name in missing if name not in failed),
+            ended_by=facts.ended_by,
+            redelivered=is_again or b"redelivered" in raw_facts[::2],
+        )
+
+    async def _failures(self, group_id: str, missing: Sequence[str]) -> tuple[Failure, ...]:
+        """Those of a group's trajectories without a rollout that were given up, and why."""
+        keys = self._shards.of(group_id)
+        tables = (keys.trajectory.record, keys.dead)
+        with translate():
+            records, letters = [await self._client.hmget(table, missing) for table in tables]
+        return tuple(
+            Failure(name, letter_row(self._run.run_id, name.encode(), letter).reason if letter else NO_LETTER)
+            for name, record, letter in zip(missing, records, letters, strict=True)
+            if record and record.startswith(b"failed ")
+        )
+
+    async def _drop(self, shard: int, entry_id: bytes) -> None:
+        name = self._shards.all[shard].completed
+        commands = [("XACK", name, CONSUMER_GROUP_TRAINER, entry_id), ("XDEL", name, entry_id)]
+        with translate():
+            checked([each for each in await self._scripts.channel.ask_many(commands) if not is_wrong_type(each)])
+
+    async def acknowledge(self, delivery: Delivery) -> bool:
+        keys = self._shards.all[delivery.shard]
+        group_id = delivery.group.group_id
+        names = [keys.completed, keys.group(group_id), keys.rollouts(group_id), keys.trajectory.record]
+        with translate():
+            code = await self._scripts.call(
+                "acknowledge",
+                [*names, keys.run, keys.counters, keys.consumed, keys.trajectory.job, keys.clock],
+                [delivery.entry_id, delivery.holder, group_id, CONSUMED_COUNT_MAX],
+            )
+        self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
+        if code < 0:
+            raise not_held(self._run.run_id, group_id)
+        return bool(code)
+
+    async def cancel(self, group_id: str) -> bool:
+        keys = self._shards.of(group_id)
+        with translate():
+            names = [*ending_keys(keys, group_id), keys.consumed, keys.clock]
+            return bool(await self._scripts.call("cancel_group", names, [group_id, CONSUMED_COUNT_MAX]))
+
+    async def reap(self) -> int:
+        closed, first_error = 0, FirstError()
+        for keys in self._shards.all:
+            with first_error, translate():
+                for name in await self._scripts.call("late_groups", [keys.late, keys.clock], [LATE_COUNT]):
+                    group_id = name.decode("utf-8", "replace")
+                    with first_error, translate():  # one that cannot be closed keeps no other waiting
+                        closed += await self._scripts.call("close_group", ending_keys(keys, group_id), [group_id])
+        first_error.raise_it()
+        return closed
+
+    async def dead_letters(self, count: int) -> list[DeadLetter]:
+        letters: list[DeadLetter] = []
+        for keys in self._shards.all:
+            cursor = 0
+            while len(letters) < count:
+                with translate():
+                    cursor, rows = await self._client.hscan(keys.dead, cursor, count=count)
+                letters += [letter_row(self._run.run_id, name, value) for name, value in rows.items()]
+                if cursor == 0:
+                    break
+        return letters[:count]
+
+    async def discard(self, trajectory_id: str) -> bool:
+        with translate():
+            return bool(await self._client.hdel(self._shards.of(trajectory_id).dead, trajectory_id))
+
+
+def _translated(error: Exception) -> FabricError:
+    """A broker's answer as an error of ours."""
+    try:
+        with translate():
+            raise error
+    except FabricError as found:
+        return found
+
+
+def stream_rows(answer: Any) -> list[tuple[str, list[Any]]]:
+    """An XREAD or XREADGROUP answer as (stream, entries), whichever RESP version the connection speaks."""
+    rows = answer.items() if isinstance(answer, dict) else answer or []
+    found: list[tuple[str, list[Any]]] = []
+    for name, parts in rows:
+        entries = parts[0] if parts and isinstance(parts[0], list) else parts  # RESP3 wraps them once more
+        found.append((name.decode() if isinstance(name, bytes) else name, list(entries)))
+    return found

@@ -1,0 +1,308 @@
+"""Turns on Redis: pushed by agents, exchanged by rollout workers in batches.
+
+- `exchange` is the heart: one round trip hands in what finished, extends what runs and takes what is ready.
+- A result goes to the inbox of the agent that waits *now*; an agent that takes a trajectory over inherits its turn.
+- A turn that cannot be read is settled as an error by who claims it; a result that cannot be read is asked for again.
+- A shard that fails takes nothing from the others: they are all asked, and what they gave is returned. Its error is
+  raised by a call that brings nothing which would be lost with it, claims above all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+
+from ..broker.clients.channel import Argument, Command, checked, stream_entries
+from ..broker.clients.typed import is_wrong_type
+from ..broker.clients.waiting import first_found
+from ..broker.connection import translate
+from ..contract.errors import FirstError, WireError
+from ..contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
+from ..ports.queue import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
+from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
+from .keys import INBOX_TTL_MS, ShardKeys
+from .rows import is_job_name, shown_name, turn_row
+from .scripts import Scripts
+from .shards import RunShards, waking_keys
+
+log = logging.getLogger(__name__)
+
+CLAIM_MS = 2_000  # the stall timeout: a worker that says nothing for this long has lost its turns
+REAP_COUNT = 256  # per call: bounds the time a script holds the broker
+RESULT_COUNT = 512  # results taken from an inbox at once
+
+T = TypeVar("T")
+
+
+class RedisTurnQueue:
+    """TurnQueue (see ports) of one run."""
+
+    def __init__(self, client: Redis, run: RunConfig, *, claim_ms: int = CLAIM_MS) -> None:
+        self._client: Any = client  # its stubs do not know that replies are bytes
+        self._scripts = Scripts(client)
+        self._shards = RunShards(run.run_id, run.shard_count)
+        self._claim_ms = claim_ms
+        self._positions: dict[str, bytes] = {}  # inbox → the last entry read
+        self._taken: dict[str, list[bytes]] = {}  # inbox → entries read last time, deleted together with the next read
+
+    def _by_shard(self, rows: Iterable[tuple[str, T]]) -> dict[int, list[T]]:
+        parts: dict[int, list[T]] = {}
+        for name, row in rows:
+            parts.setdefault(self._shards.index_of(name), []).append(row)
+        return parts
+
+    async def push(self, agent_id: str, pushes: Sequence[TurnPush]) -> list[str]:
+        lost: list[str] = []
+        for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
+            keys = self._shards.all[shard]
+            u = keys.turn
+            args: list[Any] = [agent_id]
+            for push in part:
+                args += [push.trajectory_id, push.fence, push.job.turn_id, push.job.encode()]
+            names = [keys.trajectory.record, *waking_keys(keys, u), u.job, u.record]
+            with translate():
+                codes = await self._scripts.call(
+                    "push_turns", [*names, keys.turn_agent, keys.turn_result, keys.inbox(agent_id)], args
+                )
+            lost += [push.trajectory_id for push, code in zip(part, codes, strict=True) if code == 0]
+        return lost
+
+    async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
+        parts = self._scripts.apart([keys.inbox(agent_id) for keys in self._shards.all])
+        block = ("BLOCK", max(1, int(timeout_s * 1000)))
+        with translate():
+            rows = await self._read_inboxes(parts) if len(parts) > 1 else []  # a wait would bring the first one's alone
+            rows = rows or await first_found([self._read_inboxes([part], *block) for part in parts])
+        for name, entry_id, _ in rows:
+            self._positions[name] = entry_id
+            self._taken.setdefault(name, []).append(entry_id)
+        found: list[TurnResult] = []
+        for _, _, fields in rows:
+            try:
+                found.append(TurnResult.decode(fields[3]))
+            except (IndexError, WireError) as error:
+                log.warning("turn.result_unreadable", extra={"error": str(error)})
+                found += [_failed(fields[1].decode(), str(error))] if is_job_name(b"".join(fields[1:2])) else []
+        return found
+
+    async def _read_inboxes(
+        self, parts: Sequence[Sequence[str]], *block: Argument
+    ) -> list[tuple[str, bytes, list[bytes]]]:
+        """Entries of inboxes, those of each part by a read of its own; what was taken last time is deleted."""
+        commands: list[Command] = []
+        for names in parts:
+            after = [self._positions.get(name, b"0") for name in names]
+            commands += [("XDEL", name, *self._taken[name]) for name in names if name in self._taken]
+            commands.append(("XREAD", "COUNT", RESULT_COUNT, *block, "STREAMS", *names, *after))
+        answers = await self._scripts.channel.ask_alone(commands)
+        inboxes = [name for names in parts for name in names]
+        if any(map(is_wrong_type, answers)):  # what should wait there is gone; the next result makes it anew
+            sizes = await self._scripts.channel.ask_many([("XLEN", name) for name in inboxes])
+            wrong = [name for name, size in zip(inboxes, sizes, strict=True) if is_wrong_type(size)]
+            await self._scripts.channel.ask_many([("DEL", name) for name in wrong])
+            return []
+        for name in inboxes:
+            self._taken.pop(name, None)
+        reads = [answer for (what, *_), answer in zip(commands, checked(answers), strict=True) if what == "XREAD"]
+        return [row for answer in reads for row in stream_entries(answer)]
+
+    async def exchange(
+        self,
+        worker_id: str,
+        *,
+        settles: Sequence[TurnSettle] = (),
+        progress: Sequence[TurnProgress] = (),
+        want: int = 0,
+        lease_epoch: int = 0,
+        active_version: int = -1,
+        takes_suspect: bool = True,
+    ) -> Exchange:
+        outcome, first_error = Exchange(unsettled={row.claim.job.turn_id for row in settles}), FirstError()
+        settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
+        running = self._by_shard((row.claim.job.turn_id, row) for row in progress)
+        for keys in self._shards.in_turn():
+            shard = self._shards.all.index(keys)
+            may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
+            claiming = [worker_id, want - len(outcome.claims), self._claim_ms, lease_epoch, active_version]
+            claiming += [may_be, 1, SUSPECT_LOSS_COUNT]
+            calls: list[Any] = []
+            if shard in settling:
+                calls.append(self._settle_call(worker_id, keys, settling[shard]))
+            if shard in running:
+                calls.append(self._renew_call(worker_id, keys, running[shard]))
+            if want > len(outcome.claims):
+                calls.append(("claim", self._claim_keys(keys), claiming))
+            if calls:
+                with first_error, translate():
+                    answers = await self._scripts.call_many(calls)
+                    await self._read(
+                        worker_id, calls, answers, settling.get(shard, []), running.get(shard, []), outcome
+                    )
+        if not outcome.claims and not outcome.lost:
+            first_error.raise_it()
+        return outcome
+
+    def _claim_keys(self, keys: ShardKeys) -> list[str]:
+        u = keys.turn
+        return [*u.ready, u.job, u.record, u.deadline, u.held, u.log, keys.clock, keys.run, keys.leases, u.suspects]
+
+    def _settle_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnSettle]) -> Any:
+        u = keys.turn
+        names = [u.record, u.deadline, u.held, u.job, u.log, keys.turn_agent, keys.turn_result, keys.counters]
+        args: list[Any] = [worker_id, INBOX_TTL_MS]
+        inboxes: dict[str, int] = {}  # agent → which of the inbox keys is its
+        for row in rows:
+            job, result = row.claim.job, row.result
+            inbox = inboxes.setdefault(job.agent_id, len(inboxes) + 1)
+            args += [job.turn_id, row.claim.fence, job.agent_id, inbox, result.encode(), len(result.completion_ids)]
+        return "settle_turns", [*names, *map(keys.inbox, inboxes)], args
+
+    def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Any:
+        args: list[Any] = [worker_id, self._claim_ms]
+        for row in rows:
+            args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
+        return "renew", [keys.turn.record, keys.turn.deadline, keys.turn.log, keys.clock], args
+
+    async def _read(
+        self,
+        worker_id: str,
+        calls: Sequence[Any],
+        answers: Sequence[Any],
+        settles: Sequence[TurnSettle],
+        progress: Sequence[TurnProgress],
+        outcome: Exchange,
+    ) -> None:
+        """The claims first: they are told of once. What is refused is raised after all else was read."""
+        for (name, *_), answer in reversed(list(zip(calls, answers, strict=True))):
+            if isinstance(answer, Exception):
+                continue
+            if name == "claim":
+                await self._give_up(worker_id, _read_claims(answer, outcome))
+            elif name == "renew":
+                outcome.lost += [
+                    row.claim.job.turn_id for row, is_kept in zip(progress, answer, strict=True) if not is_kept
+                ]
+            else:
+                await self._read_settles(worker_id, settles, answer, outcome)
+        checked(list(answers))
+
+    async def _read_settles(
+        self, worker_id: str, settles: Sequence[TurnSettle], answer: Sequence[Any], outcome: Exchange
+    ) -> None:
+        for row, code in zip(settles, answer, strict=True):
+            readdressed = row
+            while isinstance(code, bytes) and code.isascii():  # another agent waits by now; each round follows one more
+                readdressed = _readdress(readdressed, code.decode())
+                call = self._settle_call(worker_id, self._shards.of(row.claim.job.turn_id), [readdressed])
+                with translate():
+                    code = (await self._scripts.call(*call))[0]
+            outcome.unsettled.discard(row.claim.job.turn_id)
+            if code == 0:
+                outcome.refused.append(row.claim.job.turn_id)
+
+    async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
+        for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
+            keys = self._shards.all[shard]
+            u = keys.turn
+            args: list[Any] = [worker_id, BLAME_COUNT_MAX if is_stalled else 0]
+            for row in part:
+                args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
+            with translate():
+                await self._scripts.call(
+                    "release", [*waking_keys(keys, u), u.record, u.deadline, u.held, u.log, keys.counters], args
+                )
+
+    async def reap(self, worker_id: str) -> Reaped:
+        ready, dead = 0, 0
+        first_error = FirstError()
+        for keys in self._shards.all:
+            u = keys.turn
+            with first_error, translate():
+                rows = await self._scripts.call(
+                    "reap",
+                    [*waking_keys(keys, u), u.record, u.deadline, u.held, u.job, keys.counters, keys.clock, u.log],
+                    [worker_id, REAP_COUNT, BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms],
+                )
+                ready += sum(row[0] == b"ready" for row in rows)
+                lost = [_lost(*row[1:]) for row in rows if row[0] in (b"lost", b"damaged")]
+                dead += len(lost)
+                await self._give_up(worker_id, lost)
+        first_error.raise_it()
+        return Reaped(ready_count=ready, dead_count=dead)
+
+    async def _give_up(self, worker_id: str, lost: Sequence[TurnSettle]) -> None:
+        if lost:
+            await self.exchange(worker_id, settles=lost)
+
+    async def wait(self, timeout_s: float) -> None:
+        parts = self._scripts.apart([keys.turn.bell for keys in self._shards.all])
+        with translate():
+            await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
+
+
+def _read_claims(answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
+    """The claims of an answer; returns how those end whose turn cannot be read."""
+    code, *rows = answer
+    unread = []
+    if code == 0:
+        outcome.has_lease = False
+    elif code == -1:
+        outcome.behind = int(rows[0])
+    else:
+        for row in rows:
+            try:
+                outcome.claims.append(_claim(row))
+            except WireError as error:
+                log.warning("turn.unreadable", extra={"job_id": shown_name(row[0]), "error": str(error)})
+                unread.append(_lost(row[0], row[1], row[4], str(error)))
+    return unread
+
+
+def _claim(row: Sequence[Any]) -> TurnClaim:
+    name, fence, _, loss, raw, made = row
+    return TurnClaim(job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made))
+
+
+def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:
+    """What was made of a turn so far; what cannot be read is made again."""
+    try:
+        return TokenLog.decode(raw) if raw else None
+    except WireError as error:
+        log.warning("turn.log_unreadable", extra={"job_id": shown_name(name), "error": str(error)})
+        return None
+
+
+def _readdress(row: TurnSettle, agent_id: str) -> TurnSettle:
+    job = row.claim.job
+    moved = TurnJob(turn_id=job.turn_id, agent_id=agent_id, sampling=job.sampling, prompt_ids=job.prompt_ids)
+    claim = TurnClaim(job=moved, fence=row.claim.fence, loss=row.claim.loss, log=row.claim.log)
+    return TurnSettle(claim=claim, result=row.result)
+
+
+def _lost(raw_name: bytes, fence: int, raw: bytes | None, problem: str = "") -> TurnSettle:
+    """The settling of a turn that has cost too many workers, or (problem) cannot be read: an error, which fails its
+    trajectory's attempt.
+    """
+    name = raw_name.decode()
+    try:
+        job = turn_row(raw_name, raw)
+    except WireError as error:
+        problem = problem or str(error)
+        job = TurnJob(turn_id=name, agent_id="-", sampling=Sampling(), prompt_ids=NO_IDS)  # who waits is looked up
+    result = _failed(name, problem)
+    return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=BLAME_COUNT_MAX), result=result)
+
+
+def _failed(name: str, problem: str) -> TurnResult:
+    """problem: why what the broker holds of the turn cannot be read; empty: it has cost too many workers."""
+    return TurnResult(
+        turn_id=name,
+        finish_reason="error",
+        spans=(),
+        completion_ids=NO_IDS,
+        logprobs=NO_LOGPROBS,
+        error=f"what the broker held of turn {name} could not be read: {problem}" if problem else lost_turn(name),
+    )

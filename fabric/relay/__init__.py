@@ -1,1 +1,0 @@
-"""Weights on their way: one fetch per node, a tree of nodes and regions, and snapshots from a peer's live weights."""

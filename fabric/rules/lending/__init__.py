@@ -1,0 +1,1 @@
+"""Rules of lending: how much of which worker a run gets."""

@@ -1,0 +1,111 @@
+"""What the capacity plan is made of and what it says: supply, demand, bounds and grants as plain records.
+
+- Durations are seconds unless the name says otherwise; speeds are tokens per second of one busy slot.
+- A fact that nobody measured is None, and is never taken for bad news about a dedicated worker.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """A rollout worker as the controller sees it.
+
+    model, model_digest: what it holds, see is_same_model.
+    lend: slots its team offers; None: dedicated, all of them. lend_reason: why it offers no more.
+    activation_ms: what waking it is expected to take; 0: it is awake. fetch_ms: what fetching the weights that it lacks
+    is; 0: it lacks none.
+    running_count: turns that run there now.
+    probe: by what its guard sees a serving engine; None: nothing is served beside it. shut_s: how long its guard has
+    let nothing run. open_fraction: of the last seconds, in which it let rollouts run.
+    doubt_s: how long there has been a reason to take it back. withdrawn_s: how long ago it was taken back for the sake
+    of serving.
+    """
+
+    worker_id: str
+    model: str
+    slot_count: int
+    model_digest: str = ""
+    lend: int | None = None
+    lend_reason: str = "lending is switched off"
+    headroom_fraction: float | None = None
+    run_id: str | None = None
+    is_lent: bool = False
+    activation_ms: int = 0
+    fetch_ms: int = 0
+    running_count: int = 0
+    probe: str | None = None
+    guard_state: str | None = None
+    shut_s: float = 0.0
+    open_fraction: float | None = None
+    slot_tokens_per_s: float | None = None
+    doubt_s: float = 0.0
+    withdrawn_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """A run's demand. `open_count`: trajectories queued or running. `idle_s`: how long it has been without any.
+
+    owed: slot-seconds that it is behind its share of the time so far; below 0: ahead of it.
+    left_tokens: what a mean open trajectory is expected to make still; None: none has ended yet.
+    """
+
+    run_id: str
+    model: str
+    weight: float
+    has_weights: bool
+    open_count: int
+    idle_s: float
+    owed: float = 0.0
+    left_tokens: float | None = None
+    model_digest: str = ""
+
+    @property
+    def pool_key(self) -> str:
+        """Runs of one pool of workers have it in common."""
+        return self.model_digest or self.model
+
+
+def is_same_model(name: str, digest: str, other_name: str, other_digest: str) -> bool:
+    """Whether two names mean one model: by what is in the files where both sides have read them, else by the names.
+
+    digest: of the model's files (fabric/contract/models.py); "": it is a preset or a hub name, or was not read here.
+    """
+    return digest == other_digest if digest and other_digest else name == other_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityRule:
+    """Bounds of the plan."""
+
+    headroom_min_fraction: float = 0.1  # below this a serving worker keeps everything for serving
+    headroom_lend_fraction: float = 0.2  # below this one that is not lent stays so: it would be taken back soon
+    take_back_after_s: float = 3.0  # longer than a synchronous trainer's step, or it would be taken back every step
+    drain_after_s: float = 3.0  # a guard that is shut so long will not open soon: its turns go on elsewhere
+    rest_s: float = 10.0  # after being taken back for serving's sake: a burst is over, or it is none
+    requires_probe: bool = False  # whether serving workers without one are refused; else nothing is served there
+    slice_s: float = 10.0  # shortest time for which a worker serves one of several runs that take turns
+    tail_factor: float = 2.0  # a trajectory that a borrowed worker takes may be so much longer than the mean
+    refill_fraction: float = 0.05  # of a trajectory's time, to compute its prefix again where it moves
+    keep_factor: float = 1.25  # a worker that is lent stays until it is this much too slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """One worker's part of the plan; slot_count 0 means: serve nothing. The reason is for people.
+
+    is_doubted: it is lent on for now, though there is a reason to take it back. is_for_serving: it was refused for the
+    sake of its serving engine.
+    """
+
+    worker_id: str
+    run_id: str | None
+    slot_count: int
+    is_standing: bool
+    reason: str
+    is_doubted: bool = False
+    is_for_serving: bool = False

@@ -1,0 +1,1 @@
+"""Rules of runs and jobs."""

@@ -1,0 +1,100 @@
+"""When a push is refused, and in which words; Redis and memory say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...contract.errors import FabricError, QueueFull, RunUnknown
+from ...contract.text import counted, did_you_mean
+
+DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this bounds them to tens of megabytes
+
+
+def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
+    """The run holds as many trajectories as it may beside `need` more."""
+    return QueueFull(
+        f"run {run_id!r} holds {counted(depth, 'trajectory')} not yet consumed, its limit is {limit}, and the "
+        f"group has {need}: consume groups, or raise trajectory_count_max",
+        depth=depth,
+        limit=limit,
+        need=need,
+    )
+
+
+def never_fits(run_id: str, limit: int, need: int) -> QueueFull:
+    """A group is larger than the run may ever hold."""
+    return QueueFull(
+        f"run {run_id!r} may hold {counted(limit, 'trajectory')}, and the group has {need}: it would never fit; "
+        "push smaller groups, or raise trajectory_count_max",
+        limit=limit,
+        need=need,
+    )
+
+
+def too_many_bytes(run_id: str, size: int, limit: int, need: int) -> QueueFull:
+    """The run holds as much as it may beside `need` bytes more."""
+    return QueueFull(
+        f"run {run_id!r} holds {size} bytes of jobs and rollouts not yet consumed, its limit is {limit}, and the group "
+        f"has {need}: consume groups, or raise memory_bytes_max",
+        depth=size,
+        limit=limit,
+        need=need,
+    )
+
+
+def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
+    """The run has as many dead letters as are kept."""
+    return QueueFull(
+        f"run {run_id!r} has {counted(depth, 'dead letter')}, the limit is {limit}: see `rollfab dead ls --run "
+        f"{run_id}`, then `rollfab dead retry` or `rollfab dead discard`",
+        depth=depth,
+        limit=limit,
+    )
+
+
+def no_such_run(run_id: str, deleted_ago_ms: int | None = None, *, known: Iterable[str] = ()) -> RunUnknown:
+    """The run was never created, or was deleted (so long ago; None: not that anybody knows). known: those there are."""
+    if deleted_ago_ms is not None:
+        return RunUnknown(
+            f"run {run_id!r} was deleted {deleted_ago_ms / 1000:.0f} s ago, with all that it had on this broker: "
+            "create it again with fabric.run(…), or use another name",
+            run_id=run_id,
+            deleted_ago_ms=deleted_ago_ms,
+        )
+    names = list(known)
+    hint = f"; {did_you_mean(run_id, names)}" if names else ": create it with fabric.run(…)"
+    return RunUnknown(f"run {run_id!r:.100} does not exist on this broker{hint}", run_id=run_id)
+
+
+def waiting(entry_count: int, depth: int, claimed_count: int) -> int:
+    """How many jobs of a kind wait, at most: entries of what was cancelled lie in the streams until they are read.
+
+    Args:
+        entry_count: in the ready streams, and among the suspects.
+        depth: trajectories that may still have such a job; each has one at most.
+        claimed_count: those that are claimed.
+    """
+    return max(0, min(entry_count, depth - claimed_count))
+
+
+def outcome(answers: Mapping[str, bool | FabricError], doubtful: Sequence[str] = ()) -> list[bool]:
+    """What a push of several groups returns.
+
+    Args:
+        answers: by group, in the order of the push: whether it was new, or why it is not in.
+        doubtful: groups of which nobody knows whether they are in, since the answer was lost or not confirmed.
+
+    Raises:
+        FabricError: the first one. Facts: taken, refused and doubtful, the ids of groups that are in (new, or known
+            before), that are not, and that may be.
+    """
+    errors = {name: answer for name, answer in answers.items() if isinstance(answer, FabricError)}
+    if not errors:
+        return [answer is True for answer in answers.values()]
+    first = next(iter(errors.values()))
+    facts = {
+        "taken": [name for name in answers if name not in errors],
+        "refused": [name for name in errors if name not in doubtful],
+        "doubtful": list(doubtful),
+    }
+    raise type(first)(first.message, **{**first.facts, **facts}) from first

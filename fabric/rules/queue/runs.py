@@ -1,0 +1,37 @@
+"""When two descriptions of a run are the same run."""
+
+from __future__ import annotations
+
+from ...contract.errors import RunMismatch
+from ...contract.records import RunConfig
+from ..lending.capacity_facts import is_same_model
+
+FIXED = ("model", "environment", "environment_options", "reward", "shard_count")  # the rest may change between starts
+
+
+def is_same_run(existing: RunConfig, wanted: RunConfig) -> bool:
+    """Whether they differ at most in what may change between starts."""
+    return not _differing(existing, wanted)
+
+
+def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
+    """Refuse to continue a run under settings that would make its rollouts incomparable.
+
+    Raises:
+        RunMismatch: names each differing setting, with both values.
+    """
+    differing = [
+        f"{name} is {getattr(existing, name)!r}, not {getattr(wanted, name)!r}" for name in _differing(existing, wanted)
+    ]
+    if differing:
+        raise RunMismatch(
+            f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. "
+            f"Use another name, or delete it first: `rollfab runs rm {wanted.run_id}`"
+        )
+
+
+def _differing(existing: RunConfig, wanted: RunConfig) -> list[str]:
+    """A model may be reached by another path; under its own name it may have changed."""
+    names = [name for name in FIXED if getattr(existing, name) != getattr(wanted, name)]
+    is_same = is_same_model(existing.model, existing.model_digest, wanted.model, wanted.model_digest)
+    return [name for name in names if name != "model" or not is_same]

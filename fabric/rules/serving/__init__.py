@@ -1,0 +1,1 @@
+"""Rules beside a serving engine: what may run in the next step."""

@@ -1,0 +1,208 @@
+"""How long an engine's next step will take: a linear model of its work, refitted with every step measured.
+
+- Seconds = base + prompt tokens, decoding sequences and tokens attended to, each at a price; no price is below 0.
+- A sample moves the model at once and is forgotten over some fifty others. What is far from the prediction (a preempted
+  step) counts only as far as steps usually scatter; when several in a row are off to the same side, it is the hardware
+  or the model that changed: all prices move together, and the samples before count little.
+- Cold, nothing is predicted below what was seen: a new engine looks slower than it is, never faster.
+- Steps in whose time rollouts computed leave these prices alone: they tell a ratio, the interference, of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .facts import StepSample, StepWork
+
+Prices = tuple[float, float, float, float]  # seconds: a step, per prompt token, per sequence, per token attended to
+Sums = tuple[float, ...]  # of products of two features, by row: 16, relative to the step's predicted time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefitRule:
+    """How a model follows its samples. Fractions are of the predicted time."""
+
+    memory_count: float = 48.0  # samples until one counts 1/e: a model of four prices must see some prefills in it
+    cold_count: int = 16  # samples until the model is believed without its margin
+    margin_kept: float = 0.9  # per sample: how the margin of the cold start fades
+    band: float = 3.0  # times the usual scatter: beyond it a sample is an outlier
+    scatter_min: float = 0.05
+    scatter_max: float = 0.15  # times `band` below 0.5: a step in half the time must be an outlier, else it creeps in
+    streak_count: int = 6  # outliers to one side until it is a change; by chance: once in weeks
+    interference_gain: float = 0.05
+    interference_max: float = 4.0
+    price_max: Prices = (10.0, 0.1, 1.0, 0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """What predicts an engine's steps, and what refits it. Only `predict` and `refit` need to know its parts."""
+
+    prices: Prices
+    margin: float = 1.0
+    interference: float = 1.0
+    sample_count: int = 0
+    shared_count: int = 0
+    scatter: float = 0.1
+    streak: int = 0  # outliers in a row, below 0: steps that were faster
+    streak_ratio: float = 1.0  # of time measured to predicted over the streak; its outermost samples count less
+    products: Sums = (0.0,) * 16
+    targets: Prices = (0.0, 0.0, 0.0, 0.0)
+    seen: tuple[StepSample, ...] = ()  # while cold
+
+
+def cold(
+    base_s: float, prefill_s_per_token: float, decode_s_per_sequence: float, context_s_per_token: float = 0.0
+) -> StepModel:
+    """A model of an engine that nothing is known of: give prices that are rather too high.
+
+    Each price starts as if one step that it dominates had been seen, so that what no sample tells about stays put.
+    """
+    prices = (base_s, prefill_s_per_token, decode_s_per_sequence, context_s_per_token)
+    assert base_s > 0 and min(prices) >= 0
+    products, targets = [0.0] * 16, [0.0] * 4
+    for index, price in enumerate(prices):
+        if price > 0:
+            products[5 * index] = 0.1 / (price * price)
+            targets[index] = 0.1 / price
+    return StepModel(prices=prices, products=tuple(products), targets=(targets[0], targets[1], targets[2], targets[3]))
+
+
+def predict(model: StepModel, work: StepWork, is_shared: bool = False) -> float:
+    """Seconds that a step will take. is_shared: rollouts compute on the device meanwhile."""
+    alone = _alone(model.prices, work) * model.margin
+    return alone * model.interference if is_shared else alone
+
+
+USUAL = RefitRule()
+
+
+def refit(model: StepModel, sample: StepSample, rule: RefitRule = USUAL) -> StepModel:
+    """The model after one more step. A duration that is not positive is no measurement and changes nothing."""
+    if not 0.0 < sample.duration_s < rule.price_max[0]:
+        return model
+    if sample.is_shared:
+        return _interfered(model, sample, rule)
+    expected = max(_alone(model.prices, sample.work), 1e-9)
+    ratio = sample.duration_s / expected
+    if model.sample_count < rule.cold_count:
+        return _warmed(_learned(model, sample.work, expected, ratio, rule), sample, rule)
+    error = ratio - 1.0
+    band = rule.band * model.scatter
+    scatter = model.scatter + (min(abs(error), band) * 1.5 - model.scatter) / rule.memory_count
+    scatter = min(max(scatter, rule.scatter_min), rule.scatter_max)
+    margin = max(1.0, model.margin * rule.margin_kept)
+    if abs(error) <= band:
+        model = replace(model, scatter=scatter, margin=margin, streak=0, streak_ratio=1.0)
+        return _learned(model, sample.work, expected, ratio, rule)
+    model = _outlying(replace(model, scatter=scatter, margin=margin), ratio, rule)
+    if abs(model.streak) >= rule.streak_count:
+        return _learned(_changed(model), sample.work, expected * model.streak_ratio, ratio / model.streak_ratio, rule)
+    return _learned(model, sample.work, expected, 1.0 + (band if error > 0 else -band), rule)
+
+
+def _alone(prices: Prices, work: StepWork) -> float:
+    base, prefill, decode, context = prices
+    return base + prefill * work.prefill_tokens + decode * work.decode_count + context * work.context_tokens
+
+
+def _interfered(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
+    """A shared step tells how much slower than alone it was; one that is far off counts as twice the ratio so far."""
+    ratio = sample.duration_s / max(_alone(model.prices, sample.work), 1e-9)
+    ratio = min(max(ratio, 1.0), 2.0 * model.interference)
+    count = model.shared_count + 1
+    gain = max(rule.interference_gain, 1.0 / count)
+    interference = min(model.interference + gain * (ratio - model.interference), rule.interference_max)
+    return replace(model, interference=interference, shared_count=min(count, 1_000_000))
+
+
+def _warmed(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
+    """While cold: raise the margin until no step seen so far would be predicted too short."""
+    seen = (*model.seen, sample)
+    margin = max(1.0, *(each.duration_s / max(_alone(model.prices, each.work), 1e-9) for each in seen))
+    return replace(model, seen=seen if model.sample_count < rule.cold_count else (), margin=margin)
+
+
+def _outlying(model: StepModel, ratio: float, rule: RefitRule) -> StepModel:
+    side = 1 if ratio > 1.0 else -1
+    streak = model.streak + side if model.streak * side > 0 else side
+    # Of a streak the ratio nearest to 1 leads: one extreme sample in it must not set the prices.
+    kept = ratio if abs(streak) == 1 else 0.5 * (model.streak_ratio + min(ratio, 1.5 * model.streak_ratio))
+    return replace(model, streak=streak, streak_ratio=kept)
+
+
+def _changed(model: StepModel) -> StepModel:
+    """All prices times the streak's ratio; the samples before it keep a tenth of their weight."""
+    by = model.streak_ratio
+    prices, targets = model.prices, model.targets
+    # Products hold 1/predicted², targets 1/predicted: both are restated for the new prices.
+    return replace(
+        model,
+        prices=(prices[0] * by, prices[1] * by, prices[2] * by, prices[3] * by),
+        products=tuple([0.1 * each / (by * by) for each in model.products]),
+        targets=(0.1 * targets[0] / by, 0.1 * targets[1] / by, 0.1 * targets[2] / by, 0.1 * targets[3] / by),
+        streak=0,
+    )
+
+
+def _learned(model: StepModel, work: StepWork, expected: float, ratio: float, rule: RefitRule) -> StepModel:
+    """Add one row to the sums, and go towards the prices that fit them best, one price at a time, none below 0.
+
+    Rows are divided by the step's predicted time, so a short step counts as much as a long one. Along what the samples
+    do not tell apart, prices stay where they are.
+    """
+    keep = 1.0 - 1.0 / rule.memory_count
+    row = (1.0 / expected, work.prefill_tokens / expected, work.decode_count / expected, work.context_tokens / expected)
+    old = model.products
+    products = [keep * old[4 * i + j] + left * right for i, left in enumerate(row) for j, right in enumerate(row)]
+    t0, t1, t2, t3 = model.targets
+    targets = (
+        keep * t0 + row[0] * ratio,
+        keep * t1 + row[1] * ratio,
+        keep * t2 + row[2] * ratio,
+        keep * t3 + row[3] * ratio,
+    )
+    p = list(model.prices)
+    for _ in range(2):
+        for i, bound in enumerate(rule.price_max):
+            own = products[5 * i]
+            if own > 1e-30:
+                at = 4 * i
+                all_of_them = (
+                    products[at] * p[0] + products[at + 1] * p[1] + products[at + 2] * p[2] + products[at + 3] * p[3]
+                )
+                p[i] = min(max(p[i] + (targets[i] - all_of_them) / own, 0.0), bound)
+    return replace(
+        model,
+        prices=(p[0], p[1], p[2], p[3]),
+        products=tuple(products),
+        targets=targets,
+        sample_count=min(model.sample_count + 1, 1_000_000),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepErrors:
+    """Relative errors of the last predictions, newest last."""
+
+    errors: tuple[float, ...] = ()
+
+    COUNT_MAX = 256
+
+    def noted(self, predicted_s: float, measured_s: float) -> StepErrors:
+        """With one more: |measured / predicted - 1|."""
+        return StepErrors((*self.errors, abs(measured_s / max(predicted_s, 1e-9) - 1.0))[-256:])
+
+    @property
+    def p50(self) -> float | None:
+        """Half of the errors are at most this; None: there are none."""
+        return self._at(0.5)
+
+    @property
+    def p95(self) -> float | None:
+        """95 of 100 errors are at most this; None: there are none."""
+        return self._at(0.95)
+
+    def _at(self, fraction: float) -> float | None:
+        ordered = sorted(self.errors)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))] if ordered else None

@@ -1,0 +1,1 @@
+"""Rules of versions: chains, publishers, carriers, and who fetches from whom."""

@@ -1,0 +1,128 @@
+"""Who may publish which version, and delete one. queue/lua/put_manifest.lua, queue/lua/advance_head.lua and
+queue/lua/drop_version.lua are the twins of these decisions.
+
+- A publisher holds an epoch; the highest epoch is in charge, and every write of another is refused.
+- The head only moves up, and a delta only onto its base.
+- A jump stands beside what it folds: it leads to a version that is published already, and never becomes the head.
+- Repeating a write whose answer was lost changes nothing and is granted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...contract.errors import BrokerError, BrokerFull, VersionConflict, WeightError
+from .chain import DELTA, JUMPS, KEYFRAME, Link
+
+GRANTED, ALREADY = 1, 2
+TAKEN_OVER, NOT_NEWER, WRONG_BASE, NO_MANIFEST, OTHER_CONTENT, NOT_BESIDE = -1, -2, -3, -4, -5, -6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFacts:
+    """The head as the broker holds it. moved_by: epoch of the publisher that moved it last."""
+
+    version: int = -1
+    epoch: int = 0
+    kind: str = ""
+    moved_by: int = 0
+
+
+def may_put(head: HeadFacts, link: Link, *, is_known: bool, is_same: bool) -> int:
+    """Whether a manifest may be written. is_known: one of that name is there; is_same: with the same bytes.
+
+    At or below the head manifests never change; only a keyframe of the head itself may be added, and jumps.
+    """
+    if link.epoch != head.epoch:
+        return TAKEN_OVER
+    if is_same:
+        return ALREADY
+    if link.kind in JUMPS:
+        leads_up = 0 <= link.base_version < link.version <= head.version
+        return NOT_BESIDE if not leads_up else OTHER_CONTENT if is_known else GRANTED
+    if link.version > head.version:
+        return GRANTED
+    if link.version == head.version and link.kind == KEYFRAME and not is_known:
+        return GRANTED
+    return OTHER_CONTENT
+
+
+def may_advance(head: HeadFacts, link: Link, *, is_known: bool) -> int:
+    """Whether the head may move to this version. is_known: its manifest is there."""
+    if link.epoch != head.epoch:
+        return TAKEN_OVER
+    if link.kind in JUMPS:
+        return NOT_BESIDE
+    if link.version == head.version and link.kind == head.kind and head.moved_by == link.epoch:
+        return ALREADY
+    if link.version <= head.version:
+        return NOT_NEWER
+    if link.kind == DELTA and link.base_version != head.version:
+        return WRONG_BASE
+    return GRANTED if is_known else NO_MANIFEST
+
+
+def may_drop(head: HeadFacts, epoch: int) -> int:
+    """Whether the publisher of `epoch` may delete a version."""
+    return GRANTED if epoch == head.epoch else TAKEN_OVER
+
+
+def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int) -> WeightError | BrokerError:
+    """The error for a code below 0."""
+    facts = {"run_id": run_id, "version": link.version, "head_version": head_version, "epoch": link.epoch}
+    if code == TAKEN_OVER and epoch > link.epoch:
+        text = (
+            f"another publisher took over run {run_id!r} (epoch {epoch}, ours is {link.epoch}): only one trainer may"
+            " publish; stop the other one, or use another run"
+        )
+        return VersionConflict(text, **facts)
+    if code == TAKEN_OVER:
+        text = (
+            f"the broker no longer knows the publisher of run {run_id!r} (epoch {epoch}, ours is {link.epoch}): the run"
+            " was deleted, or the broker lost its data; create the run again and open a new publisher"
+        )
+        return VersionConflict(text, **facts)
+    if code == NOT_NEWER:
+        return not_newer(run_id, link.version, head_version)
+    if code == NO_MANIFEST:
+        return BrokerError(f"the manifest of version {link.version} of run {run_id!r} is gone: publish again", **facts)
+    if code == NOT_BESIDE:
+        text = (
+            f"the {link.kind} from version {link.base_version} to {link.version} of run {run_id!r} cannot be published:"
+            f" a jump leads up to a version that is published already (head is {head_version}), and is never the head"
+        )
+        return VersionConflict(text, **facts)
+    what = f"its base {link.base_version} is not the head" if code == WRONG_BASE else "it already means something else"
+    text = f"version {link.version} of run {run_id!r} cannot be published: {what} (head is {head_version})"
+    return VersionConflict(f"{text}; publish a version above {head_version}", **facts)
+
+
+def not_newer(run_id: str, version: int, head_version: int) -> VersionConflict:
+    """The version is not above the head."""
+    return VersionConflict(
+        f"version {version} of run {run_id!r} is not newer than its head, version {head_version}: publish"
+        f" {head_version + 1} or higher",
+        run_id=run_id,
+        version=version,
+        head_version=head_version,
+    )
+
+
+def chunks_lost(run_id: str, link: Link, count: int) -> BrokerError:
+    """Chunks written a moment ago are not there."""
+    return BrokerError(
+        f"{count} of {link.chunk_count} chunks of version {link.version} of run {run_id!r} are gone from the broker"
+        " before their manifest was complete: was it restarted, or does it evict? Publish again",
+        run_id=run_id,
+        version=link.version,
+    )
+
+
+def round_full(run_id: str, round_id: str) -> BrokerFull:
+    """A round has as many answers as it may have."""
+    return BrokerFull(
+        f"round {round_id!r} of run {run_id!r} has all the answers it may have: is a program answering under ever new"
+        " names?",
+        run_id=run_id,
+        round_id=round_id,
+    )

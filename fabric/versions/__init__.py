@@ -1,0 +1,1 @@
+"""Versions of a run's weights: stored, made, read, and staged beside the live ones."""

@@ -1,0 +1,50 @@
+"""What a store holds of a run, as far as it can be read.
+
+One manifest that cannot be read, damaged or of a release that wrote others, must not keep anyone from what leads around
+it: it is told, and counts as not held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..contract.errors import WireError
+from ..format.manifest import WeightManifest
+from ..ports.weights import WeightStore
+
+log = logging.getLogger(__name__)
+
+Name = tuple[int, str]  # version, kind
+
+
+async def readable(store: WeightStore, run_id: str, names: Sequence[Name]) -> dict[Name, WeightManifest]:
+    """Those of the manifests that are held and can be read, by name; in that order."""
+    try:
+        found = await store.manifests(run_id, names)
+    except WireError:
+        found = [await _one(store, run_id, name) for name in names]
+    rows = zip(names, found, strict=True)
+    return {name: manifest for name, manifest in rows if manifest is not None and _is_named(manifest, run_id, name)}
+
+
+async def _one(store: WeightStore, run_id: str, name: Name) -> WeightManifest | None:
+    try:
+        (manifest,) = await store.manifests(run_id, [name])
+    except WireError as error:
+        _tell(run_id, name, str(error))
+        return None
+    return manifest
+
+
+def _is_named(manifest: WeightManifest, run_id: str, name: Name) -> bool:
+    """Whether it is what was asked for: a damaged one would bring its weights under another version."""
+    if (manifest.run_id, manifest.version, manifest.kind) == (run_id, *name):
+        return True
+    _tell(run_id, name, f"it says that it is version {manifest.version} ({manifest.kind}) of {manifest.run_id!r}")
+    return False
+
+
+def _tell(run_id: str, name: Name, error: str) -> None:
+    facts = {"run_id": run_id, "version": name[0], "kind": name[1], "error": error}
+    log.warning("weights.manifest_unreadable", extra=facts)

@@ -1,0 +1,203 @@
+"""Which elements of a model one tensor-parallel rank holds, and where; and what of a version it needs.
+
+- A map says of every stretch of a checkpoint tensor that the rank holds where it lies among the rank's own flat
+  tensors: split by rows or columns, fused with others, padded, or whole.
+- Stretches of different ranks are equal (replicas) or have nothing in common; so sums over them add up to the model's.
+- Ranks fetch blocks, by byte range: those that hold something of theirs. How layers are split is rank_plan.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..contract.errors import LayoutMismatch
+from ..format.codec import Bits
+from ..format.layout import Layout, TensorSpec
+from ..format.manifest import BlockRow
+from ..format.regions import Region
+
+GAP_BYTES = 4096  # a request more costs about as much as this many bytes too many
+
+
+class ShardSlice(NamedTuple):
+    """A region of a checkpoint tensor, and its place in one of the rank's own.
+
+    Run k of the region begins at `offset` + k * `stride` of the flat tensor `target`; its elements are `step` apart.
+    """
+
+    region: Region
+    target: str
+    offset: int
+    stride: int
+    step: int = 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is one stretch of both tensors."""
+        is_one = self.region.run_count == 1 or self.stride == self.region.run
+        return is_one and self.step == 1 and self.region.is_contiguous
+
+    def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Flat positions in `target` of indices in the region. int64 (C,) both."""
+        run, within = np.divmod(indices, self.region.run)
+        places: NDArray[np.int64] = self.offset + run * self.stride + within * self.step
+        return places
+
+    def view(self, flat: Bits) -> Bits:
+        """Its elements in the flat tensor `target`, as a view (run_count, run)."""
+        width = flat.strides[0]
+        shape = (self.region.run_count, self.region.run)
+        strides = (self.stride * width, self.step * width)
+        part = flat[self.offset :]
+        return np.lib.stride_tricks.as_strided(part, shape, strides, writeable=part.flags.writeable)
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """What one rank holds. layout: the checkpoint's. local: the rank's own tensors, padding included."""
+
+    layout: Layout
+    local: Layout
+    slices: tuple[ShardSlice, ...]
+
+    @cached_property
+    def by_tensor(self) -> dict[int, list[tuple[int, ShardSlice]]]:
+        """Slices of each tensor, with their places among all."""
+        found: dict[int, list[tuple[int, ShardSlice]]] = {}
+        for place, one in enumerate(self.slices):
+            found.setdefault(one.region.tensor, []).append((place, one))
+        return found
+
+    @property
+    def regions(self) -> NDArray[np.int64]:
+        """int64 (P, 5): the region of each slice."""
+        return np.array([one.region for one in self.slices], dtype=np.int64).reshape(-1, len(Region._fields))
+
+    def check(self) -> None:
+        """Require slices that lie in their tensors, of equal dtype, and no element of the rank in two of them.
+
+        Raises:
+            LayoutMismatch: names the tensor.
+        """
+        held: dict[str, list[ShardSlice]] = {spec.name: [] for spec in self.local.tensors}
+        for one in self.slices:
+            held[one.target].append(one)
+        for target in self.local.tensors:  # one at a time: a mark for each element of all would be half the part
+            self._check_target(target, held[target.name])
+
+    def _check_target(self, target: TensorSpec, slices: Iterable[ShardSlice]) -> None:
+        written = np.zeros(target.element_count, dtype=np.bool_)
+        for one in slices:
+            spec = self.layout.tensors[one.region.tensor]
+            last = one.offset + (one.region.run_count - 1) * one.stride + (one.region.run - 1) * one.step
+            if not 0 <= one.region.start < one.region.stop <= spec.element_count or last >= target.element_count:
+                raise LayoutMismatch(f"tensor {spec} has a part outside itself or outside {target}", tensor=spec.name)
+            if spec.dtype != target.dtype:
+                raise LayoutMismatch(f"tensor {spec} is kept as {target}: bits are not converted", tensor=spec.name)
+            place = one.view(written)
+            if place.any():
+                raise LayoutMismatch(f"tensor {spec.name!r} shares its place in {target} with another")
+            place[...] = True
+
+
+def check_maps(maps: Sequence[ShardMap]) -> None:
+    """Require that the ranks hold every element, in regions that are equal or have nothing in common.
+
+    Raises:
+        LayoutMismatch: names the first tensor of which that is not so.
+    """
+    check_regions(maps[0].layout, {one.region for item in maps for one in item.slices})
+
+
+def check_regions(layout: Layout, regions: Iterable[Region]) -> None:
+    """Require that regions together are every tensor of the layout, and have nothing in common.
+
+    Raises:
+        LayoutMismatch: names the first tensor of which that is not so.
+    """
+    found: dict[int, list[Region]] = {}
+    for region in regions:
+        found.setdefault(region.tensor, []).append(region)
+    for tensor, spec in enumerate(layout.tensors):
+        parts = sorted(map(_joined, found.get(tensor, [])))
+        count = sum(region.element_count for region in parts)
+        is_outside = any(region.start < 0 or region.stop > spec.element_count for region in parts)
+        if count != spec.element_count or is_outside or not _are_apart(parts):
+            raise LayoutMismatch(
+                f"the parts of tensor {spec} that the ranks hold have {count:,} elements, of {spec.element_count:,}, or"
+                " overlap: every element must be in one part",
+                tensor=spec.name,
+            )
+
+
+def _are_apart(parts: Sequence[Region]) -> bool:
+    """Whether regions of one tensor, ascending, have nothing in common."""
+    if all(region.run_count == 1 for region in parts):
+        return all(left.stop <= right.start for left, right in pairwise(parts))
+    is_alike = len({(region.stride, region.run_count) for region in parts}) == 1
+    if is_alike and parts[-1].start + parts[-1].run <= parts[0].start + parts[0].stride:  # side by side in each row
+        return all(left.start + left.run <= right.start for left, right in pairwise(parts))
+    return not any(overlaps(left, right) for left, right in combinations(parts, 2))
+
+
+def overlaps(left: Region, right: Region) -> bool:
+    """Whether two regions of one tensor have an element in common."""
+    if left.stop <= right.start or right.stop <= left.start:
+        return False
+    if left.run_count == right.run_count == 1:
+        return True
+    left, right = sorted((_joined(left), _joined(right)), key=lambda region: region.run_count)
+    starts = left.start + np.arange(left.run_count) * left.stride
+    # Of the runs of `right` that begin before a run of `left` ends, only the last can reach into it.
+    last = np.minimum((starts + left.run - 1 - right.start) // right.stride, right.run_count - 1)
+    return bool(((last >= 0) & (right.start + last * right.stride + right.run > starts)).any())
+
+
+def needed(rows: Iterable[BlockRow], shard_map: ShardMap) -> list[int]:
+    """Which blocks hold something of the rank: places in `rows`, ascending."""
+    held = shard_map.by_tensor
+    return [
+        place
+        for place, row in enumerate(rows)
+        if any(overlaps(row.region, one.region) for _, one in held.get(row.tensor, []))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bytes [offset, offset + length) of a chunk, and the blocks in them that are wanted (places in the manifest)."""
+
+    chunk: int
+    offset: int
+    length: int
+    places: tuple[int, ...]
+
+
+def fetches(rows: Sequence[BlockRow], places: Iterable[int], *, gap_bytes: int = GAP_BYTES) -> list[Fetch]:
+    """Byte ranges that hold the wanted blocks; neighbours with a small gap between them are one."""
+    found: list[Fetch] = []
+    for place in sorted(places, key=lambda place: (rows[place].chunk, rows[place].offset)):
+        row = rows[place]
+        last = found[-1] if found else None
+        if last and last.chunk == row.chunk and row.offset - (last.offset + last.length) <= gap_bytes:
+            length = max(last.length, row.offset + row.length - last.offset)
+            found[-1] = Fetch(last.chunk, last.offset, length, (*last.places, place))
+        else:
+            found.append(Fetch(row.chunk, row.offset, row.length, (place,)))
+    return found
+
+
+def _joined(region: Region) -> Region:
+    return Region.span(region.tensor, region.start, region.stop) if region.is_contiguous else region
+
+
+def local_zeros(shard_map: ShardMap) -> dict[str, NDArray[Any]]:
+    """Flat stored bits of the rank's tensors, all 0: what a rank without weights begins with."""
+    return {spec.name: np.zeros(spec.element_count, spec.bits_dtype) for spec in shard_map.local.tensors}

@@ -1,0 +1,175 @@
+"""What `rollfab bench …` runs: each bench is a module beside this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollfab.deploy.cli.options import Name, Url, need_url
+
+app = typer.Typer(no_args_is_help=True)
+
+Quick = Annotated[bool, typer.Option("--quick", help="A rougher figure in under a minute.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("queue")
+def queue(quick: Quick = False, json: AsJson = False, url: Annotated[str | None, typer.Option()] = None) -> None:
+    """Jobs per second and push-to-claim latency, beside other queues and the broker's own limit."""
+    from .queue.main import bench_queue
+
+    raise typer.Exit(bench_queue(quick=quick, json_output=json, url=url))
+
+
+@app.command("overhead")
+def overhead(quick: Quick = False, json: AsJson = False) -> None:
+    """Tokens per second through the whole fabric, over the same engine fed directly."""
+    from .overhead.main import bench_overhead
+
+    raise typer.Exit(bench_overhead(quick=quick, json_output=json))
+
+
+@app.command("engine")
+def engine(quick: Quick = False, json: AsJson = False) -> None:
+    """vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stands still when told to."""
+    from .engine.main import bench_engine
+
+    raise typer.Exit(bench_engine(quick=quick, json_output=json))
+
+
+@app.command("weights")
+def weights(
+    quick: Quick = False,
+    json: AsJson = False,
+    parameters: Annotated[
+        int | None, typer.Option(help="Of the model, at least; default 0.5 B, quick 30 M.", min=1)
+    ] = None,
+) -> None:
+    """Real weight updates as deltas: bytes, speed, pause and time until live, beside how others send them."""
+    from .weights.main import bench_weights
+
+    raise typer.Exit(bench_weights(quick=quick, json_output=json, parameters=parameters))
+
+
+@app.command("chaos")
+def chaos(
+    quick: Quick = False,
+    json: AsJson = False,
+    seed: Annotated[int, typer.Option(help="Of the faults: the same seed, the same faults.")] = 0,
+    duration: Annotated[float | None, typer.Option(help="Seconds of faults; default 600, quick 22.", min=1)] = None,
+    kill_agents: Annotated[int, typer.Option(help="Kill agents so many times, and do nothing else.", min=0)] = 0,
+) -> None:
+    """A real workload under kills, freezes and cuts of every role and the broker: what is lost, what comes twice."""
+    from .chaos.main import bench_chaos
+
+    code = bench_chaos(quick=quick, json_output=json, seed=seed, duration_s=duration, agent_kill_count=kill_agents)
+    raise typer.Exit(code)
+
+
+@app.command("resume")
+def resume(quick: Quick = False, json: AsJson = False) -> None:
+    """Turns taken from one worker in the middle: how soon they go on at another, and whether exactly."""
+    from .resume.main import bench_resume
+
+    raise typer.Exit(bench_resume(quick=quick, json_output=json))
+
+
+@app.command("controller")
+def controller(quick: Quick = False, json: AsJson = False) -> None:
+    """Capacity plans for up to 1,000 workers: the rules alone, a whole tick on a broker, and a failover."""
+    from .controller.main import bench_controller
+
+    raise typer.Exit(bench_controller(quick=quick, json_output=json))
+
+
+@app.command("coserve")
+def coserve(
+    quick: Quick = False,
+    json: AsJson = False,
+    rate: Annotated[float | None, typer.Option(help="Serving requests per second.", min=0.1)] = None,
+    requests: Annotated[int | None, typer.Option(help="Of each arm in each repetition.", min=2)] = None,
+    rounds: Annotated[int | None, typer.Option(help="Repetitions of every arm.", min=1)] = None,
+    arms: Annotated[str, typer.Option(help="Comma-separated; default all (quick: some).")] = "",
+    load: Annotated[str, typer.Option(help="Fractions of the SLO capacity to go through, as 0.1,0.5,0.95.")] = "",
+    control: Annotated[
+        bool, typer.Option("--control", help="Only the kill switch, bursts and the frozen broker.")
+    ] = False,
+) -> None:
+    """Rollouts beside a real serving engine: what they make, what serving pays, beside other ways of sharing."""
+    from .coserve.main import bench_coserve, settings_of
+
+    settings = settings_of(
+        quick=quick, control=control, rate=rate, requests=requests, rounds=rounds, arms=arms, loads=load
+    )
+    raise typer.Exit(bench_coserve(settings, json_output=json))
+
+
+@app.command("coserve-sim")
+def coserve_sim(quick: Quick = False, json: AsJson = False) -> None:
+    """One GPU that serving and rollouts share, simulated, from light load to SLO capacity: the guard and its rivals."""
+    from .coserve.sim.main import bench_coserve_sim
+
+    raise typer.Exit(bench_coserve_sim(quick=quick, json_output=json))
+
+
+# ---------------------------------------------------------------- processes that benches start
+
+
+@app.command("lent", hidden=True)
+def lent(
+    probe: Annotated[Path, typer.Option()],
+    switch: Annotated[Path, typer.Option()],
+    ttft: Annotated[float, typer.Option("--slo-ttft-ms")],
+    tpot: Annotated[float, typer.Option("--slo-tpot-ms")],
+    model: Annotated[str, typer.Option()],
+    slots: Annotated[int, typer.Option()],
+    context: Annotated[int, typer.Option()],
+    url: Url = None,
+    name: Name = None,
+) -> None:
+    """A serving worker whose guard decides as the bench switches."""
+    from rollfab.deploy.roles.engines import EngineOptions
+    from rollfab.deploy.roles.run import RoleOptions
+    from rollfab.workers.serving.options import ServingOptions
+
+    from .coserve.worker import run_lent
+
+    engine = EngineOptions(engine="vllm", model=model, slot_count=slots, context_tokens_max=context, log="-")
+    serving = ServingOptions(probe=str(probe), ttft_slo_ms=ttft, tpot_slo_ms=tpot)
+    run_lent(RoleOptions(url=need_url(url), name=name), engine=engine, serving=serving, switch=switch)
+
+
+@app.command("witness", hidden=True)
+def witness(
+    directory: Annotated[Path, typer.Option()],
+    slots: Annotated[int, typer.Option()],
+    url: Url = None,
+    name: Name = None,
+    role: Annotated[str, typer.Option()] = "dedicated",
+) -> None:
+    """A rollout worker that records what its engine did."""
+    from rollfab.deploy.roles.run import RoleOptions
+
+    from .witness import run_witness
+
+    run_witness(RoleOptions(url=need_url(url), name=name), role=role, slot_count=slots, directory=directory)
+
+
+@app.command("trainer", hidden=True)
+def trainer(
+    directory: Annotated[Path, typer.Option()],
+    index: Annotated[int, typer.Option()],
+    group_size: Annotated[int, typer.Option()],
+    turns: Annotated[int, typer.Option()],
+    depth: Annotated[int, typer.Option()],
+    url: Url = None,
+) -> None:
+    """A trainer of chaos: trains nothing, keeps a journal of every group."""
+    from .chaos.trainer import TrainerOptions, run_trainer
+
+    options = TrainerOptions(
+        url=need_url(url), index=index, directory=directory, group_size=group_size, turn_count=turns, depth=depth
+    )
+    run_trainer(options)

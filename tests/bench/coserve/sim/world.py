@@ -1,0 +1,207 @@
+"""One simulated GPU shared by two engines: an event loop over their steps, and what came of it.
+
+- The GPU does one step at a time and finishes it; a change from one engine to the other costs a little.
+- Who is next: where rollouts may run they run, so serving is paced to its SLO ("paced", as in the bound on harvest); or
+  a serving step that is ready goes before a second rollout step ("turns", what a device does on which no one paces the
+  serving engine).
+- The same seed gives the same run. After the last arrival it goes on until every request has its answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from rollfab.deploy.replay.figures import percentile
+from rollfab.deploy.replay.records import Arrival
+from rollfab.fabric.rules.serving.facts import Slo, StepSample, StepWork
+
+from .engine import ROLLOUT_8B, SERVING_7B, RolloutEngine, Served, ServingEngine, StepCost, noisy
+
+ROSE_SLO = Slo(ttft_ms=500.0, tpot_ms=150.0)  # of its 7B serving model
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What is simulated besides the load. Times of a step scatter by a lognormal of `noise`."""
+
+    slo: Slo = ROSE_SLO
+    serving: StepCost = SERVING_7B
+    rollout: StepCost = ROLLOUT_8B
+    noise: float = 0.03
+    switch_ms: tuple[float, float] = (0.1, 1.0)
+    is_paced: bool = True
+    poll_s: float = 0.002  # of a shut guard with serving idle
+    overtime_s: float = 60.0  # beyond twice what the longest answer may take: for an arm that starves serving
+    seed: int = 0
+
+
+class Arm(Protocol):
+    """Who decides about rollouts."""
+
+    chunk_tokens: int  # of serving prompts
+
+    def rollout_tokens(self, now_s: float, device: Device) -> int | None:
+        """Tokens that the next rollout step may compute; None: all, 0: there is none."""
+
+    def came(self, arrivals: Sequence[Arrival]) -> None:
+        """Requests have arrived."""
+
+    def served(self, sample: StepSample) -> None:
+        """A serving step has ended."""
+
+    def rolled(self, sample: StepSample) -> None:
+        """A rollout step has ended."""
+
+
+@dataclass
+class Device:
+    """What an arm may look at."""
+
+    world: World
+    serving: ServingEngine
+    rollout: RolloutEngine
+    was_rollout: bool = False  # the last step
+    last_token_at_s: float = 0.0  # of serving: when its last step ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of one arm on one load.
+
+    harvest: of the GPU's time, that a rollout engine alone would have needed for the same work. Attainment: of all
+    requests; the worst minute is of those that arrived within one. Unanswered requests attained nothing.
+    """
+
+    harvest: float
+    ttft_attained: float
+    tpot_attained: float
+    attained: float
+    worst_minute: float
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    tpot_ms_p50: float
+    tpot_ms_p99: float
+    rollout_step_ms: float
+    request_count: int
+
+
+def simulate(arrivals: Sequence[Arrival], duration_s: float, arm: Arm, world: World) -> Run:
+    """Serve `arrivals`, all within [0, duration_s), with `arm` in charge of rollouts."""
+    device = Device(
+        world=world,
+        serving=ServingEngine(arrivals=arrivals, cost=world.serving, chunk_tokens=arm.chunk_tokens),
+        rollout=RolloutEngine(cost=world.rollout),
+    )
+    dice = Random(world.seed)
+    longest_s = 1e-3 * world.slo.tpot_ms * max((each.completion_tokens for each in arrivals), default=0)
+    end_s = duration_s + 2 * longest_s + world.overtime_s
+    now_s, harvested_s = 0.0, 0.0
+    serving = device.serving
+    while now_s < duration_s or (serving.has_work and now_s < end_s):
+        came = serving.take_in(now_s)
+        if came:
+            arm.came(came)
+        now_s = _step(now_s, device, arm, dice)
+        if now_s < duration_s:
+            harvested_s = device.rollout.harvested_s
+    serving.take_in(duration_s)
+    return _outcome(device, harvested_s / duration_s, now_s)
+
+
+def _step(now_s: float, device: Device, arm: Arm, dice: Random) -> float:
+    """Do one step of either engine, or wait; returns when that is over."""
+    serving, world = device.serving, device.world
+    is_servings_turn = not world.is_paced and device.was_rollout and serving.has_work
+    tokens = 0 if is_servings_turn else arm.rollout_tokens(now_s, device)
+    if tokens is None or tokens > 0:
+        work = device.rollout.work(tokens)
+        took_s = _took(device, device.rollout.seconds(work), dice, is_rollout=True)
+        device.rollout.end_step(work)
+        arm.rolled(StepSample(work=work, duration_s=took_s))
+        return now_s + took_s
+    if serving.has_work:
+        work, alone_s = serving.begin_step()
+        took_s = _took(device, alone_s, dice, is_rollout=False)
+        serving.end_step(now_s + took_s)
+        device.last_token_at_s = now_s + took_s
+        arm.served(StepSample(work=work, duration_s=took_s))
+        return now_s + took_s
+    return min(serving.next_arrival_s, now_s + world.poll_s)
+
+
+def _took(device: Device, alone_s: float, dice: Random, *, is_rollout: bool) -> float:
+    switch_s = 1e-3 * dice.uniform(*device.world.switch_ms) if device.was_rollout != is_rollout else 0.0
+    device.was_rollout = is_rollout
+    return noisy(alone_s, device.world.noise, dice) + switch_s
+
+
+def _outcome(device: Device, harvest: float, ended_s: float) -> Run:
+    slo, served = device.world.slo, device.serving.served
+    ttfts = [1e3 * _known(each.ttft_s, ended_s - each.arrival.at_s) for each in served]
+    tpots = [1e3 * _known(each.tpot_s or 0.0, math.inf) for each in served]
+    in_ttft = [value <= slo.ttft_ms for value in ttfts]
+    in_tpot = [value <= slo.tpot_ms for value in tpots]
+    both = [one and other for one, other in zip(in_ttft, in_tpot, strict=True)]
+    return Run(
+        harvest=harvest,
+        ttft_attained=_mean(in_ttft),
+        tpot_attained=_mean(in_tpot),
+        attained=_mean(both),
+        worst_minute=_worst_minute(served, both),
+        ttft_ms_p50=percentile(ttfts, 0.5),
+        ttft_ms_p99=percentile(ttfts, 0.99),
+        tpot_ms_p50=percentile(tpots, 0.5),
+        tpot_ms_p99=percentile(tpots, 0.99),
+        rollout_step_ms=1e3 * device.rollout.harvested_s / max(1, device.rollout.step_count),
+        request_count=len(served),
+    )
+
+
+def _known(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values)
+
+
+def _worst_minute(served: Sequence[Served], attained: Sequence[bool]) -> float:
+    minutes: dict[int, list[bool]] = {}
+    for each, was in zip(served, attained, strict=True):
+        minutes.setdefault(int(each.arrival.at_s / 60), []).append(was)
+    return min(_mean(each) for each in minutes.values())
+
+
+def bound(arrivals: Sequence[Arrival], duration_s: float, world: World) -> float:
+    """H*: the share of the GPU's time that no schedule can exceed without breaking the SLO, the whole load known.
+
+    In every second, all prompts that arrive must be computed, and while a sequence is active its tokens must come at
+    the pace that the SLO allows: a decode step every `tpot`. What is left is the most that rollouts can have. It holds
+    for schedules that break no promise; the SLO lets one request in a hundred break it.
+    """
+    cost, tpot_s = world.serving, 1e-3 * world.slo.tpot_ms
+    seconds = math.ceil(duration_s)
+    prefill_s, active, context = [0.0] * seconds, [0.0] * seconds, [0.0] * seconds
+    for each in arrivals:
+        prompt = each.prompt_tokens
+        prefill_s[int(each.at_s)] += 1e-6 * cost.token_us * prompt + 1e-9 * cost.attention_ns * prompt**2 / 2
+        _decode_at(each, tpot_s, active, context)
+    found = 0.0
+    for prefill, count, tokens in zip(prefill_s, active, context, strict=True):
+        step_s = cost.seconds(StepWork(decode_count=max(1, round(count)), context_tokens=round(tokens)), 0.0)
+        found += max(0.0, 1.0 - prefill - min(1.0, count) * step_s / tpot_s)
+    return found / seconds
+
+
+def _decode_at(arrival: Arrival, tpot_s: float, active: list[float], context: list[float]) -> None:
+    """Add a request that lives as long as the SLO allows to the mean of every second that it lives in."""
+    begin, end = arrival.at_s, arrival.at_s + (arrival.completion_tokens - 1) * tpot_s
+    for second in range(int(begin), min(math.ceil(end), len(active))):
+        lived_s = min(end, second + 1) - max(begin, second)
+        made = (max(begin, second) + lived_s / 2 - begin) / tpot_s
+        active[second] += lived_s
+        context[second] += lived_s * (arrival.prompt_tokens + made)

@@ -1,0 +1,246 @@
+"""The two arms of `rollfab bench overhead`: an engine fed directly, and the same engine at the end of a whole fabric.
+
+- Both make the same tokens: as many trajectories at once, of as many turns, with prompts of the same lengths, from the
+  same weights, in as many slots. No turn ends early, so the counts are equal, and they are checked.
+- The fabric arm is what users run: a broker, a controller, an agent and a worker, each a process of its own.
+- Its processes live, idle, while the engine alone is measured, and the other way round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollfab.deploy.local.supervisor import Supervisor
+from rollfab.deploy.replay.figures import process_cpu_s
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
+from rollfab.fabric.contract.records import Group, Int32, Sampling
+from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.trainer.client import Fabric, Run, connect
+from rollfab.workers.engines.base import GenerationRequest
+from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
+
+from ..worlds import observation
+
+SLOT_COUNT = 64
+CONTEXT_TOKENS = 512
+SEED = 7  # of sampling; weights come from the preset
+GROUP_SIZE = 8
+START_TIMEOUT_S = 120.0  # importing torch on a busy machine
+GROUP_TIMEOUT_S = 120.0  # for all groups of a round: something is broken
+LOOK_S = 5.0  # without a group: is everybody still there?
+METRONOME = "metronome=tests.bench.worlds:Metronome"
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every trajectory does; all are in flight at once."""
+
+    name: str
+    model: str
+    trajectory_count: int
+    turn_count: int
+    completion_tokens: int
+    observation_tokens: int
+
+    @property
+    def turns(self) -> int:
+        """Turns of one round."""
+        return self.trajectory_count * self.turn_count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated in one round."""
+        return GROUP_SIZE * self.turn_count * sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each turn, by group."""
+        return [self.completion_tokens] * (self.trajectory_count // GROUP_SIZE)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """What the metronome is asked for, by group."""
+        return [{"seed": index} for index in range(self.trajectory_count // GROUP_SIZE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round of one arm. cpu_s: CPU seconds by process, as far as the system says."""
+
+    duration_s: float
+    token_count: int
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+
+class EngineAlone:
+    """The engine in this process, fed by the least code that can feed it."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._runner = asyncio.Runner()
+        self._engine = TransformersEngine(
+            TransformersConfig(
+                model=workload.model, slot_count=SLOT_COUNT, context_tokens_max=CONTEXT_TOKENS, seed=SEED
+            )
+        )
+        self._observation = CharTokenizer().encode(observation(workload.observation_tokens))
+        self._sampling = Sampling(temperature=1.0, max_tokens=workload.completion_tokens)
+
+    def __enter__(self) -> EngineAlone:
+        self._runner.run(self._engine.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._engine.close())
+        self._runner.close()
+
+    def weights(self) -> Arrays:
+        """The engine's own weights, to be published for the other arm."""
+        bits, layout = self._engine.weight_bits(), self._engine.layout
+        return {each.name: bits[each.name].view(each.dtype).reshape(each.shape) for each in layout.tensors}
+
+    def round(self) -> Round:
+        """All trajectories from start to end."""
+        cpu_s, start_s = time.process_time(), time.perf_counter()
+        token_count = self._runner.run(self._feed())
+        duration_s = time.perf_counter() - start_s
+        return Round(duration_s=duration_s, token_count=token_count, cpu_s={"engine": time.process_time() - cpu_s})
+
+    async def _feed(self) -> int:
+        contexts = [self._observation] * self._workload.trajectory_count
+        turn_counts = [0] * self._workload.trajectory_count
+        token_count, open_count = 0, self._workload.trajectory_count
+        for index, context in enumerate(contexts):
+            self._ask(index, context)
+        while open_count:
+            for generation in await self._engine.finished(1.0):
+                index = int(generation.request_id)
+                token_count += len(generation.completion_ids)
+                turn_counts[index] += 1
+                if turn_counts[index] == self._workload.turn_count:
+                    open_count -= 1
+                    continue
+                contexts[index] = np.concatenate((contexts[index], generation.completion_ids, self._observation))
+                self._ask(index, contexts[index])
+        return token_count
+
+    def _ask(self, index: int, context: Int32) -> None:
+        self._engine.generate(GenerationRequest(request_id=str(index), prompt_ids=context, sampling=self._sampling))
+
+
+class WholeFabric:
+    """The engine in a worker process, reached through everything. `engine`: words for `rollfab worker`."""
+
+    def __init__(self, workload: Workload, weights: Arrays, engine: Sequence[str] = ()) -> None:
+        self._workload = workload
+        self._weights = weights
+        self._engine = engine
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollfab-bench-")))
+            self._broker = self._stack.enter_context(EmbeddedBroker.start(directory / "broker"))
+            self._supervisor = self._stack.enter_context(Supervisor(directory / "logs"))
+            self._start_roles()
+            fabric = self._stack.enter_context(connect(self._broker.url))
+            self._run = self._open_run(fabric)
+            self._run.publish(self._weights, version=0)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start_roles(self) -> None:
+        workload, count = self._workload, str(self._workload.trajectory_count)
+        engine = ["--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS), "--seed", str(SEED), *self._engine]
+        for role, words in {
+            "controller": [],
+            "agent": ["--environment", METRONOME, "--count", count],
+            "worker": ["--model", workload.model, *engine],
+        }.items():
+            place = {"ROLLFAB_URL": self._broker.url}
+            self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
+
+    def _open_run(self, fabric: Fabric) -> Run:
+        workload = self._workload
+        options = {
+            "turn_count": workload.turn_count,
+            "completion_tokens": workload.completion_tokens,
+            "observation_tokens": workload.observation_tokens,
+        }
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return fabric.run(
+                    "overhead", model=workload.model, environment="metronome", environment_options=options
+                )
+            except EnvironmentUnknown:  # no agent is up yet
+                self._check_alive()
+                if time.monotonic() >= deadline_s:
+                    raise
+
+    def _check_alive(self) -> None:
+        for name, child in self._supervisor.children.items():
+            if not child.is_running:
+                raise FabricError(f"the {name} of the bench has ended, its last lines: {child.tail()}")
+
+    def round(self) -> Round:
+        """All trajectories from their submission until the last group is received."""
+        cpu_s, start_s = self._cpu_s(), time.perf_counter()
+        groups = self.ask(self._workload.tasks())
+        duration_s = time.perf_counter() - start_s
+        used_s = {name: used - cpu_s[name] for name, used in self._cpu_s().items()}
+        return Round(duration_s=duration_s, token_count=count_tokens(groups, self._workload), cpu_s=used_s)
+
+    def ask(self, tasks: Sequence[dict[str, Any]], timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
+        """A group for each task, in the order of the tasks; what does not come in time is missing.
+
+        Raises:
+            FabricError: a process has ended.
+        """
+        order = {name: index for index, name in enumerate(self._run.submit(tasks, group_size=GROUP_SIZE))}
+        groups: list[Group] = []
+        deadline_s = time.monotonic() + timeout_s
+        while len(groups) < len(tasks) and time.monotonic() < deadline_s:
+            groups += self._run.groups(timeout=LOOK_S, count=len(tasks) - len(groups))
+            self._check_alive()
+        return sorted(groups, key=lambda group: order[group.group_id])
+
+    def _cpu_s(self) -> dict[str, float]:
+        pids = {name: child.pid for name, child in self._supervisor.children.items()}
+        found = {name: process_cpu_s(pid) for name, pid in {**pids, "broker": self._broker.pid}.items() if pid}
+        return {**found, "trainer": time.process_time()}
+
+
+def count_tokens(groups: Sequence[Group], workload: Workload) -> int:
+    """Tokens that the policy made.
+
+    Raises:
+        FabricError: this was not the same work as the other arm's, so there is nothing to compare.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counts = [int(rollout.completion_mask.sum()) for rollout in rollouts]
+    expected = sorted(workload.turn_count * length for length in workload.lengths for _ in range(GROUP_SIZE))
+    if sorted(counts) != expected:
+        failure_count = sum(len(group.failures) for group in groups)
+        raise FabricError(
+            f"{len(rollouts)} rollouts of {sorted(set(counts))} tokens and {failure_count} dead letters came back, not"
+            f" {len(expected)} rollouts of {sorted(set(expected))} tokens: both arms must do the same work"
+        )
+    return sum(counts)

@@ -1,0 +1,151 @@
+"""`rollfab bench overhead`: tokens per second through the whole fabric, over the same engine fed directly.
+
+- Rounds alternate, engine alone then fabric, after one of each that does not count. A ratio is that of two neighbours;
+  what is reported is the median of these, with the lowest and the highest.
+- The headline is the shape that agents have: turns of some dozen tokens. One token per turn is the worst case there
+  is, all overhead and hardly any generation; it is reported as it is.
+- What the fabric costs is also counted in CPU time per turn, by process, which other load on the machine moves less.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollfab.deploy.replay.figures import Figure, Report, alternate, number, run_bench, show
+
+from .arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, EngineAlone, Round, WholeFabric, Workload
+
+# With 64 slots a step of the tiny preset takes 10 to 30 ms on a CPU core, as one of some billion parameters does on a
+# GPU. A step of the small preset takes ten times longer with these contexts, which would hide the fabric.
+TURNS = Workload(
+    name="64 tokens a turn",
+    model="tiny",
+    trajectory_count=128,
+    turn_count=4,
+    completion_tokens=64,
+    observation_tokens=32,
+)
+SHORT_TURNS = Workload(
+    name="8 tokens a turn", model="tiny", trajectory_count=128, turn_count=8, completion_tokens=8, observation_tokens=8
+)
+ONE_TOKEN = Workload(
+    name="1 token a turn", model="tiny", trajectory_count=256, turn_count=14, completion_tokens=1, observation_tokens=1
+)
+SMALL = Workload(
+    name="small preset, 32 tokens a turn",
+    model="small",
+    trajectory_count=64,
+    turn_count=2,
+    completion_tokens=32,
+    observation_tokens=32,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured. The first workload is the headline."""
+
+    workloads: tuple[Workload, ...]
+    round_count: int
+
+
+FULL = Settings(workloads=(TURNS, SHORT_TURNS, ONE_TOKEN, SMALL), round_count=5)
+QUICK = Settings(
+    workloads=(
+        Workload(**{**asdict(TURNS), "trajectory_count": 64, "turn_count": 3}),
+        Workload(**{**asdict(ONE_TOKEN), "trajectory_count": 128}),
+    ),
+    round_count=3,
+)
+
+
+def bench_overhead(*, quick: bool, json_output: bool) -> int:
+    """Measure and print; returns the exit code: 1 when an arm did not do its work."""
+    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
+
+
+def measure(settings: Settings) -> Report:
+    """Measure every workload.
+
+    Raises:
+        FabricError: a process of the fabric ended, or an arm made other tokens than it should.
+    """
+    rows = [_measure(workload, settings.round_count) for workload in settings.workloads]
+    headline = rows[0]
+    return Report(
+        name="overhead",
+        params={
+            "slot_count": SLOT_COUNT,
+            "context_tokens": CONTEXT_TOKENS,
+            "group_size": GROUP_SIZE,
+            "settings": asdict(settings),
+        },
+        results={
+            "tokens_per_s": headline["fabric"]["tokens_per_s"],
+            "tokens_per_s_spread": headline["fabric"]["spread"],
+            "rows": rows,
+        },
+        baselines={"engine alone": headline["engine_alone"]},
+        ratio={
+            "engine_alone": headline["ratio"],
+            "engine_alone_spread": headline["ratio_spread"],
+            "by_workload": {row["name"]: row["ratio"] for row in rows},
+        },
+    )
+
+
+def _measure(workload: Workload, round_count: int) -> dict[str, Any]:
+    with EngineAlone(workload) as alone, WholeFabric(workload, alone.weights()) as fabric:
+        arms = {"engine_alone": alone.round, "fabric": fabric.round}
+        alternate(arms, 1)  # the first lease, the first weights, caches
+        rounds = alternate(arms, round_count)
+    return row(workload, rounds["engine_alone"], rounds["fabric"])
+
+
+def row(workload: Workload, alone: list[Round], fabric: list[Round]) -> dict[str, Any]:
+    """The figures of one workload from the rounds of its arms, which are neighbours pair by pair."""
+    rates = [Figure(tuple(each.token_count / each.duration_s for each in arm)) for arm in (alone, fabric)]
+    ratio = Figure(tuple(ours / theirs for theirs, ours in zip(rates[0].rounds, rates[1].rounds, strict=True)))
+    return {
+        "name": workload.name,
+        "engine_alone": _arm(workload, rates[0], alone),
+        "fabric": _arm(workload, rates[1], fabric),
+        "ratio": ratio.median,
+        "ratio_spread": ratio.spread,
+    }
+
+
+def _arm(workload: Workload, rate: Figure, rounds: list[Round]) -> dict[str, Any]:
+    names = rounds[0].cpu_s
+    return {
+        "tokens_per_s": rate.median,
+        "spread": rate.spread,
+        "tokens_per_round": rounds[0].token_count,
+        "turns_per_s": rate.median * workload.turns / workload.tokens,
+        "cpu_ms_per_turn": {
+            name: 1000 * Figure(tuple(each.cpu_s[name] for each in rounds)).median / workload.turns for name in names
+        },
+    }
+
+
+def _print_table(report: Report) -> None:
+    found = json.loads(report.json())
+    rows, notes = [], []
+    for each in found["results"]["rows"]:
+        ours, alone = each["fabric"], each["engine_alone"]
+        low, high = each["ratio_spread"]
+        rows.append(
+            [
+                each["name"],
+                number(alone["tokens_per_s"]),
+                number(ours["tokens_per_s"]),
+                number(ours["turns_per_s"]),
+                f"{each['ratio']:.2f}  ({low:.2f} to {high:.2f})",
+            ]
+        )
+        shares = ", ".join(f"{name} {cpu_ms:.2f}" for name, cpu_ms in ours["cpu_ms_per_turn"].items())
+        notes.append(f"{each['name']}: CPU ms per turn {shares}; engine alone {alone['cpu_ms_per_turn']['engine']:.2f}")
+    columns = ["", "engine alone, tokens/s", "fabric, tokens/s", "turns/s", "fabric ÷ engine alone"]
+    show("rollfab bench overhead", columns, rows, [*notes, f"machine: {found['machine']}"])

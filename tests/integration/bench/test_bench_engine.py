@@ -1,0 +1,147 @@
+"""What `rollfab bench engine` accepts as the same work in both arms, and how its figures follow. No vLLM is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.contract.errors import FabricError
+from rollfab.fabric.contract.records import Group, Rollout
+from tests.bench.engine.arms import Rollouts, same_fraction
+from tests.bench.engine.control import Stop, row, worst
+from tests.bench.engine.main import FULL, QUICK, bench_engine
+from tests.bench.engine.offline import Answers
+from tests.bench.overhead.arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, count_tokens
+from tests.bench.worlds import Metronome
+
+WORK = Rollouts(
+    name="work",
+    model="tiny",
+    trajectory_count=16,
+    turn_count=2,
+    completion_tokens_min=3,
+    completion_tokens=5,
+    observation_tokens=4,
+)
+
+
+def answered(work: Rollouts) -> tuple[list[Group], Answers]:
+    """What both arms give when all goes well: every token is its place, and between two turns are a reply's."""
+    requests = work.requests(work.tasks())
+    groups, completions = [], []
+    for index, length in enumerate(work.lengths):
+        made = np.arange(work.turn_count * length, dtype=np.int32)
+        reply = np.full(work.observation_tokens, 99, np.int32)
+        parts = [part for turn in np.split(made, work.turn_count) for part in (turn, reply)][:-1]
+        masks = [np.zeros(len(each), np.uint8) if each is reply else np.ones(len(each), np.uint8) for each in parts]
+        rollout = Rollout(
+            trajectory_id=f"{index}.0",
+            group_id=str(index),
+            task_id="t",
+            reward=0.0,
+            finish_reason="terminated",
+            turn_count=work.turn_count,
+            attempt=0,
+            seed=0,
+            spans=(),
+            prompt_ids=np.array(requests.prompts[index * GROUP_SIZE], np.int32),
+            completion_ids=np.concatenate(parts),
+            logprobs=np.zeros(sum(map(len, parts)), np.float32),
+            completion_mask=np.concatenate(masks),
+        )
+        groups.append(Group(group_id=str(index), task_id="t", rollouts=(rollout,) * GROUP_SIZE))
+        completions += [made.tolist()] * GROUP_SIZE
+    return groups, Answers(duration_s=1.0, completions=completions)
+
+
+def test_both_arms_are_asked_for_the_same_tokens() -> None:
+    # Given a workload, as the fabric's tasks and as requests for offline generate
+    tasks, requests = WORK.tasks(), WORK.requests(WORK.tasks())
+
+    # Then there is a request for every trajectory, of a length that its group's task says, and all add up
+    assert len(requests.prompts) == len(requests.lengths) == GROUP_SIZE * len(tasks) == WORK.trajectory_count
+    assert list(requests.lengths) == [task["completion_tokens"] for task in tasks for _ in range(GROUP_SIZE)]
+    assert sum(requests.lengths) * requests.turn_count == WORK.tokens
+    assert sorted(WORK.lengths) == [3, 5]
+    # And groups differ in their prompts
+    assert len({tuple(prompt) for prompt in requests.prompts}) == len(tasks)
+    assert {len(prompt) for prompt in requests.prompts} == {WORK.observation_tokens}
+
+
+async def test_a_task_chooses_its_text_length_and_temperature() -> None:
+    world = Metronome(turn_count=2, completion_tokens=5, observation_tokens=4)
+    said = await world.reset({"text": "abcd", "completion_tokens": 3, "temperature": 0.0}, seed=1)
+    assert said.text == "abcd"
+    assert (world.sampling.max_tokens, world.sampling.temperature, world.sampling.ends_at_eos) == (3, 0.0, False)
+    assert (await world.step("")).text == "oooo"
+
+
+def test_a_fabric_that_loses_work_is_no_figure() -> None:
+    # Given what a good fabric returns
+    groups, answers = answered(WORK)
+    assert count_tokens(groups, WORK) == WORK.tokens
+
+    # When a group, a rollout, or a token of one is missing, then there is nothing to compare
+    short = Group(group_id="0", task_id="t", rollouts=groups[0].rollouts[:-1])
+    for lost in (groups[1:], [short, groups[1]], [groups[0], groups[0]]):
+        with pytest.raises(FabricError):
+            count_tokens(lost, WORK)
+    with pytest.raises(FabricError):
+        same_fraction([short, groups[1]], WORK.requests(WORK.tasks()), answers)
+
+
+def test_other_tokens_or_another_prompt_are_not_the_same() -> None:
+    groups, answers = answered(WORK)
+    requests = WORK.requests(WORK.tasks())
+    assert same_fraction(groups, requests, answers) == 1.0
+
+    # When one completion differs in a token
+    answers.completions[0][2] += 1  # type: ignore[index]  # the eight of a group are one list here
+    assert same_fraction(groups, requests, answers) == 0.5
+    # And when all answer prompts that were not asked
+    exchanged = dataclasses.replace(requests, prompts=requests.prompts[::-1])
+    assert same_fraction(groups, exchanged, answers) == 0.0
+
+
+def test_every_workload_fills_the_slots_several_times_and_fits() -> None:
+    for settings in (FULL, QUICK):
+        for work in settings.workloads:
+            assert work.trajectory_count % GROUP_SIZE == 0
+            assert work.turn_count * (work.observation_tokens + work.completion_tokens) <= CONTEXT_TOKENS
+        assert (
+            settings.workloads[0].turn_count == 1
+        )  # offline generate has no turns: a headline with it would be unfair
+        assert settings.workloads[0].trajectory_count >= 3 * SLOT_COUNT
+    assert FULL.sample_count >= 50
+
+
+def test_the_headline_is_the_worst_batch_and_the_worst_limit() -> None:
+    # Given samples of two batches; the second's steps are longer
+    calm = [Stop(steps=1, ms=4.0, answer_ms=5.0)] * 9
+    rows = [
+        row("abort", 1, [*calm, Stop(steps=3, ms=9.0, answer_ms=9.0)], [5.0] * 10),
+        row("abort", 32, calm, [20.0] * 10),
+        row("pause", 1, calm, [5.0] * 10),
+        row("running", 1, calm, [5.0] * 10),
+        row("step_tokens", 1, [*calm, Stop(steps=1, ms=8.0, answer_ms=0.0)], [5.0] * 10),
+    ]
+
+    # When they are summed up
+    found = worst(rows)
+
+    # Then one bad sample of one batch is seen
+    assert (found["abort_steps_p50"], found["abort_steps_p99"], found["pause_steps_p99"]) == (1, 3, 1)
+    assert (found["budget_ms_p50"], found["budget_ms_p99"]) == (4.0, 8.0)
+    assert found["budget_over_step_ms_p99"] == 3.0
+    assert found["step_ms_p50"] == 20.0
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_it_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_engine(quick=True, json_output=True) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "make bench BENCH=engine" in said.err

@@ -1,0 +1,99 @@
+"""`rollfab bench overhead` does what it says: the same work in both arms, and figures that follow from the rounds."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.contract.errors import FabricError
+from rollfab.fabric.contract.records import Group, Rollout
+from tests.bench.overhead.arms import Round, Workload, count_tokens
+from tests.bench.overhead.main import FULL, QUICK, Settings, measure, row
+from tests.bench.worlds import Metronome
+
+WORK = Workload(
+    name="work", model="tiny", trajectory_count=8, turn_count=2, completion_tokens=3, observation_tokens=4
+)  # as small as a group allows
+
+
+def group_of(token_counts: list[int]) -> Group:
+    rollouts = tuple(
+        Rollout(
+            trajectory_id=f"g.{index}",
+            group_id="g",
+            task_id="t",
+            reward=0.0,
+            finish_reason="terminated",
+            turn_count=2,
+            attempt=0,
+            seed=0,
+            spans=(),
+            prompt_ids=np.ones(4, np.int32),
+            completion_ids=np.ones(count, np.int32),
+            logprobs=np.zeros(count, np.float32),
+            completion_mask=np.ones(count, np.uint8),
+        )
+        for index, count in enumerate(token_counts)
+    )
+    return Group(group_id="g", task_id="t", rollouts=rollouts)
+
+
+def round_of(duration_s: float, **cpu_s: float) -> Round:
+    return Round(duration_s=duration_s, token_count=WORK.tokens, cpu_s=cpu_s)
+
+
+async def test_the_metronome_answers_the_same_length_every_turn() -> None:
+    world = Metronome(turn_count=2, completion_tokens=3, observation_tokens=4)
+    assert (world.sampling.max_tokens, world.sampling.stop_texts, world.sampling.ends_at_eos) == (3, (), False)
+    assert len((await world.reset({}, 1)).text) == 4
+    steps = [await world.step("anything"), await world.step("")]
+    assert [(len(step.text), step.is_done) for step in steps] == [(4, False), (4, True)]
+
+
+def test_other_work_than_the_engines_is_no_figure() -> None:
+    assert count_tokens([group_of([6] * 8)], WORK) == WORK.tokens == 48
+    for wrong in ([6] * 7, [6] * 7 + [5], []):
+        with pytest.raises(FabricError):
+            count_tokens([group_of(wrong)], WORK)
+
+
+def test_a_ratio_is_that_of_neighbours_and_the_median_of_these() -> None:
+    # Given a machine that grows slower, and one pair of rounds that was disturbed
+    alone = [round_of(1.0, engine=0.5), round_of(2.0, engine=0.5), round_of(4.0, engine=0.5)]
+    fabric = [round_of(1.25, worker=0.6), round_of(2.5, worker=0.6), round_of(40.0, worker=0.6)]
+
+    # When they are summed up
+    found = row(WORK, alone, fabric)
+
+    # Then the disturbance is in the spread, not in the ratio
+    assert found["ratio"] == pytest.approx(0.8)
+    assert found["ratio_spread"] == pytest.approx((0.1, 0.8))
+    assert found["fabric"]["tokens_per_s"] == pytest.approx(48 / 2.5)
+    assert found["fabric"]["cpu_ms_per_turn"]["worker"] == pytest.approx(600 / 16)
+
+
+def test_every_workload_fills_all_slots_and_fits_its_model() -> None:
+    for settings in (FULL, QUICK):
+        assert settings.workloads[0].completion_tokens == 64  # the headline is the shape that agents have
+        assert any(each.completion_tokens == 1 for each in settings.workloads)
+        for each in settings.workloads:
+            context = each.turn_count * (each.completion_tokens + each.observation_tokens)
+            assert each.trajectory_count >= 64
+            assert context <= 512
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+@pytest.mark.timeout(90)
+def test_a_real_measurement_reports_both_arms() -> None:
+    report = json.loads(measure(Settings(workloads=(WORK,), round_count=1)).json())
+    assert set(report) == {"name", "params", "results", "baselines", "ratio", "machine"}
+    assert report["name"] == "overhead"
+    (found,) = report["results"]["rows"]
+    alone, fabric = found["engine_alone"]["tokens_per_s"], found["fabric"]["tokens_per_s"]
+    assert report["results"]["tokens_per_s"] == fabric > 0
+    assert report["baselines"]["engine alone"]["tokens_per_s"] == alone > 0
+    assert report["ratio"]["engine_alone"] == pytest.approx(fabric / alone)
+    assert set(found["fabric"]["cpu_ms_per_turn"]) == {"controller", "agent", "worker", "broker", "trainer"}

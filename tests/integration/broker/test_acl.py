@@ -1,0 +1,235 @@
+"""The broker's ACL file: what no role may do, and that the table it is made of is whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import NoPermissionError
+
+from rollfab.deploy.cli.acl import write_acl
+from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.queue import acl, keys
+from rollfab.fabric.queue.acl import RIGHTS, commands_of, user_name
+from rollfab.fabric.queue.keys import JobKeys, ShardKeys, WeightKeys
+from tests.support.brokers.guarded_broker import ADMIN, Guarded, guarded_broker
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
+
+LUA = Path(__file__).resolve().parents[3] / "fabric" / "queue" / "lua"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded_broker(tmp_path_factory.mktemp("acl")) as broker:
+        yield broker
+
+
+@pytest.fixture
+def broker(guarded: Guarded) -> Guarded:
+    guarded.admin.flushall()
+    guarded.admin.acl_log_reset()
+    return guarded
+
+
+# ---- the table
+
+
+def test_every_script_belongs_to_a_role() -> None:
+    given = {script for rights in RIGHTS.values() for script in rights.scripts.split()}
+    scripts = {path.stem for path in LUA.glob("*.lua")}
+    assert not scripts - given, f"say in RIGHTS (fabric/queue/acl.py) which roles call {sorted(scripts - given)}"
+    assert not given - scripts, f"take these off RIGHTS, there are no such scripts: {sorted(given - scripts)}"
+
+
+def test_every_command_of_every_script_is_seen() -> None:
+    """A call that the pattern does not read would be a right that nobody has."""
+    for path in sorted(LUA.rglob("*.lua")):
+        if path.name == "typed.lua":  # it sends what scripts call, and what commands_of adds
+            continue
+        for line in path.read_text().splitlines():
+            code = line.split("--")[0]
+            calls = len(re.findall(r"redis\.p?call|call_in_parts\(", code))
+            seen = len(acl.CALL.findall(code))
+            is_defined_here = "function call_in_parts" in code or "redis.call(command," in code
+            assert calls == seen or is_defined_here, f"{path.name}: write the command's name where it is called: {line}"
+
+
+def _all_keys() -> set[str]:
+    """A key of every kind that keys.py knows."""
+    shard, weights = ShardKeys("r", 0), WeightKeys("r")
+    found = {value for name, value in vars(keys).items() if isinstance(value, str) and value.startswith("rf:")}
+    found |= {keys.lease_bell("w"), shard.group("g"), shard.rollouts("g"), shard.inbox("a")}
+    found |= {weights.head, weights.manifests, weights.announcements, weights.chunk(1, "delta.1", 0)}
+    found |= {weights.holders, weights.holding, weights.addresses, weights.clock, weights.offer}
+    found.add(weights.answers("r"))
+    for value in vars(shard).values():
+        for each in vars_of(value) if isinstance(value, JobKeys) else (value,):
+            found |= set(each) if isinstance(each, tuple) else {each}
+    return found - {shard.base}
+
+
+def vars_of(value: JobKeys) -> tuple[Any, ...]:
+    return tuple(getattr(value, name) for name in JobKeys.__dataclass_fields__)
+
+
+def test_every_kind_of_key_is_written_by_some_role_besides_the_operator(broker: Guarded) -> None:
+    writers = {key: [] for key in _all_keys()}
+    for key in writers:
+        for role in RIGHTS:
+            if role != "operator" and _may(broker, role, "SET" if "set" in commands_of(role) else "HSET", key):
+                writers[key].append(role)
+    missing = sorted(key for key, roles in writers.items() if not roles)
+    assert not missing, f"no role may write {missing}: add them to RIGHTS in fabric/queue/acl.py"
+
+
+def _may(broker: Guarded, role: str, *command: str) -> bool:
+    words = [*command, "x", "y"] if command[0].upper() == "HSET" else [*command, "x"]
+    answer = broker.admin.execute_command("ACL", "DRYRUN", user_name(role), *words)
+    return answer in (b"OK", True)
+
+
+def test_no_role_may_administer_the_broker_or_empty_it(broker: Guarded) -> None:
+    forbidden = (
+        "FLUSHALL",
+        "FLUSHDB",
+        "CONFIG GET dir",
+        "CONFIG SET dir /",
+        "KEYS *",
+        "DEBUG SLEEP 0",
+        "SCRIPT FLUSH",
+        "SCRIPT KILL",
+        "SHUTDOWN",
+        "MONITOR",
+        "ACL LIST",
+        "ACL SETUSER x",
+        "CLIENT KILL TYPE normal",
+        "CLIENT LIST",
+        "REPLICAOF h 1",
+        "BGREWRITEAOF",
+        "FUNCTION LOAD x",
+        "MODULE LIST",
+        "SLOWLOG GET",
+        "SWAPDB 0 1",
+        "MIGRATE h 1 k 0 1",
+        "RENAME rf:{rf}:runs x",
+        "RESTORE rf:{rf}:runs 0 x",
+        "DUMP rf:{rf}:runs",
+    )
+    for role in RIGHTS:
+        with broker.client(role) as client:
+            for line in forbidden:
+                with pytest.raises(NoPermissionError):
+                    client.execute_command(*line.split())
+
+
+SHARD, WEIGHTS = ShardKeys("r1", 0), WeightKeys("r1")
+FORBIDDEN = {
+    "a worker writes no leases": ("worker", "HSET", SHARD.leases, "w", "9 64 0"),
+    "a worker appoints no leader": ("worker", "SET", keys.LEADER, "w 9 9"),
+    "a worker moves no head": ("worker", "HSET", WEIGHTS.head, "version", "9"),
+    "a worker writes no chunk": ("worker", "SET", WEIGHTS.chunk(1, "keyframe.1", 0), "x"),
+    "a worker takes no weights away": ("worker", "HDEL", WEIGHTS.manifests, "1:delta"),
+    "a worker deletes no run": ("worker", "HDEL", keys.RUNS, "r1"),
+    "a worker unlinks nothing": ("worker", "UNLINK", SHARD.turn.job),
+    "a worker finds no keys": ("worker", "SCAN", "0"),
+    "a worker lends nothing": ("worker", "HSET", keys.LENDS, "*", "on"),
+    "a worker writes no rollouts": ("worker", "HSET", SHARD.rollouts("g"), "g.0", "x"),
+    "a worker reads no rollouts": ("worker", "HGETALL", SHARD.rollouts("g")),
+    "a worker reads no tasks": ("worker", "HGET", SHARD.trajectory.job, "g.0"),
+    "a worker asks for no rewards": ("worker", "RPUSH", "rq:queue:rollfab", "x"),
+    "an agent moves no head": ("agent", "HSET", WEIGHTS.head, "version", "9"),
+    "an agent reads no weights": ("agent", "MGET", WEIGHTS.chunk(1, "keyframe.1", 0)),
+    "an agent writes no leases": ("agent", "HSET", SHARD.leases, "w", "9 64 0"),
+    "an agent changes no run's settings": ("agent", "HSET", keys.RUNS, "r1", "x"),
+    "an agent reads no others' rq workers": ("agent", "SMEMBERS", "rq:workers"),
+    "a reward worker moves no head": ("reward", "HSET", WEIGHTS.head, "version", "9"),
+    "a reward worker deletes no run": ("reward", "HDEL", keys.RUNS, "r1"),
+    "a reward worker writes no leases": ("reward", "HSET", SHARD.leases, "w", "9 64 0"),
+    "a reward worker listens to rq alone": ("reward", "SUBSCRIBE", "anything"),
+    "a controller reads no tasks": ("controller", "HGET", SHARD.trajectory.job, "g.0"),
+    "a controller writes no jobs": ("controller", "HSET", SHARD.turn.job, "g.0.0", "x"),
+    "a controller switches no lending": ("controller", "HSET", keys.LENDS, "*", "on"),
+    "a trainer writes no leases": ("trainer", "HSET", SHARD.leases, "w", "9 64 0"),
+    "a trainer appoints no leader": ("trainer", "SET", keys.LEADER, "w 9 9"),
+    "a trainer switches no lending": ("trainer", "HSET", keys.LENDS, "*", "on"),
+    "a reading api switches no lending": ("api-read", "HSET", keys.LENDS, "*", "on"),
+    "a reading api tells no events": ("api-read", "XADD", keys.EVENTS, "*", "kind", "x"),
+    "a reading api reads no tasks": ("api-read", "HGET", SHARD.trajectory.job, "g.0"),
+    "a reading api reads no rollouts": ("api-read", "HGETALL", SHARD.rollouts("g")),
+    "a reading api reads no weights": ("api-read", "GET", WEIGHTS.chunk(1, "keyframe.1", 0)),
+    "a reading api learns no relay's secret": ("api-read", "HGETALL", WEIGHTS.addresses),
+    "a controlling api learns no relay's secret": ("api-control", "HGETALL", WEIGHTS.addresses),
+    "an agent learns no relay's secret": ("agent", "HGETALL", WEIGHTS.addresses),
+    "a controlling api writes no leases": ("api-control", "HSET", SHARD.leases, "w", "9 64 0"),
+    "a controlling api deletes no run": ("api-control", "HDEL", keys.RUNS, "r1"),
+}
+
+
+@pytest.mark.parametrize("case", FORBIDDEN)
+def test_what_a_role_has_no_need_of_is_refused_also_inside_a_script(broker: Guarded, case: str) -> None:
+    role, *command = FORBIDDEN[case]
+    arguments = ", ".join(f"ARGV[{index}]" for index in range(1, len(command)))
+    with broker.client(role) as client:
+        with pytest.raises(NoPermissionError):
+            client.execute_command(*command)
+        if command[0] != "SUBSCRIBE":  # no script may
+            with pytest.raises(redis.ResponseError, match=r"ACL failure in script|script can't|No perm"):
+                client.eval(f"return redis.call('{command[0]}', {arguments})", 0, *command[1:])
+    assert broker.admin.dbsize() == 0
+
+
+def test_a_reading_api_can_write_nothing(broker: Guarded) -> None:
+    assert {key for key in _all_keys() if _may(broker, "api-read", "SET", key)} == set()
+    writing = broker.admin.execute_command("ACL", "CAT", "write")
+    assert {name.decode() for name in writing} & set(commands_of("api-read")) == set()
+
+
+def test_without_a_user_nobody_comes_in(broker: Guarded) -> None:
+    with redis.Redis(port=broker.server.port) as client, pytest.raises(redis.AuthenticationError):
+        client.ping()
+    wrong = redis.Redis(port=broker.server.port, username=user_name("agent"), password="wrong")
+    with wrong, pytest.raises(redis.AuthenticationError):
+        wrong.ping()
+
+
+# ---- the files
+
+
+def test_the_files_are_for_their_owner_alone_and_the_acl_holds_no_password(tmp_path: Path) -> None:
+    made = write_acl(tmp_path / "users.acl", tmp_path / "users.passwords")
+
+    assert set(made) == {user_name(role) for role in RIGHTS}
+    assert len(set(made.values())) == len(RIGHTS)
+    assert all(len(password) >= 43 for password in made.values())
+    text = (tmp_path / "users.acl").read_text()
+    assert not any(password in text for password in made.values())
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_writing_again_keeps_passwords_and_users_that_are_not_ours(tmp_path: Path) -> None:
+    path = tmp_path / "users.acl"
+    path.write_text(f"{ADMIN}user default on nopass ~cache:* +get\nuser rollfab-gone on nopass +@all ~*\n")
+    first = write_acl(path, tmp_path / "users.passwords")
+
+    again = write_acl(path, tmp_path / "users.passwords")
+
+    assert again == first
+    lines = path.read_text().splitlines()
+    assert ADMIN.strip() in lines
+    assert "user default on nopass ~cache:* +get" in lines
+    assert not any("rollfab-gone" in line for line in lines)
+    assert len(lines) == 2 + len(RIGHTS)
+
+
+def test_a_file_of_something_else_is_not_taken_for_passwords(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("buy milk and bread\n")
+    with pytest.raises(ConfigError, match=r"notes, line 1 is not `user password`"):
+        write_acl(tmp_path / "users.acl", tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "buy milk and bread\n"
+    with pytest.raises(ConfigError, match="cannot be read or written"):
+        write_acl(tmp_path / "no" / "users.acl", tmp_path / "passwords")

@@ -1,0 +1,737 @@
+"""What every engine promises (workers/engines/base.py). Each environment runs the engines that it has: `make test` runs
+this file twice, with transformers and with real vLLM on a CPU.
+
+Weights are replaced by larger random ones, version 0: as initialised, a model says one token for ever. Tests share one
+engine, idle and at version 0 when each begins; its counts go on.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch
+from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
+from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
+from tests.support.queue.played_worker import RUN, Stage, until
+from tests.support.weights.reference import (
+    kept_logprobs,
+    kept_logprobs_elsewhere,
+    plain_logprobs,
+    plain_logprobs_elsewhere,
+)
+
+KIND = "vllm" if find_spec("vllm") else "transformers"
+if KIND == "vllm":
+    from rollfab.workers.engines.vllm.common.environment import prepare_environment
+
+    prepare_environment()
+    import vllm.v1.engine.async_llm  # noqa: F401  imported here, or the first test pays for it
+else:
+    from rollfab.workers.engines.transformers import loop as transformers_loop  # noqa: F401
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+if KIND == "vllm":
+    pytestmark += [pytest.mark.timeout(60), pytest.mark.filterwarnings("default")]
+SLOT_COUNT, CONTEXT_TOKENS = 8, 256
+PROMPT = np.arange(5, 45, dtype=np.int32)  # two and a half blocks of KV cache
+BOTH: tuple[TurnsAtCommit, ...] = ("keep", "recompute")
+
+
+@dataclass
+class Staged:
+    version: int
+    tensors: dict[str, tuple[Any, Any]]
+
+    def writes(self) -> Mapping[str, tuple[Any, Any]]:
+        return self.tensors
+
+
+def random_weights(engine: Engine, version: int, scale: float = 0.25) -> Staged:
+    """Absolute values for every tensor, the same for the same version."""
+    dice = np.random.default_rng(version)
+    tensors = {}
+    for spec in engine.layout.tensors:
+        values = dice.normal(0, scale, spec.element_count).astype(np.float32)
+        if "norm" in spec.name:
+            values = 1 + values
+        tensors[spec.name] = (None, values.view(np.uint32))
+    return Staged(version, tensors)
+
+
+def new_engine(kind: str) -> Engine:
+    if kind == "vllm":
+        from rollfab.workers.engines.vllm.common.config import VllmConfig
+        from rollfab.workers.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(
+            VllmConfig(
+                model="tiny",
+                slot_count=SLOT_COUNT,
+                context_tokens_max=CONTEXT_TOKENS,
+                seed=0,
+                arguments={"block_size": 32},
+                probes_writes=False,
+            )
+        )
+    from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
+
+    return TransformersEngine(
+        TransformersConfig(model="tiny", slot_count=SLOT_COUNT, context_tokens_max=CONTEXT_TOKENS, seed=0)
+    )
+
+
+@pytest.fixture(params=[KIND], scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(kind: str) -> AsyncIterator[Engine]:
+    engine = new_engine(kind)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: Engine) -> Engine:
+    """As it was when it started, but for its counts; whatever the test before left in it is over."""
+    shared.set_limits(EngineLimits())
+    for reason in shared.stats().paused_by:
+        await shared.resume(reason)
+    while shared.stats().running_count + shared.stats().waiting_count:
+        await shared.finished(1.0)
+    await shared.finished(0.0)
+    await shared.apply(random_weights(shared, 0), turns="recompute")
+    return shared
+
+
+def greedy(request_id: str, max_tokens: int, prompt: Int32 = PROMPT, **options: Any) -> GenerationRequest:
+    stop_ids = options.pop("stop_ids", ())
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, stop_ids=stop_ids)
+    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling, **options)
+
+
+async def gather(engine: Engine, count: int) -> dict[str, Generation]:
+    """The next `count` that end."""
+    ended: dict[str, Generation] = {}
+    while len(ended) < count:
+        batch = await engine.finished(5.0)
+        assert batch, "nothing ended in time"
+        for generation in batch:
+            assert generation.request_id not in ended
+            ended[generation.request_id] = generation
+    assert len(ended) == count
+    return ended
+
+
+async def run(engine: Engine, *requests: GenerationRequest) -> list[Generation]:
+    for request in requests:
+        engine.generate(request)
+    ended = await gather(engine, len(requests))
+    return [ended[request.request_id] for request in requests]
+
+
+async def tokens_of(engine: Engine, request_id: str, at_least: int) -> Generation:
+    """Progress of a running request, once it has some."""
+    while True:
+        for generation in engine.progress([request_id]):
+            if len(generation.completion_ids) >= at_least:
+                return generation
+        await asyncio.sleep(0.001)
+
+
+def reference_logprobs(engine: Engine, prompt: Int32, completion: Int32, temperature: float) -> Any:
+    """float32 (T, V): log-softmax of a plain forward pass over the engine's own weights."""
+    plain = plain_logprobs_elsewhere if KIND == "vllm" else plain_logprobs
+    return plain("tiny", engine.weight_bits(), prompt, completion, temperature)
+
+
+async def test_every_request_ends_once_with_its_tokens(engine: Engine) -> None:
+    before_count = engine.stats().token_count
+    requests = [
+        GenerationRequest(request_id=f"g.{i}.0", prompt_ids=PROMPT[: 1 + i], sampling=Sampling(max_tokens=1 + i % 7))
+        for i in range(30)  # more than slots
+    ]
+    ended = await run(engine, *requests)
+    for request, generation in zip(requests, ended, strict=True):
+        count = request.sampling.max_tokens
+        assert generation.finish_reason == "length" and generation.error is None
+        assert generation.completion_ids.shape == generation.logprobs.shape == (count,)
+        assert generation.completion_ids.dtype == np.int32 and generation.logprobs.dtype == np.float32
+        assert generation.versions == ((0, count, 0),)
+    assert await engine.finished(0.02) == []
+    stats = engine.stats()
+    assert (stats.running_count, stats.waiting_count, stats.active_version) == (0, 0, 0)
+    assert stats.token_count - before_count == sum(request.sampling.max_tokens for request in requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
+async def test_logprobs_are_those_of_the_distribution_sampled_from(engine: Engine, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, max_tokens=60)
+    requests = [GenerationRequest(request_id=f"{i}", prompt_ids=PROMPT[i:], sampling=sampling) for i in range(6)]
+    for request, generation in zip(requests, await run(engine, *requests), strict=True):
+        logprobs = reference_logprobs(engine, request.prompt_ids, generation.completion_ids, temperature or 1.0)
+        expected = np.take_along_axis(logprobs, generation.completion_ids[:, None].astype(np.int64), axis=1)[:, 0]
+        np.testing.assert_allclose(generation.logprobs, expected, rtol=5e-5, atol=5e-5)
+        if temperature == 0.0:
+            assert (logprobs.argmax(axis=1) == generation.completion_ids).all()
+
+
+async def test_greedy_and_sampled_requests_share_a_batch(engine: Engine) -> None:
+    (alone,) = await run(engine, greedy("alone", 40))
+    hot = [
+        GenerationRequest(request_id=f"hot{i}", prompt_ids=PROMPT, sampling=Sampling(temperature=2.0, max_tokens=40))
+        for i in range(6)
+    ]
+    together, *others = await run(engine, greedy("together", 40), *hot)
+    assert (together.completion_ids == alone.completion_ids).all()
+    assert len({generation.completion_ids.tobytes() for generation in others}) == len(others)
+
+
+async def test_a_stop_token_ends_only_its_own_request_and_is_part_of_it(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 40))
+    stop_id = int(full.completion_ids[20])
+    first = full.completion_ids.tolist().index(stop_id)
+    stopped, other = await run(engine, greedy("stopped", 40, stop_ids=(stop_id,)), greedy("other", 40))
+    assert stopped.finish_reason == "stop" and other.finish_reason == "length"
+    assert (stopped.completion_ids == full.completion_ids[: first + 1]).all()
+    assert (other.completion_ids == full.completion_ids).all()
+
+
+async def test_a_resumed_request_makes_the_rest_of_its_tokens(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 40))
+    for count in (1, 17, 39):
+        (rest,) = await run(engine, greedy(f"rest{count}", 40, prior_ids=full.completion_ids[:count]))
+        assert (rest.completion_ids == full.completion_ids[count:]).all()
+        np.testing.assert_allclose(rest.logprobs, full.logprobs[count:], rtol=1e-4, atol=1e-5)
+        assert rest.versions == ((0, 40 - count, 0),)
+
+
+async def test_a_resumed_request_with_nothing_left_to_make_ends_at_once(engine: Engine) -> None:
+    at_limit, at_stop = await run(
+        engine,
+        greedy("at-limit", 3, prior_ids=np.array([7, 8, 9], dtype=np.int32)),
+        greedy("at-stop", 30, prior_ids=np.array([7, 8, 9], dtype=np.int32), stop_ids=(9,)),
+    )
+    assert (at_limit.finish_reason, at_stop.finish_reason) == ("length", "stop")
+    assert at_limit.completion_ids.size == at_stop.completion_ids.size == 0
+
+
+async def test_an_abort_keeps_every_token_made(engine: Engine) -> None:
+    before_count = engine.stats().token_count
+    (full,) = await run(engine, greedy("full", 150))
+    engine.generate(greedy("cut", 150))
+    seen = await tokens_of(engine, "cut", 10)
+    (cut,) = await engine.abort(["cut", "never-started"])
+    count = len(cut.completion_ids)
+    assert cut.finish_reason == "abort" and len(seen.completion_ids) <= count < 150
+    assert (cut.completion_ids == full.completion_ids[:count]).all()
+    np.testing.assert_allclose(cut.logprobs, full.logprobs[:count], rtol=1e-4, atol=1e-5)
+    assert cut.versions == ((0, count, 0),)
+    (rest,) = await run(engine, greedy("cut", 150, prior_ids=cut.completion_ids))  # the same id may run again
+    assert (np.concatenate([cut.completion_ids, rest.completion_ids]) == full.completion_ids).all()
+    assert await engine.finished(0.02) == [] and engine.stats().token_count == before_count + 300
+
+
+async def test_an_aborted_request_that_waits_has_made_nothing(engine: Engine) -> None:
+    engine.set_limits(EngineLimits(running_count=1))
+    engine.generate(greedy("first", 100))
+    engine.generate(greedy("second", 10))
+    await tokens_of(engine, "first", 1)
+    assert (engine.stats().running_count, engine.stats().waiting_count) == (1, 1)
+    (second,) = await engine.abort(["second"])
+    assert second.finish_reason == "abort" and second.completion_ids.size == 0 and second.versions == ()
+    assert engine.stats().waiting_count == 0
+    assert list(await gather(engine, 1)) == ["first"]
+
+
+async def test_a_request_that_just_ended_is_handed_out_once_also_when_aborted(engine: Engine) -> None:
+    goal_count = engine.stats().token_count + 2
+    engine.generate(greedy("done", 2))
+    while engine.stats().token_count < goal_count:  # noqa: ASYNC110  the engine tells nobody before it hands out
+        await asyncio.sleep(0.001)
+    (done,) = await engine.abort(["done"])
+    assert done.finish_reason == "length" and len(done.completion_ids) == 2
+    assert await engine.finished(0.02) == []
+
+
+async def test_nothing_is_generated_while_any_reason_holds_the_engine(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 100))
+    engine.generate(greedy("held", 100))
+    await tokens_of(engine, "held", 5)
+    await engine.pause("lease")
+    await engine.pause("weights")
+    before = engine.stats()
+    await engine.pause("weights")  # twice for one reason holds once
+    engine.generate(greedy("later", 3))
+    await asyncio.sleep(0.05)
+    await engine.resume("weights")
+    await asyncio.sleep(0.05)
+    after = engine.stats()
+    assert before.paused_by == ("lease", "weights") and after.paused_by == ("lease",)
+    assert (before.step_count, before.token_count) == (after.step_count, after.token_count)
+    progress = {each.request_id: each for each in engine.progress(["held", "later"])}["held"]
+    assert 5 <= len(progress.completion_ids) < 100
+    await engine.resume("lease")
+    held = (await gather(engine, 2))["held"]
+    assert (held.completion_ids == full.completion_ids).all()
+    np.testing.assert_allclose(held.logprobs, full.logprobs, rtol=1e-4, atol=1e-5)
+
+
+async def test_a_held_engine_still_aborts_and_takes_weights(engine: Engine) -> None:
+    engine.generate(greedy("cut", 100))
+    await tokens_of(engine, "cut", 5)
+    await engine.pause("test")
+    (progress,) = engine.progress(["cut"])
+    await engine.apply(random_weights(engine, 1))
+    (cut,) = await engine.abort(["cut"])
+    assert (cut.completion_ids == progress.completion_ids).all()
+    assert engine.stats().active_version == 1 and engine.stats().kv_used_fraction == 0.0
+
+
+async def test_applied_weights_answer_like_a_fresh_engine_that_holds_them(engine: Engine, kind: str) -> None:
+    requests = [greedy(f"{i}", 40, prompt=np.roll(PROMPT, i)) for i in range(4)]
+    old = await run(engine, *requests)  # leaves prompts of the old weights in the cache
+    addresses = {name: bits.ctypes.data for name, bits in engine.weight_bits().items()}
+    pause_s = await engine.apply(random_weights(engine, 1))
+    assert 0 < pause_s < 1
+    assert addresses == {name: bits.ctypes.data for name, bits in engine.weight_bits().items()}
+    new = await run(engine, *requests)
+    fresh_engine = new_engine(kind)
+    await fresh_engine.start()
+    await fresh_engine.apply(random_weights(fresh_engine, 1))
+    fresh = await run(fresh_engine, *requests)
+    await fresh_engine.close()
+    for before, after, expected in zip(old, new, fresh, strict=True):
+        assert (after.completion_ids == expected.completion_ids).all()
+        assert (after.completion_ids != before.completion_ids).any()
+        np.testing.assert_allclose(after.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+        assert after.versions == ((0, 40, 1),)
+
+
+@pytest.mark.parametrize("turns", BOTH)
+async def test_what_a_request_computed_before_a_commit_is_never_shared_after_it(
+    engine: Engine, turns: TurnsAtCommit
+) -> None:
+    # Given a request that lives through a commit and fills blocks since, behind a prompt of the old weights
+    engine.generate(greedy("lives-through", 120))
+    await tokens_of(engine, "lives-through", 3)
+    await engine.apply(random_weights(engine, 1), turns=turns)
+    made = await tokens_of(engine, "lives-through", 60)
+    (same_prompt,) = await run(engine, greedy("same-prompt", 20))
+    # When a prompt goes on where it has gone: its first blocks are of the new weights, the others are not
+    longer = np.concatenate([PROMPT, made.completion_ids])
+    (same_start,) = await run(engine, greedy("same-start", 20, prompt=longer))
+    for prompt, found in ((PROMPT, same_prompt), (longer, same_start)):
+        expected = reference_logprobs(engine, prompt, found.completion_ids, 1.0)
+        assert (expected.argmax(axis=1) == found.completion_ids).all()
+        np.testing.assert_allclose(found.logprobs, expected.max(axis=1), rtol=1e-4, atol=1e-5)
+    await engine.abort(["lives-through"])
+
+
+@pytest.mark.parametrize("turns", BOTH)
+async def test_a_request_without_a_token_starts_over_with_the_new_weights(engine: Engine, turns: TurnsAtCommit) -> None:
+    # Given one whose prompt is half read, and one that waits
+    engine.set_limits(EngineLimits(step_tokens=1, running_count=1))
+    idle = engine.stats().kv_used_fraction
+    engine.generate(greedy("half-read", 20))
+    engine.generate(greedy("waits", 20))
+    while engine.stats().kv_used_fraction <= idle:  # noqa: ASYNC110  the engine tells nobody
+        await asyncio.sleep(0.001)
+    await engine.pause("test")
+    assert engine.progress(["half-read"])[0].completion_ids.size == 0, "the test is too slow: the prompt was read whole"
+    await engine.apply(random_weights(engine, 1), turns=turns)
+    await engine.resume("test")
+    engine.set_limits(EngineLimits())
+    for ended in (await gather(engine, 2)).values():
+        expected = reference_logprobs(engine, PROMPT, ended.completion_ids, 1.0)
+        assert (expected.argmax(axis=1) == ended.completion_ids).all() and ended.versions == ((0, 20, 1),)
+
+
+async def through_a_commit(engine: Engine, turns: TurnsAtCommit) -> tuple[list[Generation], list[int]]:
+    """Three greedy requests that live through it, and how many tokens each had."""
+    for i in range(3):
+        engine.generate(greedy(f"{i}", 60, prompt=np.roll(PROMPT, i)))
+    for i in range(3):
+        await tokens_of(engine, f"{i}", 12 + i)
+    await engine.pause("test")
+    progress = {each.request_id: each for each in engine.progress(["0", "1", "2"])}
+    counts = [len(progress[f"{i}"].completion_ids) for i in range(3)]
+    await engine.apply(random_weights(engine, 1), turns=turns)
+    await engine.resume("test")
+    ended = await gather(engine, 3)
+    return [ended[f"{i}"] for i in range(3)], counts
+
+
+async def test_a_kept_request_goes_on_from_what_the_old_weights_computed(engine: Engine) -> None:
+    old = {name: bits.copy() for name, bits in engine.weight_bits().items()}
+    ended, counts = await through_a_commit(engine, "keep")
+    kept = kept_logprobs_elsewhere if KIND == "vllm" else kept_logprobs
+    for i, (generation, count) in enumerate(zip(ended, counts, strict=True)):
+        assert generation.versions == ((0, count, 0), (count, 60, 1))
+        made, rest = np.split(generation.completion_ids, [count])
+        context = np.concatenate([np.roll(PROMPT, i), made])
+        expected = kept("tiny", old, engine.weight_bits(), context, rest)
+        assert (expected.argmax(axis=1) == rest).all()
+        np.testing.assert_allclose(generation.logprobs[count:], expected.max(axis=1), rtol=1e-4, atol=1e-5)
+        again = reference_logprobs(engine, context, rest, 1.0)
+        assert abs(again.max(axis=1) - generation.logprobs[count:]).max() > 0.01, "nothing was kept"
+
+
+async def test_a_recomputed_request_goes_on_as_a_new_one_with_its_tokens_would(engine: Engine) -> None:
+    ended, counts = await through_a_commit(engine, "recompute")
+    for i, (generation, count) in enumerate(zip(ended, counts, strict=True)):
+        assert generation.versions == ((0, count, 0), (count, 60, 1))
+        made, rest = np.split(generation.completion_ids, [count])
+        (fresh,) = await run(engine, greedy(f"fresh{i}", 60, prompt=np.roll(PROMPT, i), prior_ids=made))
+        assert (fresh.completion_ids == rest).all()
+        np.testing.assert_allclose(generation.logprobs[count:], fresh.logprobs, rtol=1e-4, atol=1e-5)
+
+
+async def test_a_recomputed_request_counts_its_prompt_once_and_ends_once(engine: Engine) -> None:
+    before = engine.stats()
+    await through_a_commit(engine, "recompute")
+    after = engine.stats()
+    assert (after.running_count, after.waiting_count, after.kv_used_fraction) == (0, 0, 0.0)
+    assert after.token_count - before.token_count == 3 * 60
+    assert after.prompt_token_count - before.prompt_token_count == 3 * len(PROMPT)
+    assert after.cached_token_count == before.cached_token_count
+
+
+async def test_turns_that_finish_are_of_the_old_weights_alone_and_those_that_wait_of_the_new(engine: Engine) -> None:
+    # Given a worker with this engine, two turns that run and one that waits
+    stage = Stage(dataclasses.replace(RUN, turns_at_commit="finish"), engine=engine)
+    await stage.ask(3, Sampling(temperature=0.0, max_tokens=40))
+    await stage.lease(1, 2)
+    before_count = engine.stats().token_count
+    async with stage.worker():
+        await until(lambda: engine.stats().token_count > before_count)
+        (receiver,) = stage.receivers
+
+        # When new weights come
+        async with receiver.gate():
+            assert engine.stats().running_count == 0
+            await engine.apply(random_weights(engine, 1), turns="recompute")
+            receiver.version = 1
+        results: list[TurnResult] = []
+        while len(results) < 3:
+            results += await stage.turns.results("a", 5.0)
+    # Then
+    found = [[(span.start, span.end, span.policy_version) for span in result.spans] for result in results]
+    assert found == [[(0, 40, 0)], [(0, 40, 0)], [(0, 40, 1)]]
+
+
+async def test_prefixes_of_older_weights_are_found_only_where_that_was_asked_for(engine: Engine) -> None:
+    await run(engine, greedy("old", 2))
+    for version, turns in ((1, "keep"), (2, "recompute")):
+        await engine.apply(random_weights(engine, version), turns=turns)
+        assert await prompt_counts(engine, greedy("new", 2)) == (len(PROMPT), 0), turns
+        assert await prompt_counts(engine, greedy("again", 2)) == (len(PROMPT), 32), turns
+    await engine.apply(random_weights(engine, 3), may_reuse_prefix=True)
+    assert await prompt_counts(engine, greedy("shared", 2)) == (len(PROMPT), 32)
+    await engine.apply(random_weights(engine, 4), turns="recompute", may_reuse_prefix=True)
+    assert await prompt_counts(engine, greedy("last", 2)) == (len(PROMPT), 0), "nothing is left to share"
+
+
+@pytest.mark.parametrize("turns", BOTH)
+async def test_versions_say_exactly_which_weights_made_which_token(engine: Engine, turns: TurnsAtCommit) -> None:
+    engine.generate(greedy("spans", 120))
+    counts = []
+    for version in (1, 2):
+        await tokens_of(engine, "spans", 20 * version)
+        await engine.pause("test")  # so that progress is exact
+        counts.append(len(engine.progress(["spans"])[0].completion_ids))
+        await engine.apply(random_weights(engine, version), turns=turns)
+        await engine.apply(random_weights(engine, version), turns=turns)  # twice at the same token
+        await engine.resume("test")
+    spans = (await gather(engine, 1))["spans"]
+    first, second = counts
+    assert spans.versions == ((0, first, 0), (first, second, 1), (second, 120, 2))
+
+
+async def test_a_sparse_write_changes_only_its_elements(engine: Engine) -> None:
+    name = engine.layout.tensors[0].name
+    before = engine.weight_bits()[name].copy()
+    indices = np.array([0, 3, before.size - 1], dtype=np.int64)
+    values = np.array([1, 2, 3], dtype=before.dtype)
+    await engine.apply(Staged(1, {name: (indices, values)}))
+    after = engine.weight_bits()[name]
+    assert after[indices].tolist() == [1, 2, 3]
+    assert (np.delete(after, indices) == np.delete(before, indices)).all()
+    with pytest.raises(ValueError, match="read-only"):
+        after[0] = 0
+
+
+async def test_weights_of_another_model_are_refused_before_anything_is_written(engine: Engine) -> None:
+    spec = engine.layout.tensors[0]
+    before = engine.weight_bits()[spec.name].copy()
+    good = np.zeros(spec.element_count, dtype=spec.bits_dtype)
+    for name, bits in (("no.such.tensor", good), (engine.layout.tensors[1].name, good[:-1])):
+        with pytest.raises(LayoutMismatch, match=name):
+            await engine.apply(Staged(1, {spec.name: (None, good), name: (None, bits)}))
+    assert (engine.weight_bits()[spec.name] == before).all()
+    assert engine.stats().active_version == 0
+    assert (await run(engine, greedy("alive", 3)))[0].finish_reason == "length"
+
+
+async def test_limits_bound_what_runs_and_lifting_them_lets_everything_end(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 60))
+    engine.set_limits(EngineLimits(running_count=3))
+    for i in range(6):
+        engine.generate(greedy(f"{i}", 60))
+    await tokens_of(engine, "2", 2)
+    assert (engine.stats().running_count, engine.stats().waiting_count) == (3, 3)
+    engine.set_limits(EngineLimits(running_count=0))
+    await asyncio.sleep(0.02)
+    steps = engine.stats().step_count
+    await asyncio.sleep(0.05)
+    assert engine.stats().step_count == steps
+    engine.set_limits(EngineLimits(running_count=1))  # two keep their KV and wait
+    first = await gather(engine, 1)
+    assert list(first) == ["0"] and engine.stats().running_count >= 2
+    engine.set_limits(EngineLimits(step_tokens=7))
+    rest = await gather(engine, 5)
+    for generation in [*first.values(), *rest.values()]:
+        assert (generation.completion_ids == full.completion_ids).all()
+
+
+async def test_a_kv_limit_admits_only_what_can_be_held(engine: Engine) -> None:
+    engine.set_limits(EngineLimits(kv_tokens=2 * (len(PROMPT) + 80)))
+    for i in range(4):
+        engine.generate(greedy(f"{i}", 80))
+    await tokens_of(engine, "1", 2)
+    assert (engine.stats().running_count, engine.stats().waiting_count) == (2, 2)
+    assert 0 < engine.stats().kv_used_fraction < 2.2 * (len(PROMPT) + 80) / (SLOT_COUNT * CONTEXT_TOKENS)
+    assert len(await gather(engine, 4)) == 4
+
+
+async def test_a_request_that_can_not_fit_is_refused_with_its_sizes(engine: Engine) -> None:
+    prompt = np.full(CONTEXT_TOKENS, 7, dtype=np.int32)
+    with pytest.raises(EngineError, match=rf"\b{CONTEXT_TOKENS} tokens"):
+        engine.generate(greedy("long", 1, prompt=prompt))
+    with pytest.raises(EngineError, match="0 tokens"):
+        engine.generate(greedy("empty", 1, prompt=prompt[:0]))
+    with pytest.raises(EngineError, match="tokenizer"):
+        engine.generate(greedy("alien", 1, prompt=np.array([10_000], dtype=np.int32)))
+    engine.generate(greedy("twice", 1))
+    with pytest.raises(EngineError, match="already running"):
+        engine.generate(greedy("twice", 1))
+    assert list(await gather(engine, 1)) == ["twice"]
+
+
+async def test_a_request_that_outgrows_the_context_is_cut_there(engine: Engine) -> None:
+    prompt = np.resize(PROMPT, CONTEXT_TOKENS - 5)
+    (cut,) = await run(engine, greedy("cut", 50, prompt=prompt))
+    assert cut.finish_reason == "length" and len(cut.completion_ids) == 5
+
+
+async def test_a_closed_engine_takes_no_requests(kind: str) -> None:
+    engine = new_engine(kind)
+    await engine.start()
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(greedy("late", 1))
+    assert await engine.finished(0.01) == [] and await engine.abort(["late"]) == []
+
+
+def sampled(request_id: str, max_tokens: int, seed: int | None, prompt: Int32 = PROMPT) -> GenerationRequest:
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens, seed=seed)
+    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling)
+
+
+async def test_seeded_sampling_gives_the_same_tokens_in_a_batch_and_alone(engine: Engine) -> None:
+    await engine.apply(random_weights(engine, 1, scale=0.05))  # large ones round so that one draw in 300,000 differs
+    requests = [sampled(f"{i}", 20 + 5 * i, seed=1 << (9 * i), prompt=PROMPT[i:]) for i in range(6)]
+    alone = [(await run(engine, request))[0] for request in requests]
+    unseeded = [sampled(f"unseeded{i}", 33, seed=None) for i in range(SLOT_COUNT)]  # more than slots: they take turns
+    together = await run(engine, unseeded[0], *reversed(requests), *unseeded[1:])
+    batch = {generation.request_id: generation for generation in together}
+    for expected in alone:
+        found = batch[expected.request_id]
+        assert found.completion_ids.tolist() == expected.completion_ids.tolist()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+
+
+async def test_seeded_sampling_gives_the_same_tokens_when_the_prompt_is_read_in_pieces(engine: Engine) -> None:
+    await engine.apply(random_weights(engine, 1, scale=0.05))
+    engine.set_limits(EngineLimits(step_tokens=7))
+    pieces, _ = await run(engine, sampled("pieces", 12, seed=7), sampled("other", 9, seed=8, prompt=PROMPT[20:]))
+    engine.set_limits(EngineLimits())
+    (whole,) = await run(engine, sampled("whole", 12, seed=7))
+    assert pieces.error is None and pieces.completion_ids.tolist() == whole.completion_ids.tolist()
+
+
+async def test_two_seeds_differ_and_an_unseeded_request_is_not_repeated(engine: Engine) -> None:
+    requests = [sampled(f"{seed}", 30, seed) for seed in (0, 1, 2, (1 << 63) - 1)]
+    unseeded = [sampled(f"unseeded{i}", 30, seed=None) for i in range(3)]
+    ended = [*await run(engine, *requests, *unseeded), *await run(engine, *unseeded)]
+    assert len({generation.completion_ids.tobytes() for generation in ended}) == len(ended)
+
+
+async def test_what_is_no_seed_is_refused_with_what_would_be(engine: Engine) -> None:
+    for seed in (-1, 1 << 63):
+        with pytest.raises(EngineError, match=rf"'r' has seed {seed}, .* 0 to 9223372036854775807"):
+            engine.generate(sampled("r", 1, seed))
+    assert engine.stats().running_count == engine.stats().waiting_count == 0
+
+
+async def test_a_temperature_that_no_engine_samples_at_is_refused_and_harms_nobody(engine: Engine) -> None:
+    engine.generate(greedy("beside", 20))
+    for temperature in (1e-40, 0.005, -1.0, 1e9, float("nan"), float("inf")):
+        request = GenerationRequest(
+            request_id="r", prompt_ids=PROMPT, sampling=Sampling(temperature=temperature, max_tokens=1)
+        )
+        with pytest.raises(EngineError, match=r"'r' has temperature .* 0 \(greedy\) or 0.01 to 100"):
+            engine.generate(request)
+    (beside,) = await gather(engine, 1)
+    assert beside == "beside"
+
+
+WORDS: Any = "words"
+HOSTILE: dict[str, dict[str, Any]] = {
+    "temperature of a name": {"temperature": WORDS},
+    "temperature of none": {"temperature": None},
+    "temperature of truth": {"temperature": True},
+    "temperature of a list": {"temperature": [1.0]},
+    "temperature below floats": {"temperature": 1e-40},
+    "temperature below nothing": {"temperature": -0.5},
+    "temperature without end": {"temperature": 10**400},
+    "max_tokens of a name": {"max_tokens": WORDS},
+    "max_tokens of a fraction": {"max_tokens": 1.5},
+    "max_tokens not a number": {"max_tokens": float("nan")},
+    "max_tokens below nothing": {"max_tokens": -(10**30)},
+    "max_tokens without end": {"max_tokens": 10**30},
+    "stop_ids of a name": {"stop_ids": WORDS},
+    "stop_ids of none": {"stop_ids": None},
+    "stop_ids of fractions": {"stop_ids": (0.5,)},
+    "stop_ids below nothing": {"stop_ids": (-1,)},
+    "stop_ids beyond tokens": {"stop_ids": (1 << 62,)},
+    "stop_ids without end": {"stop_ids": tuple(range(100_000))},
+    "stop_ids outside the vocabulary": {"stop_ids": ((1 << 31) - 1,)},
+    "seed of a name": {"seed": WORDS},
+    "seed of a fraction": {"seed": 0.5},
+    "seed beyond": {"seed": 1 << 63},
+    "prompt of a list": {"prompt_ids": [1, 2, 3]},
+    "prompt of fractions": {"prompt_ids": np.array([0.5, np.nan])},
+    "prompt of rows": {"prompt_ids": np.ones((2, 3), np.int32)},
+    "prompt of names": {"prompt_ids": np.array(["a"])},
+    "prompt of anything": {"prompt_ids": np.array([None, 1], dtype=object)},
+    "prompt of nothing": {"prompt_ids": np.zeros(0, np.int32)},
+    "prompt below nothing": {"prompt_ids": np.array([-1], np.int32)},
+    "prompt outside the vocabulary": {"prompt_ids": np.array([1 << 40], np.int64)},
+    "prompt of a million": {"prompt_ids": np.ones(1 << 20, np.int32)},
+    "prior of a name": {"prior_ids": WORDS},
+    "prior outside the vocabulary": {"prior_ids": np.array([(1 << 31) - 1], np.int32)},
+    "prior of a million": {"prior_ids": np.ones(1 << 20, np.int32)},
+}
+
+
+def hostile(request_id: str, **values: Any) -> GenerationRequest:
+    """A request like any other but for these values."""
+    arrays = {name: values.pop(name) for name in ("prompt_ids", "prior_ids") if name in values}
+    sampling = Sampling(**{"temperature": 1.0, "max_tokens": 4, **values})
+    return GenerationRequest(**{"request_id": request_id, "prompt_ids": PROMPT, "sampling": sampling, **arrays})
+
+
+async def test_a_hostile_request_fails_alone_with_a_sentence(engine: Engine) -> None:
+    # Given what a good request makes alone
+    (alone,) = await run(engine, greedy("good", 200))
+
+    # When every hostile one comes while it runs
+    engine.generate(greedy("good", 200))
+    begun, refusals = [], {}
+    for name, values in HOSTILE.items():
+        try:
+            engine.generate(hostile(name, **values))
+            begun.append(name)
+        except EngineError as error:
+            refusals[name] = str(error)
+        await asyncio.sleep(0)
+    assert all(repr(name) in told and len(told) < 500 for name, told in refusals.items())
+    ended = await gather(engine, 1 + len(begun))
+
+    # Then it makes the same, those that mean something have ended, and the engine takes more
+    assert ended["good"].completion_ids.tolist() == alone.completion_ids.tolist()
+    assert set(begun) == {"max_tokens below nothing", "max_tokens without end"}
+    assert {ended[name].finish_reason for name in begun} == {"length"}
+    (after,) = await run(engine, greedy("after", 20))
+    assert after.completion_ids.tolist() == alone.completion_ids.tolist()[:20]
+
+
+async def until_paused_by(engine: Engine, *reasons: str) -> None:
+    for _ in range(1000):
+        if engine.stats().paused_by == reasons:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"paused by {engine.stats().paused_by}, not {reasons}")
+
+
+@pytest.mark.parametrize("limits", [EngineLimits(running_count=0), EngineLimits(step_tokens=0)])
+async def test_an_engine_held_by_its_limits_says_so(engine: Engine, limits: EngineLimits) -> None:
+    assert engine.stats().paused_by == ()
+    engine.set_limits(limits)
+    engine.generate(greedy("held", 5))
+    await until_paused_by(engine, "limits")
+    await engine.pause("slo")
+    assert set(engine.stats().paused_by) == {"limits", "slo"}
+    await engine.resume("slo")
+    assert await engine.finished(0.1) == []
+    engine.set_limits(EngineLimits())
+    await until_paused_by(engine)
+    assert list(await gather(engine, 1)) == ["held"]
+
+
+async def test_a_reason_holds_once_however_often_it_is_given(engine: Engine) -> None:
+    for reason in ("slo", "operator", "slo", "slo"):
+        await engine.pause(reason)
+    engine.generate(greedy("held", 5))
+    assert engine.stats().paused_by == ("operator", "slo")
+    await engine.resume("slo")
+    assert engine.stats().paused_by == ("operator",)
+    assert await engine.finished(0.1) == []
+    await engine.resume("operator")
+    assert list(await gather(engine, 1)) == ["held"]
+
+
+async def test_an_engine_on_a_cpu_says_that_it_cannot_sleep_and_goes_on(engine: Engine, kind: str) -> None:
+    assert engine.name.startswith(kind) and any(each.isdigit() for each in engine.name)
+    with pytest.raises(EngineUnsupported, match="CPU"):
+        await engine.sleep()
+    assert engine.stats().paused_by == ()
+    (ended,) = await run(engine, greedy("after", 5))
+    assert ended.finish_reason == "length"
+
+
+async def prompt_counts(engine: Engine, request: GenerationRequest) -> tuple[int, int]:
+    """Tokens of its prompt as they are counted, and those of them found in the prefix cache."""
+    before = engine.stats()
+    await run(engine, request)
+    after = engine.stats()
+    return (
+        after.prompt_token_count - before.prompt_token_count,
+        after.cached_token_count - before.cached_token_count,
+    )
+
+
+async def test_prompts_and_what_the_prefix_cache_had_of_them_are_counted(engine: Engine) -> None:
+    assert await prompt_counts(engine, greedy("first", 2)) == (len(PROMPT), 0)
+    assert await prompt_counts(engine, greedy("again", 2)) == (len(PROMPT), 32)  # whole blocks
+
+
+async def test_read_weights_gives_what_the_engine_computes_with_at_that_time(engine: Engine) -> None:
+    before = await engine.read_weights()
+    staged = random_weights(engine, 1)
+    await engine.apply(staged)
+    after = await engine.read_weights()
+    assert before.keys() == after.keys() == staged.tensors.keys()
+    for name, (_, values) in staged.tensors.items():
+        np.testing.assert_array_equal(after[name], values)
+        assert (before[name] != values).any()

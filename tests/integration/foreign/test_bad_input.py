@@ -1,0 +1,440 @@
+"""Bad input is refused where it is given, with a text that names the thing, the cause and the next step, and with
+nothing half-applied."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+
+import rollfab
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.errors import (
+    BrokerError,
+    ConfigError,
+    EnvironmentUnknown,
+    FabricError,
+    InputError,
+    LayoutMismatch,
+    PayloadTooLarge,
+    QueueFull,
+    RewardUnknown,
+    RunMismatch,
+    RunUnknown,
+    VersionConflict,
+    VersionUnknown,
+)
+from rollfab.trainer.client import Fabric, Run
+
+pytestmark = pytest.mark.redis
+
+WEIGHTS = {"layer.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "layer.bias": np.zeros(3, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedBroker.start(tmp_path_factory.mktemp("broker")) as broker:
+        yield broker.url
+
+
+@pytest.fixture
+def fabric(url: str) -> Iterator[Fabric]:
+    with rollfab.connect(url) as fabric:
+        yield fabric
+
+
+@pytest.fixture
+def broker(url: str) -> Iterator[Redis]:
+    with Redis.from_url(url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def run(broker: Redis, fabric: Fabric) -> Run:
+    return fabric.run("r", model="any", environment="frozenlake", trajectory_count_max=8)
+
+
+def contents(broker: Redis) -> dict[bytes, bytes | None]:
+    """Everything in the broker, but for what a living publisher says of itself again and again."""
+    return {key: broker.dump(key) for key in broker.scan_iter(count=1000) if not key.endswith(b":tending")}
+
+
+def check_refused(broker: Redis, kind: type[FabricError], texts: list[str], action: Callable[[], Any]) -> FabricError:
+    """The action is refused with exactly this kind of error and these words, and nothing was written."""
+    before = contents(broker)
+    with pytest.raises(kind) as caught:
+        action()
+    assert type(caught.value) is kind
+    for text in texts:
+        assert re.search(text, str(caught.value)), f"{text!r} is not in: {caught.value}"
+    assert contents(broker) == before
+    return caught.value
+
+
+# ---- runs
+
+RUN = {"model": "tiny", "environment": "frozenlake"}
+BAD_RUNS: dict[str, tuple[str, dict[str, Any], type[FabricError], list[str]]] = {
+    "unknown run": ("nobody", {}, RunUnknown, ["run 'nobody' does not exist", "Give model=… and environment=…"]),
+    "only a model": ("nobody", {"model": "tiny"}, RunUnknown, ["'nobody'", "environment=…"]),
+    "unknown environment": (
+        "r",
+        {**RUN, "environment": "frozenlace"},
+        EnvironmentUnknown,
+        [
+            "environment 'frozenlace' is offered by no agent",
+            r"did you mean frozenlake\? If",
+            "--environment frozenlace=module:attr",
+        ],
+    ),
+    "dotted environment": ("r", {**RUN, "environment": "os.system"}, EnvironmentUnknown, ["'os.system'"]),
+    "bad name": ("a run", RUN, ConfigError, ["run 'a run' is not a valid name", "1 to 63 letters, digits"]),
+    "empty name": ("", RUN, ConfigError, ["run '' is not a valid name"]),
+    "name with a brace": ("r{x}", RUN, ConfigError, ["'r{x}'"]),
+    "name too long": ("r" * 64, RUN, ConfigError, ["1 to 63"]),
+    "unknown setting": (
+        "r",
+        {**RUN, "stalenes": 1},
+        InputError,
+        ["run 'r'", "'stalenes': did you mean staleness"],
+    ),
+    "misspelt preset": ("r", {**RUN, "model": "tinny"}, ConfigError, ["no model 'tinny': did you mean 'tiny'?"]),
+    "misspelt reward": ("r", {**RUN, "reward": "environment-smu"}, RewardUnknown, ["did you mean environment-sum"]),
+    "misspelt sampling": (
+        "r",
+        {**RUN, "sampling": {"temprature": 1}},
+        InputError,
+        ["sampling has no 'temprature': did you mean temperature?"],
+    ),
+    "negative staleness": ("r", {**RUN, "staleness": -1}, InputError, ["run 'r': staleness is -1", "at least 0"]),
+    "text for a number": ("r", {**RUN, "staleness": "one"}, InputError, ["run 'r': staleness is 'one'", "number"]),
+    "NaN weight": ("r", {**RUN, "weight": float("nan")}, InputError, ["run 'r': weight is nan"]),
+    "infinite weight": ("r", {**RUN, "weight": float("inf")}, InputError, ["run 'r': weight is inf"]),
+    "weight above every float": ("r", {**RUN, "weight": 10**400}, InputError, ["run 'r': weight is 1000"]),
+    "no attempts": ("r", {**RUN, "attempt_count_max": 0}, InputError, ["attempt_count_max is 0"]),
+    "part of a shard": ("r", {**RUN, "shard_count": 1.5}, InputError, ["shard_count is 1.5", "number"]),
+    "no shards": ("r", {**RUN, "shard_count": 0}, InputError, ["shard_count is 0"]),
+    "fewer places than shards": (
+        "r",
+        {**RUN, "shard_count": 4, "trajectory_count_max": 3},
+        InputError,
+        ["trajectory_count_max is 3"],
+    ),
+    "options are a list": (
+        "r",
+        {**RUN, "environment_options": [1]},
+        InputError,
+        [r"environment_options is \[1\]", "dict"],
+    ),
+    "options with an object": (
+        "r",
+        {**RUN, "environment_options": {"map": object()}},
+        InputError,
+        ["run 'r'", "JSON"],
+    ),
+    "unknown sampling": (
+        "r",
+        {**RUN, "sampling": {"temprature": 0.5}},
+        InputError,
+        ["run 'r'", "sampling", "'temprature'", "temperature"],
+    ),
+    "hot sampling": ("r", {**RUN, "sampling": {"temperature": -1.0}}, InputError, ["temperature is -1.0"]),
+    "seed below 0": ("r", {**RUN, "sampling": {"seed": -1}}, InputError, ["seed is -1", "0 to 9223372036854775807"]),
+    "seed above": ("r", {**RUN, "sampling": {"seed": 1 << 63}}, InputError, ["seed is 9223372036854775808"]),
+    "seed is no number": ("r", {**RUN, "sampling": {"seed": True}}, InputError, ["run 'r', sampling: seed is True"]),
+    "reward is a function": ("r", {**RUN, "reward": len}, InputError, ["run 'r': reward", "name"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RUNS)
+def test_a_bad_run_is_refused(broker: Redis, fabric: Fabric, case: str) -> None:
+    run_id, settings, kind, texts = BAD_RUNS[case]
+
+    check_refused(broker, kind, texts, lambda: fabric.run(run_id, **settings))
+
+    assert fabric.runs() == {}
+
+
+def test_a_run_is_not_reopened_with_other_settings(broker: Redis, fabric: Fabric, run: Run) -> None:
+    check_refused(
+        broker,
+        RunMismatch,
+        ["run 'r' exists", "environment is 'frozenlake', not 'guess-the-number'", "another name, or delete it"],
+        lambda: fabric.run("r", model="any", environment="guess-the-number"),
+    )
+
+
+def test_of_a_run_that_exists_what_is_given_holds(broker: Redis, fabric: Fabric, run: Run) -> None:
+    refused: list[tuple[dict[str, Any], type[FabricError], str]] = [
+        ({"model": "small"}, RunMismatch, "model is 'any', not 'small'"),
+        ({"environment": "guess-the-number"}, RunMismatch, "environment is 'frozenlake'"),
+        ({"staleness": "two"}, InputError, "staleness"),
+        ({"environment": "frozenlake", "sampling": {"bogus": 1}}, InputError, "bogus"),
+    ]
+    for settings, error, text in refused:
+        check_refused(broker, error, [text], partial(fabric.run, "r", **settings))
+
+    assert fabric.run("r", staleness=2).config == replace(run.config, staleness=2)
+    assert fabric.run("r").config.staleness == 2
+
+
+def test_a_run_that_was_deleted_takes_no_tasks(broker: Redis, fabric: Fabric, run: Run) -> None:
+    for key in broker.scan_iter():
+        broker.delete(key)
+
+    check_refused(broker, RunUnknown, ["run 'r' does not exist", "create it"], lambda: run.submit([{}]))
+    check_refused(broker, RunUnknown, ["run 'r' does not exist", "create it"], run.status)
+
+
+# ---- tasks
+
+LOOP: dict[str, Any] = {}
+LOOP["self"] = LOOP
+BAD_TASKS: dict[str, tuple[Any, type[FabricError], list[str]]] = {
+    "text": ("go", InputError, ["task 1 is str, expected a dict with string keys"]),
+    "nothing": (None, InputError, ["task 1 is NoneType"]),
+    "a mapping that is no dict": (MappingProxyType({}), InputError, ["task 1 is mappingproxy"]),
+    "number as key": ({1: "a"}, InputError, ["task 1", "string keys"]),
+    "number as key further in": ({"a": {1: "b"}}, InputError, ["task 1", "key must be str"]),
+    "NaN": ({"x": [0.0, float("nan")]}, InputError, ["task 1", r"value\.x\[1\] is nan", "finite"]),
+    "infinity": ({"x": float("-inf")}, InputError, ["task 1", "-inf"]),
+    "bytes": ({"x": b"raw"}, InputError, ["task 1", "JSON", "bytes"]),
+    "an array": ({"x": np.zeros(3)}, InputError, ["task 1", "JSON", "ndarray"]),
+    "an object": ({"x": object()}, InputError, ["task 1", "JSON", "object"]),
+    "a number of 65 bits": ({"x": 1 << 64}, InputError, ["task 1", "64-bit"]),
+    "half a surrogate": ({"x": "\ud800"}, InputError, ["task 1", "surrogate"]),
+    "itself": (LOOP, InputError, ["task 1"]),
+    "too large": (
+        {"text": "x" * (1 << 20)},
+        PayloadTooLarge,
+        [r"task 1 is 1,048,587 bytes, the limit is 1,048,576", "send a reference"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TASKS)
+def test_a_bad_task_is_refused_with_all_that_came_with_it(broker: Redis, run: Run, case: str) -> None:
+    task, kind, texts = BAD_TASKS[case]
+
+    error = check_refused(broker, kind, texts, lambda: run.submit([{"seed": 0}, task, {"seed": 2}], group_size=2))
+
+    if kind is PayloadTooLarge:
+        assert (error.facts["size_bytes"], error.facts["limit_bytes"]) == (1_048_587, 1_048_576)
+    assert run.status().depth == 0
+
+
+BAD_GROUPS: dict[str, tuple[dict[str, Any], type[FabricError], list[str]]] = {
+    "none": ({"group_size": 0}, InputError, ["group_size is 0, expected a whole number of at least 1"]),
+    "fewer than none": ({"group_size": -3}, InputError, ["group_size is -3"]),
+    "half": ({"group_size": 1.5}, InputError, ["group_size is 1.5"]),
+    "too few names": ({"group_ids": ["a"]}, InputError, ["1 group_ids for 2 tasks"]),
+    "one name twice": ({"group_ids": ["a", "a"]}, InputError, ["group_ids", "'a'", "twice"]),
+    "a bad name": ({"group_ids": ["a", "b.0"]}, ConfigError, ["group 'b.0' is not a valid name"]),
+    "a priority with a point": ({"priority": 1.0}, InputError, [r"priority is 1\.0", "whole number 0 "]),
+    "a priority of numpy's": ({"priority": np.int64(1)}, InputError, ["priority is", "whole number 0 "]),
+    "a priority that is no number": ({"priority": True}, InputError, ["priority is True", "whole number 0 "]),
+    "a priority after the last": ({"priority": 3}, InputError, ["priority is 3"]),
+    "a deadline above every float": ({"deadline": 10**400}, InputError, ["deadline is 1000", "seconds above 0"]),
+    "text instead of names": ({"group_ids": "ab"}, InputError, ["group_ids", "'ab'", "list"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GROUPS)
+def test_a_bad_group_is_refused(broker: Redis, run: Run, case: str) -> None:
+    settings, kind, texts = BAD_GROUPS[case]
+
+    check_refused(broker, kind, texts, lambda: run.submit([{}, {}], **settings))
+
+
+@pytest.mark.parametrize("tasks", [None, 7, {"seed": 1}, "tasks"])
+def test_what_is_no_list_of_tasks_is_refused(broker: Redis, run: Run, tasks: Any) -> None:
+    check_refused(broker, InputError, ["task", "list of dicts|expected a dict"], lambda: run.submit(tasks))
+
+
+def test_a_full_run_takes_no_more_and_says_so(broker: Redis, run: Run) -> None:
+    # Given a run with room for two more
+    run.submit([{}, {}, {}], group_size=2)
+
+    # When a group of three is pushed, Then it waits for its time and is refused whole
+    started_s = time.monotonic()
+    texts = ["run 'r' holds 6 trajectories not yet consumed, its limit is 8", "consume groups, or raise"]
+    error = check_refused(broker, QueueFull, texts, lambda: run.submit([{}], group_size=3, timeout=0.3))
+    assert 0.3 <= time.monotonic() - started_s < 2.0
+    assert (error.facts["depth"], error.facts["limit"]) == (6, 8)
+
+    # And one that fits is taken
+    assert len(run.submit([{}], group_size=2)) == 1
+    assert run.status().depth == 8
+
+
+def test_a_group_that_can_never_fit_is_refused_at_once(broker: Redis, run: Run) -> None:
+    started_s = time.monotonic()
+
+    check_refused(broker, QueueFull, ["may hold 8"], lambda: run.submit([{}], group_size=9, timeout=60))
+
+    assert time.monotonic() - started_s < 2.0
+
+
+# ---- weights
+
+BAD_WEIGHTS: dict[str, tuple[Any, int, type[FabricError], list[str]]] = {
+    "another name": (
+        {"layer.weight": WEIGHTS["layer.weight"], "layer.bais": WEIGHTS["layer.bias"]},
+        5,
+        LayoutMismatch,
+        ["layer.bais"],
+    ),
+    "one missing": ({"layer.weight": WEIGHTS["layer.weight"]}, 5, LayoutMismatch, ["layer.bias"]),
+    "one more": ({**WEIGHTS, "head": np.zeros(2, np.float32)}, 5, LayoutMismatch, ["head"]),
+    "another shape": (
+        {**WEIGHTS, "layer.weight": np.zeros((4, 3), np.float32)},
+        5,
+        LayoutMismatch,
+        ["layer.weight", r"4, 3|\[4,3\]|\(4, 3\)", r"3, 4"],
+    ),
+    "another dtype": (
+        {**WEIGHTS, "layer.weight": WEIGHTS["layer.weight"].astype(np.float16)},
+        5,
+        LayoutMismatch,
+        ["layer.weight", "float16", "float32"],
+    ),
+    "a dtype nobody carries": ({"layer.weight": np.zeros(3, complex)}, 5, LayoutMismatch, ["layer.weight", "complex"]),
+    "no tensors": ({}, 5, InputError, ["no tensors"]),
+    "an iterator used up": (iter(()), 5, InputError, ["no tensors", "used up"]),
+    "a list": ({"layer.weight": [1.0]}, 5, InputError, ["tensor 'layer.weight' is a list"]),
+    "names without tensors": (["layer.weight"], 5, InputError, ["'layer.weight' is no pair of a name", "mapping, or"]),
+    "no names at all": (3, 5, InputError, ["int cannot be published", "named_parameters"]),
+    "the head again, changed": (
+        {**WEIGHTS, "layer.bias": np.ones(3, np.float32)},
+        4,
+        VersionConflict,
+        ["version 4", "newer"],
+    ),
+    "an older version": (WEIGHTS, 3, VersionConflict, ["version 3", "4", "newer"]),
+    "a negative version": (WEIGHTS, -1, InputError, ["version -1 is below 0"]),
+}
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same trainer", "restarted trainer"])
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+def test_bad_weights_are_refused_and_the_head_stays(
+    broker: Redis, fabric: Fabric, run: Run, case: str, is_restarted: bool
+) -> None:
+    # Given a published version
+    named, version, kind, texts = BAD_WEIGHTS[case]
+    run.publish(WEIGHTS, version=4)
+    trainer = fabric.run("r") if is_restarted else run
+    before = contents(broker)
+
+    # When something else is published, Then it is refused
+    with pytest.raises(kind) as caught:
+        trainer.publish(list(named) if case == "an iterator used up" else named, version=version)
+    assert type(caught.value) is kind
+    for text in texts:
+        assert re.search(text, str(caught.value)), f"{text!r} is not in: {caught.value}"
+
+    # And nothing was written: the head is what it was, bit by bit, and can be followed
+    assert contents(broker) == before
+    assert trainer.head_version() == 4
+    held = trainer.weights()
+    assert {name: tensor.tobytes() for name, tensor in held.items()} == {
+        name: tensor.tobytes() for name, tensor in WEIGHTS.items()
+    }
+    assert trainer.publish(WEIGHTS, version=5).version == 5
+
+
+@pytest.mark.parametrize("version", ["5", 5.0, None, True])
+def test_a_version_that_is_no_whole_number_is_refused(broker: Redis, run: Run, version: Any) -> None:
+    run.publish(WEIGHTS, version=0)
+
+    texts = [f"version is {re.escape(repr(version))}", "whole number"]
+    check_refused(broker, InputError, texts, lambda: run.publish(WEIGHTS, version=version))
+
+
+def test_a_trainer_that_was_replaced_publishes_no_more(broker: Redis, fabric: Fabric, run: Run) -> None:
+    run.publish(WEIGHTS, version=0)
+    fabric.run("r").publish(WEIGHTS, version=1)
+
+    check_refused(broker, VersionConflict, ["'r'", "another publisher"], lambda: run.publish(WEIGHTS, version=2))
+
+
+def test_a_version_that_is_not_held_is_named(broker: Redis, run: Run) -> None:
+    check_refused(broker, VersionUnknown, ["'r'", "version"], run.weights)
+    run.publish(WEIGHTS, version=0)
+    check_refused(broker, VersionUnknown, ["99"], lambda: run.weights(99))
+
+
+# ---- brokers
+
+BAD_URLS: dict[str, tuple[str, type[FabricError], list[str]]] = {
+    "another scheme": ("http://localhost:6379", ConfigError, ["http", "redis, rediss or unix", "write redis://"]),
+    "no scheme": ("localhost:6379", ConfigError, ["redis://"]),
+    "no host": ("redis://", ConfigError, ["names no host"]),
+    "bad port": ("redis://localhost:port", ConfigError, ["redis://"]),
+    "bad database": ("redis://localhost:6379/zero", ConfigError, ["database must be a number"]),
+    "unknown setting": ("redis://localhost?retry=1", ConfigError, ["unknown setting 'retry'"]),
+    "nobody there": ("redis://:hunter2@127.0.0.1:1", BrokerError, ["127.0.0.1:1"]),
+    "no such socket": ("unix:///nowhere/broker.sock", BrokerError, ["/nowhere/broker.sock"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_URLS)
+def test_a_bad_broker_url_is_refused_soon_and_no_password_is_shown(case: str) -> None:
+    given, kind, texts = BAD_URLS[case]
+    started_s = time.monotonic()
+
+    with pytest.raises(kind) as caught:
+        rollfab.connect(given)
+
+    assert type(caught.value) is kind
+    for text in texts:
+        assert text in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    assert time.monotonic() - started_s < 5.0
+
+
+async def test_an_asyncio_client_takes_the_url_of_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFAB_URL", url)
+
+    async with await rollfab.aio.connect() as fabric:
+        assert fabric.url == url
+
+
+@pytest.mark.parametrize("known", [None, ""])
+async def test_an_asyncio_client_that_knows_no_url_says_so(known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLFAB_URL", raising=False)
+    if known is not None:
+        monkeypatch.setenv("ROLLFAB_URL", known)
+
+    with pytest.raises(ConfigError, match="no broker: give its URL, or set ROLLFAB_URL"):
+        await rollfab.aio.connect()
+
+
+def test_a_submit_that_is_interrupted_while_it_waits_says_what_was_taken_in(fabric: Fabric, broker: Redis) -> None:
+    # Given a run with room for four groups, and a submit of ten that waits for more room
+    run = fabric.run("small", model="tiny", environment="frozenlake", trajectory_count_max=4)
+    names = [f"g{index}" for index in range(10)]
+    threading.Timer(1.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+
+    # When Ctrl-C is pressed, Then what it says is so
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run.submit([{}] * 10, group_ids=names)
+    (note,) = caught.value.__notes__
+    assert note.startswith("4 of 10 groups of this submit were taken in: repeat it with the same group_ids")
+    assert run.status().depth == 4
+
+    # And the connection goes on
+    with pytest.raises(QueueFull, match="4 of 10 groups of this submit were taken in"):
+        run.submit([{}] * 10, group_ids=names, timeout=0.1)
+    assert run.status().counters["groups_submitted"] == 4

@@ -1,0 +1,369 @@
+"""Real processes with a real broker: signals in the middle of a publish or a command, and children that were forked."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import psutil
+import pytest
+import redis
+
+import rollfab
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.errors import BrokerError
+from rollfab.fabric.host.directories import owner_only
+
+ROOT = Path(__file__).parents[3]
+
+SIGNALS = """
+import random, signal, threading
+import numpy as np
+import rollfab
+
+class Stopped(Exception): ...
+
+def handler(number, frame):
+    if number == signal.SIGALRM:
+        raise Stopped
+    signal.default_int_handler(number, frame)
+
+signal.signal(signal.SIGALRM, handler)
+signal.signal(signal.SIGINT, handler)
+random.seed(1)
+rng = np.random.default_rng(1)
+count = wrong = version = 0
+
+def train(weights, density):
+    for array in weights.values():
+        where = slice(None) if density == 1 else rng.integers(0, array.size, int(array.size * density))
+        array[where] += rng.integers(1, 4, array[where].size, dtype=np.uint16)
+
+with rollfab.connect() as fabric:
+    for density in (1, 0.6, 0.01):
+        run = fabric.run(f"density-{int(density * 100)}", model="any", environment="frozenlake")
+        weights = {f"w{n}": rng.integers(0, 2**16, 2_000_000, dtype=np.uint16) for n in range(4)}
+        run.publish(weights, 0)
+        version = 0
+        for round in range(10):
+            version += 1
+            train(weights, density)
+            number = random.choice([signal.SIGALRM, signal.SIGINT])
+            timer = threading.Timer(random.uniform(0.001, 0.03), signal.pthread_kill,
+                                    (threading.main_thread().ident, number))
+            try:
+                timer.start()
+                run.publish(weights, version)
+                timer.join()
+            except (Stopped, KeyboardInterrupt):
+                count += 1
+            train(weights, density)
+            version += 1
+            run.publish(weights, version)
+            found = run.weights()
+            wrong += any((found[name] != array).any() for name, array in weights.items())
+print(count, wrong)
+"""
+
+FORK = """
+import gc, multiprocessing, os, signal, sys
+import numpy as np
+import rollfab
+from rollfab.errors import ConnectionForked
+
+weights = {"w": np.arange(100_000, dtype=np.uint16)}
+fabric = rollfab.connect()
+run = fabric.run("forked", model="any", environment="frozenlake")
+run.publish(weights, 0)
+run.submit([{"seed": 1}])
+
+def use():
+    signal.alarm(20)  # a hang ends this child by a signal
+    calls = (
+        lambda: run.publish(weights, 1), lambda: run.weights(), lambda: run.submit([{"seed": 2}]),
+        lambda: next(run.groups(timeout=1)), lambda: run.status(), lambda: fabric.runs(), lambda: run.head_version(),
+        lambda: fabric.run("other", model="any", environment="frozenlake"),
+    )
+    for call in calls:
+        try:
+            call()
+        except ConnectionForked as error:
+            assert "forked from it" in str(error) and "open a connection here" in str(error), error
+        else:
+            raise AssertionError("it was not refused")
+    fabric.close()
+    gc.collect()
+
+def end(code):
+    assert code == 0, code
+    weights["w"][:] += 1
+    run.publish(weights, run.head_version() + 1)  # the parent goes on
+    assert (run.weights()["w"] == weights["w"]).all()
+
+child = os.fork()
+if child == 0:
+    use()
+    with rollfab.connect(fabric.url) as own:  # and the child, with a connection of its own
+        assert own.run("forked").head_version() == 0
+    sys.exit(0)  # an ordinary end, with everything collected
+end(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+process = multiprocessing.get_context("fork").Process(target=use)
+process.start()
+process.join()
+end(process.exitcode)
+
+fabric.close()
+print("fine")
+"""
+
+FORK_AIO = """
+import asyncio, os, signal, sys
+import numpy as np
+import rollfab
+from rollfab.errors import ConnectionForked
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+
+weights = {"w": np.arange(100_000, dtype=np.uint16)}
+
+async def main(url):
+    async with await rollfab.aio.connect(url) as fabric:
+        run = await fabric.run("forked", model="any", environment="frozenlake")
+        await run.publish(weights, version=0)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            for call in (lambda: run.publish(weights, version=1), run.weights, run.status, run.head_version,
+                         lambda: run.submit([{"seed": 2}]), fabric.runs, lambda: anext(run.groups(timeout=1))):
+                try:
+                    await call()
+                except ConnectionForked:
+                    continue
+                os._exit(3)
+            await fabric.close()
+            os._exit(0)
+        code = os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, child, 0))[1])
+        assert code == 0, code
+        weights["w"][:] += 1
+        await run.publish(weights, version=1)
+        assert ((await run.weights())["w"] == weights["w"]).all()
+
+with EmbeddedBroker.start() as broker:
+    asyncio.run(main(broker.url))
+print("fine")
+"""
+
+
+def script(text: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "ROLLFAB_URL"}
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": str(ROOT / "src")},
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_signals_in_the_middle_of_a_publish_leave_no_wrong_bit() -> None:
+    count, wrong = script(SIGNALS).split()
+
+    assert int(count) >= 5
+    assert int(wrong) == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("text", [FORK, FORK_AIO], ids=["sync", "aio"])
+def test_a_forked_child_is_refused_at_once_and_hurts_nobody(text: str) -> None:
+    assert script(text) == "fine\n"
+
+
+# ---------------------------------------------------------------- Ctrl-C, whatever a command is doing
+
+INTERRUPTER = """
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+"""
+
+
+def command(*words: str, url: str = "redis://127.0.0.1:1", **environment: str) -> list[Any]:
+    """What to start a command with."""
+    everything = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ROLLFAB_URL": url, **environment}
+    return [[sys.executable, "-m", "rollfab", *words], everything]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("typer", ["version"]),
+        ("rollfab.deploy.main", ["version"]),
+        ("redis", ["status"]),
+        ("rollfab.deploy.bench", ["status"]),
+        ("rollfab.deploy.roles.run", ["controller"]),
+        ("rollfab.workers.agent.worker", ["agent"]),
+        ("rollfab.workers.rollout.worker", ["worker"]),
+        ("rq", ["reward"]),
+        ("uvicorn", ["api"]),
+        ("rollfab.deploy.local.up", ["up", "--data", "nowhere"]),
+        ("rollfab.deploy.local.demo", ["demo", "--output", "nowhere"]),
+        ("rollfab.trainer.training", ["train"]),
+        ("torch", ["train"]),
+    ],
+)
+def test_an_interrupt_while_a_command_loads_ends_it_without_a_word(
+    tmp_path: Path, module: str, words: list[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    line, environment = command(*words, PYTHONPATH=path, INTERRUPT_AT=module)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+ROLES = (["controller"], ["agent"], ["worker"], ["reward"], ["api", "--port", "0"])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", [*ROLES, ["status", "--watch"]], ids=lambda words: words[0])
+def test_every_command_ends_with_130_when_it_is_interrupted(words: list[str]) -> None:
+    with EmbeddedBroker.start() as broker, running(broker, words) as process:
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=100)[1]
+        assert process.returncode == 130
+        assert "Traceback" not in said
+
+
+@pytest.mark.timeout(120)
+def test_a_broker_of_one_s_own_ends_with_130_when_it_is_interrupted(tmp_path: Path) -> None:
+    line, environment = command("broker", "--data", str(tmp_path / "data"))
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("unix://")
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.communicate(timeout=100)[1]
+    assert process.returncode == 130
+
+
+PATIENT = """
+from rollfab.__main__ import main
+from rollfab.fabric.bus import embedded
+
+embedded.LOCK_WAIT_S = 1e9
+main()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_broker_that_waits_for_its_directory_ends_with_130_when_it_is_interrupted(tmp_path: Path) -> None:
+    # Given a directory that somebody holds who does not say who it is
+    home = tmp_path / "data" / "broker"
+    home.mkdir(mode=0o700, parents=True)
+    _, environment = command()
+    line = [sys.executable, "-c", PATIENT, "broker", "--data", str(tmp_path / "data")]
+    with open(home / "broker.lock", "wb", opener=owner_only) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            limit_s = time.monotonic() + 60
+            while lock.name not in [each.path for each in psutil.Process(process.pid).open_files()]:
+                assert process.poll() is None and time.monotonic() < limit_s
+                time.sleep(0.05)
+
+            # When who waits for it is interrupted, then that is its end
+            process.send_signal(signal.SIGINT)
+            assert "Traceback" not in process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "frozen"])
+@pytest.mark.parametrize("words", ROLES[:4], ids=lambda words: words[0])
+def test_a_role_whose_broker_does_not_answer_ends_when_it_is_interrupted(words: list[str], how: signal.Signals) -> None:
+    with EmbeddedBroker.start() as broker:
+        try:
+            with running(broker, words) as process:
+                os.kill(broker.pid, how)
+                process.send_signal(signal.SIGINT)
+                said = process.communicate(timeout=100)[1]
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(broker.pid, signal.SIGCONT)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    if words == ["controller"]:  # it was asking, and would have gone on for as long as its patience lasts
+        assert said.endswith("stopped; the broker did not answer meanwhile\n")
+
+
+@contextmanager
+def running(broker: EmbeddedBroker, words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A command that has connected, and asks the broker things."""
+    line, environment = command(*words, url=broker.url)
+    with subprocess.Popen(line, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            with redis.Redis.from_url(broker.url) as client:
+                limit_s = time.monotonic() + 100
+                while not any(row["tot-cmds"] not in ("", "0", "1", "2", "3") for row in others(client)):
+                    assert process.poll() is None and time.monotonic() < limit_s
+                    time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
+
+
+def others(client: redis.Redis) -> list[dict[str, str]]:
+    own = str(client.client_id())
+    return [row for row in client.client_list() if row["id"] != own]
+
+
+# ---------------------------------------------------------------- brokers that are silent, or gone for good
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", [["status"], ["doctor", "--run", "r"], ["runs", "ls"]], ids=lambda words: words[0])
+def test_a_frozen_broker_is_named_before_it_is_given_up(words: list[str]) -> None:
+    with EmbeddedBroker.start() as broker:
+        os.kill(broker.pid, signal.SIGSTOP)
+        try:
+            line, environment = command(*words, url=f"{broker.url}?socket_timeout=7")
+            done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=100)
+        finally:
+            os.kill(broker.pid, signal.SIGCONT)
+    waits, error = (
+        done.stderr.index("has not answered for 5 s: waiting for it another 2 s"),
+        done.stderr.index("error:"),
+    )
+    assert waits < error and done.returncode == 1
+    assert f"WARNING rollfab.fabric.broker.clients.prompt the broker {broker.url} has not" in done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_a_url_of_an_up_that_has_ended_says_to_start_it_again(tmp_path: Path) -> None:
+    with EmbeddedBroker.start(tmp_path / "data", starter="rollfab up") as broker:
+        pass
+    line, environment = command("status", url=broker.url)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "has ended with its `" in done.stderr and re.search(r"start `[^`]* up` again", done.stderr)
+    with pytest.raises(BrokerError, match="start `rollfab up` again"):
+        rollfab.connect(broker.url)

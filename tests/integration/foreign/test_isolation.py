@@ -1,0 +1,176 @@
+"""Environments with processes of their own, on a real agent: they fail alone, go on elsewhere, and leave nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollfab.fabric.contract.records import DeadLetter, Group
+from rollfab.trainer.client import Run
+from tests.support.processes.fabric_processes import Processes, check_rollout, check_totals, processes
+from tests.support.processes.process_groups import Groups
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(120)]
+
+TIMEOUT_S = 3
+ATTEMPTS = 2
+TURNS = 8
+# fault → what the dead letter's reason and its traceback say
+FAULTS = {
+    "spin": (f"environment 'captive': step took longer than {TIMEOUT_S} s; its process was killed", "in do_spin"),
+    "spin_in_c": (f"step took longer than {TIMEOUT_S} s", "in do_spin_in_c"),
+    "sleep": (f"step took longer than {TIMEOUT_S} s", "going to sleep"),
+    "stop": (f"step took longer than {TIMEOUT_S} s", "its process was killed"),
+    "leave_child": (f"step took longer than {TIMEOUT_S} s", "in do_leave_child"),
+    "leave_daemon": (f"step took longer than {TIMEOUT_S} s", "in do_leave_daemon"),
+    "segfault": ("environment 'captive': step: its process was ended by SIGSEGV", "about to read address 0"),
+    "exit": ("step: its process exited with code 7", "leaving"),
+    "be_killed": ("step: its process was ended by SIGKILL", "SIGKILL"),
+    "raise": ("step raised ValueError: no such move", 'raise ValueError("no such move")'),
+    "say_much": ("its text is 9,437,184 bytes as UTF-8, the limit is 1,048,576", "EnvironmentFailed"),
+}
+GAME = """
+class Game:
+    sampling = {"max_tokens": 2}
+
+    def reset(self, seed):
+        import only_here
+        return only_here.TEXT, {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {"rollfab": __import__("importlib.util").util.find_spec("rollfab") is not None}
+"""
+
+
+@pytest.fixture(scope="module")
+def marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every environment process leaves a file."""
+    return tmp_path_factory.mktemp("marks")
+
+
+@pytest.fixture(scope="module")
+def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Whatever happens in it, no environment process is left when it is stopped."""
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "only_here.py").write_text("TEXT = 'hello'\n")
+    (site / "game.py").write_text(GAME)
+    with processes(tmp_path_factory.mktemp("isolation")) as fabric:
+        words = ["--environment", "captive=tests.support.worlds.isolated_worlds:Captive"]
+        words += ["--environment", f"game={venv}/bin/python:game:Game"]
+        fabric.start_roles(agent=[*words, "--name", "agent", "--timeout", str(TIMEOUT_S)])
+        yield fabric
+        last = held(fabric)
+    last.check_gone()
+
+
+def held(fabric: Processes) -> Groups:
+    """The environment processes that the agent holds now."""
+    agent = psutil.Process(fabric.supervisor.children["agent"].pid)
+    return Groups(each.pid for each in agent.children() if any("holder.py" in word for word in _words(each)))
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has ended
+        return []
+
+
+def begin(fabric: Processes, run_id: str, environment: str, **settings: object) -> Run:
+    return fabric.new_run(run_id, environment, attempt_count_max=ATTEMPTS, **settings)
+
+
+@pytest.fixture(scope="module")
+def broken(fabric: Processes, marks: Path) -> tuple[Mapping[str, Group], Mapping[str, DeadLetter]]:
+    """Every fault there is, beside groups that are well."""
+    run = begin(fabric, "broken", "captive")
+    run.submit([{"fault": fault, "marks": str(marks)} for fault in FAULTS], group_size=1, group_ids=list(FAULTS))
+    run.submit([{"marks": str(marks)}] * 4, group_size=2, group_ids=[f"well-{index}" for index in range(4)])
+    groups = {group.group_id: group for group in fabric.collect(run, len(FAULTS) + 4, 60.0)}
+    check_totals(fabric, run)
+    return groups, fabric.dead_letters(run)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_own_trajectory_and_says_what_it_was(
+    broken: tuple[Mapping[str, Group], Mapping[str, DeadLetter]], fault: str
+) -> None:
+    groups, letters = broken
+    reason, told = FAULTS[fault]
+
+    assert groups[fault].rollouts == ()
+    letter = letters[f"{fault}.0"]
+    assert reason in letter.reason
+    assert told in letter.traceback
+    assert letter.attempt == ATTEMPTS - 1
+
+
+def test_trajectories_beside_them_are_well(
+    fabric: Processes, broken: tuple[Mapping[str, Group], Mapping[str, DeadLetter]]
+) -> None:
+    groups, letters = broken
+
+    for index in range(4):
+        rollouts = groups[f"well-{index}"].rollouts
+        assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+        for rollout in rollouts:
+            check_rollout(rollout)
+    assert set(letters) == {f"{fault}.0" for fault in FAULTS}
+    assert fabric.supervisor.children["agent"].start_count == 1
+
+
+def test_what_hung_or_crashed_is_gone_while_the_agent_lives(
+    fabric: Processes, broken: tuple[Mapping[str, Group], Mapping[str, DeadLetter]], marks: Path
+) -> None:
+    assert len(list(marks.iterdir())) >= ATTEMPTS * len(FAULTS)  # a process that failed serves nobody again
+    fabric.until(lambda: len(held(fabric)) <= 8, 20.0, "those of the eight that were well are left")
+    agent = psutil.Process(fabric.supervisor.children["agent"].pid)
+    fabric.until(
+        lambda: not any("time.sleep(1000)" in word for each in agent.children(recursive=True) for word in _words(each)),
+        20.0,
+        "what they started is gone",
+    )
+
+
+def test_a_package_that_the_agent_does_not_have_is_played(fabric: Processes) -> None:
+    run = begin(fabric, "venv", "game")
+    run.submit([{}], group_size=2)
+
+    (group,) = fabric.collect(run, 1, 30.0)
+
+    assert [rollout.info["rollfab"] for rollout in group.rollouts] == [False, False]
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+    check_totals(fabric, run)
+
+
+def test_its_trajectories_go_on_when_the_agent_is_killed_and_its_processes_do_not(
+    fabric: Processes, tmp_path: Path
+) -> None:
+    # Given trajectories in the middle, each in a process of its own
+    tasks = [{"marks": str(tmp_path)}]
+    run = begin(fabric, "killed", "captive", environment_options={"turns": TURNS, "pace_s": 0.3})
+    run.submit(tasks, group_size=3, group_ids=["group"])
+    # (those that failed before make each of their starts wait a moment)
+    fabric.until(lambda: len(list(tmp_path.iterdir())) == 3, 20.0, "each has its process")
+    fabric.until(lambda: run.status().counters.get("turns_settled", 0) >= 6, 20.0, "two turns each")
+    first, processes = held(fabric), {path.name for path in tmp_path.iterdir()}
+    assert first.held() >= 3
+
+    # When the agent is killed
+    fabric.supervisor.kill("agent")
+
+    # Then its environments end with it, and another agent's go on from their snapshots
+    first.check_gone()
+    (group,) = fabric.collect(run, 1, 30.0)
+    for rollout in group.rollouts:
+        check_rollout(rollout)
+        assert (rollout.turn_count, rollout.attempt, rollout.reward) == (TURNS, 0, pytest.approx(TURNS / 2))
+        assert rollout.info["process"] not in processes
+    assert check_totals(fabric, run)["turns_settled"] == 3 * TURNS

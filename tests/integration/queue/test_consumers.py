@@ -1,0 +1,222 @@
+"""Consumers of complete groups that die, freeze, share a name or take their time: real processes, a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import IO
+
+import pytest
+from redis import Redis
+
+import rollfab
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.records import RunConfig, Span
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.queue.keys import ShardKeys
+from rollfab.trainer.checks import make_groups
+from rollfab.trainer.client import Fabric, Run
+from tests.support.queue.rollouts import rollout_of
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(90)]
+
+TAKEOVER_S = 1.5
+PATIENCE_S = 30.0  # for what should take TAKEOVER_S, on a busy machine
+NAMES = [f"g{index}" for index in range(5)]
+
+CONSUME = """
+import sys, time, rollfab
+url, run_id, consumer, count, takeover = sys.argv[1:]
+with rollfab.connect(url) as fabric:
+    with fabric.run(run_id).groups(consumer=consumer, count=int(count), takeover=float(takeover)) as groups:
+        for group in groups:
+            print(group.group_id, flush=True)
+        print("holds", flush=True)
+        sys.stdin.readline()
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedBroker.start(tmp_path_factory.mktemp("broker")) as broker:
+        yield broker.url
+
+
+@pytest.fixture
+def broker(url: str) -> Iterator[Redis]:
+    with Redis.from_url(url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def fabric(url: str, broker: Redis) -> Iterator[Fabric]:
+    with rollfab.connect(url) as fabric:
+        yield fabric
+
+
+def complete(url: str, *names: str, version: int = 0) -> None:
+    """Have a run with these groups, each of one rollout, complete."""
+
+    async def main() -> None:
+        async with await RedisFabric.open(url, client_name="test") as ports:
+            run = await ports.board.create_run(RunConfig(run_id="r", model="tiny", environment="none"))
+            await ports.rollouts(run).push(make_groups([{}] * len(names), 1, names))
+            queue = ports.trajectories(run)
+            for claim in await queue.claim("agent", len(names)):
+                made = replace(rollout_of(claim.job), spans=(Span(0, 2, "w1", version),))
+                assert await queue.settle(claim, made, is_scored=True)
+
+    asyncio.run(main())
+
+
+class Consumer:
+    """A process that receives `count` groups and holds them until it is told to go on."""
+
+    def __init__(self, url: str, name: str, count: int = len(NAMES)) -> None:
+        words = [sys.executable, "-c", CONSUME, url, "r", name, str(count), str(TAKEOVER_S)]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.names = [self._line() for _ in range(count)]
+        assert self._line() == "holds"
+
+    def _line(self) -> str:
+        out: IO[str] | None = self.process.stdout
+        assert out is not None
+        return out.readline().strip()
+
+    def go_on(self) -> str:
+        """Let it acknowledge and end; returns what it wrote to stderr."""
+        _, errors = self.process.communicate("\n", timeout=PATIENCE_S)
+        return errors
+
+
+@contextmanager
+def consumer(url: str, name: str, count: int = len(NAMES)) -> Iterator[Consumer]:
+    made = Consumer(url, name, count)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.communicate()
+
+
+def take(run: Run, name: str, count: int = len(NAMES)) -> dict[str, bool]:
+    """Consume groups; whether each was redelivered."""
+    found = run.groups(consumer=name, count=count, timeout=PATIENCE_S, takeover=60.0)
+    return {group.group_id: group.redelivered for group in found}
+
+
+def totals(run: Run) -> tuple[int, int]:
+    status = run.status()
+    return status.depth, status.counters.get("groups_consumed", 0)
+
+
+def test_groups_of_a_killed_consumer_that_never_returns_go_to_another_one(url: str, fabric: Fabric) -> None:
+    complete(url, *NAMES)
+    with consumer(url, "gone") as gone:
+        assert gone.names == NAMES
+        gone.process.kill()
+        gone.process.wait()
+        assert take(fabric.run("r"), "other") == dict.fromkeys(NAMES, True)
+    assert totals(fabric.run("r")) == (0, 5)
+
+
+def test_a_consumer_that_is_started_again_gets_all_it_held_at_once(url: str, fabric: Fabric) -> None:
+    complete(url, *NAMES)
+    with consumer(url, "trainer") as killed:
+        killed.process.kill()
+        killed.process.wait()
+        run = fabric.run("r")
+        found = [group.group_id for group in run.groups(timeout=1.0)]  # long before anything is taken over
+    assert found == NAMES
+    assert totals(run) == (0, 5)
+
+
+def test_a_training_step_may_take_longer_than_the_takeover_time(url: str, fabric: Fabric) -> None:
+    complete(url, *NAMES)
+    run = fabric.run("r")
+    with rollfab.connect(url) as other_fabric, run.groups(count=5, timeout=PATIENCE_S, takeover=TAKEOVER_S) as groups:
+        held = list(groups)
+        other = other_fabric.run("r")
+        until_s = time.monotonic() + 3 * TAKEOVER_S
+        while time.monotonic() < until_s:  # nothing of `run` is called meanwhile
+            assert list(other.groups(consumer="other", timeout=0.2)) == []
+    assert [group.group_id for group in held] == NAMES
+    assert totals(run) == (0, 5)
+
+
+def test_a_consumer_that_wakes_up_after_its_groups_were_taken_over_is_told(url: str, fabric: Fabric) -> None:
+    complete(url, *NAMES)
+    run = fabric.run("r")
+    with consumer(url, "frozen") as frozen:
+        frozen.process.send_signal(signal.SIGSTOP)
+        with run.groups(consumer="other", count=5, timeout=PATIENCE_S) as groups:
+            taken = {group.group_id: group.redelivered for group in groups}
+            frozen.process.send_signal(signal.SIGCONT)
+            errors = frozen.go_on()  # it acknowledges what others hold …
+        assert taken == dict.fromkeys(NAMES, True)
+    # … which does not count, and is said once
+    assert errors.count("were taken over by another consumer") == 1, errors
+    assert "groups(takeover=" in errors
+    assert totals(run) == (0, 5)
+
+
+def test_a_consumer_that_acknowledges_what_others_have_acknowledged_is_told(url: str, fabric: Fabric) -> None:
+    complete(url, *NAMES)
+    run = fabric.run("r")
+    with consumer(url, "frozen") as frozen:
+        frozen.process.send_signal(signal.SIGSTOP)
+        assert take(run, "other") == dict.fromkeys(NAMES, True)
+        frozen.process.send_signal(signal.SIGCONT)
+        assert frozen.go_on().count("were taken over by another consumer") == 1
+    assert totals(run) == (0, 5)
+
+
+def test_two_live_processes_under_one_name_are_both_warned_once(
+    url: str, fabric: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    complete(url, *NAMES)
+    run = fabric.run("r")
+    with consumer(url, "trainer") as first, caplog.at_level(logging.WARNING):
+        until_s = time.monotonic() + PATIENCE_S
+        while "consumes as" not in caplog.text and time.monotonic() < until_s:
+            list(run.groups(timeout=0.2, takeover=TAKEOVER_S))
+        list(run.groups(timeout=1.0, takeover=TAKEOVER_S))
+        time.sleep(TAKEOVER_S)
+        errors = first.go_on()
+    for text in (caplog.text, errors):
+        assert text.count('consumes as "trainer", too') == 1, text
+        assert "groups(consumer=…)" in text
+    assert str(first.process.pid) in caplog.text
+    assert str(os.getpid()) in errors
+
+
+def test_consumers_that_come_and_go_leave_nothing_behind(url: str, fabric: Fabric, broker: Redis) -> None:
+    complete(url, *NAMES)
+    for index in range(10):
+        with rollfab.connect(url) as passing:
+            list(passing.run("r").groups(consumer=f"c{index}", timeout=0.01, count=1, takeover=0.1))
+    run, keys = fabric.run("r"), ShardKeys("r", 0)
+    time.sleep(0.3)
+    list(run.groups(timeout=0.05))
+    assert len(broker.xinfo_consumers(keys.completed, "trainer")) == 1
+    assert broker.zcard(keys.consumers) == 1
+
+
+def test_a_program_that_ends_without_closing_says_nothing(url: str, broker: Redis) -> None:
+    complete(url, *NAMES)
+    script = "import sys, rollfab; print(next(iter(rollfab.connect(sys.argv[1]).run('r').groups())).group_id)"
+    words = [sys.executable, "-c", script, url]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert (done.stdout, done.stderr) == ("g0\n", "")

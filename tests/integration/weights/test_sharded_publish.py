@@ -1,0 +1,251 @@
+"""Trainers and engines by shards, as real processes: what is published is the gathered model, or nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.errors import WeightError
+from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
+from rollfab.fabric.versions.rank_plan import cut_for_ranks
+from rollfab.fabric.versions.rank_stage import agree
+from rollfab.fabric.versions.reader import fetch_bits
+from rollfab.fabric.versions.snapshot import Identity, Snapshot
+from tests.support.processes.rank_processes import Answer, Ranks
+from tests.support.processes.sharded_engine import engine_ranks
+from tests.support.processes.sharded_trainer import trainer_ranks
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with EmbeddedBroker.start() as broker:
+        yield broker.url
+
+
+@pytest.fixture
+async def store(url: str) -> AsyncIterator[Any]:
+    fabric = await RedisFabric.open(url, client_name="checker")
+    yield fabric.weights
+    await fabric.close()
+
+
+async def bits_of(store: Any, run_id: str, version: int) -> Answer:
+    _, bits = await fetch_bits(store, run_id, version)
+    return {name: array.tobytes() for name, array in bits.items()}
+
+
+async def assert_published(store: Any, run_id: str, version: int, full: Answer) -> None:
+    assert (await store.head(run_id)).version == version
+    assert await bits_of(store, run_id, version) == full
+
+
+@pytest.fixture(scope="module")
+def trainer(url: str) -> Iterator[Ranks]:
+    with trainer_ranks(4, url) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "dim1"])
+async def test_what_fsdp_ranks_publish_is_the_gathered_model(trainer: Ranks, store: Any, kind: str) -> None:
+    trainer.all("open", kind, kind)
+    for version in range(3):
+        answers = trainer.all("publish", version)
+        assert {repr(answer.get("report")) for answer in answers} == {repr(answers[0]["report"])}
+        report = answers[0]["report"]
+        assert report.kind == ("delta" if version else "keyframe")
+        await assert_published(store, kind, version, trainer.all("full")[0])
+        trainer.all("train", 1)
+
+    sent_bytes = sum(answer["rank_bytes"] for answer in answers)
+    assert 0 < sent_bytes < 0.05 * report.dense_bytes
+
+
+async def test_every_rank_publishes_its_shards_by_its_run(trainer: Ranks, store: Any, url: str) -> None:
+    trainer.all("open", "unused", "fsdp")
+
+    reports = [answer.get("report") for answer in trainer.all("publish_by_run", url, "by-run", 0)]
+
+    assert len({repr(report) for report in reports}) == 1 and reports[0].kind == "keyframe"
+    await assert_published(store, "by-run", 0, trainer.all("full")[0])
+
+
+async def test_tensors_split_in_two_dimensions_are_published_and_folded(trainer: Ranks, store: Any) -> None:
+    trainer.all("open", "tiles", "tiles")
+    for version in range(9):
+        answer = trainer.all("publish", version)[0]
+        assert "report" in answer, answer
+        trainer.all("nudge")
+
+    assert answer["report"].changed_count == 4 * 8 - 1  # of three biases the fourth rank holds none
+    assert (8, "jump-8") in await store.held("tiles")
+    # the last nudge came after the last publish
+    trainer.all("publish", 9)
+    await assert_published(store, "tiles", 9, trainer.all("full")[0])
+
+
+async def test_a_version_that_one_rank_could_not_send_is_finished_by_the_next_publish(
+    trainer: Ranks, store: Any
+) -> None:
+    trainer.all("open", "late")
+    trainer.all("publish", 0)
+    first = trainer.all("full")[0]
+    trainer.all("train", 1)
+    second = trainer.all("full")[0]
+    trainer.some([1], "trap", "raise")
+
+    answers = trainer.all("publish", 1)
+
+    assert {(answer["error"], answer["text"]) for answer in answers} == {("BrokerError", "rank 1: the broker is away")}
+    await assert_published(store, "late", 0, first)
+    trainer.all("train", 1)
+    assert trainer.all("publish", 2)[1]["report"].kind == "delta"
+    assert await bits_of(store, "late", 1) == second
+    await assert_published(store, "late", 2, trainer.all("full")[0])
+    # the same again is the same; other weights are not
+    assert trainer.all("publish", 2)[0]["report"].version == 2
+    trainer.some([1], "nudge")
+    assert {answer["error"] for answer in trainer.all("publish", 2)} == {"VersionConflict"}
+
+
+async def test_what_cannot_be_published_by_shards_is_refused_by_name_on_every_rank(trainer: Ranks, store: Any) -> None:
+    def texts(version: int) -> set[str]:
+        return {answer["text"] for answer in trainer.all("publish", version)}
+
+    trainer.all("open", "refused")
+    trainer.all("add", "partial")
+    (text,) = texts(0)
+    assert "rank 0: tensor 'partial' is placed as (Partial" in text
+    trainer.all("add", None)
+    trainer.some([1], "add", "own")
+    (text,) = texts(0)
+    assert "rank 1 publishes layout" in text
+    trainer.some([1], "add", None)
+    assert (await store.head("refused")).version == -1
+
+    assert "report" in trainer.all("publish", 0)[1]
+    await assert_published(store, "refused", 0, trainer.all("full")[0])
+    trainer.all("add", "more")
+    (text,) = texts(1)
+    assert "1 unknown (more)" in text
+
+
+async def test_a_rank_that_is_killed_leaves_the_head_where_it_was(url: str, store: Any) -> None:
+    for version, (size, victim) in enumerate([(4, 2), (2, 0)]):
+        with trainer_ranks(size, url) as trainer:
+            trainer.all("open", "killed")
+            trainer.all("publish", version)
+            before = trainer.all("full")[0]
+            held = await store.held("killed")
+            trainer.all("train", 1)
+            trainer.some([victim], "trap", "kill")
+
+            answers = trainer.all("publish", version + 1)
+
+            assert answers[victim] == {"dead": True}
+            living = [rank for rank in range(size) if rank != victim]
+            lost = f"rank {victim} of the {size} that publish together is gone"
+            assert all(lost in answers[rank]["text"] for rank in living)
+            await assert_published(store, "killed", version, before)
+            assert await store.held("killed") == held
+            assert all(lost in answer["text"] for answer in trainer.some(living, "publish", version + 1))
+
+    with trainer_ranks(2, url) as trainer:
+        trainer.all("open", "killed")
+        assert trainer.all("publish", 2)[1]["report"].kind == "keyframe"
+        await assert_published(store, "killed", 2, trainer.all("full")[0])
+
+
+class Dense:
+    """A trainer of one process, and every version whole."""
+
+    layout = Layout(
+        tuple(
+            TensorSpec(name, "bfloat16", shape)
+            for name, shape in {"column": (512, 128), "row": (128, 512), "norm": (128,)}.items()
+        )
+    )
+
+    def __init__(self, store: Any, run_id: str, size: int) -> None:
+        self.store, self.run_id, self.size = store, run_id, size
+        self.dice = np.random.default_rng(size)
+        self.versions = [{spec.name: self.random(spec.element_count) for spec in self.layout.tensors}]
+        cut = cut_for_ranks(self.layout, row_parts={"column": size}, column_parts={"row": size})
+        self.snapshot = Snapshot(self.layout, self.versions[0], regions=cut)
+
+    def random(self, count: int) -> Any:
+        return self.dice.integers(0, 1 << 16, count, dtype=np.uint16)
+
+    async def publish(self) -> None:
+        version = self.snapshot.version + 1
+        if version == 0:
+            epoch = await self.store.open_publisher(self.run_id)
+            assert epoch == 1
+            prepared = self.snapshot.prepare_keyframe(Identity(run_id=self.run_id, epoch=1, version=0))
+        else:
+            new = {name: array.copy() for name, array in self.versions[-1].items()}
+            for array in new.values():
+                array[:: self.dice.integers(3, 9)] += 1
+            prepared = self.snapshot.prepare_delta(Identity(run_id=self.run_id, epoch=1, version=version), new)
+            self.versions.append(new)
+        await self.store.put_chunks(prepared.manifest, 0, prepared.chunks)
+        await self.store.put_manifest(prepared.manifest)
+        await self.store.advance_head(prepared.manifest, 1)
+        self.snapshot.advance(prepared)
+
+    async def agree(self, answers: Sequence[Answer]) -> None:
+        """What whoever leads the ranks does between stage and commit."""
+        version = self.snapshot.version
+        (manifest,) = await self.store.manifests(self.run_id, [(version, DELTA if version else KEYFRAME)])
+        agree([answer["vote"] for answer in answers if "vote" in answer], manifest, self.size)
+
+    def part(self, version: int, rank: int) -> dict[str, bytes]:
+        """What a rank holds of a version, by ordinary slicing."""
+        bits, size = self.versions[version], self.size
+        return {
+            "column": np.split(bits["column"].reshape(512, 128), size)[rank].tobytes(),
+            "row": np.split(bits["row"].reshape(128, 512), size, axis=1)[rank].tobytes(),
+            "norm": bits["norm"].tobytes(),
+        }
+
+    def assert_held(self, engine: Ranks, version: int, ranks: Sequence[int]) -> None:
+        for rank, state in zip(ranks, engine.some(ranks, "state"), strict=True):
+            assert state["version"] == version
+            assert state["bits"] == self.part(version, rank)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+async def test_when_a_rank_is_killed_between_stage_and_commit_no_rank_commits(url: str, store: Any, size: int) -> None:
+    run_id, everyone = f"engine-{size}", range(size)
+    dense = Dense(store, run_id, size)
+    await dense.publish()
+    with engine_ranks(size, url, run_id, dense.layout) as engine:
+        await dense.agree(engine.all("stage", 0))
+        engine.all("commit")
+        dense.assert_held(engine, 0, everyone)
+        keyframe_bytes = (await store.manifests(run_id, [(0, "keyframe")]))[0].payload_bytes
+        for state in engine.all("state"):
+            assert state["fetched_bytes"] < 1.05 * keyframe_bytes / size + 4096
+
+        await dense.publish()
+        await dense.agree(engine.all("stage", 1))
+        engine.processes[1].kill()
+        engine.processes[1].join()
+        answers = engine.all("stage", 1)  # each tells its vote again, where it can
+
+        with pytest.raises(WeightError, match="not committed on any rank: rank 1 gave no answer"):
+            await dense.agree(answers)
+        dense.assert_held(engine, 0, [rank for rank in everyone if rank != 1])
+
+        engine.restart(1)
+        await dense.publish()
+        await dense.agree(engine.all("stage", 2))
+        engine.all("commit")
+        dense.assert_held(engine, 2, everyone)

@@ -1,0 +1,77 @@
+"""The end: everyone has left, and the broker holds nothing of the work any more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from rollfab.fabric.queue.keys import ShardKeys
+from tests.sim.checks.checkers import require
+from tests.sim.roles import RUN_ID
+from tests.standin.streams import Stream
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+IDLE_S = 1.5  # within which cancelled work has let go of its slots: a second, and the way there
+# What stays of a run that has nothing to do, each with its own bound.
+STAYS = (
+    *("run", "clock", "counters", "rewards", "consumed", "consumers", "leases", "lease_term", "dead", "inbox:"),
+    *("trajectory:ready:", "trajectory:suspects", "trajectory:bell", "turn:ready:", "turn:suspects", "turn:bell"),
+)
+
+
+async def check_idle(world: World) -> None:
+    """Everything is done, everyone is still there: after a moment nobody may be busy with anything."""
+    await asyncio.sleep(IDLE_S)
+    places = dict.fromkeys(world.agents, 1 << 30)
+    for _ in range(20):  # agents ask for work now and then, and keep places free for it meanwhile
+        await asyncio.sleep(0.07)
+        for name, worker in world.agents.items():
+            places[name] = min(places.get(name, 1 << 30), worker.places.held_count)
+    busy = {name: count for name, count in places.items() if count}
+    require(not busy, f"agents keep places for nothing: {busy}")
+    for name, engine in world.engines.items():
+        count = engine.stats().running_count
+        require(not count or engine.is_hung, f"engine of {name} runs {count} turns that nobody wants")
+
+
+async def check_end(world: World) -> None:
+    """Promise 7, and that the totals add up."""
+    run = (await world.fabric.board.runs())[RUN_ID]
+    left = _left(world)
+    require(not left, f"the broker still holds {left}")
+    letters = await world.fabric.rollouts(run).dead_letters(1000)
+    unknown = set(world.groups.failures) - {letter.trajectory_id for letter in letters}
+    require(not unknown, f"{unknown} failed, and there are no dead letters of them")
+    for letter in letters:
+        world.trajectories.check_dead(letter)
+    status = await world.fabric.board.run_status(RUN_ID)
+    counters = status.counters
+    require(status.depth == 0, f"depth is {status.depth} at the end")
+    require(status.memory_bytes == 0, f"{status.memory_bytes} bytes are counted as held at the end")
+    submitted, consumed = counters.get("groups_submitted", 0), counters.get("groups_consumed", 0)
+    cancelled = counters.get("groups_cancelled", 0)
+    require(
+        submitted == consumed + cancelled, f"{submitted} groups submitted, {consumed} consumed, {cancelled} cancelled"
+    )
+    pushed = world.groups.pushed_count
+    require(submitted == pushed, f"{submitted} groups are counted as submitted, {pushed} were pushed")
+    ends = [counters.get(f"trajectories_{end}", 0) for end in ("completed", "failed", "cancelled")]
+    total = counters.get("trajectories_submitted", 0)
+    require(cancelled or sum(ends) == total, f"{total} trajectories submitted, {ends} completed, failed, cancelled")
+    settled = counters.get("turns_settled", 0)
+    require(counters.get("tokens", 0) >= world.turns.token_count, "tokens were settled that are not counted")
+    require(settled >= world.turns.settled_count, "turns were settled that are not counted")
+
+
+def _left(world: World) -> list[str]:
+    """Tables of the run that hold something, except those that may stay."""
+    base, tables = ShardKeys(RUN_ID, 0).base + ":", world.store.keys
+    names = [key.decode().removeprefix(base) for key in tables.names() if not _is_empty(tables.held[key])]
+    return [name for name in names if not name.startswith(("rf:", *STAYS))]
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a stream has no entries, and nobody was given any."""
+    return isinstance(value, Stream) and not value.ids and not any(each.pending for each in value.groups.values())

@@ -1,0 +1,184 @@
+"""Ranks of a sharded trainer as processes: real FSDP2 over gloo, and publishers that can be made to fail or die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.support.brokers.redis_server import free_port
+from tests.support.processes.rank_processes import Answer, Ranks, ranks
+
+TIMEOUT_S = 20.0  # how long rank 0 waits for a rank that lives, on a loaded machine
+
+
+def trainer_ranks(size: int, url: str) -> AbstractContextManager[Ranks]:
+    """A trainer of `size` ranks; `open` gives it a model and a run."""
+    return ranks(size, _main, free_port(), url)
+
+
+def _main(rank: int, size: int, pipe: Connection, port: int, url: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    with asyncio.Runner() as runner:
+        trainer = runner.run(_Trainer.connect(url))
+        while True:
+            do, arguments = pipe.recv()
+            pipe.send(runner.run(getattr(trainer, do)(*arguments)))
+
+
+class _Trainer:
+    """What one rank can do."""
+
+    @classmethod
+    async def connect(cls, url: str) -> _Trainer:
+        from rollfab.fabric.opened import RedisFabric
+
+        made = cls()
+        made.store = _trapped((await RedisFabric.open(url, client_name="trainer")).weights)
+        return made
+
+    async def open(self, run_id: str, kind: str = "fsdp") -> Answer:
+        """A new model and a publisher of a run. kind: see `_build`."""
+        from rollfab.trainer.publish.rank_lead import ShardedPublisher
+
+        self.publisher = ShardedPublisher(self.store, run_id, timeout_s=TIMEOUT_S, thread_count=1)
+        self.model, self.optimizer = _build(kind)
+        self.extra = None
+        return {}
+
+    async def train(self, steps: int) -> Answer:
+        """Optimiser steps on this rank's own data."""
+        import torch
+        import torch.distributed as dist
+
+        dice = torch.Generator().manual_seed(100 + dist.get_rank())
+        for _ in range(steps):
+            loss = self.model(torch.randn(4, 96, generator=dice)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {}
+
+    async def nudge(self) -> Answer:
+        """Change one element of every part that this rank holds."""
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                local = parameter.to_local().view(-1)
+                local[:1] += 1
+        return {}
+
+    async def publish(self, version: int) -> Answer:
+        from rollfab.fabric.contract.errors import FabricError
+
+        try:
+            report = await self.publisher.publish([*self._named()], version)
+        except FabricError as error:
+            return {"error": type(error).__name__, "text": str(error)}
+        return {"report": report, "rank_bytes": self.publisher.rank_bytes}
+
+    async def publish_by_run(self, url: str, run_id: str, version: int) -> Answer:
+        """As a user does it: `run.publish(…, group=…)` on every rank."""
+        import torch.distributed as dist
+
+        import rollfab.aio
+
+        async with await rollfab.aio.connect(url) as fabric:
+            run = await fabric.run(run_id, model="any", environment="frozenlake")
+            report = await run.publish([*self._named()], version=version, group=dist.group.WORLD)
+        return {"report": report}
+
+    async def full(self) -> Answer:
+        """The whole tensors as stored bits, gathered: for checks only."""
+        found = {}
+        for name, tensor in self._named():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found[name] = whole.detach().contiguous().numpy().tobytes()
+        return found
+
+    async def trap(self, kind: str) -> Answer:
+        """The next sending of chunks fails: "raise", or ends the process: "kill"."""
+        self.store.trap = kind
+        return {}
+
+    async def add(self, what: str) -> Answer:
+        """Publish a tensor more, of this form."""
+        self.extra = what
+        return {}
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        import torch
+
+        yield from self.model.named_parameters()
+        yield "plain", torch.arange(6, dtype=torch.int32)
+        if self.extra == "partial":
+            from torch.distributed.tensor import DTensor, Partial
+
+            mesh = next(self.model.parameters()).device_mesh
+            yield "partial", DTensor.from_local(torch.ones(3), mesh, [Partial()])
+        elif self.extra is not None:
+            yield self.extra, torch.ones(3)
+
+
+def _trapped(store: Any) -> Any:
+    from rollfab.fabric.contract.errors import BrokerError
+
+    put_chunks = store.put_chunks
+    store.trap = ""
+
+    async def put(*arguments: Any) -> None:
+        kind, store.trap = store.trap, ""
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "raise":
+            raise BrokerError("the broker is away")
+        await put_chunks(*arguments)
+
+    store.put_chunks = put
+    return store
+
+
+def _even(parameter: Any) -> Any:
+    """FSDP2 splits dimension 1 only evenly."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(int(parameter.dim() == 2 and parameter.shape[1] % 4 == 0))
+
+
+def _build(kind: str) -> tuple[Any, Any]:
+    """A small model. kind: fsdp, hsdp (replicas of shards), dim1 (split along dimension 1), tiles (both dimensions)."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(96, 257), torch.nn.LayerNorm(257), torch.nn.Linear(257, 768), torch.nn.Linear(768, 3)]
+    model = torch.nn.Sequential(*layers)
+    size = dist.get_world_size()
+    if kind == "tiles":
+        mesh = init_device_mesh("cpu", (2, size // 2))
+        for module in model:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                placements = [Shard(0), Shard(1)] if parameter.dim() == 2 else [Shard(0), Shard(0)]
+                split = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
+                setattr(module, name, split)
+        return model, None
+    shape, names = ((2, size // 2), ("replicas", "shards")) if kind == "hsdp" else ((size,), ("shards",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    place = _even if kind == "dim1" else None
+    for layer in layers[:-1]:
+        fully_shard(layer, mesh=mesh, shard_placement_fn=place)
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)

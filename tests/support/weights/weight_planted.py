@@ -1,0 +1,140 @@
+"""Bugs to plant in the weight engine: what the storm must be able to find."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from rollfab.fabric.format.manifest import WeightManifest
+from rollfab.fabric.memory import weights as twin
+from rollfab.fabric.rules.weights.chain import KEYFRAME, Link
+from rollfab.fabric.rules.weights.publish import HeadFacts, may_advance, may_put
+from rollfab.fabric.versions import held, stage
+from rollfab.fabric.versions import reader as chain
+from rollfab.fabric.versions.snapshot import apply_change
+from rollfab.trainer.publish import upkeep
+from rollfab.trainer.publish.publisher import Publisher
+from rollfab.workers.rollout import weights as receiving
+
+Patch = tuple[Any, str, Any]  # object, attribute, what to put there
+PLANTS: dict[str, Callable[[], list[Patch]]] = {}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The bug of that name is in the program."""
+    with contextlib.ExitStack() as stack:
+        for target, attribute, new in PLANTS[name]():
+            stack.enter_context(mock.patch.object(target, attribute, new))
+        yield
+
+
+def plant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    """Register a bug under its function's name."""
+    PLANTS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@plant
+def sums_not_checked() -> list[Patch]:
+    """Whatever was staged is what the publisher meant."""
+
+    def check_sums(self: Any, sums: Any) -> None:
+        return
+
+    return [(WeightManifest, "check_sums", check_sums)]
+
+
+@plant
+def chunks_and_sums_not_checked() -> list[Patch]:
+    def check_chunk(manifest: Any, index: int, data: bytes) -> None:
+        return
+
+    return [(stage, "check_chunk", check_chunk), (chain, "check_chunk", check_chunk), *sums_not_checked()]
+
+
+@plant
+def snapshot_advanced_before_the_head() -> list[Patch]:
+    """The trainer believes that receivers have what it has only sent, and does not send it again."""
+    original = Publisher._send
+
+    async def send(self: Any, snapshot: Any, prepared: Any, report: Any) -> None:
+        for change in prepared.changes:
+            apply_change(snapshot.bits[snapshot.layout.tensors[change.region.tensor].name], change)
+        try:
+            await original(self, snapshot, prepared, report)
+        finally:
+            self._pending = None
+
+    return [(Publisher, "_send", send)]
+
+
+@plant
+def epochs_not_checked() -> list[Patch]:
+    """Who was replaced may publish all the same.
+
+    In advance_head alone it would show to nobody: a publisher that opens deletes what it could be used for.
+    """
+
+    def put(head: HeadFacts, link: Link, *, is_known: bool, is_same: bool) -> int:
+        return may_put(dataclasses.replace(head, epoch=link.epoch), link, is_known=is_known, is_same=is_same)
+
+    def advance(head: HeadFacts, link: Link, *, is_known: bool) -> int:
+        return may_advance(dataclasses.replace(head, epoch=link.epoch), link, is_known=is_known)
+
+    return [(twin, "may_put", put), (twin, "may_advance", advance)]
+
+
+@plant
+def links_in_use_dropped() -> list[Patch]:
+    """Only the newest version is kept."""
+
+    def garbage(head: int, links: Sequence[Link], **_: Any) -> list[Link]:
+        return [link for link in links if link.version < head or link.kind != KEYFRAME]
+
+    return [(upkeep, "garbage", garbage)]
+
+
+@plant
+def manifests_of_another_name_taken() -> list[Patch]:
+    def is_named(manifest: Any, run_id: str, name: tuple[int, str]) -> bool:
+        return True
+
+    return [(held, "_is_named", is_named)]
+
+
+@plant
+def torn_commits_forgotten() -> list[Patch]:
+    """Weights that are being written over count as live, and as a base."""
+    original = receiving.WeightReceiver._apply
+
+    async def apply(self: Any, staged: Any, *, is_known: bool) -> float:
+        self._is_in_doubt = not is_known
+        return await original(self, staged, is_known=is_known)
+
+    return [(receiving.WeightReceiver, "_apply", apply)]
+
+
+@plant
+def damage_not_healed() -> list[Patch]:
+    """What the publisher finds damaged is left as it is."""
+
+    async def heal(self: Any, wounds: Any, snapshot: Any, epoch: int) -> None:
+        self.is_whole = True
+
+    return [(upkeep.Upkeep, "heal", heal)]
+
+
+@plant
+def wrong_bytes_mended() -> list[Patch]:
+    """Chunks are written again from whatever there is, unchecked."""
+
+    async def mend(store: Any, wound: Any, chunks: Any, epoch: int) -> bool:
+        data = dict.fromkeys(wound.chunks, b"anything")
+        await store.mend(wound.manifest, data, epoch)
+        return True
+
+    return [(upkeep, "mend", mend)]

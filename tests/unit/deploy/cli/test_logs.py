@@ -1,0 +1,39 @@
+"""A warning that comes again and again fills no disk."""
+
+from __future__ import annotations
+
+import logging
+
+from rollfab.deploy.cli.logs import EVENT_COUNT_MAX, LINE_COUNT_MAX, WINDOW_S, Flood
+
+
+def record(event: str, level: int = logging.WARNING) -> logging.LogRecord:
+    return logging.LogRecord("rollfab.somewhere", level, __file__, 1, event, None, None)
+
+
+def test_of_a_warning_that_repeats_some_lines_pass_each_minute_and_the_next_says_how_many_did_not() -> None:
+    now_s = 0.0
+    flood = Flood(lambda: now_s)
+
+    # Given one that comes a thousand times a minute
+    passed = [flood.filter(record("row.unreadable")) for _ in range(1000)]
+    assert passed == [True] * LINE_COUNT_MAX + [False] * (1000 - LINE_COUNT_MAX)
+
+    # Then another one passes, and what is no warning does
+    assert flood.filter(record("lease.lost"))
+    assert all(flood.filter(record("turn.done", logging.INFO)) for _ in range(1000))
+
+    # And a minute later it is written again, with what was left out
+    now_s += WINDOW_S
+    late = record("row.unreadable")
+    assert flood.filter(late)
+    assert late.left_out == 1000 - LINE_COUNT_MAX  # type: ignore[attr-defined]
+    next_one = record("row.unreadable")
+    assert flood.filter(next_one)
+    assert not hasattr(next_one, "left_out")
+
+
+def test_texts_without_end_are_not_all_kept() -> None:
+    flood = Flood(lambda: 0.0)
+    assert all(flood.filter(record(f"text {number}")) for number in range(3 * EVENT_COUNT_MAX))
+    assert len(flood._windows) <= EVENT_COUNT_MAX

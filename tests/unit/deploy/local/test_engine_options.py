@@ -1,0 +1,158 @@
+"""Which engine a worker gets of what was typed, without any engine's library."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rollfab.deploy.local.supervisor import Supervisor
+from rollfab.deploy.local.up import UpOptions, start_roles
+from rollfab.deploy.roles.engines import EngineOptions, check_engine_options, patience_of
+from rollfab.fabric.contract.errors import ConfigError
+from rollfab.workers.engines.vllm.arguments import CPU_BLOCK_TOKENS, engine_arguments
+from rollfab.workers.engines.vllm.common.config import VllmConfig
+from rollfab.workers.engines.vllm.common.environment import ALWAYS, ON_CPU, prepare_environment
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (EngineOptions(engine="llama"), "no engine 'llama' is known: did you mean vllm?"),
+        (EngineOptions(words=("--block-size", "32")), "vLLM's own words"),
+        (EngineOptions(server="http://here"), "--server"),
+        (EngineOptions(log="x.log"), "--engine-log"),
+        (EngineOptions(engine="vllm", device="cuda:1"), "CUDA_VISIBLE_DEVICES"),
+        (EngineOptions(engine="vllm", server="http://here", words=("--seed", "3")), "start it with them"),
+        (EngineOptions(engine="vllm", server="http://here", seed=3), "--seed"),
+        (EngineOptions(engine="vllm", server="http://here", log="x.log"), "--engine-log"),
+        (EngineOptions(adapter_rank=8), "--adapter-rank is for --engine vllm"),
+        (EngineOptions(engine="vllm", server="http://here", adapter_rank=8), "--adapter-rank is for a vLLM of our own"),
+        (EngineOptions(engine="vllm", adapter_alpha=8.0), "--adapter-alpha needs --adapter-rank"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_with_what_to_type(options: EngineOptions, named: str):
+    with pytest.raises(ConfigError) as caught:
+        check_engine_options(options)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(device="cuda", context_tokens_max=64, seed=1),
+        EngineOptions(engine="vllm", context_tokens_max=64, seed=1, words=("--block-size", "32"), log="-"),
+        EngineOptions(engine="vllm", server="http://here", model="org/name", context_tokens_max=64),
+    ],
+)
+def test_options_that_go_together_pass(options: EngineOptions):
+    check_engine_options(options)
+
+
+def test_the_server_key_is_not_shown():
+    assert "secret" not in repr(EngineOptions(server_key="secret"))
+
+
+def test_a_real_model_on_a_cpu_is_waited_for_longer():
+    assert patience_of(EngineOptions()) == {}
+    assert patience_of(EngineOptions(model="org/name", device="cuda")) == {}
+    assert patience_of(EngineOptions(model="org/name"))["first_token_s"] > 20
+
+
+def test_up_gives_every_worker_its_engine_its_words_and_a_log_beside_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    added: dict[str, list[str]] = {}
+    monkeypatch.setattr(Supervisor, "add", lambda self, name, words, **_: added.__setitem__(name, list(words)))
+    supervisor = Supervisor(tmp_path)
+    options = UpOptions(
+        url=None,
+        model="small",
+        dedicated=1,
+        serving=1,
+        agents=0,
+        slot_count=4,
+        data="",
+        port=1,
+        engine="vllm",
+        engine_words=("--block-size", "64"),
+    )
+    start_roles(supervisor, "unix:///x", options)
+    words = added["serving-0"]
+    assert words[words.index("--engine") + 1] == "vllm"
+    assert words[words.index("--engine-log") + 1] == str(tmp_path / "serving-0.vllm.log")
+    assert words[words.index("--") + 1 :] == ["--block-size", "64"]
+
+
+# ---------------------------------------------------------------- vLLM's arguments
+
+
+def test_a_preset_on_a_cpu_gets_room_for_all_its_slots_and_no_files_of_its_own():
+    found = engine_arguments(VllmConfig(slot_count=8, context_tokens_max=100), "/made", on_cpu=True)
+    assert found["model"] == "/made"
+    assert found["num_gpu_blocks_override"] == 8 * 4 + 1
+    assert (found["max_num_seqs"], found["max_model_len"], found["dtype"]) == (8, 100, "float32")
+    assert found["skip_tokenizer_init"] and found["load_format"] == "dummy"
+    assert found["logprobs_mode"] == "processed_logprobs"
+    assert found["weight_transfer_config"] == {"backend": "rollfab"}
+
+
+def test_the_presets_own_positions_bound_the_context():
+    assert engine_arguments(VllmConfig(context_tokens_max=4096), "/made", on_cpu=True)["max_model_len"] == 512
+    assert engine_arguments(VllmConfig(context_tokens_max=None), "/made", on_cpu=True)["max_model_len"] == 512
+
+
+def test_on_a_gpu_only_what_the_fabric_needs_is_said():
+    found = engine_arguments(VllmConfig(model="org/name", context_tokens_max=None), "org/name", on_cpu=False)
+    assert set(found) == {"model", "seed", "logprobs_mode", "max_num_seqs", "weight_transfer_config"}
+
+
+def test_what_the_user_gives_wins():
+    given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "enforce_eager": False, "seed": 5}
+    found = engine_arguments(VllmConfig(arguments=given), "/made", on_cpu=True)
+    assert {name: found[name] for name in given} == given
+    assert found["block_size"] == CPU_BLOCK_TOKENS
+    assert "num_gpu_blocks_override" not in found and "kv_cache_memory_bytes" not in found
+
+
+def test_two_workers_do_not_draw_the_same_tokens_unless_they_are_told_to():
+    first, second = (engine_arguments(VllmConfig(), "/made", on_cpu=True)["seed"] for _ in range(2))
+    assert first != second
+    assert engine_arguments(VllmConfig(seed=3), "/made", on_cpu=True)["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode"),
+        ({"max_num_seqs": 65}, "--slots"),
+        ({"max_model_len": 100}, "--context"),
+        ({"seed": 4}, "--seed"),
+        ({"model": "org/other"}, "--model"),
+        ({"load_format": "auto"}, "--load-format"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
+        ({"scheduler_cls": "mine.Scheduler"}, "--scheduler-cls"),
+        ({"data_parallel_size": 2}, "one worker per replica"),
+    ],
+)
+def test_what_the_fabric_decides_is_not_silently_changed(arguments: dict[str, object], named: str):
+    with pytest.raises(ConfigError) as caught:
+        engine_arguments(VllmConfig(seed=3, arguments=arguments), "/made", on_cpu=True)
+    assert named in str(caught.value)
+
+
+def test_a_value_that_the_fabric_would_choose_itself_is_no_contradiction():
+    given = {
+        "max_num_seqs": 64,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": "rollfab"},
+    }
+    engine_arguments(VllmConfig(arguments=given), "/made", on_cpu=True)
+
+
+def test_what_the_user_has_set_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch):
+    for name in (*ALWAYS, *ON_CPU, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    prepare_environment()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"

@@ -1,0 +1,230 @@
+"""Traces: every format gives the requests that are in it, and what cannot be read is said."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.deploy.replay.records import Arrival
+from rollfab.deploy.replay.scale import Load
+from rollfab.deploy.replay.traces import SAMPLES, Part, load_trace, read_trace
+from rollfab.deploy.replay.workload import Shaping, workload
+from rollfab.fabric.contract.errors import ConfigError, FabricError, InputError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def written(data: str | bytes, *, is_packed: bool = False) -> Path:
+        path = tmp_path / "trace"
+        raw = data.encode() if isinstance(data, str) else data
+        path.write_bytes(gzip.compress(raw) if is_packed else raw)
+        return path
+
+    return written
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    "header",
+    ["t_s,input_tokens,output_tokens", "t_s,num,input_tokens,x,output_tokens"],
+)
+def test_our_csv_is_read_by_its_header_packed_or_not(write: Write, header: str, is_packed: bool) -> None:
+    extra = header.count(",") == 4
+    rows = [(7.5, 30, 4), (5.0, 10, 2), (6.25, 0, 0)]
+    lines = [f"{at},9,{prompt},9,{made}" if extra else f"{at},{prompt},{made}" for at, prompt, made in rows]
+
+    arrivals = load_trace(write("\n".join([header, *lines]), is_packed=is_packed))
+
+    # sorted, from zero on, and nothing without a token
+    assert arrivals == [Arrival(0.0, 10, 2), Arrival(1.25, 1, 1), Arrival(2.5, 30, 4)]
+
+
+def test_azures_own_csv_is_read_with_its_dates(write: Write) -> None:
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+        "2023-11-16 18:17:59.9799600,4808,10\r\n2023-11-16 18:18:01.2299600,3180,8\r\n"
+    )
+    first, second = load_trace(write(text))
+    assert (first.prompt_tokens, second.completion_tokens) == (4808, 8)
+    assert second.at_s == pytest.approx(1.25)
+
+
+def test_burstgpts_own_csv_is_read(write: Write) -> None:
+    text = (
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
+    )
+    assert load_trace(write(text)) == [Arrival(0.0, 472, 18)]
+
+
+def test_mooncakes_lines_are_milliseconds(write: Write) -> None:
+    rows = [{"timestamp": at, "input_length": 10 + at, "output_length": 3, "hash_ids": [1]} for at in (0, 27, 1500)]
+    arrivals = load_trace(write("\n".join(map(json.dumps, rows))))
+    assert arrivals == [Arrival(0.0, 10, 3), Arrival(0.027, 37, 3), Arrival(1.5, 1510, 3)]
+
+
+def test_stamps_of_three_seconds_are_spread_over_them(write: Write) -> None:
+    rows = [{"timestamp": 3000 * (n // 50), "input_length": n + 1, "output_length": 3} for n in range(200)]
+    path = write("\n".join(map(json.dumps, rows)))
+
+    arrivals = load_trace(path, Part(seed=1))
+
+    assert len({each.at_s for each in arrivals}) == 200
+    assert arrivals == load_trace(path, Part(seed=1)) != load_trace(path, Part(seed=2))
+    first_s = next(each.at_s for each in arrivals if each.prompt_tokens == 1)  # unknown: where in its 3 s the first was
+    assert all(-3 < each.at_s - first_s - 3 * ((each.prompt_tokens - 1) // 50) < 3 for each in arrivals)
+
+
+def test_a_rate_curve_is_followed_with_the_lengths_of_another_trace(write: Write) -> None:
+    # Given an hour that begins with 60 requests a minute and ends with 600
+    path = write("t_s,req_per_min,lo,hi\n100,60,0,0\n3700,600,0,0\n")
+
+    trace = read_trace(path, Part(seed=3))
+
+    assert len(trace.arrivals) == 3600 * 330 / 60
+    at_s = np.array([each.at_s for each in trace.arrivals])
+    ratio = (at_s >= 3000).sum() / (at_s < 600).sum()
+    assert ratio == pytest.approx((600 + 510) / (60 + 150), rel=0.1)  # trapezia
+    known = {(each.prompt_tokens, each.completion_tokens) for each in load_trace("azure-conv")}
+    assert {(each.prompt_tokens, each.completion_tokens) for each in trace.arrivals} <= known
+
+
+def test_burstgpts_aggregates_give_its_minutes_at_the_wanted_rate(write: Write) -> None:
+    data = {"week1_minute_tps": [[0, 10.0], [2, 30.0], [3, 30.0]], "daily_req_tok": [[10, 1000], [10, 3000]]}
+    path = write(json.dumps(data))
+
+    recorded = load_trace(path)
+    wanted = load_trace(path, Part(rate_per_s=5))
+
+    # 200 tokens a request: rates 0.05, 0, 0.15 a second at 0, 60 and 120 s, straight between, so 15 until 180 s
+    assert len(recorded) == 15
+    assert len(wanted) == 5 * 180
+    counts = np.histogram([each.at_s for each in wanted], bins=[0, 60, 120, 180])[0]
+    assert counts / len(wanted) == pytest.approx([1.5 / 15, 4.5 / 15, 9 / 15], abs=0.05)
+
+
+def servegen(**changed: Any) -> bytes:
+    """Two windows of three clients: steady, bursty without lengths of its own, silent."""
+    quantiles = np.array([[[10, 20, 30]], [[-1, -1, -1]], [[900, 900, 900]]], dtype=np.int32)
+    arrays: dict[str, Any] = {
+        "rate_rps": np.array([[1.0, 1.0], [0.0, 2.0], [0.0, 0.0]], dtype=np.float32),
+        "pattern": np.array([[1, 1], [0, 2], [0, 0]], dtype=np.uint8),
+        "pat_shape": np.array([[50.0, 50.0], [0.0, 0.3], [0.0, 0.0]], dtype=np.float32),
+        "quantile_levels": np.array([0.0, 0.5, 1.0]),
+        "input_tokens_q": quantiles,
+        "output_tokens_q": np.where(quantiles > 0, quantiles + 100, -1).astype(np.int32),
+        **changed,
+    }
+    file = io.BytesIO()
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+    return file.getvalue()
+
+
+def test_servegens_clients_come_at_their_rates_with_their_gaps_and_lengths(write: Write) -> None:
+    path = write(servegen())
+
+    trace = read_trace(path, Part(seed=5))
+
+    at_s = np.array([each.at_s for each in trace.arrivals])
+    first, second = (at_s < 600).sum(), ((at_s >= 600) & (at_s < 1200)).sum()
+    assert trace.span_s == 1200
+    assert first == pytest.approx(600, rel=0.2) and second == pytest.approx(1800, rel=0.2)
+    # The steady client is more even than Poisson, the Weibull of 0.3 far burstier
+    calm = Load.of([each for each in trace.arrivals if each.at_s < 600], 600)
+    wild = Load.of([Arrival(each.at_s - 600, 1, 1) for each in trace.arrivals if each.at_s >= 600], 600)
+    assert calm.idc < 0.5 and wild.idc > 2
+    # Lengths that are not known are those of a client that is there, by its traffic: not the silent one's
+    assert {each.prompt_tokens for each in trace.arrivals} <= set(range(10, 31))
+    assert {each.completion_tokens for each in trace.arrivals} <= set(range(110, 131))
+
+
+def test_more_of_servegen_is_more_of_every_client_and_a_longer_part_begins_alike(write: Write) -> None:
+    path = write(servegen())
+    assert len(load_trace(path, Part(rate_per_s=20, seed=1))) == pytest.approx(20 * 1200, rel=0.05)
+    part, longer = (load_trace(path, Part(start_s=300, duration_s=s, seed=1)) for s in (200.0, 800.0))
+    assert part == [each for each in longer if each.at_s < 200]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
+    trace = read_trace(name)
+    load = Load.of(trace.arrivals, trace.span_s)
+    expected = {"azure-conv": (5985, 3.0, 1.16), "azure-code": (3628, 22.2, 15.2)}[name]
+    assert (load.count, round(load.max_over_mean, 1)) == expected[:2]
+    assert load.idc == pytest.approx(expected[2], abs=0.01)
+    assert 1195 < trace.span_s < 1200
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("a,b,c\n1,2,3\n", "no column for time"),
+        ("t_s,input_tokens,output_tokens\n0,1,1\n1,many,3\n", "line 3"),
+        ("t_s,input_tokens,output_tokens\n", "no request"),
+        ("t_s,input_tokens,output_tokens\n0,1,1\n1,2\n", "line 3"),
+        ('{"timestamp": 1, "input_length": 2}\n', "line 1"),
+        ('{"week1_minute_tps": 1}', "BurstGPT"),
+        ("t_s,req_per_min\n1,2\n", "two points"),
+        (b"\xff\xfe\xff", "neither CSV"),
+        (b"\x1f\x8b\x08\x00broken", "cannot be read"),
+        (b"PK\x03\x04broken", "not an npz"),
+        (servegen(pattern=None), "pattern missing"),
+        (b"", "no column"),
+    ],
+)
+def test_what_is_no_trace_is_named_with_its_cause(write: Write, data: str | bytes, words: str) -> None:
+    path = write(data)
+    with pytest.raises(InputError, match=words) as caught:
+        load_trace(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (Part(start_s=5000), "ends at 1,200 s"),
+        (Part(duration_s=1300), "ends at 1,200 s"),
+        (Part(start_s=0.0001, duration_s=0.001), "no request"),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(part: Part, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_trace("azure-conv", part)
+
+
+def test_an_unknown_trace_is_refused_with_the_names_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="azure-conv, azure-code"):
+        load_trace(tmp_path / "none")
+    with pytest.raises(FabricError, match="cannot be read"):
+        load_trace(tmp_path)
+
+
+def test_a_workload_is_part_rate_bursts_speed_and_lengths_and_says_so() -> None:
+    part = Part(start_s=100, duration_s=400, rate_per_s=6, seed=2)
+    shaping = Shaping(peak_over_mean=4.22, lengths_factor=0.1, speed=2)
+
+    load = workload("azure-conv", part, shaping, context_tokens=256)
+
+    sent = Load.of(load.arrivals, load.span_s)
+    assert load.span_s == 200 and sent.count == 1200 and sent.mean_per_s == 6  # --rate is what the server sees
+    assert max(each.prompt_tokens + each.completion_tokens for each in load.arrivals) <= 256
+    told = "; ".join(load.notes)
+    for words in ("thinned", "4.22 x mean", "compressed 2 times", "times 0.1", "cut to the model's 256 tokens"):
+        assert words in told
+    assert load == workload("azure-conv", part, shaping, context_tokens=256)
+
+
+def test_a_context_that_is_too_small_for_most_is_refused_with_a_factor_that_helps() -> None:
+    with pytest.raises(ConfigError, match=r"--lengths (\S+)") as caught:
+        workload("azure-conv", Part(duration_s=100), context_tokens=256)
+    factor = float(caught.value.message.split()[-1])
+    load = workload("azure-conv", Part(duration_s=100), Shaping(lengths_factor=factor), context_tokens=256)
+    assert any(note.startswith("prompts and completions times") for note in load.notes)

@@ -1,0 +1,154 @@
+"""No code comes in by data: nothing is unpickled, evaluated or imported but what the operator of a process named.
+
+The source itself is searched. A place that must do such a thing is listed here with its reason, and only there.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[4]
+ROOMS = ("fabric", "workers", "trainer", "api", "commands", "bench")
+
+MODULES = frozenset(
+    "pickle cPickle _pickle marshal shelve dill cloudpickle joblib jsonpickle yaml runpy code codeop imp xmlrpc".split()
+)
+CALLS = frozenset({"eval", "exec", "compile", "__import__", "os.system", "os.popen"})
+METHODS = frozenset(
+    {
+        "import_module",
+        "exec_module",
+        "load_module",
+        "run_path",
+        "run_module",
+        "read_pickle",
+        "enable_load_extension",
+    }
+)
+NEEDED = {  # call → the argument that makes it harmless
+    "torch.load": ("weights_only", True),
+    "from_pretrained": ("trust_remote_code", False),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+
+ALLOWED = {
+    ("src/rollfab/__init__.py", "import_module"): "constants: `connect` and `aio` are loaded when first used",
+    ("workers/environments/registry.py", "import_module"): "targets of --environment and --reward of this very process",
+    ("workers/environments/registry.py", "point.load"): "entry points of packages that the operator installed",
+    (
+        "workers/environments/process_main.py",
+        "import_module",
+    ): "a target of the registry of the process that started it",
+    (
+        "workers/engines/vllm/step/serving_guard.py",
+        "import_module",
+    ): "rules that the engine's own process was started with, by code: no option or message names one",
+    (
+        "workers/engines/vllm/step/serving_probe.py",
+        "import_module",
+    ): "constants: parts of vLLM that the probe looks for",
+    ("workers/serving/device/kvcached.py", "import_module"): "a constant: an optional package",
+    ("workers/environments/guess_the_number.py", "import_module"): "constants: parts of the package gem",
+}
+
+
+def findings(path: Path) -> Iterator[tuple[str, str]]:
+    """What a file does that could run code which came as data, as (file, what)."""
+    name = str(path.relative_to(ROOT))
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for what in (*_imports(node), *_calls(node)):
+            yield name, what
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in MODULES:
+        yield node.module or ""
+
+
+def _calls(node: ast.AST) -> Iterator[str]:
+    if not isinstance(node, ast.Call):
+        return
+    text = ast.unparse(node.func)
+    last = text.rsplit(".", 1)[-1]
+    if text in CALLS or text.startswith("builtins.") or last in METHODS:
+        yield last
+    if text.endswith(("point.load", "entry_point.load")):
+        yield text
+    for call, (argument, value) in NEEDED.items():
+        if text == call or ("." not in call and last == call):
+            given = {each.arg: each.value for each in node.keywords}.get(argument)
+            if not (isinstance(given, ast.Constant) and given.value is value):
+                yield f"{last} without {argument}={value}"
+    if any(each.arg == "shell" and not _is_false(each.value) for each in node.keywords):
+        yield "shell="
+
+
+def _is_false(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
+
+
+def _sources() -> list[Path]:
+    found = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [*found, *sorted((ROOT / "src" / "rollfab").glob("*.py"))]
+
+
+def test_nothing_is_unpickled_evaluated_or_imported_but_what_is_listed() -> None:
+    sources = _sources()
+    assert len(sources) > 100
+    found = {finding for path in sources for finding in findings(path)}
+    unknown = found - set(ALLOWED)
+    assert not unknown, f"these may run code that comes as data: {sorted(unknown)}; do without, or give a reason above"
+    assert not set(ALLOWED) - found, f"no longer done, take it off the list: {sorted(set(ALLOWED) - found)}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from dill import loads",
+        "import concurrent, marshal",
+        "eval(text)",
+        "builtins.exec(text)",
+        "importlib.import_module(name)",
+        "import_module(name)",
+        "__import__(name)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "AutoModel.from_pretrained(name)",
+        "AutoModel.from_pretrained(name, trust_remote_code=anything)",
+        "os.system(line)",
+        "subprocess.run(line, shell=True)",
+        "subprocess.run(line, shell=is_easy)",
+        "entry_point.load()",
+    ],
+)
+def test_the_search_finds(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "x.py").write_text(f"def f():\n    {line}\n")
+    assert list(findings(tmp_path / "x.py"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(path, weights_only=True)",
+        "model.eval()",
+        "re.compile(text)",
+        "AutoModel.from_pretrained(name, trust_remote_code=False)",
+        "from .code import x",
+        "subprocess.run(words)",
+        "json.load(file)",
+    ],
+)
+def test_the_search_leaves_alone(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "x.py").write_text(f"def f():\n    {line}\n")
+    assert not list(findings(tmp_path / "x.py"))

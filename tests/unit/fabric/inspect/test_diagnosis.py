@@ -1,0 +1,406 @@
+"""Why a run does or does not move: every cause, which comes first, and nobody is blamed where work moves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
+from rollfab.fabric.contract.sharing import LendSetting
+from rollfab.fabric.inspect.diagnosis import CODES, GONE_S, STALL_S, Cause, Scene, diagnose, is_well
+from rollfab.fabric.ports.queue import BadRow, Consumer, RunDetails, RunStatus
+from rollfab.fabric.rules.lending.terms import terms
+
+CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=1)
+
+
+def info(worker_id: str, role: str, **facts: Any) -> WorkerInfo:
+    return WorkerInfo(**{"worker_id": worker_id, "role": role, "pid": 1, "host": "h", **facts})
+
+
+CONTROLLER = info("c1", "controller")
+AGENT = info("a1", "agent", slot_count=64, environments=["frozenlake", "other"])
+WORKER = info("w1", "dedicated", model="tiny", slot_count=8, run_id="r1", active_version=0)
+SERVING = info("s1", "serving", model="tiny", slot_count=8, pool="chat")
+REWARD = info("j1", "reward")
+
+
+def lease(worker_id: str = "w1", run_id: str = "r1", slots: int = 8) -> Lease:
+    return Lease(worker_id=worker_id, run_id=run_id, lease_epoch=1, slot_count=slots, lease_until_ms=None)
+
+
+def status(
+    queued: int = 4,
+    running: int = 0,
+    scoring: int = 0,
+    *,
+    ready: int = 0,
+    claimed: int = 0,
+    waiting: int = 0,
+    config: RunConfig = CONFIG,
+    head: int = 0,
+    depth: int | None = None,
+    memory_bytes: int = 0,
+    **counters: int,
+) -> RunStatus:
+    return RunStatus(
+        config=config,
+        head_version=head,
+        depth=queued + running + scoring + waiting if depth is None else depth,
+        memory_bytes=memory_bytes,
+        trajectories={"queued": queued, "running": running, "scoring": scoring},
+        turns={"ready": ready, "claimed": claimed},
+        groups_waiting=waiting,
+        dead_count=0,
+        counters={"groups_submitted": 1, **counters},
+    )
+
+
+def scene(
+    run: RunStatus | None = None,
+    *infos: WorkerInfo,
+    leases: tuple[Lease, ...] = (),
+    others: tuple[RunStatus, ...] = (),
+    lends: dict[str, LendSetting] | None = None,
+    details: RunDetails | None = None,
+    quiet_s: float | None = None,
+    **facts: Any,
+) -> Scene:
+    run = run or status()
+    held: dict[str, dict[str, Lease]] = {}
+    for each in leases:
+        held.setdefault(each.run_id, {})[each.worker_id] = each
+    serving = [each for each in infos if each.role == "serving"]
+    return Scene(
+        workers={each.worker_id: (each, 100) for each in infos},
+        runs={each.config.run_id: each for each in (run, *others)},
+        leases=held,
+        terms={each.worker_id: terms(lends or {}, each.worker_id, each.pool, 0) for each in serving},
+        quiet_s={} if quiet_s is None else {"r1": quiet_s},
+        details={} if details is None else {"r1": details},
+        **facts,
+    )
+
+
+ALL = (CONTROLLER, AGENT, WORKER)
+HELD = (lease(),)
+OTHER = status(0, 9, config=replace(CONFIG, run_id="r2"))
+REWARDED = replace(CONFIG, reward="judge")
+OFF = {"*": LendSetting(mode="off", said_by="ann", reason="launch day")}
+ON = {"pool:chat": LendSetting(mode="on")}
+FULL = replace(CONFIG, memory_bytes_max=1 << 20)
+GONE = RunDetails(consumers=(Consumer(name="old", held_count=2, idle_s=GONE_S + 9),))
+HERE = RunDetails(consumers=(Consumer(name="trainer", held_count=0, idle_s=2.0),))
+DAMAGED = replace(WORKER, error="chunk 3 of version 7 has another digest")
+LAGGING = {"head": 7}
+
+BAD = (BadRow("r1.0:open", "", "it is a list, and should be a hash"), BadRow("r2.0:counters", "tokens", "no count"))
+
+CASES: dict[str, tuple[Scene, str]] = {
+    "moves": (scene(status(2, 4, claimed=3, ready=1), *ALL, leases=HELD), "4 trajectories run, 2 are queued"),
+    "nothing_submitted": (scene(status(0, groups_submitted=0), *ALL), "nothing was submitted to run 'r1' yet"),
+    "all_consumed": (scene(status(0, groups_submitted=8, groups_consumed=8), *ALL), "all 8 groups"),
+    "all_cancelled": (scene(status(0, groups_submitted=3, groups_cancelled=3), *ALL), "were cancelled"),
+    "for_trainer": (scene(status(0, waiting=3), *ALL, leases=HELD, details=HERE), "3 complete groups of run 'r1' wait"),
+    "takes_turns": (scene(None, *ALL, leases=(lease(run_id="r2"),), others=(OTHER,)), "w1: it serves run 'r2'"),
+    "consumer_gone": (scene(status(0, waiting=2), *ALL, details=GONE), "held by consumer old"),
+    "clock": (
+        replace(scene(None, *ALL, leases=HELD), workers={"c1": (CONTROLLER, 1), "w1": (WORKER, -3_600_000)}),
+        "w1 lies up to 3600 s in the future",
+    ),
+    "attempts_fail": (
+        scene(status(trajectories_failed=5), *ALL, leases=HELD, details=RunDetails(dead_reason="step raised KeyError")),
+        "all 5 trajectories of run 'r1' that have ended failed, and none was completed: step raised KeyError",
+    ),
+    "broker_full": (scene(None, *ALL, leases=HELD, memory_bytes=(2 << 30, 2 << 30)), "may hold 2.00 GiB"),
+    "no_weights": (scene(status(head=-1), *ALL), "no weights of run 'r1' are published yet"),
+    "nothing_started": (scene(), "neither a controller nor an agent nor a worker is connected"),
+    "no_controller": (scene(None, AGENT, WORKER), "no controller is connected"),
+    "no_worker": (scene(None, CONTROLLER, AGENT), "no worker is connected that could generate for run 'r1' (tiny)"),
+    "other_model": (
+        scene(None, CONTROLLER, AGENT, replace(WORKER, model="/models/big")),
+        "no worker holds the model 'tiny' of run 'r1': they hold /models/big",
+    ),
+    "worker_failed": (
+        scene(None, CONTROLLER, AGENT, replace(WORKER, state="failed", error="out of memory", run_id=None)),
+        "w1: out of memory",
+    ),
+    "worker_loading": (
+        scene(None, CONTROLLER, AGENT, replace(WORKER, state="loading", slot_count=0, waits_for="its engine")),
+        "w1: its engine",
+    ),
+    "lend_off": (scene(None, CONTROLLER, AGENT, SERVING, lends=OFF), "off, said by ann: launch day"),
+    "guard_shut": (
+        scene(None, CONTROLLER, AGENT, replace(SERVING, guard_state="shut", guard_reason="a burst"), lends=ON),
+        "s1: its guard is shut: a burst",
+    ),
+    "no_lease": (
+        scene(None, CONTROLLER, AGENT, SERVING, lends=ON, reasons={"s1": "rests: it was taken back"}),
+        "s1: rests: it was taken back",
+    ),
+    "staleness": (
+        scene(status(0, 4, ready=4, head=7), CONTROLLER, AGENT, DAMAGED, leases=HELD),
+        "the head is version 7, staleness allows 1, and w1 holds version 0: chunk 3 of version 7 has another digest",
+    ),
+    "catching_up": (scene(status(0, 4, ready=4, head=7), *ALL, leases=HELD), "w1 holds version 0"),
+    "no_agent": (scene(None, CONTROLLER, WORKER, leases=HELD), "no agent is connected"),
+    "other_environment": (
+        scene(None, CONTROLLER, WORKER, replace(AGENT, environments=["a", "b"]), leases=HELD),
+        "no agent offers environment 'frozenlake' of run 'r1': offered are a, b",
+    ),
+    "agent_failed": (
+        scene(None, CONTROLLER, WORKER, replace(AGENT, error="run 'r1' is not served: no tokenizer"), leases=HELD),
+        "a1: run 'r1' is not served: no tokenizer",
+    ),
+    "agents_full": (
+        scene(None, CONTROLLER, WORKER, replace(AGENT, running_count=64), leases=HELD, others=(OTHER,)),
+        "all 64 places for environments are taken, run 'r1' has none of them: r2 runs there",
+    ),
+    "no_reward_worker": (
+        scene(status(0, 0, 5, config=REWARDED), *ALL, leases=HELD),
+        "5 rollouts of run 'r1' wait for reward function 'judge', and no reward worker is connected",
+    ),
+    "other_reward": (
+        scene(status(0, 0, 5, config=REWARDED), *ALL, replace(REWARD, rewards=["length"]), leases=HELD),
+        "no reward worker offers it: offered are length",
+    ),
+    "run_full": (
+        scene(status(4, waiting=3, config=FULL, memory_bytes=2 << 20), *ALL, leases=HELD, details=HERE),
+        "it may hold 1.0 MiB, and 3 complete groups are not consumed",
+    ),
+    "bad_rows": (
+        scene(None, *ALL, leases=HELD, bad_rows=BAD),
+        "a row that run 'r1' may need cannot be read and is passed over: all of r1.0:open (it is a list",
+    ),
+    "stalled": (
+        scene(status(0, 4, claimed=4), *ALL, leases=HELD, quiet_s=STALL_S + 1),
+        "for 61 s nothing has come of it; its turns are leased to w1",
+    ),
+}
+
+
+def codes(causes: list[Cause]) -> list[str]:
+    return [cause.code for cause in causes]
+
+
+def test_the_documentation_lists_every_cause_as_it_is() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "why.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| (\w+) \| (.+) \|$", text, re.MULTILINE) == [
+        (code, kind, when) for code, (kind, when) in CODES.items()
+    ]
+
+
+def test_there_is_a_case_for_every_cause() -> None:
+    assert list(CASES) == list(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_cause_is_found_and_says_what_is_wrong_in_one_sentence(code: str) -> None:
+    seen, words = CASES[code]
+    found = next((cause for cause in diagnose(seen, "r1") if cause.code == code), None)
+    assert found is not None, codes(diagnose(seen, "r1"))
+    assert words in found.text
+    assert found.kind == CODES[code][0]
+    assert not found.text.endswith(".") and "\n" not in found.text
+    assert found.step or found.kind == "moves", "nobody is told what to do"
+    assert all(cause.step or cause.kind == "moves" for cause in diagnose(seen, "r1")), "nor after that is mended"
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if code != "run_full"])
+def test_it_comes_first_where_nothing_else_is_wrong(code: str) -> None:
+    assert codes(diagnose(CASES[code][0], "r1"))[0] == code
+
+
+def test_what_is_most_fundamental_comes_first() -> None:
+    # Given a run for which everything is missing, one thing after the other is mended
+    run, found = status(head=-1), []
+    infos: list[WorkerInfo] = []
+    found.append(codes(diagnose(scene(run, *infos), "r1")))
+    run = status()
+    for each in (CONTROLLER, WORKER, AGENT):
+        found.append(codes(diagnose(scene(run, *infos), "r1")))
+        infos.append(each)
+    found.append(codes(diagnose(scene(run, *infos, leases=HELD), "r1")))
+    # Then each answer begins with what is to be mended next
+    assert found == [
+        ["no_weights", "nothing_started", "no_controller", "no_worker", "no_agent"],
+        ["nothing_started", "no_controller", "no_worker", "no_agent"],
+        ["no_worker", "no_agent"],
+        ["no_agent", "no_lease"],
+        ["moves"],
+    ]
+
+
+def test_a_run_with_nothing_to_do_is_not_blamed_but_what_will_be_missing_is_said() -> None:
+    idle = status(0, groups_submitted=0)
+    assert is_well(diagnose(scene(idle, *ALL, leases=HELD), "r1"))
+    assert is_well(diagnose(scene(idle, CONTROLLER, AGENT, SERVING, lends=ON), "r1")), "nothing is lent for no demand"
+    found = diagnose(scene(idle, CONTROLLER), "r1")
+    assert codes(found) == ["nothing_submitted", "no_worker"] and not is_well(found)
+
+
+def test_a_group_that_waits_for_a_trainer_at_its_step_is_nobodys_fault_and_for_one_that_is_gone_it_is() -> None:
+    def seen(idle_s: float) -> list[Cause]:
+        details = RunDetails(consumers=(Consumer(name="trainer", held_count=0, idle_s=idle_s),))
+        return diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=details), "r1")
+
+    assert is_well(seen(GONE_S - 1))
+    assert not is_well(seen(GONE_S + 1))
+    alive = (Consumer(name="trainer", held_count=0, idle_s=9_999.0, is_live=True),)
+    assert is_well(diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=RunDetails(consumers=alive)), "r1"))
+    never = diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=RunDetails()), "r1")
+    assert "nobody has ever asked for one" in never[0].text
+
+
+def test_a_worker_of_the_same_files_under_another_path_holds_the_model_and_a_namesake_does_not() -> None:
+    config = replace(CONFIG, model="/a/m", model_digest="d1")
+    same = replace(WORKER, model="/b/m", model_digest="d1")
+    namesake = replace(WORKER, model="/a/m", model_digest="d2")
+    run = status(2, 4, claimed=2, ready=2, config=config)
+    assert codes(diagnose(scene(run, CONTROLLER, AGENT, same, leases=HELD), "r1")) == ["moves"]
+    found = diagnose(scene(run, CONTROLLER, AGENT, namesake), "r1")
+    assert found[0].code == "other_model" and "w1 holds another model under the name '/a/m'" in found[0].text
+
+
+def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:
+    seen = scene(None, *ALL, leases=HELD)
+    silent = replace(seen, workers={**seen.workers, "w1": (WORKER, 6_000)})
+    assert codes(diagnose(silent, "r1"))[0] == "no_worker"
+    ended = replace(seen, leases={"r1": {"w1": replace(lease(), lease_until_ms=5, remaining_ms=0)}})
+    assert codes(diagnose(ended, "r1"))[0] == "no_lease"
+
+
+def test_one_task_that_fails_beside_many_that_run_is_not_every_attempt() -> None:
+    run = status(0, 200, claimed=60, trajectories_failed=8)
+    assert codes(diagnose(scene(run, *ALL, leases=HELD), "r1")) == ["moves"]
+
+
+def test_foreign_texts_are_cut_and_without_control_characters() -> None:
+    worker = replace(WORKER, state="failed", error="\x1b[31m\x00\n" + "x" * 5_000)
+    (found,) = [each for each in diagnose(scene(None, CONTROLLER, AGENT, worker), "r1") if each.code == "worker_failed"]
+    assert len(found.text) < 500 and found.text.isprintable()
+
+
+# ---------------------------------------------------------------- whatever is read
+
+names = st.sampled_from(["w1", "w2", "tiny", "frozenlake", "other", "", "\x1b[2J"])
+counts = st.integers(0, 9)
+workers = st.builds(
+    info,
+    names,
+    st.sampled_from(["controller", "agent", "dedicated", "serving", "reward", "unreadable"]),
+    model=st.none() | names,
+    slot_count=counts,
+    running_count=counts,
+    run_id=st.sampled_from([None, "r1", "r2"]),
+    active_version=st.integers(-1, 9),
+    environments=st.lists(names, max_size=2),
+    state=st.sampled_from(["ready", "loading", "asleep", "draining", "failed"]),
+    error=st.none() | st.text(max_size=9),
+    guard_state=st.sampled_from([None, "open", "narrow", "shut", "silent"]),
+    guard_reason=st.none() | st.text(max_size=9),
+    rewards=st.lists(names, max_size=2),
+)
+runs = st.builds(
+    status,
+    counts,
+    counts,
+    counts,
+    ready=counts,
+    claimed=counts,
+    waiting=counts,
+    head=st.integers(-1, 9),
+    depth=st.none() | counts,
+    memory_bytes=st.sampled_from([0, 5 << 30]),
+    config=st.sampled_from([CONFIG, REWARDED, FULL]),
+    groups_submitted=counts,
+    groups_consumed=counts,
+    trajectories_failed=counts,
+    trajectories_completed=counts,
+)
+details = st.builds(
+    RunDetails,
+    consumers=st.lists(st.builds(Consumer, name=names, held_count=counts, idle_s=st.floats(0, 1e6))).map(tuple),
+    dead_reason=st.none() | st.text(max_size=9),
+)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    infos = draw(st.lists(workers, max_size=5))
+    seen = scene(
+        draw(runs),
+        *infos,
+        leases=tuple(draw(st.lists(st.builds(lease, names, st.sampled_from(["r1", "r2"]), counts), max_size=4))),
+        others=(OTHER,),
+        lends=draw(st.sampled_from([{}, ON, OFF])),
+        details=draw(st.none() | details),
+        quiet_s=draw(st.none() | st.floats(-10, 1e6)),
+        memory_bytes=draw(st.sampled_from([(0, 0), (5, 9), (9, 9)])),
+    )
+    ages = draw(st.lists(st.integers(-10_000, 10_000), min_size=len(infos), max_size=len(infos)))
+    aged = {each.worker_id: (each, age) for each, age in zip(infos, ages, strict=True)}
+    return replace(seen, workers=aged)
+
+
+@given(scenes())
+def test_there_is_always_an_answer_and_each_cause_is_said_once(seen: Scene) -> None:
+    found = diagnose(seen, "r1")
+    assert found
+    assert len(set(codes(found))) == len(found)
+    assert set(codes(found)) <= CODES.keys()
+    assert ("moves" in codes(found)) == (found[0].code == "moves"), "work that moves is said alone"
+    for cause in found:
+        assert cause.text and cause.text.isprintable() and len(cause.text) < 2_000
+        assert not re.search(r"\b1 ((complete )?(group|trajectorie|rollout|turn|place)s|are|wait|run)\b", cause.text)
+
+
+@given(st.integers(0, 99), st.integers(1, 99), st.integers(0, 99), st.integers(0, 9), st.lists(workers, max_size=4))
+def test_a_healthy_fabric_is_never_blamed(
+    queued: int, running: int, done: int, waiting: int, strangers: list[WorkerInfo]
+) -> None:
+    # Given a run whose turns generate, beside any other workers, and with any history of ends
+    run = status(queued, running, claimed=running, waiting=waiting, trajectories_completed=done, groups_consumed=done)
+    others = [each for each in strangers if each.worker_id not in ("c1", "a1", "w1")]
+    # Then it moves, and nothing else is said
+    assert codes(diagnose(scene(run, *ALL, *others, leases=HELD), "r1")) == ["moves"]
+
+
+def test_what_a_silent_consumer_holds_stands_in_nobodys_way_who_asks() -> None:
+    ghost = Consumer(name="ghost", held_count=2, idle_s=GONE_S + 9)
+    asker = Consumer(name="trainer", held_count=0, idle_s=0.5, is_live=False)
+
+    first = diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(ghost, asker))), "r1")[0]
+
+    assert (first.code, first.kind) == ("consumer_gone", "passing")
+    assert "held by consumer ghost" in first.text and "takeover" in first.text
+
+
+def test_groups_held_by_one_who_lives_are_not_lost() -> None:
+    busy = Consumer(name="trainer", held_count=2, idle_s=GONE_S * 20, is_live=True)
+
+    first = diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(busy,))), "r1")[0]
+    assert first.kind == "waits" and first.step.startswith("Wait until it acknowledges"), "nobody else is given them"
+
+
+def test_a_run_whose_every_trajectory_failed_is_not_told_to_push_more_of_the_same() -> None:
+    done = status(0, groups_submitted=2, groups_consumed=2, trajectories_failed=8)
+
+    first = diagnose(scene(done, *ALL, leases=HELD), "r1")[0]
+
+    assert first.code == "attempts_fail" and "rollfab dead ls --run r1" in first.step
+
+
+def test_without_a_controller_nobody_is_said_to_take_turns() -> None:
+    codes = [
+        cause.code
+        for cause in diagnose(scene(None, AGENT, WORKER, leases=(lease(run_id="r2"),), others=(OTHER,)), "r1")
+    ]
+
+    assert codes[0] == "no_controller" and "takes_turns" not in codes

@@ -1,0 +1,151 @@
+"""Runs that take turns on too few workers: an hour of plans, simulated, comes out by weight and without flapping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan, settle
+
+RULE = CapacityRule()
+TICK_S = 0.25
+HOUR_S = 3600.0
+
+
+@dataclass
+class Hour:
+    """What became of an hour. served: slot-seconds. stays: how long each worker served a run, at each change."""
+
+    served: dict[str, float] = field(default_factory=dict)
+    stays: list[float] = field(default_factory=list)
+    idle_s: float = 0.0
+
+
+def live(
+    workers: list[WorkerFacts],
+    weights: Mapping[str, float],
+    *,
+    open_count: Callable[[str, float], int] = lambda run_id, now_s: 100,
+    seconds: float = HOUR_S,
+) -> Hour:
+    hour = Hour(served=dict.fromkeys(weights, 0.0))
+    grants: list[Grant] = []
+    owed: dict[str, float] = {}
+    since = {worker.worker_id: 0.0 for worker in workers}
+    busy_at = dict.fromkeys(weights, 0.0)
+    for tick in range(int(seconds / TICK_S)):
+        now_s = tick * TICK_S
+        runs = []
+        for run_id, weight in weights.items():
+            count = open_count(run_id, now_s)
+            busy_at[run_id] = now_s if count else busy_at[run_id]
+            facts = {"model": "m", "weight": weight, "has_weights": True, "open_count": count}
+            runs.append(RunFacts(run_id=run_id, idle_s=now_s - busy_at[run_id], **facts))  # type: ignore[arg-type]
+        owed = settle(owed, grants, runs, TICK_S, RULE)
+        grants = plan(workers, [dataclasses.replace(run, owed=owed.get(run.run_id, 0.0)) for run in runs], RULE)
+        busy = {run.run_id for run in runs if run.open_count}
+        for index, (worker, grant) in enumerate(zip(workers, grants, strict=True)):
+            if worker.run_id is not None and grant.run_id != worker.run_id:
+                hour.stays.append(now_s - since[worker.worker_id])
+                since[worker.worker_id] = now_s
+            workers[index] = dataclasses.replace(worker, run_id=grant.run_id)
+            if grant.run_id in busy:
+                hour.served[str(grant.run_id)] += grant.slot_count * TICK_S
+            elif busy:
+                hour.idle_s += TICK_S
+    return hour
+
+
+def pool(count: int, slot_count: int = 8) -> list[WorkerFacts]:
+    return [WorkerFacts(worker_id=f"d{index}", model="m", slot_count=slot_count) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("worker_count", "weights"),
+    [
+        (1, {"a": 2.0, "b": 1.0}),
+        (1, {"a": 1.0, "b": 1.0}),
+        (1, {"a": 10.0, "b": 1.0}),
+        (1, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}),
+        (2, {"a": 2.0, "b": 1.0}),
+        (3, {"a": 1.0, "b": 1.0}),
+        (3, {"a": 2.0, "b": 1.0}),
+        (4, {"a": 3.0, "b": 2.0, "c": 1.0}),
+        (16, {"a": 3.0, "b": 2.0, "c": 1.0}),
+        (5, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0, "f": 1.0, "g": 1.0}),
+    ],
+)
+def test_an_hour_is_divided_by_weight_and_no_worker_changes_hands_faster_than_a_slice(
+    worker_count: int, weights: dict[str, float]
+) -> None:
+    hour = live(pool(worker_count), weights)
+    total, parts = sum(hour.served.values()), sum(weights.values())
+    for run_id, weight in weights.items():
+        assert hour.served[run_id] / total == pytest.approx(weight / parts, rel=0.05), run_id
+    assert hour.idle_s == 0
+    assert min(hour.stays, default=RULE.slice_s) >= RULE.slice_s - TICK_S
+
+
+def test_workers_that_can_be_divided_never_change_hands() -> None:
+    assert live(pool(3), {"a": 2.0, "b": 1.0}).stays == []
+    assert live(pool(6), {"a": 3.0, "b": 2.0, "c": 1.0}).stays == []
+
+
+def test_workers_of_different_sizes_come_out_by_weight_too() -> None:
+    workers = [WorkerFacts(worker_id=f"d{n}", model="m", slot_count=slots) for n, slots in enumerate((64, 8, 16))]
+    hour = live(workers, {"a": 1.0, "b": 1.0})
+    assert hour.served["a"] / hour.served["b"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_run_without_work_gives_its_share_up_at_once_and_gets_it_back_within_a_few_slices() -> None:
+    # Given two runs of which one has no work between the 10th and the 20th minute
+    def open_count(run_id: str, now_s: float) -> int:
+        return 0 if run_id == "b" and 600 <= now_s < 1200 else 100
+
+    weights = {"a": 1.0, "b": 1.0}
+    quiet = live(pool(1), weights, open_count=open_count, seconds=1200)
+    after = live(pool(1), weights, open_count=open_count, seconds=1800)
+    # Then the other has the worker all that time, and owes nothing for it afterwards
+    assert quiet.idle_s == 0
+    assert quiet.served["a"] == pytest.approx(8 * (300 + 600), rel=0.05)
+    assert after.served["b"] - quiet.served["b"] == pytest.approx(8 * 300, rel=0.1)
+
+
+def test_runs_whose_work_comes_and_goes_are_both_served() -> None:
+    # Given a trainer that rests two seconds after every four, beside one that never does
+    def open_count(run_id: str, now_s: float) -> int:
+        return 0 if run_id == "b" and now_s % 6 >= 4 else 100
+
+    hour = live(pool(1), {"a": 1.0, "b": 1.0}, open_count=open_count)
+    assert min(hour.served.values()) / sum(hour.served.values()) > 0.15
+    assert hour.idle_s == 0
+
+
+def test_a_run_is_not_given_more_slots_than_it_has_work_for_while_another_waits() -> None:
+    counts = {"a": 5, "b": 100}
+    hour = live(pool(2), {"a": 10.0, "b": 1.0}, open_count=lambda run_id, now_s: counts[run_id], seconds=300)
+    assert hour.served["b"] >= 8 * 299
+
+
+def test_a_worker_leaves_a_run_that_has_no_use_for_it_at_once() -> None:
+    # Given a run with ten times the weight, whose work comes to an end but for a few trajectories
+    def open_count(run_id: str, now_s: float) -> int:
+        return 5 if run_id == "a" and now_s >= 100 else 100
+
+    workers = [dataclasses.replace(worker, run_id="a") for worker in pool(2)]
+    hour = live(workers, {"a": 10.0, "b": 1.0}, open_count=open_count, seconds=200)
+    before = live(list(pool(2)), {"a": 10.0, "b": 1.0}, seconds=100)
+    assert hour.served["b"] - before.served["b"] >= 8 * 99
+
+
+def test_a_debt_that_cannot_be_paid_stays_bounded() -> None:
+    run = {"model": "m", "weight": 1.0, "has_weights": True, "open_count": 9, "idle_s": 0.0}
+    runs = [RunFacts(run_id=name, **run) for name in ("a", "b")]  # type: ignore[arg-type]
+    grant = Grant(worker_id="w", run_id="a", slot_count=8, is_standing=True, reason="")
+    owed: dict[str, float] = {}
+    for _ in range(4000):
+        owed = settle(owed, [grant], runs, 1.0, RULE)
+    assert owed == {"a": -2 * RULE.slice_s * 8, "b": 2 * RULE.slice_s * 8}

@@ -1,0 +1,120 @@
+"""How one agent's places are shared between runs: the rule, and places that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollfab.fabric.rules.queue.share import Sharer, entitled, more
+from rollfab.workers.agent.slots import Places
+
+
+def sharer(run_id: str, held: int = 0, weight: float = 1.0, *, work: bool = True, served: float = 0.0) -> Sharer:
+    return Sharer(run_id=run_id, weight=weight, held=held, may_have_work=work, served=served)
+
+
+def test_a_run_alone_may_take_everything() -> None:
+    assert more(100, [sharer("a", 30), sharer("b", work=False)], "a") == 70
+
+
+def test_a_run_above_its_share_takes_no_more_while_another_has_work() -> None:
+    runs = [sharer("a", 90), sharer("b")]
+    assert (more(100, runs, "a"), more(100, runs, "b")) == (0, 10)
+
+
+def test_places_are_divided_by_weight() -> None:
+    assert entitled(100, [sharer("a", weight=3.0), sharer("b"), sharer("c", work=False)]) == {"a": 75, "b": 25, "c": 0}
+
+
+def test_a_run_without_work_keeps_what_it_holds_and_the_others_divide_the_rest() -> None:
+    runs = [sharer("a", 10, work=False), sharer("b"), sharer("c")]
+    assert entitled(100, runs) == {"a": 10, "b": 45, "c": 45}
+
+
+def test_one_place_goes_to_the_run_that_was_served_least_for_its_weight() -> None:
+    assert entitled(1, [sharer("a", served=3.0), sharer("b", served=2.0)]) == {"a": 0, "b": 1}
+
+
+sharers = st.lists(
+    st.builds(
+        Sharer,
+        run_id=st.uuids().map(str),
+        weight=st.floats(0.1, 10),
+        held=st.integers(0, 40),
+        may_have_work=st.booleans(),
+        served=st.floats(0, 100),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(st.integers(1, 100), sharers)
+def test_never_more_than_there_are_and_none_stays_empty_while_there_is_work(total: int, runs: list[Sharer]) -> None:
+    free = total - sum(run.held for run in runs)
+    wanted = {run.run_id: more(total, runs, run.run_id) for run in runs if run.may_have_work}
+    assert all(0 <= count <= max(0, free) for count in wanted.values())
+    if wanted and free > 0:
+        assert sum(wanted.values()) >= free
+
+
+@given(st.integers(1, 100), sharers)
+def test_a_run_below_its_share_gets_to_it_as_others_end(total: int, runs: list[Sharer]) -> None:
+    weights = sum(run.weight for run in runs)
+    for run in runs:
+        if run.may_have_work:
+            assert entitled(total, runs)[run.run_id] >= int(total * run.weight / weights - 1e-6)
+
+
+def play(total: int, weights: Mapping[str, float], rounds: int) -> dict[str, int]:
+    """Runs that always have work, whose trajectories end in turn; how many each was given."""
+    places = Places(total)
+    for name, weight in weights.items():
+        places.join(name, weight)
+    held: list[str] = []
+    given_count = dict.fromkeys(weights, 0)
+    for _ in range(rounds):
+        for name in weights:
+            count = places.take(name)
+            places.used(name, count, count)
+            given_count[name] += count
+            held += [name] * count
+        assert places.held_count == len(held) <= total
+        places.give(held.pop(0))
+    return given_count
+
+
+def test_runs_that_always_have_work_come_to_have_places_by_weight() -> None:
+    for total, rounds in ((1, 600), (2, 600), (12, 6000), (64, 24000)):
+        got = play(total, {"a": 2.0, "b": 1.0}, rounds)
+        assert abs(got["a"] / (got["a"] + got["b"]) - 2 / 3) < 0.02
+
+
+def test_no_run_starves_however_few_places_there_are() -> None:
+    got = play(1, {"a": 10.0, "b": 1.0, "c": 0.1}, 2500)
+    assert min(got.values()) >= 20
+
+
+def test_a_run_that_comes_back_is_not_paid_for_the_time_it_had_no_work() -> None:
+    # Given one place, and a run that wanted nothing while the other was served a thousand times
+    places = Places(1)
+    places.join("b", 1.0)
+    places.used("b", places.take("b"), 0)
+    places.join("a", 1.0)
+    for _ in range(1000):
+        assert places.take("a") == 1
+        places.used("a", 1, 1)
+        places.give("a")
+    # When it has work again, then they take turns
+    got = []
+    for _ in range(10):
+        for name in ("b", "a"):
+            if places.take(name):
+                places.used(name, 1, 1)
+                got.append(name)
+                break
+        places.take("a" if got[-1] == "b" else "b")
+        places.give(got[-1])
+    assert got.count("b") == 5

@@ -1,0 +1,111 @@
+"""Do groups become tensors without a token, mask or version moving?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollfab.fabric.contract.records import Failure, Group, Rollout, Span
+from rollfab.trainer.batch import group_advantages, pad_groups
+
+
+def rollout(
+    prompt: list[int], completion: list[int], mask: list[int], *, reward: float | None = 0.0, **other: Any
+) -> Rollout:
+    return Rollout(
+        **{
+            "trajectory_id": "g.0",
+            "group_id": "g",
+            "task_id": "t",
+            "reward": reward,
+            "finish_reason": "terminated",
+            "turn_count": sum(mask),
+            "attempt": 1,
+            "seed": 0,
+            "spans": (Span(0, len(completion), "w", 0),),
+            "prompt_ids": np.array(prompt, np.int32),
+            "completion_ids": np.array(completion, np.int32),
+            "logprobs": -np.array(mask, np.float32),
+            "completion_mask": np.array(mask, np.uint8),
+            **other,
+        }
+    )
+
+
+def group(*rollouts: Rollout, failures: tuple[Failure, ...] = ()) -> Group:
+    return Group(group_id="g", task_id="t", rollouts=rollouts, failures=failures)
+
+
+def test_rows_are_padded_on_the_right() -> None:
+    batch = pad_groups([group(rollout([5], [6, 7, 8], [1, 0, 1]), rollout([5, 9], [6], [1]))])
+    assert batch.tokens_B_T.tolist() == [[5, 6, 7, 8], [5, 9, 6, 0]]
+    assert batch.completion_mask_B_T.tolist() == [[False, True, False, True], [False, False, True, False]]
+    assert batch.logprobs_B_T.tolist() == [[0.0, -1.0, 0.0, -1.0], [0.0, 0.0, -1.0, 0.0]]
+    assert batch.turn_counts_B.tolist() == [2, 1]
+
+
+def test_every_token_carries_the_version_that_made_it() -> None:
+    spans = (Span(0, 1, "w1", 3), Span(2, 3, "w2", 4))
+    batch = pad_groups([group(rollout([5], [6, 7, 8], [1, 0, 1], spans=spans))])
+    assert batch.versions_B_T.tolist() == [[-1, 3, -1, 4]]
+
+
+def test_log_probabilities_outside_the_mask_count_for_nothing() -> None:
+    batch = pad_groups([group(rollout([5], [6, 7], [1, 0], logprobs=np.array([-1, -9], np.float32)))])
+    assert batch.logprobs_B_T.tolist() == [[0.0, -1.0, 0.0]]
+
+
+def test_each_group_is_its_own_yardstick() -> None:
+    # Given an easy task and a hard one; when their rewards become advantages
+    easy = [rollout([1], [2], [1], reward=reward) for reward in (1.0, 0.8)]
+    hard = [rollout([1], [2], [1], reward=reward) for reward in (0.2, 0.0)]
+    batch = pad_groups([group(*easy), group(*hard)])
+    # Then the better of the hard task is worth as much as the better of the easy one
+    assert batch.advantages_B.tolist() == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
+    assert batch.rewards_B.tolist() == pytest.approx([1.0, 0.8, 0.2, 0.0])
+
+
+def test_a_group_without_rollouts_adds_no_rows() -> None:
+    failed = group(failures=(Failure("g.0", "it raised"), Failure("g.1", "it raised")))
+    batch = pad_groups([failed, group(rollout([1], [2], [1], reward=3.0)), failed])
+    assert len(batch) == 1
+    assert batch.advantages_B.tolist() == [0.0]
+
+
+def test_a_rollout_without_its_reward_is_never_taken_for_zero() -> None:
+    with pytest.raises(AssertionError, match="no reward"):
+        pad_groups([group(rollout([1], [2], [1], reward=None))])
+
+
+def test_nothing_but_failures_is_no_batch() -> None:
+    with pytest.raises(AssertionError, match="failed"):
+        pad_groups([group(failures=(Failure("g.0", "it raised"),))])
+
+
+def test_rows_keep_together() -> None:
+    import torch
+
+    batch = pad_groups([group(*[rollout([n], [n], [1], reward=float(n)) for n in range(4)])])
+    part = batch.rows(torch.tensor([2, 0]))
+    assert part.tokens_B_T.tolist() == [[2, 2], [0, 0]]
+    assert part.rewards_B.tolist() == [2.0, 0.0]
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=32))
+def test_advantages_are_centred_and_scaled(rewards: list[float]) -> None:
+    advantages = group_advantages(np.array(rewards, np.float32))
+    assert advantages.dtype == np.float32 and np.isfinite(advantages).all()
+    assert abs(advantages.mean()) < 1e-3
+    if advantages.any():
+        assert advantages.std() == pytest.approx(1.0, abs=1e-3)
+        assert advantages[int(np.argmax(rewards))] > 0 > advantages[int(np.argmin(rewards))]
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7, 1 / 3])
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_equal_rewards_teach_nothing(reward: float, count: int) -> None:
+    assert not group_advantages(np.full(count, reward, np.float32)).any()

@@ -1,0 +1,203 @@
+"""What a submit says that does not get through: exactly what was taken in, whatever stopped it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollfab.fabric.contract.errors import BrokerError, BrokerFull, FabricError, InputError, QueueFull, RunUnknown
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.memory import rollouts as twin
+from rollfab.fabric.memory.fabric import MemoryFabric
+from rollfab.fabric.memory.rollouts import MemoryRolloutStream
+from rollfab.fabric.ports.queue import GroupPush
+from rollfab.trainer import ledger
+from rollfab.trainer.aio import AsyncRun
+
+RUN = RunConfig(run_id="r1", model="tiny", environment="none", trajectory_count_max=1000)
+NAMES = [f"g{index}" for index in range(150)]  # more than two calls of the port
+
+
+async def open_run(config: RunConfig = RUN) -> tuple[MemoryFabric, AsyncRun]:
+    fabric = MemoryFabric()
+    await fabric.board.create_run(config)
+    return fabric, AsyncRun(fabric, config)  # type: ignore[arg-type]
+
+
+async def submit(run: AsyncRun, names: Sequence[str] = NAMES, size: int = 1, **wishes: Any) -> list[str]:
+    return await run.submit([{}] * len(names), group_size=size, group_ids=names, timeout=0.05, **wishes)
+
+
+def held(fabric: MemoryFabric) -> list[str]:
+    return list(fabric.broker.runs["r1"].groups)
+
+
+async def refused(fabric: MemoryFabric, run: AsyncRun, kind: type[FabricError], **wishes: Any) -> FabricError:
+    """The error of a submit, whose text and facts say what the broker holds."""
+    with pytest.raises(kind) as caught:
+        await submit(run, **wishes)
+    error = caught.value
+    taken = held(fabric) if "r1" in fabric.broker.runs else []
+    assert error.facts["taken"] == taken
+    assert error.facts["group_ids"] == wishes.get("names", NAMES)
+    assert error.facts["doubtful"] == []
+    assert sorted([*taken, *error.facts["refused"]]) == sorted(error.facts["group_ids"])
+    count = len(error.facts["group_ids"])
+    words = f"{len(taken)} of {count} groups of this submit were taken in" if taken else "nothing of this submit was"
+    assert words in error.message
+    return error
+
+
+async def repeat(fabric: MemoryFabric, run: AsyncRun) -> None:
+    """The same again changes nothing twice, and takes the rest in."""
+    assert await submit(run) == NAMES
+    assert sorted(held(fabric)) == sorted(NAMES)
+    assert fabric.broker.runs["r1"].depth == len(NAMES)
+    assert fabric.broker.runs["r1"].counters["groups_submitted"] == len(NAMES)
+
+
+async def test_a_run_that_is_full_says_what_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric, run = await open_run(replace(RUN, trajectory_count_max=100))
+    error = await refused(fabric, run, QueueFull)
+    assert len(error.facts["taken"]) == 100
+    fabric.broker.runs["r1"].config = RUN
+    await repeat(fabric, run)
+
+
+async def test_a_run_with_no_memory_left_says_what_is_in() -> None:
+    fabric, run = await open_run(replace(RUN, memory_bytes_max=10_000))
+    error = await refused(fabric, run, QueueFull)
+    assert 0 < len(error.facts["taken"]) < len(NAMES)
+    fabric.broker.runs["r1"].config = RUN
+    await repeat(fabric, run)
+
+
+async def test_a_run_with_too_many_dead_letters_says_that_nothing_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "DEAD_COUNT_MAX", 0)
+    fabric, run = await open_run()
+    assert "dead letters" in (await refused(fabric, run, QueueFull)).message
+
+
+async def test_a_run_that_is_gone_says_that_nothing_is_in() -> None:
+    fabric, run = await open_run()
+    del fabric.broker.runs["r1"]
+    await refused(fabric, run, RunUnknown)
+
+
+async def test_a_group_that_can_never_fit_is_refused_before_anything_is_taken_in() -> None:
+    fabric, run = await open_run(replace(RUN, trajectory_count_max=4))
+    error = await refused(fabric, run, QueueFull, names=["a", "b"], size=5)
+    assert held(fabric) == []
+    assert error.facts["need"] == 5
+    assert "may hold 4 trajectories, and the group has 5" in str(error) and "consume" not in str(error)
+
+
+async def test_a_group_of_too_many_bytes_is_refused_without_waiting() -> None:
+    fabric, run = await open_run(replace(RUN, memory_bytes_max=1_000))
+    async with asyncio.timeout(5):
+        with pytest.raises(QueueFull, match="1 of 2 groups of this submit were taken in"):
+            await run.submit([{}, {"text": "x" * 2_000}], group_ids=["a", "b"], timeout=60.0)
+    assert held(fabric) == ["a"]
+
+
+async def test_a_broker_that_fills_up_in_the_middle_says_what_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = MemoryRolloutStream._push
+
+    def full(self: Any, group: GroupPush) -> bool:
+        if len(self.run.groups) >= 70:
+            raise BrokerFull("the broker is at its memory limit", reason="full")
+        return push(self, group)
+
+    fabric, run = await open_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryRolloutStream, "_push", full)
+        error = await refused(fabric, run, BrokerFull)
+    assert len(error.facts["taken"]) == 70
+    await repeat(fabric, run)
+
+
+@pytest.mark.parametrize("is_carried_out", [False, True])
+async def test_a_broker_that_goes_away_in_the_middle_says_what_is_in_and_what_may_be(
+    monkeypatch: pytest.MonkeyPatch, is_carried_out: bool
+) -> None:
+    # Given a broker that is gone with the second call, before or after it was carried out
+    push, calls = MemoryRolloutStream.push, []
+
+    async def lost(self: Any, groups: Sequence[GroupPush]) -> list[bool]:
+        calls.append(len(groups))
+        if len(calls) == 2:
+            if is_carried_out:
+                await push(self, groups)
+            raise BrokerError("the broker does not answer", reason="timeout")
+        return await push(self, groups)
+
+    fabric, run = await open_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryRolloutStream, "push", lost)
+        with pytest.raises(BrokerError, match="64 of 150 groups of this submit were taken in, 64 more may") as caught:
+            await submit(run)
+    facts = caught.value.facts
+    assert (facts["taken"], facts["doubtful"], facts["refused"]) == (NAMES[:64], NAMES[64:128], NAMES[128:])
+    await repeat(fabric, run)
+
+
+async def test_wherever_a_submit_is_cancelled_its_note_says_what_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a broker that takes its time before and after it takes groups in
+    push = MemoryRolloutStream.push
+
+    async def slow(self: Any, groups: Sequence[GroupPush]) -> list[bool]:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        taken = await push(self, groups)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return taken
+
+    monkeypatch.setattr(MemoryRolloutStream, "push", slow)
+    counts: set[int] = set()
+    is_over = False
+    for turns in range(100):
+        # When it is cancelled after so many turns of the event loop
+        fabric, run = await open_run()
+        task = asyncio.create_task(submit(run))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        is_over = task.done()
+        if is_over:
+            break
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+
+        # Then its note says what is in, and nothing of it arrives later
+        (note,) = getattr(caught.value, "__notes__", None) or ["nothing of this submit was taken in"]
+        found = re.match(r"(\d+) of 150 groups of this submit were taken in", note)
+        assert (int(found.group(1)) if found else 0) == len(held(fabric)), note
+        assert "may have been" not in note
+        counts.add(len(held(fabric)))
+        await repeat(fabric, run)
+    assert is_over
+    assert counts == {0, 64, 128, 150}
+
+
+async def test_what_was_refused_is_not_pushed_later_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "PUSH_AGAIN_S", 0.0)
+    fabric, run = await open_run(replace(RUN, trajectory_count_max=100))
+    await refused(fabric, run, QueueFull)
+    fabric.broker.runs["r1"].config = RUN
+    for _ in range(3):
+        assert [each async for each in run.groups(timeout=0.01)] == []
+    assert len(held(fabric)) == 100
+
+
+@pytest.mark.parametrize("wishes", [{"consumer": ""}, {"consumer": 3}, {"takeover": 0}, {"takeover": float("nan")}])
+async def test_a_consumer_that_makes_no_sense_is_refused(wishes: dict[str, Any]) -> None:
+    _, run = await open_run()
+    (name,) = wishes
+    with pytest.raises(InputError, match=f"groups: {name} is .*expected"):
+        run.groups(**wishes)

@@ -1,0 +1,192 @@
+"""The reference training loop on a run in memory: what it submits when it begins anew, and when it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollfab.fabric.contract.errors import JobDead
+from rollfab.fabric.contract.records import DeadLetter, RunConfig, Span
+from rollfab.fabric.memory.fabric import MemoryFabric
+from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.trainer import loop as module
+from rollfab.trainer.aio import AsyncRun
+from rollfab.trainer.client import Run, _Loop
+from rollfab.trainer.grpo import GrpoSettings
+from rollfab.trainer.loop import Progress, TrainingLoop
+from tests.support.queue.rollouts import rollout_of
+
+CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=0)
+
+
+def letter_of(claim: TrajectoryClaim) -> DeadLetter:
+    return DeadLetter(
+        trajectory_id=claim.job.trajectory_id,
+        run_id="r1",
+        worker_id="a1",
+        reason="no such reward",
+        traceback="",
+        attempt=0,
+        job=dict(vars(claim.job)),
+    )
+
+
+class Played:
+    """A run in memory, and an agent that ends every trajectory at once.
+
+    names: groups that it was given, in order. failing: which trajectories of a group fail.
+    """
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+        self._fabric = MemoryFabric()
+        self.names: list[str] = []
+        self.failing: Collection[int] = ()
+        self._is_over = False
+        loop.call(self._fabric.board.create_run(CONFIG))
+        self._agent = asyncio.run_coroutine_threadsafe(self._play(), loop._loop)
+
+    async def _play(self) -> None:
+        queue = self._fabric.trajectories(CONFIG)
+        while not self._is_over:
+            for claim in await queue.claim("a1", 100):
+                if claim.job.index == 0:
+                    self.names.append(claim.job.group_id)
+                if claim.job.index in self.failing:
+                    await queue.fail(claim.job.trajectory_id, claim.fence, letter_of(claim), is_final=True)
+                    continue
+                head = (await self._fabric.weights.head("r1")).version
+                made = rollout_of(claim.job, reward=float(claim.job.index))
+                await queue.settle(claim, dataclasses.replace(made, spans=(Span(0, 2, "w1", head),)), is_scored=True)
+            await asyncio.sleep(0.005)
+
+    def stop(self) -> None:
+        self._is_over = True
+        self._agent.result(5.0)
+
+    def train(self, directory: Path, steps: int, report: Any = lambda _: None) -> Progress:
+        """What a trainer process does, from its start on."""
+        settings = GrpoSettings(group_count=2, group_size=2, step_count=steps, epoch_count=1, staleness=0)
+        run = Run(self._loop, AsyncRun(self._fabric, CONFIG))  # type: ignore[arg-type]
+        return TrainingLoop(
+            run, settings, lambda count, _: [{}] * count, seed=0, directory=directory, report=report
+        ).train()
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    monkeypatch.setattr(module, "GROUP_TIMEOUT_S", 2.0)
+    loop = _Loop()
+    made = Played(loop)
+    yield made
+    made.stop()
+    loop.close()
+
+
+def test_a_training_that_begins_anew_on_a_trained_run_gets_groups_of_its_own(played: Played, tmp_path: Path) -> None:
+    played.train(tmp_path / "first", 2)
+    assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
+
+    progress = played.train(tmp_path / "second", 2)
+
+    assert (progress.step, progress.rollout_count) == (2, 8)
+    assert played.names[4:] == ["r1-0-3-0", "r1-0-3-1", "r1-0-3-2", "r1-0-3-3"]  # its first version is 3
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["first training", "begun anew"])
+def test_a_training_that_goes_on_names_its_groups_as_before(played: Played, tmp_path: Path, is_second: bool) -> None:
+    if is_second:
+        played.train(tmp_path / "first", 1)
+        played.names.clear()
+    played.train(tmp_path / "out", 1)
+
+    progress = played.train(tmp_path / "out", 2)
+
+    assert (progress.step, progress.rollout_count) == (2, 8)
+    assert len({name.rpartition("-")[0] for name in played.names}) == 1
+    assert [name.rpartition("-")[2] for name in played.names] == ["0", "1", "2", "3"]
+
+
+def test_a_training_killed_in_its_first_step_generates_nothing_twice(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a training that is killed when the groups of its first step are there
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_learn", killed)
+        with pytest.raises(KeyboardInterrupt):
+            played.train(tmp_path, 1)
+    assert played.names == ["r1-0-0", "r1-0-1"]
+
+    # When it starts again, Then it trains on those very groups
+    progress = played.train(tmp_path, 1)
+    assert (progress.step, progress.rollout_count) == (1, 4)
+    assert played.names == ["r1-0-0", "r1-0-1"]
+
+
+def test_a_checkpoint_of_before_trainings_were_told_apart_goes_on(played: Played, tmp_path: Path) -> None:
+    played.train(tmp_path, 1)
+    path = tmp_path / module.CHECKPOINT
+    state = torch.load(path, weights_only=True)
+    del state["progress"]["first_version"]
+    torch.save(state, path)
+
+    assert played.train(tmp_path, 2).step == 2
+    assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
+
+
+def test_a_step_whose_every_rollout_failed_is_an_error_once(played: Played, tmp_path: Path) -> None:
+    # Given a step whose trajectories all fail
+    played.failing = (0, 1)
+
+    # Then training ends with the reason and where to look
+    words = r"every trajectory of step 1 failed.*because: no such reward.*`rollfab dead ls --run r1` says why"
+    with pytest.raises(JobDead, match=words) as caught:
+        played.train(tmp_path, 2)
+    assert caught.value.facts["failures"][0] == {"trajectory_id": "r1-0-0.0", "reason": "no such reward"}
+
+    # And when it starts again it goes on with the next step
+    played.failing = ()
+    progress = played.train(tmp_path, 2)
+    assert (progress.step, progress.rollout_count, progress.failed_count) == (2, 4, 4)
+    assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
+
+
+def test_groups_that_were_trained_on_but_not_acknowledged_are_not_run_again(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a training that is killed after its checkpoint was written, and before its groups are acknowledged
+    save = TrainingLoop._save
+
+    def save_and_die(self: TrainingLoop) -> None:
+        save(self)
+        if self.progress.step == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_save", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            played.train(tmp_path, 2)
+
+    # When it goes on, with a head that they are too stale for
+    progress = played.train(tmp_path, 2)
+
+    # Then nothing of them was generated again
+    assert (progress.step, progress.rollout_count, progress.duplicated_count) == (2, 8, 0)
+    assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
+
+
+def test_a_step_learns_from_the_rollouts_that_did_not_fail(played: Played, tmp_path: Path) -> None:
+    played.failing = (0,)
+
+    progress = played.train(tmp_path, 1)
+
+    assert (progress.step, progress.rollout_count, progress.failed_count) == (1, 2, 2)

@@ -1,0 +1,100 @@
+"""What the census knows of a worker's speed, of leases that have ended, and of runs that are gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollfab.fabric.contract.clock import SystemClock
+from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
+from rollfab.fabric.memory.board import MemoryLeaseBoard
+from rollfab.fabric.memory.state import MemoryBroker
+from rollfab.fabric.ports.queue import RunStatus, Survey
+from rollfab.fabric.rules.lending.capacity import WorkerFacts
+from rollfab.workers.controller.controller import Controller, ControllerConfig
+from rollfab.workers.controller.demand import SAMPLE_COUNT_MIN, SPEED_S, Census
+
+WORKER = WorkerInfo(worker_id="w", role="dedicated", pid=1, host="h", model="m", slot_count=4)
+NOTHING = Survey(workers={}, assignments={}, runs={}, leases={})
+
+
+class Seen:
+    """One worker, heartbeat after heartbeat."""
+
+    def __init__(self) -> None:
+        self.census = Census()
+        self.now_s = 0.0
+        self.info = WORKER
+
+    def beat(self, count: int, *, running: int, pace: float | None = None) -> WorkerFacts:
+        for _ in range(count):
+            self.now_s += 1
+            tokens = self.info.token_count + bool(running)
+            self.info = replace(WORKER, running_count=running, tokens_per_s=pace, token_count=tokens)
+            (found,) = self.census.workers([self.info], NOTHING, {}, now_s=self.now_s, wall_ms=0)
+        return found
+
+
+def test_a_speed_is_believed_after_several_heartbeats_under_load_and_not_because_the_worker_stopped() -> None:
+    seen = Seen()
+    seen.beat(2, running=4, pace=1.0)
+    assert seen.beat(1, running=0).slot_tokens_per_s is None
+    assert seen.beat(SAMPLE_COUNT_MIN, running=4, pace=400.0).slot_tokens_per_s is None  # the first one only begins
+    assert seen.beat(1, running=4, pace=400.0).slot_tokens_per_s == 100.0
+
+
+def test_a_speed_that_was_known_outlives_a_stop_for_a_while_whatever_begins_after_it() -> None:
+    seen = Seen()
+    seen.beat(SAMPLE_COUNT_MIN + 1, running=4, pace=400.0)
+    assert seen.beat(1, running=0).slot_tokens_per_s == 100.0
+    assert seen.beat(3, running=4, pace=4.0).slot_tokens_per_s == 100.0
+    assert seen.beat(int(SPEED_S), running=0).slot_tokens_per_s is None
+
+
+async def status_of(open_count: int) -> RunStatus:
+    broker = MemoryBroker()
+    board = MemoryLeaseBoard(broker)
+    await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
+    broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(open_count)], [], [])
+    broker.runs["r1"].depth = open_count
+    return await board.run_status("r1")
+
+
+async def test_a_run_that_was_deleted_and_begins_again_is_a_new_one() -> None:
+    census, status = Census(), await status_of(0)
+    there = replace(NOTHING, runs={"r1": status})
+    for now_s in (0.0, 50.0):
+        census.workers([], there, {}, now_s=now_s, wall_ms=0)
+        idle_s = census.run(status, now_s).idle_s
+    assert idle_s == 50.0
+    census.workers([], NOTHING, {}, now_s=60.0, wall_ms=0)
+    census.workers([], there, {}, now_s=70.0, wall_ms=0)
+    assert census.run(status, 70.0).idle_s == 0.0
+
+
+def test_a_lease_whose_time_is_over_is_none() -> None:
+    lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=5_000)
+    for left_ms, is_lent in ((1, True), (0, False)):
+        survey = replace(NOTHING, leases={"r1": {"w": replace(lease, remaining_ms=left_ms)}})
+        (found,) = Census().workers([WORKER], survey, {}, now_s=1.0, wall_ms=0)
+        assert found.is_lent is is_lent
+
+
+async def test_a_lease_that_ran_out_is_granted_anew_under_another_epoch() -> None:
+    # Given a lent worker whose controller was away for longer than its lease
+    broker = MemoryBroker()
+    board = MemoryLeaseBoard(broker)
+    await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
+    broker.runs["r1"].head_version = 0
+    broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(20)], [], [])
+    broker.runs["r1"].depth = 20
+    await board.heartbeat(replace(WORKER, role="serving"))
+    await board.set_lend("*", "on")
+    controller = Controller(board, ControllerConfig(worker_id="c1"), SystemClock())
+    await controller.tick(1)
+    epoch, slots, _ = broker.runs["r1"].leases["w"]
+    broker.runs["r1"].leases["w"] = (epoch, slots, broker.now_ms() - 1)
+    # When it plans again
+    await controller.tick(1)
+    # Then the worker is not told that its old lease goes on
+    found = (await board.leases("r1"))["w"]
+    assert (found.slot_count, found.lease_epoch > epoch) == (slots, True)

@@ -1,0 +1,474 @@
+"""The controller over the in-memory board: leases follow demand, and an old leader changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rollfab.fabric.contract.clock import SystemClock
+from rollfab.fabric.contract.records import RunConfig, WorkerInfo
+from rollfab.fabric.contract.sharing import LendSetting
+from rollfab.fabric.memory.board import MemoryLeaseBoard
+from rollfab.fabric.memory.state import MemoryBroker
+from rollfab.workers.controller.controller import Controller, ControllerConfig
+from rollfab.workers.controller.demand import Census
+
+
+class HandClock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def now_s(self) -> float:
+        return self.now
+
+    def wall_ms(self) -> int:
+        return int(self.now * 1000)
+
+    async def sleep(self, duration_s: float) -> None:
+        self.now += duration_s
+
+
+class FridayClock(SystemClock):
+    """It is always noon."""
+
+    def wall_ms(self) -> int:
+        return 1_700_222_400_000  # 17 November 2023, 12:00 UTC
+
+
+class Setting:
+    """A board with one run, a dedicated and a serving worker."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.board = MemoryLeaseBoard(self.broker)
+
+    async def begin(self) -> Setting:
+        await self.board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
+        self.broker.runs["r1"].head_version = 0
+        await self.beat()
+        return self
+
+    async def beat(self) -> None:
+        for role in ("dedicated", "serving"):
+            info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", model="m", slot_count=4)
+            await self.board.heartbeat(info)
+
+    def demand(self, count: int, run_id: str = "r1") -> None:
+        """Trajectories that wait, and a turn that is asked for."""
+        run = self.broker.runs[run_id]
+        run.trajectories.ready, run.depth = ([f"g.{index}" for index in range(count)], [], []), count
+        run.turns.ready = (["g.99.0"] if count else [], [], [])
+
+    def controller(self, name: str = "c1") -> Controller:
+        return Controller(self.board, ControllerConfig(worker_id=name), SystemClock())
+
+    async def held(self) -> dict[str, int]:
+        return {name: lease.slot_count for name, lease in (await self.board.leases("r1")).items()}
+
+
+async def test_a_dedicated_worker_gets_a_standing_lease() -> None:
+    setting = await Setting().begin()
+    await setting.controller().tick(1)
+    (lease,) = (await setting.board.leases("r1")).values()
+    assert (lease.worker_id, lease.slot_count, lease.lease_until_ms) == ("dedicated", 4, None)
+
+
+async def test_a_serving_worker_is_lent_when_its_team_says_so_and_there_is_demand() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    controller = setting.controller()
+    await controller.tick(1)
+    assert await setting.held() == {"dedicated": 4}
+    await setting.board.set_lend("*", "on")
+    await controller.tick(1)
+    assert await setting.held() == {"dedicated": 4, "serving": 4}
+    await setting.board.set_lend("*", "off")
+    await controller.tick(1)
+    assert await setting.held() == {"dedicated": 4}
+
+
+async def test_an_unchanged_lease_keeps_its_epoch_and_a_changed_one_gets_a_higher() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("serving", "2")
+    controller = setting.controller()
+    await controller.tick(1)
+    first = (await setting.board.leases("r1"))["serving"]
+    await controller.tick(1)
+    assert (await setting.board.leases("r1"))["serving"].lease_epoch == first.lease_epoch
+    await setting.board.set_lend("serving", "3")
+    await controller.tick(1)
+    second = (await setting.board.leases("r1"))["serving"]
+    assert (second.slot_count, second.lease_epoch > first.lease_epoch) == (3, True)
+
+
+async def test_a_leader_that_was_replaced_changes_nothing() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    old, new = setting.controller("old"), setting.controller("new")
+    await old.tick(1)
+    await new.tick(2)
+    before = await setting.board.leases("r1")
+    await setting.board.set_lend("*", "2")
+    await old.tick(1)
+    after = await setting.board.leases("r1")
+    assert {name: lease.lease_epoch for name, lease in after.items()} == {
+        name: lease.lease_epoch for name, lease in before.items()
+    }
+
+
+async def test_a_new_leader_takes_standing_leases_over() -> None:
+    setting = await Setting().begin()
+    await setting.controller("old").tick(1)
+    await setting.controller("new").tick(2)
+    assert (await setting.board.leases("r1"))["dedicated"].lease_epoch >> 20 == 2
+
+
+async def test_a_silent_worker_is_forgotten_with_its_lease() -> None:
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    info, _ = setting.broker.workers["dedicated"]
+    setting.broker.workers["dedicated"] = (info, setting.broker.now_ms() - 60_000)
+    await controller.tick(1)
+    assert await setting.held() == {}
+    assert "dedicated" not in await setting.board.workers()
+    assert "worker.gone" in [kind for _, kind, _ in setting.broker.events]
+
+
+async def test_the_end_of_a_lease_is_an_event_though_its_worker_has_left() -> None:
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    epoch = (await setting.board.leases("r1"))["dedicated"].lease_epoch
+    await setting.board.forget_worker("dedicated")
+    await controller.tick(1)
+    (facts,) = [facts for _, kind, facts in setting.broker.events if kind == "lease.ended"]
+    assert (facts["worker_id"], facts["lease_epoch"], facts["slot_count"]) == ("dedicated", epoch, 0)
+    assert facts["reason"] == "its worker left or died"
+
+
+async def test_hours_pass_by_the_broker_machine_s_time_and_not_by_the_controller_s() -> None:
+    # Given a broker on a Friday noon, and a controller whose clock shows 1970
+    setting = await Setting().begin()
+    setting.demand(20)
+    setting.broker.clock = FridayClock()
+    await setting.beat()
+    await setting.board.set_lend("*", LendSetting(mode="on", hours=["fri 11:00-13:00"]))
+    await Controller(setting.board, ControllerConfig(worker_id="c1"), HandClock()).tick(1)
+    assert "serving" in await setting.held()
+
+
+async def test_a_row_of_the_plan_is_short_whatever_a_team_has_said() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", LendSetting(mode="off", reason="because " * 60))
+    await setting.controller().tick(1)
+    reason = next(row.reason for row in (await setting.board.plan()).rows if row.worker_id == "serving")
+    assert len(reason) == 200 and reason.endswith("…")
+
+
+async def test_after_a_gap_nobody_is_taken_for_dead_at_once() -> None:
+    # Given a controller that could not reach the broker for a minute, like everyone else
+    clock = HandClock()
+    setting = await Setting().begin()
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    await controller.tick(1)
+    info, _ = setting.broker.workers["dedicated"]
+    setting.broker.workers["dedicated"] = (info, setting.broker.now_ms() - 60_000)
+    # When it ticks again, then workers have time to be heard before any is forgotten
+    clock.now += 60.0
+    await controller.tick(1)
+    assert "dedicated" in await setting.held()
+    for _ in range(6):
+        clock.now += 1.0
+        await controller.tick(1)
+    assert "dedicated" not in await setting.held()
+
+
+async def two_busy_runs() -> Setting:
+    """One worker, which says all the time that it serves r1."""
+    setting = await Setting().begin()
+    await setting.board.create_run(RunConfig(run_id="r2", model="m", environment="e", weight=1.0))
+    await setting.board.forget_worker("serving")
+    info = WorkerInfo(worker_id="dedicated", role="dedicated", pid=1, host="h", model="m", slot_count=4, run_id="r1")
+    await setting.board.heartbeat(info)
+    for run_id in ("r1", "r2"):
+        setting.broker.runs[run_id].head_version = 0
+        setting.demand(20, run_id)
+    return setting
+
+
+async def served(setting: Setting, controller: Controller, clock: HandClock, ticks: int) -> list[str]:
+    found = []
+    for _ in range(ticks):
+        clock.now += 0.25
+        await controller.tick(1)
+        (run_id,) = [name for name in ("r1", "r2") if await setting.board.leases(name)]
+        found.append(run_id)
+    return found
+
+
+async def test_two_runs_take_turns_on_one_worker() -> None:
+    setting, clock = await two_busy_runs(), HandClock()
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    found = await served(setting, controller, clock, 4 * 120)
+    assert 0.4 < found.count("r1") / len(found) < 0.6
+    changes = [index for index in range(1, len(found)) if found[index] != found[index - 1]]
+    assert len(changes) >= 4
+    assert min(after - before for before, after in zip([0, *changes], changes, strict=False)) >= 4 * 10
+
+
+async def test_a_run_that_asks_for_no_turn_takes_nobodys_worker_for_long() -> None:
+    # Given two runs, of which one has trajectories open that never ask for a turn
+    setting, clock = await two_busy_runs(), HandClock()
+    setting.broker.runs["r1"].turns.ready = ([], [], [])
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    # Then after a while the worker is the other's alone
+    await served(setting, controller, clock, 200)
+    assert set(await served(setting, controller, clock, 400)) == {"r2"}
+    # And when it asks for one, they take turns at once
+    setting.demand(20)
+    assert set(await served(setting, controller, clock, 200)) == {"r1", "r2"}
+
+
+async def test_a_controller_that_is_started_again_moves_no_worker_before_its_time() -> None:
+    # Given a worker that was given to another run a moment ago, and does not say so yet
+    setting, clock = await two_busy_runs(), HandClock()
+    first = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    while await setting.board.leases("r1") or not await setting.board.leases("r2"):
+        await served(setting, first, clock, 1)
+    # When a new controller takes over, then the worker stays for at least a slice
+    second = Controller(setting.board, ControllerConfig(worker_id="c2"), clock)
+    assert set(await served(setting, second, clock, 4 * 9)) == {"r2"}
+
+
+async def test_a_worker_whose_engine_sleeps_is_leased_and_one_that_failed_is_not() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    for role, state in (("dedicated", "asleep"), ("serving", "failed")):
+        info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", model="m", slot_count=4, state=state)
+        await setting.board.heartbeat(info)
+    await setting.controller().tick(1)
+    assert await setting.held() == {"dedicated": 4}
+
+
+async def test_demand_goes_to_an_engine_that_is_awake_and_stays_where_one_is_being_woken() -> None:
+    # Given demand for one of two serving workers, of which the first sleeps
+    setting = await Setting().begin()
+    setting.demand(6)
+    for name in ("a", "b"):
+        await setting.board.set_lend(name, "on")
+    infos = {
+        name: WorkerInfo(worker_id=name, role="serving", pid=1, host="h", model="m", slot_count=4, wake_ms=1500)
+        for name in ("a", "b")
+    }
+    await setting.board.forget_worker("serving")
+
+    async def beat(**states: str) -> None:
+        for name, state in states.items():
+            await setting.board.heartbeat(dataclasses.replace(infos[name], state=state))
+
+    controller = setting.controller()
+    await beat(a="asleep", b="ready")
+    await controller.tick(1)
+    assert set(await setting.held()) == {"dedicated", "b"}
+
+    # When that one is gone, the sleeper is leased, and stays so while it still says that it sleeps
+    await setting.board.forget_worker("b")
+    await controller.tick(1)
+    assert set(await setting.held()) == {"dedicated", "a"}
+    epoch = (await setting.board.leases("r1"))["a"].lease_epoch
+    await beat(a="asleep", b="ready")
+    await controller.tick(1)
+    assert set(await setting.held()) == {"dedicated", "a"}
+    assert (await setting.board.leases("r1"))["a"].lease_epoch == epoch
+
+
+async def test_a_worker_is_lent_as_far_as_its_team_s_strictest_word_allows() -> None:
+    setting = await Setting().begin()
+    setting.demand(20)
+    controller = setting.controller()
+    for said, slots in (
+        ({"*": "on"}, 4),
+        ({"*": "on", "serving": "3"}, 3),
+        ({"serving": "off"}, None),
+        ({"serving": "on"}, 4),
+        ({"*": "observe"}, None),
+    ):
+        for subject, word in said.items():
+            await setting.board.set_lend(subject, word)
+        await controller.tick(1)
+        assert (await setting.held()).get("serving") == slots, said
+
+
+async def test_the_plan_is_kept_with_its_reasons_and_changes_at_most_once_a_second() -> None:
+    # Given a serving worker that its team does not lend
+    clock, setting = HandClock(), await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", LendSetting(mode="off", said_by="ann", reason="incident 7"))
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    await controller.tick(1)
+    first = await setting.board.plan()
+    assert (first.controller_id, first.term) == ("c1", 1)
+    assert {row.worker_id: (row.slot_count, row.run_id) for row in first.rows} == {
+        "dedicated": (4, "r1"),
+        "serving": (0, None),
+    }
+    assert "incident 7" in next(row.reason for row in first.rows if row.worker_id == "serving")
+    assert [(run.open_count, run.dedicated_count, run.borrowed_count) for run in first.runs] == [(20, 4, 0)]
+    # When that changes
+    await setting.board.set_lend("*", "on")
+    clock.now += 0.25
+    await controller.tick(1)
+    assert await setting.board.plan() == first
+    # Then the plan says so within a second, and a plan that does not change is not written again
+    clock.now += 1.0
+    await controller.tick(1)
+    second = await setting.board.plan()
+    assert second.runs[0].borrowed_count == 4
+    clock.now += 5.0
+    await controller.tick(1)
+    assert await setting.board.plan() == second
+
+
+async def test_a_leader_that_was_replaced_writes_nothing_at_all() -> None:
+    # Given a leader, and a successor that has ended the lease which it had granted
+    setting = await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    old, new = setting.controller("old"), setting.controller("new")
+    first = await setting.board.lead("old", 10)
+    await old.tick(first)
+    setting.broker.leader = None
+    second = await setting.board.lead("new", 10_000)
+    await setting.board.set_lend("*", "off")
+    await new.tick(second)
+    assert await setting.held() == {"dedicated": 4}
+    before = (await setting.board.leases("r1"), dict(setting.broker.assignments), await setting.board.plan())
+    said = len(setting.broker.events)
+    # When the old one goes on, of another opinion, and takes everyone for dead
+    await setting.board.set_lend("*", "on")
+    said += 1
+    setting.broker.workers = {
+        name: (info, setting.broker.now_ms() - 60_000) for name, (info, _) in setting.broker.workers.items()
+    }
+    await old.tick(first)
+    # Then nothing has changed, and nothing was written down
+    assert before == (await setting.board.leases("r1"), dict(setting.broker.assignments), await setting.board.plan())
+    assert len(setting.broker.workers) == 2
+    assert len(setting.broker.events) == said
+
+
+async def test_a_worker_that_looks_at_another_run_is_told_again() -> None:
+    # Given a standing lease whose worker was pointed elsewhere
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    setting.broker.assignments["dedicated"] = "other"
+    # When the next plan is carried out
+    await controller.tick(1)
+    # Then it finds its lease again
+    assert setting.broker.assignments["dedicated"] == "r1"
+
+
+async def test_a_guard_that_stays_shut_gives_the_worker_back_and_it_rests_afterwards() -> None:
+    # Given a lent worker
+    clock, setting = HandClock(), await Setting().begin()
+    setting.demand(20)
+    await setting.board.set_lend("*", "on")
+    info = WorkerInfo(
+        worker_id="serving", role="serving", pid=1, host="h", model="m", slot_count=4, probe="vllm", guard_state="open"
+    )
+    await setting.board.heartbeat(info)
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+
+    async def lent(guard_state: str, seconds: float) -> list[bool]:
+        await setting.board.heartbeat(dataclasses.replace(info, guard_state=guard_state))
+        found = []
+        for _ in range(int(seconds / 0.25)):
+            clock.now += 0.25
+            await controller.tick(1)
+            found.append("serving" in await setting.held())
+        return found
+
+    assert all(await lent("open", 1.0))
+    # When its guard shuts, then a short while changes nothing, and a long one ends the lease
+    assert all(await lent("shut", 2.0))
+    assert all(await lent("open", 1.0))
+    assert not (await lent("shut", 5.0))[-1]
+    # And when it opens again, the worker is lent once it has rested
+    after = await lent("open", 12.0)
+    assert not any(after[: 4 * 6])
+    assert after[-1]
+
+
+# ---------------------------------------------------------------- what it tells of runs
+
+
+def told(setting: Setting) -> list[tuple[str, str, str]]:
+    return [
+        (kind, facts["run_id"], facts["code"]) for _, kind, facts in setting.broker.events if kind.startswith("run.")
+    ]
+
+
+async def test_a_run_that_stands_and_moves_again_is_told_once_each() -> None:
+    # Given a run with work, a controller and no agent
+    setting = await Setting().begin()
+    setting.demand(3)
+    setting.broker.runs["r1"].depth = 3
+    await setting.board.heartbeat(WorkerInfo(worker_id="c1", role="controller", pid=1, host="h"))
+    clock = HandClock()
+    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+
+    async def look(count: int) -> None:
+        for _ in range(count):
+            clock.now += 1.0
+            await controller.tick(1)
+
+    # When it is looked at again and again, then what keeps it is told once, and not at the first look
+    await look(1)
+    assert told(setting) == []
+    await look(5)
+    assert told(setting) == [("run.stands", "r1", "no_agent")]
+    # And when an agent comes, that it moves
+    agent = WorkerInfo(worker_id="a", role="agent", pid=1, host="h", environments=["e"], slot_count=4)
+    worker, _ = setting.broker.workers["dedicated"]
+    await setting.board.heartbeat(agent)
+    await setting.board.heartbeat(dataclasses.replace(worker, run_id="r1", active_version=0))
+    await look(3)
+    assert told(setting)[1:] == [("run.moves", "r1", "moves")]
+
+
+async def test_a_successor_tells_again_what_stands() -> None:
+    setting = await Setting().begin()  # there is no agent
+    setting.demand(3)
+    setting.broker.runs["r1"].depth = 3
+    for term in (1, 2):
+        clock = HandClock()
+        controller = Controller(setting.board, ControllerConfig(worker_id=f"c{term}"), clock)
+        for _ in range(3):
+            clock.now += 1.0
+            await controller.tick(term)
+    assert [kind for kind, _, _ in told(setting)] == ["run.stands", "run.stands"]
+
+
+async def test_the_plan_says_when_something_last_came_of_a_run() -> None:
+    setting = await Setting().begin()
+    controller = setting.controller()
+    await controller.tick(1)
+    (first,) = (await setting.board.plan()).runs  # type: ignore[union-attr]
+    assert first.moved_at_ms > 0
+    await setting.board.heartbeat(
+        WorkerInfo(worker_id="d", role="dedicated", pid=1, host="h", model="m", run_id="r1", token_count=7)
+    )
+    survey = await setting.board.survey()
+    census = Census()
+    begun = census.moved_at_ms(survey)["r1"]
+    assert census.moved_at_ms(dataclasses.replace(survey, now_ms=survey.now_ms + 500))["r1"] == begun, "nothing came"
+    setting.broker.runs["r1"].count("turns_settled")
+    later = dataclasses.replace(await setting.board.survey(), now_ms=survey.now_ms + 900)
+    assert census.moved_at_ms(later)["r1"] == survey.now_ms + 900

@@ -1,0 +1,299 @@
+"""Ranks that stage their own parts, in one process: from a run's versions to the bits that each of them holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rollfab.fabric.contract.errors import DigestMismatch, EngineError, WeightError  # noqa: E402
+from rollfab.fabric.format.layout import Layout, TensorSpec  # noqa: E402
+from rollfab.fabric.memory.state import MemoryBroker  # noqa: E402
+from rollfab.fabric.memory.weights import MemoryWeightStore  # noqa: E402
+from rollfab.fabric.versions.rank_plan import cut_for_ranks  # noqa: E402
+from rollfab.fabric.versions.snapshot import Identity, Snapshot  # noqa: E402
+from rollfab.workers.engines.base import Bits, StagedWeights, TurnsAtCommit  # noqa: E402
+from rollfab.workers.engines.vllm.inplace import by_rank  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.by_rank import VllmRanks, Write  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.pieces import integers, piece_of  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.placement import Memory, Placement  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.rank_answers import StageOrder  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.rank_part import RankPart  # noqa: E402
+from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver  # noqa: E402
+
+RUN = "parts"
+LAYOUT = Layout(
+    (
+        TensorSpec("column.weight", "bfloat16", (64, 48)),
+        TensorSpec("norm.weight", "float32", (48,)),
+        TensorSpec("row.weight", "bfloat16", (48, 64)),
+    )
+)
+NO_AUDIT = ReceiverOptions(audit_every=0)
+
+
+def placement_of(rank: int, rank_count: int) -> Placement:
+    """Rows of one tensor, columns of another, all of the third, as vLLM's loader would place them."""
+    memories, pieces = {}, {}
+    for key, spec in enumerate(LAYOUT.tensors):
+        form = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        dim = 1 if spec.name.startswith("row") else 0
+        part = form if len(spec.shape) == 1 else form.chunk(rank_count, dim)[rank]
+        own = torch.zeros(part.shape, dtype=part.dtype)
+        flat = own.view(-1).view({2: torch.int16, 4: torch.int32}[part.dtype.itemsize])
+        memories[key] = Memory(f"own.{spec.name}", flat, own, True)
+        piece = piece_of(key, part, own)
+        pieces[spec.name] = [piece] if piece is not None else []
+    return Placement(LAYOUT, memories, pieces)
+
+
+class PartsDoor:
+    """Fake door to ranks in this process. silent: a rank that hears nothing. is_gone: what `check` finds."""
+
+    def __init__(self, rank_count: int) -> None:
+        self.rank_count = rank_count
+        self.placements = [placement_of(rank, rank_count) for rank in range(rank_count)]
+        self.parts = [RankPart(placement, rank) for rank, placement in enumerate(self.placements)]
+        self.silent: int | None = None
+        self.is_gone = False
+
+    def check(self) -> None:
+        if self.is_gone:
+            raise EngineError("vLLM has ended")
+
+    async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
+        for rank, part in enumerate(self.parts):
+            if "commit" in information:
+                part.commit(information["commit"])
+            elif rank != self.silent:
+                part.begin(StageOrder.from_row(information["stage"]))
+
+
+class PartsEngine:
+    """The part of an engine that holds weights, by ranks alone."""
+
+    layout = LAYOUT
+
+    def __init__(self, rank_count: int) -> None:
+        self.door = PartsDoor(rank_count)
+        self.ranks = VllmRanks(self.door, LAYOUT, self._between, self._commit)
+
+    async def _between(self, tell: Write) -> None:
+        await tell()
+
+    async def _commit(self, version: int, write: Write, turns: TurnsAtCommit, may_reuse_prefix: bool) -> float:
+        await write()
+        return 0.0
+
+    async def apply(
+        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
+    ) -> float:
+        """A whole version."""
+        for part, placement in zip(self.door.parts, self.door.placements, strict=True):
+            part.was_written()
+            for name, (indices, values) in staged.writes().items():
+                assert indices is None
+                placement.write_all(name, integers(values))
+        return 0.0
+
+    async def read_weights(self) -> dict[str, Bits]:
+        found = {spec.name: np.zeros(spec.element_count, spec.bits_dtype) for spec in LAYOUT.tensors}
+        for placement in self.door.placements:
+            for name, bits in found.items():
+                placement.read(name, integers(bits))
+        return found
+
+
+class Trainer:
+    """Publishes random bits, a fraction of them new."""
+
+    def __init__(self, rank_count: int) -> None:
+        self.store = MemoryWeightStore(MemoryBroker())
+        self.dice = np.random.default_rng(rank_count)
+        self.bits = {spec.name: self._random(spec) for spec in LAYOUT.tensors}
+        regions = cut_for_ranks(
+            LAYOUT, row_parts={"column.weight": rank_count}, column_parts={"row.weight": rank_count}
+        )
+        self._snapshot = Snapshot(LAYOUT, self.bits, regions=regions, thread_count=1)
+        self._version = -1
+
+    def _random(self, spec: TensorSpec) -> Bits:
+        bits: Bits = self.dice.integers(0, 1 << 16, spec.element_count).astype(spec.bits_dtype)
+        return bits
+
+    async def publish(self, fraction: float = 1.0) -> int:
+        """Returns its bytes."""
+        self._version += 1
+        identity = Identity(run_id=RUN, epoch=1, version=self._version)
+        if self._version == 0:
+            await self.store.open_publisher(RUN)
+            prepared = self._snapshot.prepare_keyframe(identity)
+        else:
+            self.bits = {
+                spec.name: np.where(
+                    self.dice.random(spec.element_count) < fraction, self._random(spec), self.bits[spec.name]
+                )
+                for spec in LAYOUT.tensors
+            }
+            prepared = self._snapshot.prepare_delta(identity, self.bits)
+        await self.store.put_chunks(prepared.manifest, 0, prepared.chunks)
+        await self.store.put_manifest(prepared.manifest)
+        await self.store.advance_head(prepared.manifest, 1)
+        self._snapshot.advance(prepared)
+        return prepared.manifest.payload_bytes
+
+
+def receiver_of(trainer: Trainer, engine: PartsEngine) -> WeightReceiver:
+    return WeightReceiver(trainer.store, RUN, engine, options=NO_AUDIT)  # type: ignore[arg-type]
+
+
+def assert_holds(engine: PartsEngine, bits: dict[str, Bits]) -> None:
+    """Every rank holds its slice, and nothing else."""
+    for placement in engine.door.placements:
+        for name, pieces in placement.pieces.items():
+            for piece in pieces:
+                held = placement.memories[piece.memory].flat
+                expected = torch.zeros_like(held)
+                piece.target(expected).copy_(piece.source(integers(bits[name])))
+                assert torch.equal(held, expected), name
+
+
+@pytest.mark.parametrize("rank_count", [1, 2, 4])
+async def test_after_a_chain_each_rank_holds_its_slice_of_the_dense_result(rank_count: int) -> None:
+    trainer, engine = Trainer(rank_count), PartsEngine(rank_count)
+    await engine.ranks.survey()
+    receiver = receiver_of(trainer, engine)
+    for fractions in ([1.0], [0.01], [1.0], [0.02, 0.6]):
+        for fraction in fractions:
+            await trainer.publish(fraction)
+        assert await receiver.update()
+        assert_holds(engine, trainer.bits)
+    assert receiver.version == 4
+
+
+async def test_a_rank_reads_its_own_blocks_alone() -> None:
+    trainer, engine = Trainer(4), PartsEngine(4)
+    payload_bytes = await trainer.publish()
+    ranks, gathering = engine.ranks, engine.ranks.gather()
+    receiver = receiver_of(trainer, engine)
+    await receiver._reader.stage(await receiver._reader.plan(None, 0), gathering)
+    staged = await ranks.stage(gathering, None)
+    gathering.close()
+    assert max(staged.fetched_bytes) < 0.3 * payload_bytes
+    assert sum(staged.fetched_bytes) >= payload_bytes
+
+
+async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_are_until_a_keyframe_heals_it() -> None:
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish()
+    await receiver.update()
+    torn = engine.door.placements[1].memories[0].flat
+    torn ^= 1
+    before = await engine.read_weights()
+
+    await trainer.publish(0.5)
+    with pytest.raises(DigestMismatch, match=r"in column\.weight: no rank committed"):
+        await receiver.update()
+    assert receiver.version == 0
+    after = await engine.read_weights()
+    assert all(np.array_equal(after[name], bits) for name, bits in before.items())
+
+    assert await receiver.update()
+    assert_holds(engine, trainer.bits)
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped", "sums"])
+async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(how: str) -> None:
+    # Given ranks at version 0, and a delta that is damaged in the store
+    trainer, engine = Trainer(2), PartsEngine(2)
+    await engine.ranks.survey()
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish()
+    assert await receiver.update()
+    before = dict(trainer.bits)
+    await trainer.publish(0.1)
+    run = trainer.store._run(RUN)
+    (manifest,) = await trainer.store.manifests(RUN, [(1, "delta")])
+    assert manifest is not None
+    right = (run.manifests[(1, "delta")], run.chunks[(1, "delta", 1, 0)])
+    if how == "missing":
+        run.chunks.pop((1, "delta", 1, 0))
+    elif how == "flipped":
+        run.chunks[(1, "delta", 1, 0)] = right[1][:-1] + bytes([right[1][-1] ^ 1])
+    else:
+        run.manifests[(1, "delta")] = replace(manifest, sums=manifest.sums + 1).pack()
+
+    # When
+    for _ in range(3):
+        with pytest.raises(WeightError):
+            await receiver.update()
+
+    # Then they hold version 0, nothing is in doubt, and the publisher is told
+    assert (receiver.version, receiver.is_sound) == (0, True)
+    assert_holds(engine, before)
+    (report,) = await trainer.store.damages(RUN)
+    assert (report.version, report.kind) == (1, "delta")
+    assert report.problem == {"missing": "missing", "flipped": "corrupt", "sums": "undecodable"}[how]
+
+    # And once it is healed, they follow
+    run.manifests[(1, "delta")], run.chunks[(1, "delta", 1, 0)] = right
+    assert await receiver.update()
+    assert_holds(engine, trainer.bits)
+
+
+async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_there() -> None:
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish()
+    await receiver.update()
+    norm = engine.door.placements[1].memories[1].flat
+    norm ^= 1
+    engine.door.parts[1].was_written()
+    await trainer.publish(0.01)  # changes next to nothing of it
+    with pytest.raises(DigestMismatch, match=r"in norm\.weight; rank 1 differs from another"):
+        await receiver.update()
+
+
+async def test_a_rank_that_is_gone_or_silent_is_named_and_nothing_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_rank, "ANSWER_S", 0.5)
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish()
+    await receiver.update()
+    before = trainer.bits
+    await trainer.publish(0.5)
+    engine.door.silent = 1
+    with pytest.raises(WeightError, match=r"version 1 .* on any rank: rank 1 gave no answer"):
+        await receiver.update()
+    engine.door.is_gone = True
+    with pytest.raises(WeightError, match="rank 1 gave no answer: vLLM has ended"):
+        await receiver.update()
+    assert_holds(engine, before)
+
+
+async def test_what_was_staged_before_another_order_or_another_commit_is_void() -> None:
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish()
+    manifests = await receiver._reader.plan(None, 0)
+    staged = [await receiver._stage_by_ranks(engine.ranks, manifests, None) for _ in range(2)]
+    with pytest.raises(WeightError, match="not staged any more"):
+        await engine.ranks.apply(staged[0])
+    engine.ranks.forget()
+    with pytest.raises(WeightError, match="not staged any more"):
+        await engine.ranks.apply(staged[1])
+
+
+@pytest.mark.parametrize("may", [True, False])
+async def test_who_serves_others_takes_whole_versions_and_weights_held_in_parts_are_not_on_offer(may: bool) -> None:
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = WeightReceiver(trainer.store, RUN, engine, options=NO_AUDIT, may_stage_by_ranks=may)  # type: ignore[arg-type]
+    await trainer.publish()
+    await receiver.update()
+    assert_holds(engine, trainer.bits)
+    assert receiver.stamp() == (None if may else (0, 1))

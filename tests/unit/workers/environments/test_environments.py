@@ -1,0 +1,276 @@
+"""Do the environments that ship keep their rules, and does a plain one fit through the adapter?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from docs.examples.my_environment import Countdown
+
+from rollfab.fabric.contract.errors import ConfigError, EnvironmentFailed, RewardFailed
+from rollfab.fabric.contract.records import Rollout
+from rollfab.workers.environments.base import Environment, GymEnvironment, Observation, Step, make_sampling
+from rollfab.workers.environments.frozenlake import FrozenLake
+from rollfab.workers.environments.guess_the_number import GuessTheNumber
+from rollfab.workers.environments.registry import Registry
+from rollfab.workers.rewards.functions import environment_sum, success
+
+
+async def play(world: Environment, actions: str, task: dict[str, Any] | None = None, seed: int = 0) -> list[Step]:
+    """The first observation as a step, then what each character brings."""
+    first = await world.reset(task or {}, seed)
+    return [Step(first.text, 0.0), *[await world.step(action) for action in actions]]
+
+
+async def test_the_short_way_over_the_lake_is_worth_one() -> None:
+    # Given the fixed map; when the way around the holes is walked
+    steps = await play(FrozenLake(), "RRDDDR")
+    # Then cells are single letters and only the goal pays
+    assert "".join(step.text for step in steps) == "abcgkop"
+    assert [step.reward for step in steps] == [0.0] * 6 + [1.0]
+    assert steps[-1].terminated and steps[-1].info["success"] is True
+
+
+async def test_a_hole_ends_the_walk_without_reward() -> None:
+    steps = await play(FrozenLake(), "RD")
+    assert steps[-1].terminated and steps[-1].reward == 0.0 and steps[-1].info["success"] is False
+
+
+@pytest.mark.parametrize("action", ["", "x", "l", "LR", "\n", "�"])
+async def test_what_is_no_move_costs_a_little_and_changes_nothing(action: str) -> None:
+    world = FrozenLake()
+    await world.reset({}, 0)
+    step = await world.step(action)
+    assert (step.text, step.is_done) == ("a", False)
+    assert -0.1 < step.reward < 0
+    assert (await world.step("R")).text == "b"
+
+
+async def test_slippery_walks_are_replayed_by_their_seed() -> None:
+    walks = [
+        [step.text for step in await play(FrozenLake(slippery=True), "RDRD", seed=seed)] for seed in (1, 1, 2, 3, 4, 5)
+    ]
+    assert walks[0] == walks[1]
+    assert len({tuple(walk) for walk in walks}) > 1
+
+
+async def test_a_map_can_be_given_as_rows() -> None:
+    steps = await play(FrozenLake(map=["SF", "HG"]), "RD")
+    assert [step.text for step in steps] == ["a", "b", "d"]
+    assert steps[-1].reward == 1.0
+
+
+async def test_maps_with_more_cells_than_letters_name_row_and_column() -> None:
+    steps = await play(FrozenLake(map="8x8"), "RD")
+    assert [step.text for step in steps] == ["00", "01", "11"]
+
+
+def test_an_impossible_map_says_what_maps_there_are() -> None:
+    with pytest.raises(ConfigError, match="4x4"):
+        FrozenLake(map="5x5")
+
+
+@pytest.mark.parametrize("number", range(1, 11))
+async def test_halving_finds_every_number_in_four_guesses(number: int) -> None:
+    world = GuessTheNumber()
+    assert (await world.reset({"number": number}, 0)).text == "?"
+    low, high = 1, 10
+    for _ in range(4):
+        guess = (low + high) // 2
+        step = await world.step(str(guess % 10))
+        if step.is_done:
+            break
+        low, high = (guess + 1, high) if step.text == ">" else (low, guess - 1)
+    assert step.terminated and step.reward == 1.0 and step.info["success"] is True
+
+
+async def test_four_wrong_guesses_end_the_game_without_reward() -> None:
+    steps = await play(GuessTheNumber(), "1234", {"number": 9})
+    assert [step.text for step in steps[:-1]] == ["?", ">", ">", ">"]
+    assert steps[-1].is_done and sum(step.reward for step in steps) == 0.0
+
+
+async def test_gems_reward_for_a_near_miss_is_there_when_asked_for() -> None:
+    steps = await play(GuessTheNumber(partial_reward=True), "1238", {"number": 9})
+    assert steps[-1].reward == pytest.approx(1 - 1 / 9)
+    assert steps[-1].info["success"] is False
+
+
+@pytest.mark.parametrize("action", ["", "x", "10", "{"])
+async def test_what_is_no_digit_is_no_guess(action: str) -> None:
+    world = GuessTheNumber()
+    await world.reset({"number": 9}, 0)
+    step = await world.step(action)
+    assert (step.text, step.is_done) == ("!", False)
+    assert -0.1 < step.reward < 0
+    assert not any([(await world.step(guess)).is_done for guess in "123"])  # the four guesses are all still there
+    assert (await world.step("9")).reward == 1.0
+
+
+async def test_a_number_is_drawn_from_the_seed_and_the_process_keeps_its_dice() -> None:
+    random.seed(7)
+    np.random.seed(7)
+    expected = (random.getstate(), np.random.get_state()[1].tolist())
+
+    async def found(task: dict[str, Any], seed: int) -> list[str]:
+        return [step.text for step in await play(GuessTheNumber(), "258", task, seed)]
+
+    assert await found({}, 5) == await found({}, 5) == await found({"seed": 5}, 99)
+    assert len({tuple(await found({}, seed)) for seed in range(12)}) > 1
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == expected
+
+
+@pytest.mark.parametrize("number", [0, 11, "3", None, 2.5])
+async def test_an_impossible_number_fails_the_attempt(number: object) -> None:
+    with pytest.raises(EnvironmentFailed, match="1 to 10"):
+        await GuessTheNumber().reset({"number": number}, 0)
+
+
+def test_gem_comes_without_its_heavy_friends_and_leaves_no_trace() -> None:
+    code = (
+        "import sys, logging\n"
+        "from rollfab.workers.environments.guess_the_number import GuessTheNumber\n"
+        "GuessTheNumber()\n"
+        "heavy = {'matplotlib', 'reasoning_gym', 'nltk', 'torch', 'gem'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert not logging.getLogger().handlers\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env={"PYTHONPATH": "src"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert not logging.getLogger("gem").handlers
+
+
+async def test_a_plain_environment_fits_through_the_adapter() -> None:
+    # Given the example from the documentation; when it is played
+    steps = await play(GymEnvironment(Countdown, start=2), "x10")
+    # Then its five values arrive
+    assert [step.text for step in steps] == ["2", "2", "1", "0"]
+    assert sum(step.reward for step in steps) == pytest.approx(1 - 0.05)
+    assert steps[-1].terminated
+
+
+class Reporter:
+    """Says which thread it runs on."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return threading.current_thread().name, {}
+
+    def step(self, action: str) -> Any:
+        if action == "raise":
+            raise ValueError("broken")
+        return "not five values"
+
+
+async def test_a_blocking_environment_stays_off_the_loop() -> None:
+    assert (await GymEnvironment(Reporter).reset({}, 0)).text == "environment"
+
+
+async def test_an_inline_environment_stays_on_the_loop() -> None:
+    class Inline(GymEnvironment):
+        inline = True
+
+    assert (await Inline(Reporter).reset({}, 0)).text == threading.current_thread().name
+
+
+async def test_what_a_blocking_environment_raises_arrives() -> None:
+    with pytest.raises(ValueError, match="broken"):
+        await GymEnvironment(Reporter).step("raise")
+
+
+async def test_an_impossible_answer_fails_the_attempt() -> None:
+    with pytest.raises(EnvironmentFailed, match="terminated, truncated"):
+        await GymEnvironment(Reporter).step("")
+
+
+async def test_a_hung_environment_stops_neither_the_loop_nor_the_process() -> None:
+    gate = threading.Event()
+
+    class Hung(Reporter):
+        def step(self, action: str) -> Any:
+            gate.wait()
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(GymEnvironment(Hung).step(""), 0.05)
+    hung = [thread for thread in threading.enumerate() if thread.name == "environment"]
+    assert all(thread.daemon for thread in hung)
+    gate.set()
+    for thread in hung:
+        thread.join()
+    await asyncio.sleep(0)  # its late answer goes nowhere
+
+
+async def test_an_environment_without_snapshots_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="frozenlake"):
+        await FrozenLake().snapshot()
+    assert Observation("a").info == {}
+
+
+def rollout(info: dict[str, Any], finish_reason: str = "terminated") -> Rollout:
+    return Rollout(
+        trajectory_id="g.0",
+        group_id="g",
+        task_id="t",
+        reward=None,
+        finish_reason=finish_reason,
+        turn_count=1,
+        attempt=1,
+        seed=0,
+        spans=(),
+        prompt_ids=np.zeros(1, np.int32),
+        completion_ids=np.zeros(1, np.int32),
+        logprobs=np.zeros(1, np.float32),
+        completion_mask=np.ones(1, np.uint8),
+        info=info,
+    )
+
+
+def test_rewards_read_what_the_environment_said() -> None:
+    assert environment_sum({}, rollout({"rewards": [0.5, -0.25]})) == 0.25
+    with pytest.raises(RewardFailed, match="the rewards of its 2 steps overflow, their sum is inf"):
+        environment_sum({}, rollout({"rewards": [1e308, 1e308]}))
+    assert success({}, rollout({"success": True})) == 1.0
+    assert success({}, rollout({"success": False})) == 0.0
+    assert success({}, rollout({}, finish_reason="turns")) == 0.0  # out of turns is not solved
+
+
+@pytest.mark.parametrize("reward", [environment_sum, success])
+def test_a_reward_without_its_facts_is_a_failure_and_never_zero(reward: Any) -> None:
+    with pytest.raises(RewardFailed):
+        reward({}, rollout({}))
+
+
+class Saver(Reporter):
+    """A plain class that states its sampling in plain values, and has a state."""
+
+    sampling = {"max_tokens": 3, "stop_texts": ["."]}  # noqa: RUF012
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"at": 7}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        self.at = snapshot["at"]
+
+
+async def test_a_plain_class_may_save_its_state() -> None:
+    state = await GymEnvironment(Saver).snapshot()
+    other = Saver()
+    await GymEnvironment(lambda: other).restore(state)
+    assert other.at == 7
+    with pytest.raises(NotImplementedError):
+        await GymEnvironment(Reporter).snapshot()
+
+
+def test_a_plain_class_may_state_its_sampling_in_plain_values() -> None:
+    world = Registry([f"saver={__name__}:Saver"]).make("saver")
+    assert (world.sampling.max_tokens, world.sampling.stop_texts, world.sampling.temperature) == (3, (".",), 1.0)
+    with pytest.raises(TypeError, match="sampling has no top_p, only temperature"):
+        make_sampling({"top_p": 0.9})

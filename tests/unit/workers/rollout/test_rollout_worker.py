@@ -1,0 +1,123 @@
+"""The rollout worker over memory ports: claims, leases and settling, with an engine that the test plays."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollfab.fabric.contract.errors import EngineError
+from tests.support.queue.played_worker import WORKER, Stage, until
+
+
+async def test_slots_that_come_free_are_filled_in_the_exchange_that_hands_in() -> None:
+    # Given four turns for two slots
+    stage = Stage()
+    await stage.ask(4)
+    await stage.lease(1, 2)
+    async with stage.worker():
+        await until(lambda: len(stage.engine.token_counts) == 2)
+        stage.turns.exchanges.clear()
+
+        # When the first two end
+        stage.engine.end()
+        await until(lambda: stage.engine.token_counts)
+
+        # Then one exchange hands both in and brings the other two
+        assert [each for each in stage.turns.exchanges if each != (0, 0)] == [(2, 2)]
+        stage.engine.end()
+        results = await stage.turns.results("a", 1.0)
+        await until(lambda: stage.table.held == {})
+    assert [len(each.completion_ids) for each in results] == [3, 3]
+
+
+async def test_what_a_failing_shard_did_not_take_is_handed_in_again() -> None:
+    # Given two turns that end, one of them on a shard that fails, and others that wait
+    stage = Stage()
+    names = await stage.ask(4)
+    await stage.lease(1, 3)
+    stage.turns.failing = {names[0]}
+    async with stage.worker():
+        await until(lambda: len(stage.engine.token_counts) == 3)
+        stage.engine.end()
+        await until(lambda: stage.engine.turns == [names[3]])
+        assert sorted(each.turn_id for each in await stage.turns.results("a", 1.0)) == names[1:3]
+
+        # When the shard is well again
+        stage.turns.failing = set()
+
+        # Then it gets the result
+        (result,) = await stage.turns.results("a", 5.0)
+    assert (result.turn_id, result.finish_reason) == (names[0], "length")
+
+
+async def test_a_new_epoch_of_the_same_lease_interrupts_nothing() -> None:
+    # Given a turn that runs, and another worker's slots that would be free
+    stage = Stage()
+    names = await stage.ask(3)
+    await stage.lease(1, 1)
+    async with stage.worker(heartbeat_s=30.0):
+        await until(lambda: len(stage.engine.token_counts) == 1)
+
+        # When the lease is replaced, and the worker learns of it by being refused
+        await stage.lease(2, 3)
+        stage.engine.end()
+        await until(lambda: len(stage.engine.token_counts) == 2)
+
+        # Then it goes on under the new one: no turn given back, weights not fetched again
+        assert stage.engine.aborted == []
+        assert len(stage.receivers) == 1
+        assert stage.engine.turns == sorted(names)[1:]
+
+
+async def test_a_lease_that_ends_gives_turns_back_with_their_tokens() -> None:
+    stage = Stage()
+    (name,) = await stage.ask(1)
+    lease = await stage.lease(1, 1)
+    async with stage.worker():
+        await until(lambda: stage.engine.token_counts)
+        await stage.fabric.board.end_lease(lease)
+        await until(lambda: stage.ready == [name])
+        assert stage.engine.aborted == [name]
+        assert stage.table.logs[name].completion_ids.tolist() == [0, 1, 2]
+        assert (stage.table.records[name].attempt, stage.table.records[name].loss) == (0, 0)
+
+
+async def test_a_worker_that_is_stopped_gives_turns_back_with_their_tokens() -> None:
+    stage = Stage()
+    names = await stage.ask(2)
+    await stage.lease(1, 2)
+    async with stage.worker():
+        await until(lambda: len(stage.engine.token_counts) == 2)
+    assert stage.ready == sorted(names)
+    assert {len(log.completion_ids) for log in stage.table.logs.values()} == {3}
+    assert WORKER not in stage.fabric.broker.workers
+
+
+async def test_a_turn_that_the_engine_refuses_ends_as_an_error() -> None:
+    stage = Stage()
+    (name,) = await stage.ask(1)
+    stage.engine.refused.add(name)
+    await stage.lease(1, 1)
+    async with stage.worker():
+        (result,) = await stage.turns.results("a", 1.0)
+    assert (result.finish_reason, result.error) == ("error", "too long")
+
+
+async def test_no_turn_pays_for_an_engine_that_died() -> None:
+    # Given a turn whose tokens so far are saved, and others that wait
+    stage = Stage()
+    await stage.ask(3)
+    await stage.lease(1, 1)
+    async with stage.worker(log_s=0.01) as task:
+        await until(lambda: stage.table.logs)
+        (running,) = stage.engine.turns
+
+        # When the engine dies
+        stage.engine.die()
+        with pytest.raises(EngineError):
+            await task
+
+    # Then the worker ends, nothing is settled as an error, and what was saved is still there
+    assert await stage.turns.results("a", 0.01) == []
+    assert len(stage.ready) == 3
+    assert stage.table.logs[running].completion_ids.tolist() == [0, 1, 2]
+    assert {record.attempt for record in stage.table.records.values()} == {0}

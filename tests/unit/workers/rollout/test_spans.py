@@ -1,0 +1,53 @@
+"""Tokens of several claims become one completion, and the record says who made what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.contract.ids import check_name, group_of, shard_of, trajectory_id, trajectory_of, turn_id
+from rollfab.fabric.contract.records import Span, TokenLog
+from rollfab.workers.engines.base import Generation
+from rollfab.workers.rollout.spans import merge
+
+
+def made(ids: list[int], *versions: tuple[int, int, int]) -> Generation:
+    return Generation(
+        request_id="t",
+        completion_ids=np.array(ids, np.int32),
+        logprobs=-np.ones(len(ids), np.float32),
+        versions=versions,
+    )
+
+
+def test_tokens_of_a_second_worker_follow_those_of_the_first() -> None:
+    prior = TokenLog(
+        spans=(Span(0, 2, "w1", 3),), completion_ids=np.array([7, 8], np.int32), logprobs=np.zeros(2, np.float32)
+    )
+    log = merge(prior, made([9, 10], (0, 1, 3), (1, 2, 4)), "w2")
+    assert log.completion_ids.tolist() == [7, 8, 9, 10]
+    assert log.spans == (Span(0, 2, "w1", 3), Span(2, 3, "w2", 3), Span(3, 4, "w2", 4))
+
+
+def test_one_worker_at_one_version_is_one_span() -> None:
+    prior = merge(None, made([1], (0, 1, 5)), "w1")
+    assert merge(prior, made([2], (0, 1, 5)), "w1").spans == (Span(0, 2, "w1", 5),)
+
+
+def test_a_worker_that_made_nothing_leaves_the_log_as_it_was() -> None:
+    prior = merge(None, made([1], (0, 1, 5)), "w1")
+    assert merge(prior, None, "w2") is prior
+    assert len(merge(None, None, "w2").completion_ids) == 0
+
+
+def test_parents_are_read_off_names() -> None:
+    turn = turn_id(trajectory_id("g", 3), 11)
+    assert (turn, trajectory_of(turn), group_of(turn)) == ("g.3.11", "g.3", "g")
+    assert shard_of("g", 8) == shard_of(group_of(turn), 8)
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "{x}", "a b", "-a", "a" * 64, None])
+def test_a_name_that_would_break_keys_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="not a valid name"):
+        check_name("run", name)

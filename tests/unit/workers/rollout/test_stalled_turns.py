@@ -1,0 +1,241 @@
+"""A rollout worker whose engine hangs, crawls, answers late or is held: its turns go on elsewhere, with tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from tests.support.queue.played_worker import PlayedEngine, Stage, until
+
+FAST = {"stall_s": 0.3, "log_s": 0.05}
+
+
+@asynccontextmanager
+async def stepping(engine: PlayedEngine, step: Callable[[], None]) -> AsyncIterator[None]:
+    """The engine makes steps by itself."""
+
+    async def work() -> None:
+        while True:
+            step()
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_engine_that_hangs_loses_its_turns_with_their_tokens_and_says_so() -> None:
+    # Given two turns with tokens that were never saved
+    stage = Stage()
+    names = await stage.ask(2)
+    await stage.lease(1, 2)
+    async with stage.worker(**{**FAST, "log_s": 60.0}):
+        await until(lambda: len(stage.engine.turns) == 2)
+        stage.engine.step()
+
+        # When the engine makes no step any more, and answers nothing
+        stage.engine.is_deaf = True
+        await until(lambda: stage.turns.returned)
+
+        # Then both wait again, from where they were
+        assert sorted(stage.turns.returned) == [(name, True) for name in names]
+        assert {name: len(stage.table.logs[name].completion_ids) for name in names} == dict.fromkeys(names, 4)
+        assert {record.loss for record in stage.table.records.values()} == {1}
+        # and the worker says what is wrong, and takes nothing
+        await until(lambda: stage.info.state == "failed")
+        assert str(stage.info.error).startswith("engine made no step for")
+        assert stage.ready == names
+
+
+async def test_an_engine_with_nothing_left_to_do_is_not_blamed_for_a_broker_that_is_away() -> None:
+    # Given a turn that has ended, and cannot be handed in
+    stage = Stage()
+    names = await stage.ask(1)
+    await stage.lease(1, 2)
+    async with stage.worker(**FAST):
+        await until(lambda: len(stage.engine.turns) == 1)
+        stage.turns.failing = set(names)
+        stage.engine.step()
+        stage.engine.end()
+        # When that lasts for much longer than an engine may stand
+        await asyncio.sleep(1.5)
+        # Then the engine is well, and the turn is handed in once it can be
+        assert (stage.info.state, stage.info.error, stage.turns.returned) == ("ready", None, [])
+        stage.turns.failing = set()
+        await until(lambda: stage.table.records[names[0]].state == "settled")
+
+
+async def test_an_engine_that_answers_again_is_tried_with_one_turn_until_it_steps() -> None:
+    # Given an engine that hung with two turns
+    stage = Stage()
+    await stage.ask(3)
+    await stage.lease(1, 2)
+    async with stage.worker(**FAST):
+        await until(lambda: len(stage.engine.turns) == 2)
+        stage.engine.step()
+        stage.engine.is_deaf = True
+        await until(lambda: stage.info.state == "failed" and len(stage.ready) == 3)
+
+        # When it answers again, then it gets one turn
+        stage.engine.is_deaf = False
+        await until(lambda: len(stage.engine.aborted) == 2)
+        await until(lambda: stage.engine.turns)
+        await until(lambda: stage.info.state == "ready")
+        for _ in range(4):
+            await asyncio.sleep(0.02)
+            assert len(stage.engine.turns) == 1
+        # and all that it has room for once it makes a step
+        async with stepping(stage.engine, stage.engine.step):
+            await until(lambda: len(stage.engine.turns) == 2)
+
+
+async def test_an_engine_that_hung_only_for_a_while_goes_on_by_itself() -> None:
+    stage = Stage()
+    names = await stage.ask(2)
+    await stage.lease(1, 2)
+    async with stage.worker(**FAST):
+        await until(lambda: len(stage.engine.turns) == 2)
+        stage.engine.step()
+        stage.engine.is_deaf = True
+        await until(lambda: stage.ready == names)
+        stage.engine.is_deaf = False
+        await until(lambda: len(stage.engine.aborted) == 2)
+        async with stepping(stage.engine, stage.engine.step):
+            await until(lambda: len(stage.engine.turns) == 2)
+            # from the tokens that were made before
+            assert stage.engine.prior_counts == dict.fromkeys(names, 4)
+            stage.engine.end()
+            results = await stage.turns.results("a", 1.0)
+    assert {result.finish_reason for result in results} == {"length"}
+    assert all(result.resumed for result in results)
+
+
+async def test_a_turn_that_crawls_goes_on_elsewhere_and_the_others_stay() -> None:
+    # Given two turns of which one makes no tokens
+    stage = Stage()
+    await stage.ask(2)
+    await stage.lease(1, 2)
+    async with stage.worker(**FAST):
+        await until(lambda: len(stage.engine.turns) == 2)
+        lame, _ = list(stage.engine.token_counts)
+        lame_turn = lame.split("#")[0]
+
+        def step() -> None:
+            count = stage.engine.token_counts.get(lame)
+            stage.engine.step()
+            if count is not None:
+                stage.engine.token_counts[lame] = count
+
+        async with stepping(stage.engine, step):
+            await until(lambda: stage.turns.returned)
+
+            # Then only that one is given back, as stalled
+            assert stage.turns.returned == [(lame_turn, True)]
+            assert stage.engine.aborted == [lame_turn]
+            assert stage.table.records[lame_turn].loss == 1
+
+
+async def test_a_turn_that_was_given_back_as_stalled_is_left_to_others_first() -> None:
+    stage = Stage()
+    (name,) = await stage.ask(1)
+    await stage.lease(1, 1)
+    async with stage.worker(**{**FAST, "poll_s": 0.4}):
+        await until(lambda: stage.engine.turns)
+        async with stepping(stage.engine, lambda: stage.engine.step(0)):
+            await until(lambda: stage.turns.returned)
+            assert stage.ready == [name]
+            others = await stage.turns.exchange("w", want=1, lease_epoch=1, active_version=0)
+            assert [claim.job.turn_id for claim in others.claims] == [name]
+
+
+async def test_a_prompt_may_take_longer_to_read_than_a_token_to_make() -> None:
+    # Given a turn that has no token yet, in an engine that steps
+    stage = Stage()
+    stage.engine.first_count = 0
+    (name,) = await stage.ask(1)
+    await stage.lease(1, 1)
+    async with stage.worker(**{**FAST, "stall_s": 0.1, "first_token_s": 60.0}):
+        await until(lambda: stage.engine.turns)
+        async with stepping(stage.engine, lambda: stage.engine.step(0)):
+            # When many times the stall timeout has passed, then it still runs
+            await asyncio.sleep(0.8)
+            assert (stage.engine.turns, stage.turns.returned) == ([name], [])
+            # but not after its first token
+            stage.engine.step(1)
+            await until(lambda: stage.turns.returned == [(name, True)])
+
+
+async def test_turns_of_an_engine_that_is_held_for_long_go_on_elsewhere_and_have_not_stalled() -> None:
+    stage = Stage()
+    names = await stage.ask(2)
+    await stage.lease(1, 2)
+    async with stage.worker(**FAST):
+        await until(lambda: len(stage.engine.turns) == 2)
+        stage.engine.step()
+        stage.engine.pauses = {"guard"}
+        await until(lambda: stage.ready == names)
+        assert sorted(stage.turns.returned) == [(name, False) for name in names]
+        assert {record.loss for record in stage.table.records.values()} == {0}
+        # Nothing is taken while it is held, and everything after it
+        await asyncio.sleep(0.2)
+        assert stage.ready == names
+        assert stage.info.state == "ready"
+        stage.engine.pauses = set()
+        await until(lambda: len(stage.engine.turns) == 2)
+
+
+async def test_an_engine_that_answers_late_holds_up_neither_lease_nor_heartbeat() -> None:
+    # Given an engine that hears nothing
+    stage = Stage()
+    (name,) = await stage.ask(1)
+    lease = await stage.lease(1, 1)
+    async with stage.worker(log_s=60.0):
+        await until(lambda: stage.engine.turns)
+        stage.engine.is_deaf = True
+
+        # When the lease ends, then the turn is given back all the same, with tokens that were never saved
+        await stage.fabric.board.end_lease(lease)
+        await until(lambda: stage.ready == [name])
+        assert len(stage.table.logs[name].completion_ids) == 3
+        beat_at = stage.fabric.broker.workers["w"][1]
+        await until(lambda: stage.fabric.broker.workers["w"][1] > beat_at)
+
+
+async def test_what_an_engine_makes_of_an_earlier_claim_is_never_handed_in_for_a_later_one() -> None:
+    # Given a turn that was taken from a deaf engine, which still runs it, and claimed here again
+    stage = Stage()
+    (name,) = await stage.ask(1)
+    lease = await stage.lease(1, 1)
+    async with stage.worker(log_s=60.0):
+        await until(lambda: stage.engine.turns)
+        stage.engine.is_deaf = True
+        await stage.fabric.board.end_lease(lease)
+        await until(lambda: stage.ready == [name])
+        stage.engine.step()
+        await stage.lease(2, 1)
+        await until(lambda: len(stage.engine.token_counts) == 2)
+
+        # When both requests end
+        stage.engine.end()
+        (result,) = await stage.turns.results("a", 1.0)
+
+    # Then the one of the later claim counts: three tokens from before, three of its own
+    assert (len(result.completion_ids), result.resumed) == (6, True)
+    assert stage.fabric.broker.runs["r1"].counters.get("refused", 0) == 0
+
+
+async def test_turns_that_could_not_be_given_back_are_given_back_when_the_broker_is_there_again() -> None:
+    stage = Stage()
+    names = await stage.ask(2)
+    lease = await stage.lease(1, 2)
+    async with stage.worker():
+        await until(lambda: len(stage.engine.turns) == 2)
+        stage.turns.refusal_count = 3
+        await stage.fabric.board.end_lease(lease)
+        await until(lambda: stage.ready == names)
+    assert {len(stage.table.logs[name].completion_ids) for name in names} == {3}
+    assert sorted(stage.turns.returned) == [(name, False) for name in names]

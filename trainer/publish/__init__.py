@@ -1,0 +1,1 @@
+"""Publishing weights: whole, from a GPU, and by ranks."""

@@ -1,0 +1,173 @@
+"""How the ranks of one training job talk while they publish together: small messages, to rank 0 and back.
+
+- A star of plain sends over gloo groups of its own: no collective, so a rank that dies is known by its number, and
+  those that wait for it are told.
+- Answers go through a second group: gloo closes all connections of a group in which somebody waited too long.
+- After a loss nothing is sent any more; the job starts again, as every job of torch.distributed must.
+- Messages are records (fabric/contract/wire.py), never pickles. Weights do not travel here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ...fabric.contract.errors import WeightError
+from ...fabric.contract.wire import Record
+
+log = logging.getLogger(__name__)
+
+MESSAGE_BYTES_MAX = 64 << 20  # rows of every block of a rank: as many bytes as a manifest may have
+LATE_FACTOR = 2.0  # an answer comes after rank 0 has waited for all others, and done its own part
+
+
+def _no_rows() -> NDArray[np.int64]:
+    return np.zeros(0, dtype=np.int64)
+
+
+def _no_numbers() -> NDArray[np.uint64]:
+    return np.zeros(0, dtype=np.uint64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankMessage(Record):
+    """facts: plain values. rows: int64, regions or blocks. numbers: uint64, digests and sums."""
+
+    KIND: ClassVar[int] = 21
+    ARRAYS: ClassVar[dict[str, str]] = {"rows": "i8", "numbers": "u8"}
+
+    facts: dict[str, Any]
+    rows: NDArray[np.int64] = field(default_factory=_no_rows)
+    numbers: NDArray[np.uint64] = field(default_factory=_no_numbers)
+
+    @classmethod
+    def bytes_max(cls) -> int:
+        """As large as a manifest."""
+        return MESSAGE_BYTES_MAX
+
+
+class RankExchange:
+    """The messages of one rank. Every rank of the group makes one at the same point of its program.
+
+    Args:
+        group: of the ranks that publish together; None: all.
+        timeout_s: how long rank 0 waits for a rank.
+
+    Attributes:
+        rank: in the group; size: of the group.
+        sent_bytes: what this rank has sent, all in all.
+        lost: why nothing can be said any more; empty while all is well.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.rank = dist.get_rank(group)
+        self.size = len(ranks)
+        self.sent_bytes = 0
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self.lost = ""
+        self._lost_ranks: set[int] = set()
+        self._up = self._new(group, timeout_s)
+        self._down = self._new(group, timeout_s * LATE_FACTOR)
+
+    def _new(self, group: dist.ProcessGroup | None, timeout_s: float) -> Any:
+        is_part = group is not None
+        return dist.new_group(
+            self._ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=is_part
+        )
+
+    def send(self, message: RankMessage) -> None:
+        """Rank 0 gets a message. If it waits no longer, its answer says why, so that is not this call's to say."""
+        assert self.rank > 0
+        self.check()
+        try:
+            self._put(message.encode(), 0, self._up)
+        except RuntimeError as error:
+            log.warning("ranks.not_sent", extra={"rank": self.rank, "error": str(error)})
+
+    def receive(self) -> RankMessage:
+        """What rank 0 says next.
+
+        Raises:
+            WeightError: it is gone.
+        """
+        assert self.rank > 0
+        self.check()
+        try:
+            return RankMessage.decode(self._get(0, self._down))
+        except RuntimeError as error:
+            self._lose(0, error, self._timeout_s * LATE_FACTOR)
+            raise WeightError(self.lost, ranks=[0]) from error
+
+    def tell(self, message: RankMessage) -> None:
+        """Every other rank gets this message; who is gone, `gather` says."""
+        assert self.rank == 0
+        data = message.encode()
+        for rank in self._living():
+            try:
+                self._put(data, rank, self._down)
+            except RuntimeError as error:
+                self._lose(rank, error)
+
+    def gather(self) -> list[RankMessage]:
+        """A message of every other rank, in their order.
+
+        Raises:
+            WeightError: one is gone, and named. The messages of those that live were taken.
+        """
+        assert self.rank == 0
+        found: list[RankMessage] = []
+        for rank in self._living():
+            try:
+                found.append(RankMessage.decode(self._get(rank, self._up)))
+            except RuntimeError as error:
+                self._lose(rank, error)
+                if _is_late(error):
+                    break  # gloo has closed the connections to the others too
+        self.check()
+        return found
+
+    def check(self) -> None:
+        """Require that nobody is gone.
+
+        Raises:
+            WeightError: somebody is.
+        """
+        if self.lost:
+            raise WeightError(self.lost, ranks=sorted(self._lost_ranks))
+
+    def _living(self) -> list[int]:
+        return [rank for rank in range(1, self.size) if rank not in self._lost_ranks]
+
+    def _lose(self, rank: int, error: RuntimeError, limit_s: float | None = None) -> None:
+        self._lost_ranks.add(rank)
+        how = f"did not answer within {limit_s or self._timeout_s:g} s" if _is_late(error) else "is gone"
+        self.lost = self.lost or (
+            f"rank {rank} of the {self.size} that publish together {how}: this job can publish nothing more. Start its"
+            " ranks again"
+        )
+
+    def _put(self, data: bytes, rank: int, group: Any) -> None:
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.send(torch.tensor([len(data)]), self._ranks[rank], group=group)
+        dist.send(payload, self._ranks[rank], group=group)
+        self.sent_bytes += len(data)
+
+    def _get(self, rank: int, group: Any) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, self._ranks[rank], group=group)
+        payload = torch.empty(min(int(length), MESSAGE_BYTES_MAX), dtype=torch.uint8)
+        dist.recv(payload, self._ranks[rank], group=group)
+        return payload.numpy().tobytes()
+
+
+def _is_late(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower()

@@ -1,0 +1,227 @@
+"""A trainer's tensors as stored bits: what is published, checked by name, and no copy where none is needed.
+
+- Tensors that are to be compared where they are (on a device) are flat torch tensors of integers of the same width,
+  all others flat numpy arrays.
+- What is handed over is gone through once, where `publish` is called (`pairs_of`): a generator is the caller's code.
+- Whatever goes wrong with a tensor names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...fabric.contract.errors import FabricError, InputError, LayoutMismatch
+from ...fabric.contract.wire import load_json
+from ...fabric.format.codec import Bits
+from ...fabric.format.layout import Layout, TensorSpec
+from ...fabric.inspect.safetensors import open_checkpoint
+from ...fabric.versions.reader import Weights
+from ...fabric.versions.snapshot import Check, no_check
+
+Named = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
+Pairs = list[tuple[str, Any]]
+ComparesOn = Literal["auto", "device", "host"]
+
+
+class Stored(NamedTuple):
+    """Stored bits in a tensor's shape, of a dtype that numpy need not have."""
+
+    array: NDArray[Any]
+    dtype: str
+
+
+def collect_bits(
+    named: Named, compares_on: ComparesOn = "host", check: Check = no_check
+) -> tuple[Layout, dict[str, Any]]:
+    """Layout and flat stored bits of torch tensors or numpy arrays; no copy where they lie contiguous and may stay.
+
+    Args:
+        compares_on: which torch tensors stay where they are: "host" none, "device" all, "auto" those not on the CPU.
+
+    Raises:
+        InputError: no tensors, or something that is not one. LayoutMismatch: a name twice, tied tensors, odd dtypes.
+    """
+    specs: list[TensorSpec] = []
+    bits: dict[str, Any] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, tensor in pairs_of(named):
+        check()
+        spec, array, storage = _collected(name, tensor, compares_on)
+        other = owners.setdefault(storage, name) if spec.element_count else name
+        if other != name:
+            raise LayoutMismatch(
+                f"tensors {other!r} and {name!r} are tied (one storage): publish tied parameters once, as"
+                " model.named_parameters() does and state_dict() does not",
+                names=[other, name],
+            )
+        specs.append(spec)
+        bits[name] = array
+    return Layout(tuple(specs)), bits
+
+
+def pairs_of(named: Named) -> Pairs:
+    """Names and tensors; of a path, those of the safetensors files there.
+
+    Raises:
+        InputError: it is nothing of that kind, or has no tensors. What the caller's own code raises, with a note.
+    """
+    pairs: Pairs = []
+    if isinstance(named, (str, os.PathLike)):
+        pairs = _of_files(Path(named))
+    elif isinstance(named, Weights):
+        pairs = [(name, Stored(array, named.dtypes[name])) for name, array in named.items()]
+    else:
+        for item in _items(named):
+            pairs.append(_pair(item, pairs))
+    if not pairs:
+        raise InputError("no tensors to publish: was the iterator of parameters used up before?")
+    return pairs
+
+
+def _items(named: Any) -> Iterator[Any]:
+    """What is there, one after another; what the caller's code raises says where."""
+    last = None
+    if hasattr(named, "named_parameters"):
+        raise InputError(f"a {type(named).__name__} is a module: publish its .named_parameters()")
+    try:
+        iterator = iter(named.items() if isinstance(named, Mapping) else named)
+    except TypeError:
+        raise InputError(
+            f"{type(named).__name__} cannot be published: give model.named_parameters(), a mapping, pairs of name and"
+            " tensor, or the path of a safetensors checkpoint"
+        ) from None
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            where = "before the first tensor" if last is None else f"after tensor {last!r}"
+            error.add_note(f"rollfab: raised by what was given to publish, {where}; nothing was written")
+            raise
+        last = item[0] if isinstance(item, tuple) and item else last
+        yield item
+
+
+def _pair(item: Any, before: Pairs) -> tuple[str, Any]:
+    where = f"after tensor {before[-1][0]!r}" if before else "the first of them"
+    if isinstance(item, str) or not isinstance(item, Iterable) or len(parts := tuple(item)) != 2:
+        what = repr(item[:60]) if isinstance(item, str) else f"a {type(item).__name__}"
+        raise InputError(
+            f"{what} is no pair of a name and a tensor ({where}): give model.named_parameters(), a"
+            " mapping, or such pairs"
+        )
+    name, tensor = parts
+    if not isinstance(name, str):
+        raise InputError(f"a tensor's name is {name!r} ({where}): names are texts")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"a tensor's name is {name!r} ({where}): it cannot be written as UTF-8") from None
+    return name, tensor
+
+
+def _of_files(path: Path) -> Pairs:
+    """The tensors of a checkpoint; a head that its config says is tied is left out, as models list it once."""
+    if not path.exists():
+        raise InputError(
+            f"{str(path)!r} is no file or directory on this machine: publish tensors, or the path of a safetensors file"
+            " or of a directory of them",
+            path=str(path),
+        )
+    tensors = open_checkpoint(path)
+    if is_tied(path) and len(tensors) > 1:
+        tensors.pop("lm_head.weight", None)
+    return [(name, Stored(_shaped(tensor.bits(), tensor.shape), tensor.spec.dtype)) for name, tensor in tensors.items()]
+
+
+def is_tied(directory: Path) -> bool:
+    """Whether the config there says that the model's head is its embedding."""
+    try:
+        return bool(load_json((directory / "config.json").read_bytes())["tie_word_embeddings"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _shaped(bits: Bits, shape: tuple[int, ...]) -> Bits:
+    return bits.reshape(shape)
+
+
+def devices_of(bits: Mapping[str, Any]) -> dict[str, Any]:
+    """Where those of collect_bits that are torch tensors are, by name."""
+    return {name: flat.device for name, flat in bits.items() if not isinstance(flat, np.ndarray)}
+
+
+def _collected(name: str, tensor: Any, compares_on: ComparesOn) -> tuple[TensorSpec, Any, tuple[Any, ...]]:
+    try:
+        if hasattr(tensor, "detach"):
+            return _from_torch(name, tensor, compares_on)
+        return _from_numpy(name, tensor)
+    except FabricError:
+        raise
+    except Exception as error:  # of torch, numpy or a tensor's own class: it does not say which tensor
+        raise InputError(
+            f"tensor {name!r} ({type(tensor).__name__}) cannot be read: {type(error).__name__}: {error}", name=name
+        ) from error
+
+
+def _from_torch(name: str, tensor: Any, compares_on: ComparesOn) -> tuple[TensorSpec, Any, tuple[Any, ...]]:
+    import torch  # here, because the client must stay importable without it
+
+    from .gpu_compare import integers, on_host
+
+    if torch.nn.parameter.is_lazy(tensor):
+        raise InputError(
+            f"tensor {name!r} is not initialised (a lazy module's): run the model once, then publish", name=name
+        )
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or hasattr(tensor, "full_tensor"):
+        raise InputError(
+            f"tensor {name!r} is not a plain dense tensor with data (meta, sparse, nested or sharded): gather it first;"
+            " sharded ones (DTensor) need no gathering if every rank publishes with"
+            " group=torch.distributed.group.WORLD",
+            name=name,
+        )
+    if tensor.is_quantized:
+        raise InputError(f"tensor {name!r} is quantised by torch ({tensor.dtype}): publish it dequantised", name=name)
+    spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    storage = (str(tensor.device), tensor.data_ptr(), spec.byte_count)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if compares_on == "device" or (compares_on == "auto" and tensor.device.type != "cpu"):
+        return spec, integers(tensor), storage
+    return spec, on_host(integers(tensor.cpu())), storage
+
+
+def _from_numpy(name: str, tensor: Any) -> tuple[TensorSpec, Bits, tuple[Any, ...]]:
+    if isinstance(tensor, Stored) and isinstance(tensor.array, np.ndarray):
+        return _from_bits(name, tensor)
+    if isinstance(tensor, Mapping):
+        raise InputError(
+            f"tensor {name!r} is a {type(tensor).__name__}: tensors are not nested, give each its whole name (as"
+            f" {name + '.' + str(next(iter(tensor), '…'))!r})",
+            name=name,
+        )
+    if isinstance(tensor, np.generic):
+        tensor = np.asarray(tensor)
+    if not isinstance(tensor, np.ndarray) or tensor.dtype.hasobject:
+        kind = "array of objects" if isinstance(tensor, np.ndarray) else type(tensor).__name__
+        raise InputError(f"tensor {name!r} is a {kind}: publish torch tensors or numpy arrays of numbers", name=name)
+    plain = tensor.dtype.newbyteorder("=")
+    spec = TensorSpec(name, "bfloat16" if plain == np.uint16 else plain.name, tensor.shape)
+    array = np.ascontiguousarray(tensor, dtype=plain)
+    return spec, array.reshape(-1).view(spec.bits_dtype), ("numpy", tensor.ctypes.data, spec.byte_count)
+
+
+def _from_bits(name: str, tensor: Stored) -> tuple[TensorSpec, Bits, tuple[Any, ...]]:
+    """Of weights that were read; where somebody has put another array into them, it is that array's dtype."""
+    array = tensor.array
+    spec = TensorSpec(name, tensor.dtype, array.shape)
+    if array.dtype != spec.bits_dtype and array.dtype.name != tensor.dtype:
+        return _from_numpy(name, array)
+    bits = np.ascontiguousarray(array).reshape(-1).view(spec.bits_dtype)
+    return spec, bits, ("numpy", array.ctypes.data, spec.byte_count)

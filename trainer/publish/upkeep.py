@@ -1,0 +1,328 @@
+"""What keeps a run's chain short and whole, and the broker's memory bounded: keyframes, jumps, healing, and deleting
+what nobody needs.
+
+- All of it happens beside versions that are out already, so a failure here costs nothing but time: it is a warning, and
+  the next publish tries again.
+- What is due and what may go is decided in fabric/rules/weights/chain.py.
+- Nothing is written that the broker has no room for.
+- What is damaged is written again, byte for byte, where its bytes are kept or can be made again: those of late deltas
+  and jumps are kept, a keyframe of the head is encoded anew. Where they are not, a keyframe of the head goes round it;
+  once that is out, what cannot be read is deleted: what is held can be read.
+- Memory: encoded bytes of late deltas and jumps, KEPT_BYTES_MIN or a KEPT_SHAREth of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ...fabric.contract.errors import BrokerFull, ChainBroken, DigestMismatch, FabricError, WireError
+from ...fabric.format.manifest import BROKER, WeightManifest
+from ...fabric.inspect.healing import Wound, examine, mend
+from ...fabric.ports.weights import WeightStore
+from ...fabric.rules.weights.chain import (
+    KEYFRAME,
+    Jump,
+    Link,
+    garbage,
+    jumps_due,
+    keyframe_due,
+    newest_keyframe,
+    plan,
+    readable_versions,
+)
+from ...fabric.versions.fold import fold, may_fold
+from ...fabric.versions.held import readable
+from ...fabric.versions.snapshot import Identity, Prepared, Snapshot
+from .borrowing import in_thread
+
+log = logging.getLogger(__name__)
+
+KEPT_BYTES_MIN = 64 << 20  # all late versions of a small model
+KEPT_SHARE = 16  # of a larger one: ten deltas at 1 % density; beyond that a keyframe is as good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpkeepReport:
+    """Bytes published beside a version: of its keyframe and of jumps into it."""
+
+    keyframe_bytes: int = 0
+    jump_bytes: int = 0
+
+
+class Upkeep:
+    """Tends the chain of one run for the publisher that is in charge."""
+
+    def __init__(self, store: WeightStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._held: dict[Link, WeightManifest] = {}  # by the broker, as far as this publisher knows
+        self._is_elsewhere: set[Link] = set()  # of these, whose chunks a collective carried
+        self._unfoldable: set[Jump] = set()  # jumps whose sources are gone, elsewhere, unreadable, or cut differently
+        self._unsure: WeightManifest | None = None  # whether it is held is not known
+        self._wounds: dict[Link, Wound] = {}  # what is held and cannot be read
+        self._kept: dict[Link, Sequence[bytes]] = {}  # chunks of late deltas and jumps, oldest first
+        self._wants_keyframe = False
+        self.is_whole = True  # whether all is done that there was to heal
+
+    def begin(self, manifests: Iterable[WeightManifest]) -> None:
+        """These are what the broker holds, and no others."""
+        self._held, self._is_elsewhere, self._unfoldable = {}, set(), set()
+        self._wounds = {}
+        self._unsure = None
+        self.is_whole = False  # what cannot be read of what others left is not among them
+        for manifest in manifests:
+            self.take(manifest)
+
+    def take(self, manifest: WeightManifest, chunks: Sequence[bytes] = ()) -> None:
+        """The broker holds this one, too. chunks: its own; those of deltas and jumps are kept for a while."""
+        link = manifest.link
+        self._held[link] = manifest
+        if manifest.carrier != BROKER:
+            self._is_elsewhere.add(link)
+        if chunks and link.kind != KEYFRAME:
+            self._kept[link] = chunks
+        room_bytes = max(KEPT_BYTES_MIN, manifest.dense_bytes // KEPT_SHARE)
+        while sum(each.payload_bytes for each in self._kept) > room_bytes:
+            self._kept.pop(next(iter(self._kept)))
+
+    def held(self) -> list[WeightManifest]:
+        """What the broker holds: the newest keyframe and the way from it to the head first, then the newest first."""
+        head = max((link.version for link in self._held), default=-1)
+        way = _way(head, self._links)
+        rest = sorted((link for link in self._held if link not in way), key=lambda link: -link.version)
+        return [self._held[link] for link in [*way, *rest]]
+
+    @property
+    def _links(self) -> list[Link]:
+        """What is held and can be read."""
+        return [link for link in self._held if link not in self._wounds]
+
+    async def heal(self, wounds: Iterable[Wound], snapshot: Snapshot | None, epoch: int) -> None:
+        """Make whole what can be, go round the rest, and hold nothing that cannot be read.
+
+        Args:
+            snapshot: at the head; None: there is none just now, and what needs it waits for the next call.
+        """
+        self._wounds |= {wound.manifest.link: wound for wound in wounds if wound.manifest.link in self._held}
+        self.is_whole = False
+        await self._tried(self._mend(snapshot, epoch))
+        if snapshot is not None:
+            identity = Identity(run_id=self._run_id, epoch=epoch, version=snapshot.version)
+            await self._tried(self._adopt(snapshot.version, epoch))
+            await self._tried(self._keyframe(identity, snapshot))
+            await self._tried(self._drop(snapshot.version, epoch))
+            is_reached = bool(_way(snapshot.version, self._links))
+            self.is_whole = is_reached and not self._wounds and not self._wants_keyframe
+
+    async def keyframe(self, snapshot: Snapshot, epoch: int) -> int:
+        """Put a keyframe of the head beside it, if there is none; returns its bytes."""
+        self._wants_keyframe, self.is_whole = True, False  # what does not succeed now is healed later
+        return await self._tried(
+            self._keyframe(Identity(run_id=self._run_id, epoch=epoch, version=snapshot.version), snapshot)
+        )
+
+    async def tend(
+        self, snapshot: Snapshot, prepared: Prepared, epoch: int, *, wants_keyframe: bool = False
+    ) -> UpkeepReport:
+        """The head has moved to `snapshot` by `prepared`: publish what is due beside it, delete what nobody needs.
+
+        Each step is for itself: a chunk that cannot be read must not keep the broker from being cleaned up.
+        """
+        identity = Identity(run_id=self._run_id, epoch=epoch, version=snapshot.version)
+        self._wants_keyframe |= wants_keyframe
+        await self._tried(self._look_again())
+        await self._tried(self._keep(prepared))
+        jump_bytes = await self._tried(self._jump(identity))
+        keyframe_bytes = await self._tried(self._keyframe(identity, snapshot))
+        await self._tried(self._drop(snapshot.version, epoch))
+        return UpkeepReport(keyframe_bytes=keyframe_bytes, jump_bytes=jump_bytes)
+
+    async def _tried(self, step: Awaitable[int]) -> int:
+        try:
+            return await step
+        except FabricError as error:
+            log.warning("weights.tending_failed", extra={"run_id": self._run_id, "error": str(error)})
+            return 0
+
+    async def _look_again(self) -> int:
+        """What the broker holds, where an answer of it was lost."""
+        unsure = self._unsure
+        if unsure is None:
+            return 0
+        found = await readable(self._store, self._run_id, await self._store.held(self._run_id))
+        links = {manifest.link for manifest in found.values()}
+        self.begin(manifest for manifest in found.values() if manifest.link != unsure.link)
+        if unsure.link in links:
+            self._unsure = unsure
+            await self._store.put_manifest(unsure)  # its chunks may have been left with a time to live
+            self._unsure = None
+            self.take(unsure)
+        return 0
+
+    async def _keep(self, prepared: Prepared) -> int:
+        """What a collective has carried is for those who were there; the broker has it for the others."""
+        manifest = prepared.manifest
+        if manifest.link not in self._is_elsewhere:
+            return 0
+        await check_room(self._store, manifest)
+        await self._store.put_chunks(manifest, 0, prepared.chunks)
+        await self._store.put_manifest(manifest)
+        self._is_elsewhere.discard(manifest.link)
+        return manifest.payload_bytes
+
+    async def _jump(self, identity: Identity) -> int:
+        """Fold what is due, and what becomes due by that; returns the bytes of the jumps."""
+        total = 0
+        while due := [jump for jump in jumps_due(identity.version, self._links) if jump not in self._unfoldable]:
+            for jump in due:
+                total += await self._folded(identity, jump)
+        return total
+
+    async def _folded(self, identity: Identity, jump: Jump) -> int:
+        found = await self._store.manifests(self._run_id, [(link.version, link.kind) for link in jump.sources])
+        sources = [manifest for manifest in found if manifest is not None]
+        is_here = self._is_elsewhere.isdisjoint(jump.sources) and [each.link for each in sources] == [*jump.sources]
+        if not is_here or not may_fold(sources):
+            self._unfoldable.add(jump)
+            return 0
+        try:
+            folded = await fold(self._store, replace(identity, version=jump.version), jump.kind, sources)
+        except (ChainBroken, DigestMismatch, WireError) as error:
+            # What cannot be read here cannot be read by receivers: they need a way around it.
+            log.warning("weights.source_unreadable", extra={"run_id": self._run_id, "error": str(error)})
+            wounds = [wound for source in sources if (wound := await examine(self._store, source)) is not None]
+            if not wounds:  # by the digests all is right: tried again it says the same
+                self._unfoldable.add(jump)
+                self._wants_keyframe = True
+            self._wounds |= {wound.manifest.link: wound for wound in wounds}
+            self.is_whole = False
+            await self._mend(None, identity.epoch)
+            raise  # what was healed is folded at the next publish
+        return await self._beside(folded)
+
+    async def _keyframe(self, identity: Identity, snapshot: Snapshot) -> int:
+        here = [link for link in self._links if link not in self._is_elsewhere]
+        has_one = any(link.kind == KEYFRAME and link.version == snapshot.version for link in here)
+        if has_one or not (self._wants_keyframe or keyframe_due(snapshot.version, here)):
+            self._wants_keyframe = self._wants_keyframe and not has_one
+            return 0
+        same = [link for link in self._wounds if link.kind == KEYFRAME and link.version == snapshot.version]
+        await self._forget(same, identity.epoch)
+        room_bytes = await self._store.room_bytes()
+        if room_bytes is not None and room_bytes < self._keyframe_bytes(snapshot):
+            log.warning("weights.no_room_for_a_keyframe", extra={"run_id": self._run_id, "room_bytes": room_bytes})
+            await self._forget([*self._wounds], identity.epoch)  # nobody can read it: room for the next attempt
+            return 0
+        keyframe_bytes = await self._beside(await in_thread(partial(snapshot.prepare_keyframe, identity)))
+        self._wants_keyframe = False
+        return keyframe_bytes
+
+    def _keyframe_bytes(self, snapshot: Snapshot) -> int:
+        """About what a keyframe has: as the last one, or half of the weights. Encoding it to know would take long."""
+        last = newest_keyframe(snapshot.version, self._links)
+        return snapshot.layout.byte_count // 2 if last is None else last.payload_bytes
+
+    async def _beside(self, prepared: Prepared) -> int:
+        """Publish a manifest beside the delta of its version; returns its bytes."""
+        manifest = prepared.manifest
+        await check_room(self._store, manifest)
+        self._unsure = manifest  # until it is known to be there: what is not known is never deleted
+        await self._store.put_chunks(manifest, 0, prepared.chunks)
+        await self._store.put_manifest(manifest)
+        self.take(manifest, prepared.chunks)
+        self._unsure = None
+        return manifest.payload_bytes
+
+    async def _mend(self, snapshot: Snapshot | None, epoch: int) -> int:
+        """Write again what is damaged and whose bytes are to be had; returns how many versions were healed."""
+        count = 0
+        for link, wound in list(self._wounds.items()):
+            facts = {"run_id": self._run_id, "policy_version": link.version, "damage": str(wound)}
+            chunks = await self._chunks_of(wound, snapshot)
+            if await mend(self._store, wound, chunks, epoch):
+                del self._wounds[link]
+                log.warning("weights.healed: %s", wound, extra=facts)
+                count += 1
+            else:
+                log.warning(
+                    "weights.damaged: %s; its bytes are not to be had, a keyframe goes round it", wound, extra=facts
+                )
+        return count
+
+    async def _chunks_of(self, wound: Wound, snapshot: Snapshot | None) -> Sequence[bytes] | None:
+        """All chunks of a version, kept or made again; None: they are not to be had here."""
+        link = wound.manifest.link
+        if wound.chunks and snapshot is not None and link.kind == KEYFRAME and link.version == snapshot.version:
+            identity = Identity(run_id=self._run_id, epoch=link.epoch, version=link.version)
+            return (await in_thread(partial(snapshot.prepare_keyframe, identity))).chunks
+        return self._kept.get(link)
+
+    async def _adopt(self, head: int, epoch: int) -> int:
+        """Of what the broker lists and we do not know, take what can be read; nobody can use the rest."""
+        known = {(link.version, link.kind) for link in self._held}
+        names = [each for each in await self._store.held(self._run_id) if each[0] <= head and each not in known]
+        found = await readable(self._store, self._run_id, names)
+        for manifest in found.values():
+            self.take(manifest)
+        strange = [name for name in names if name not in found]
+        if strange:
+            log.warning("weights.not_ours", extra={"run_id": self._run_id, "names": [*map(str, strange)]})
+        links = [
+            Link(version=version, base_version=-1, kind=kind, epoch=0, payload_bytes=0, chunk_count=0)
+            for version, kind in strange
+        ]
+        await self._store.drop(self._run_id, links, epoch)
+        return len(strange)
+
+    async def _drop(self, head: int, epoch: int) -> int:
+        held_versions = {holder.version for holder in await self._store.holders(self._run_id) if holder.version >= 0}
+        dropped: Sequence[Link] = garbage(head, self._links, held_versions=held_versions)
+        left = [link for link in self._links if link not in dropped]
+        if self._wounds and _way(head, left):
+            there = readable_versions(head, left)
+            lost = [*self._wounds, *(link for link in left if link.version not in there)]
+            known = {link.version for link in left if link not in lost}
+            versions = sorted({link.version for link in lost} - known)
+            facts = {"run_id": self._run_id, "head_version": head, "versions": versions}
+            log.warning("weights.lost: what could not be read is deleted; no longer held: %s", versions, extra=facts)
+            dropped = [*dropped, *lost]
+        return await self._forget(dropped, epoch)
+
+    async def _forget(self, links: Sequence[Link], epoch: int) -> int:
+        """Delete versions from the broker, and from what we know."""
+        await self._store.drop(self._run_id, links, epoch)
+        for link in links:
+            self._held.pop(link, None)
+            self._wounds.pop(link, None)
+            self._kept.pop(link, None)
+        self._is_elsewhere.difference_update(links)
+        return len(links)
+
+
+def _way(head: int, links: Sequence[Link]) -> list[Link]:
+    """From a keyframe to the head, keyframe first; none where nothing leads there."""
+    try:
+        return plan(None, head, links)
+    except ChainBroken:
+        return []
+
+
+async def check_room(store: WeightStore, manifest: WeightManifest) -> None:
+    """Require that the broker has room for a version, before anything of it is written.
+
+    Raises:
+        BrokerFull: it has not.
+    """
+    room_bytes = await store.room_bytes()
+    if room_bytes is not None and manifest.payload_bytes > room_bytes:
+        raise BrokerFull(
+            f"version {manifest.version} ({manifest.kind}) of run {manifest.run_id!r} has {manifest.payload_bytes:,}"
+            f" bytes, the broker has room for {room_bytes:,}: nothing was written. Raise its maxmemory, delete runs"
+            " that have ended, or create the run with weight_carrier='auto'",
+            version=manifest.version,
+            payload_bytes=manifest.payload_bytes,
+            room_bytes=room_bytes,
+        )

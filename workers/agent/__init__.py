@@ -1,0 +1,1 @@
+"""The agent worker: drives environments, and asks for turns."""

@@ -1,0 +1,401 @@
+"""One trajectory's life: reset, then turn by turn, until the environment says it is over.
+
+- The tokens are one growing sequence; observations are tokenised once, when they appear, and never again.
+- After a take-over the episode goes on as its environment says: `replay` steps a fresh world through the turns that
+  are settled, `snapshot` loads the state saved after the last of them, `restart` fails the attempt and starts anew.
+- No turn is taken that was made in another context than the one we are in: a world that was replayed or restored and
+  then says or pays something else fails the attempt as "diverged", which starts anew. The two are never mixed.
+- Infrastructure failures are no rewards: whatever raises here fails the attempt.
+- What a world gives is bounded where it arrives, before it is tokenised, encoded, logged or sent; what may take long to
+  tokenise or encode does so in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from ...fabric.contract.errors import EnvironmentFailed, FabricError, InputError, PayloadTooLarge, WireError
+from ...fabric.contract.ids import turn_id
+from ...fabric.contract.limits import (
+    INFO_BYTES_MAX,
+    KIB,
+    OBSERVATION_BYTES_MAX,
+    SNAPSHOT_BYTES_MAX,
+    SNAPSHOTS_BYTES_MAX,
+    check_prompt,
+)
+from ...fabric.contract.records import (
+    NO_IDS,
+    Int32,
+    Rollout,
+    RunConfig,
+    Sampling,
+    TurnJob,
+    TurnResult,
+    check_reward,
+    sum_rewards,
+)
+from ...fabric.contract.seeds import turn_seed
+from ...fabric.contract.tokenizer import Tokenizer
+from ...fabric.contract.wire import check_size, dump_json, load_json
+from ...fabric.ports.queue import TrajectoryClaim
+from ..environments.base import Environment, Observation, Recovery, Step, as_error, show, time_limit
+from ..environments.failures import reason_of, traceback_of
+from ..environments.isolated import IsolatedEnvironment
+from ..environments.registry import Registry
+from ..environments.room import Room
+from .transcript import Transcript
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+BRIEF = 16 * KIB  # characters, or values: what is more is tokenised and encoded in a thread
+
+DIVERGED = {  # what to do about it, by how the environment recovers
+    "replay": 'Its answers do not follow from task, seed and actions: mend that, or set recovery = "restart" on it',
+    "snapshot": "Its answers do not follow from its snapshot and the actions since: mend that, or set "
+    'recovery = "restart" on it',
+    "restart": "Nothing is wrong with it: it began again, as it says, and that turn was still on its way for the life "
+    "before",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Who runs the episode, how long one call of its environment may take, and the room for what it keeps."""
+
+    agent_id: str
+    call_timeout_s: float
+    room: Room = field(default_factory=lambda: Room(SNAPSHOTS_BYTES_MAX))
+    """For snapshots, shared by all episodes of the agent."""
+
+
+class Episode:
+    """Runs one claimed trajectory."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        claim: TrajectoryClaim,
+        registry: Registry,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        ask: Callable[[TurnJob], Awaitable[TurnResult]],
+        save: Callable[[bytes], Awaitable[None]],
+    ) -> None:
+        self._run = run
+        self._claim = claim
+        self._registry = registry
+        self._limits = limits
+        self._ask = ask
+        self._save = save
+        self._tokenizer = tokenizer
+        self._transcript = Transcript()
+        self._texts: list[str] = []
+        self._recovery: Recovery = "replay"
+        self._has_limit = True  # whether a call's time is ours to limit; known once the world is
+
+    async def run(self) -> Rollout:
+        """The finished rollout, scored by the environment unless the run has a reward function.
+
+        Raises:
+            EnvironmentFailed: user code raised, hung, or gave an impossible answer; traceback in its facts. Its reason
+                is "restart" or "diverged" when the trajectory cannot go on from where a lost worker left it.
+        """
+        if (task := asyncio.current_task()) is not None:
+            task.set_name(f"{self._name} of {self._claim.job.trajectory_id}")  # what the watchdog calls us
+        world = await self._open()
+        try:
+            step = await self._recover(world)
+            while self._goes_on(world, step):
+                step = await self._turn(world)
+        finally:
+            await self._close(world)
+        return await self._rollout(step)
+
+    async def _rollout(self, last: Step) -> Rollout:
+        info = await self._dump("info", last.info, INFO_BYTES_MAX)
+        job, tokens, rewards = self._claim.job, self._transcript.tokens(), self._transcript.rewards
+        return Rollout(
+            trajectory_id=job.trajectory_id,
+            group_id=job.group_id,
+            task_id=job.task_id,
+            reward=sum_rewards(rewards, self._name) if self._run.reward is None else None,
+            finish_reason="terminated" if last.terminated else "truncated" if last.truncated else "turns",
+            turn_count=len(rewards),
+            attempt=self._claim.attempt,
+            seed=job.seed,
+            spans=tuple(self._transcript.spans),
+            prompt_ids=self._transcript.prompt_ids,
+            completion_ids=tokens.ids,
+            logprobs=tokens.logprobs,
+            completion_mask=tokens.mask,
+            info={**load_json(info), "rewards": rewards},
+        )
+
+    # ---- the world
+
+    async def _open(self) -> Environment:
+        """The world; one with a process of its own keeps time itself, and waits for a process under no limit."""
+        name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
+        self._has_limit = False
+        self._has_limit = await self._guard("make", lambda: self._registry.is_inside(name))
+        world = await self._guard(
+            "make", lambda: self._registry.open(name, options, owner=self._run.run_id, timeout_s=limit_s)
+        )
+        if world.inline:  # it does not wait for anything, so no limit could stop it
+            self._has_limit = False
+        return world
+
+    async def _close(self, world: Environment) -> None:
+        """The trajectory has ended: a world that cannot be closed takes nothing back."""
+        try:
+            await self._guard("close", world.close)
+        except FabricError as error:
+            log.warning("episode.close_failed", extra={"job_id": self._claim.job.trajectory_id, "reason": str(error)})
+
+    async def _recover(self, world: Environment) -> Step:
+        """Start the episode, or bring it to where an earlier claim left it."""
+        job, settled = self._claim.job, self._claim.turns
+        self._recovery = world.recovery
+        if settled and world.recovery == "restart":
+            raise EnvironmentFailed(
+                f"environment {self._run.environment!r} cannot continue after a lost worker: a new attempt starts",
+                reason="restart",
+            )
+        snapshot = self._claim.snapshot
+        self._claim = replace(self._claim, snapshot=None)  # what it takes is free again once it is restored
+        if settled and world.recovery == "snapshot" and snapshot is not None:
+            with self._limits.room.share() as share:
+                if await share.take(len(snapshot)):
+                    return await self._restore(world, snapshot)
+        observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
+        if not (isinstance(observation, Observation) and isinstance(observation.text, str)):
+            raise EnvironmentFailed(
+                f"{self._name}: reset gave {show(observation)}, expected an Observation with text",
+                reason="reset",
+            )
+        self._transcript.begin(await self._encode(observation.text, where="reset"))
+        return await self._replay(world, Step(observation.text, 0.0), settled)
+
+    async def _replay(self, world: Environment, step: Step, settled: Sequence[TurnResult]) -> Step:
+        """Step through turns that are settled."""
+        for result in settled:
+            if step.is_done:
+                raise self._diverged("it is over earlier than before")
+            step = await self._apply(world, result)
+        return step
+
+    async def _restore(self, world: Environment, snapshot: bytes) -> Step:
+        """Load the state saved after some turn; turns settled since then are stepped through."""
+        settled = self._claim.turns
+        try:
+            state = load_json(snapshot)
+            self._transcript.begin(np.array(state["prompt_ids"], np.int32))
+            known = [Step(text, reward) for text, reward in zip(state["texts"], state["rewards"], strict=True)]
+            last = known[-1]
+        except (WireError, LookupError, TypeError, ValueError) as error:
+            raise EnvironmentFailed(
+                f"{self._name}: its snapshot cannot be read: {error!r}", reason="restore"
+            ) from error
+        if len(known) > len(settled):
+            raise self._diverged(f"its snapshot is of turn {len(known)}, and only {len(settled)} are known")
+        await self._guard("restore", lambda: world.restore(state["world"]))
+        for step, result in zip(known, settled, strict=False):
+            self._take(result)
+            await self._add_step(step)
+        return await self._replay(world, last, settled[len(known) :])
+
+    async def _turn(self, world: Environment) -> Step:
+        job = TurnJob(
+            turn_id=turn_id(self._claim.job.trajectory_id, self._turn_count),
+            agent_id=self._limits.agent_id,
+            sampling=self._sampling(world),
+            prompt_ids=self._transcript.context(),
+            context_digest=self._transcript.digest(),
+        )
+        check_prompt(job.turn_id, len(job.prompt_ids))
+        result = await self._ask(job)
+        if result.finish_reason == "error":
+            raise FabricError(f"turn {job.turn_id} failed: {result.error}")
+        step = await self._apply(world, result)
+        if world.recovery == "snapshot" and self._goes_on(world, step):
+            await self._snapshot(world)
+        return step
+
+    async def _apply(self, world: Environment, result: TurnResult) -> Step:
+        """Give one turn's text to the world and take down what follows."""
+        self._take(result)
+        action = self._tokenizer.decode(result.completion_ids)
+        step = await self._guard("step", lambda: world.step(action))
+        if not (isinstance(step, Step) and isinstance(step.text, str) and isinstance(step.info, dict)):
+            raise EnvironmentFailed(
+                f"{self._name}: step gave {show(step)}, expected a Step with text and a dict of info",
+                reason="step",
+            )
+        await self._add_step(step)
+        return step
+
+    async def _snapshot(self, world: Environment) -> None:
+        with self._limits.room.share() as share:
+            if isinstance(world, IsolatedEnvironment):
+                kept = await self._guard("snapshot", lambda: world.snapshot_within(share))
+                if share.is_refused:
+                    return  # what is kept is older: a take-over steps through the turns since then
+            else:
+                kept = await self._guard("snapshot", world.snapshot)
+            state = {
+                "world": kept,
+                "prompt_ids": self._transcript.prompt_ids.tolist(),
+                "texts": self._texts,
+                "rewards": self._transcript.rewards,
+            }
+            await self._save(await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
+
+    # ---- the record
+
+    @property
+    def _turn_count(self) -> int:
+        return len(self._transcript.rewards)
+
+    def _take(self, result: TurnResult) -> None:
+        """Take down a turn that was made in this context. Workers that know no digests send none."""
+        if result.context_digest not in ("", self._transcript.digest()):
+            raise self._diverged(f"turn {self._turn_count} was made in another context than the one it came to")
+        self._transcript.add_turn(result)
+
+    def _diverged(self, how: str) -> EnvironmentFailed:
+        return EnvironmentFailed(
+            f"{self._name} diverged: {how}; a new attempt starts. {DIVERGED[self._recovery]}", reason="diverged"
+        )
+
+    async def _add_step(self, step: Step) -> None:
+        is_read = step.text and not step.is_done
+        ids = await self._encode(step.text, where="step") if is_read else NO_IDS
+        self._transcript.add_step(check_reward(step.reward, self._name), ids)
+        self._texts.append(step.text)
+
+    async def _encode(self, text: str, where: str) -> Int32:
+        self._check_text(text, where)
+        encode = self._tokenizer.encode
+        ids = encode(text) if len(text) <= BRIEF else await asyncio.to_thread(encode, text)
+        if where == "reset" and not len(ids):
+            raise EnvironmentFailed(
+                f"{self._name}: the first observation is empty, the policy needs a token to start from", reason="reset"
+            )
+        return ids
+
+    def _check_text(self, text: str, where: str) -> None:
+        try:
+            size = len(text) if len(text) > OBSERVATION_BYTES_MAX else len(text.encode())
+        except UnicodeEncodeError as error:
+            raise EnvironmentFailed(f"{self._name}: {where}: its text is no Unicode: {error}", reason=where) from error
+        if size > OBSERVATION_BYTES_MAX:
+            raise EnvironmentFailed(
+                f"{self._name}: {where}: its text is {size:,} bytes as UTF-8, the limit is {OBSERVATION_BYTES_MAX:,}: "
+                "let it be shorter",
+                reason=where,
+            )
+
+    def _sampling(self, world: Environment) -> Sampling:
+        own, wanted = world.sampling, self._run.sampling
+        stops = [int(self._tokenizer.encode(text)[-1]) for text in wanted.get("stop_texts", own.stop_texts)]
+        eos_id = self._tokenizer.eos_id if own.ends_at_eos else None
+        end = () if eos_id is None else (eos_id,)
+        seed = wanted.get("seed")
+        return Sampling(
+            temperature=float(wanted.get("temperature", own.temperature)),
+            max_tokens=int(wanted.get("max_tokens", own.max_tokens)),
+            stop_ids=(*stops, *end),
+            seed=None if seed is None else turn_seed(int(seed), self._claim.job.trajectory_id, self._turn_count),
+        )
+
+    def _goes_on(self, world: Environment, step: Step) -> bool:
+        """Whether another turn is asked for."""
+        return not step.is_done and self._turn_count < min(world.turn_count_max, self._run.turn_count_max)
+
+    async def _guard(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """User code, called under its time limit, with whatever it raises translated."""
+        where = f"{self._name}: {what}"
+        try:
+            return await (self._in_time(where, work) if self._has_limit else _contain(work))
+        except FabricError:
+            raise
+        except Exception as error:  # around a user's environment
+            raise EnvironmentFailed(
+                f"{where} raised {reason_of(error)}", reason=what, traceback=traceback_of(error)
+            ) from error
+
+    async def _in_time(self, where: str, work: Callable[[], Awaitable[T]]) -> T:
+        """In a task of its own, which is left behind when it does not even end on being cancelled."""
+        task = asyncio.create_task(_contain(work), name=where)
+        try:
+            async with time_limit(self._limits.call_timeout_s):
+                await asyncio.wait((task,))
+        except TimeoutError as error:
+            raise EnvironmentFailed(
+                f"{where} took longer than {self._limits.call_timeout_s:g} s; "
+                'if it goes on nevertheless, isolation = "process" would end it',
+                reason="timeout",
+            ) from error
+        finally:
+            task.cancel()
+        return task.result()
+
+    async def _dump(self, what: str, value: object, bytes_max: int) -> bytes:
+        """JSON of what a world gave: weighed first, for nobody knows how much it is."""
+        try:
+            if weigh(value, BRIEF) <= BRIEF:
+                return dump_json(value)
+            return await asyncio.to_thread(_dump_within, f"{self._name}: its {what}", value, bytes_max)
+        except InputError as error:
+            raise EnvironmentFailed(f"{self._name}: {what} cannot be sent: {error}", reason=what) from error
+
+    @property
+    def _name(self) -> str:
+        return f"environment {self._run.environment!r}"
+
+
+def _dump_within(what: str, value: object, bytes_max: int) -> bytes:
+    """JSON of at most so many bytes.
+
+    Raises:
+        InputError: it is no JSON, or too large.
+    """
+    if weigh(value, bytes_max) > bytes_max:
+        raise PayloadTooLarge(f"{what} is more than {bytes_max:,} bytes as JSON, the limit: say less in it")
+    return check_size(what, dump_json(value), bytes_max, next_step="say less in it")
+
+
+def weigh(value: object, limit: int) -> int:
+    """At most how many bytes plain values are as JSON, at least; counts no further than `limit`."""
+    total, left = 0, [value]
+    while left and total <= limit:
+        each = left.pop()
+        total += 2 + (len(each) if isinstance(each, (str, bytes)) else 0)
+        if isinstance(each, dict):
+            room = max(0, limit - total)
+            left += [part for pair in itertools.islice(dict.items(each), room) for part in pair]
+        elif isinstance(each, (list, tuple)):
+            left += each[: max(0, limit - total) + 1]
+    return total
+
+
+async def _contain(work: Callable[[], Awaitable[T]]) -> T:
+    """Call user code; what it raises ends no more than this. A cancelling that is not ours is an error of its own."""
+    try:
+        return await work()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise as_error(error) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise as_error(error) from error

@@ -1,0 +1,271 @@
+"""What says that an agent lives, beside all that its environments do to it: heartbeats, renewals, and reaping.
+
+- In a thread of its own, with an event loop and a broker connection of its own: whatever makes the agent's loop stand,
+  nobody takes its trajectories for lost. (Where no way to open a connection is given, it shares the agent's loop.)
+- An agent whose loop stands for `hung_s` is hung: it is not spoken for any more, and others take over what it holds.
+  That is counted in looks, not in time: a process that was stopped or starved is not accused.
+- Runs are kept beside each other: one that cannot be reached holds up no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import BrokerError, FirstError, WireError
+from ...fabric.contract.records import RunConfig, WorkerInfo
+from ...fabric.ports.queue import Fabric, TrajectoryClaim
+
+log = logging.getLogger(__name__)
+
+FOLLOW_S = 0.1  # how often runs that are served from now on, or no longer, are looked for
+BEAT_S = 1.0
+BROKER_PAUSE_S = 0.5
+JOIN_S = 15.0  # for the thread to end: longer than a broker is waited for
+
+
+class AskReward(Protocol):
+    """Asks for the reward of a trajectory; `is_again`: it was asked for before, and may still be on its way."""
+
+    async def __call__(self, run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None: ...
+
+
+class Kept(Protocol):
+    """What is kept of an agent's part that serves one run; read from the keeper's thread."""
+
+    claims: dict[str, TrajectoryClaim]
+
+    @property
+    def run(self) -> RunConfig:
+        """The run as it is now."""
+        ...
+
+    def lose(self, trajectory_ids: list[str], fences: Mapping[str, int]) -> None:
+        """End the episodes whose claims are lost; called in the agent's own loop."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What a keeper needs to work in a thread of its own; both are called there."""
+
+    open_fabric: Callable[[], Awaitable[AbstractAsyncContextManager[Fabric]]]
+    make_ask_reward: Callable[[], AskReward]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeeperConfig:
+    """Settings of a keeper."""
+
+    worker_id: str
+    renew_s: float
+    reap_s: float
+    hung_s: float
+
+
+class Keeper:
+    """Keeps what one agent worker holds.
+
+    Args:
+        config: settings.
+        clock: for its pauses.
+        say: what the agent says of itself, or None while it has nothing to say.
+        kept: its runs by name, looked at again and again.
+    """
+
+    def __init__(
+        self,
+        config: KeeperConfig,
+        clock: Clock,
+        *,
+        say: Callable[[], WorkerInfo],
+        kept: Callable[[], Mapping[str, Kept]],
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._say = say
+        self._kept = kept
+        self._agent_loop: asyncio.AbstractEventLoop | None = None  # where it is not our own
+        self._has_turned = threading.Event()
+        self._missed_count = 0
+        self._keeping: dict[str, tuple[Kept, list[asyncio.Task[None]]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def keeping(self, fabric: Fabric, ask_reward: AskReward, elsewhere: Elsewhere | None) -> Any:
+        """Keep while the block lasts; yields what raises the keeper's error, should it have died."""
+        if elsewhere is None:
+            task = asyncio.create_task(self._serve(fabric, ask_reward))
+            try:
+                yield lambda: task.result() if task.done() else None
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            return
+        self._agent_loop = asyncio.get_running_loop()
+        thread = _Thread(lambda: self._serve_elsewhere(elsewhere))
+        try:
+            yield thread.check
+        finally:
+            await thread.end()
+
+    async def _serve_elsewhere(self, elsewhere: Elsewhere) -> None:
+        while True:
+            try:
+                async with await elsewhere.open_fabric() as fabric:
+                    await self._serve(fabric, elsewhere.make_ask_reward())
+            except (BrokerError, WireError) as error:
+                log.warning("agent.broker_lost", extra={"error": str(error)})
+                await self._clock.sleep(BROKER_PAUSE_S)
+
+    async def _serve(self, fabric: Fabric, ask_reward: AskReward) -> None:
+        tasks = [asyncio.create_task(work) for work in (self._beat(fabric), self._look())]
+        try:
+            while True:
+                for task in (*tasks, *(each for _, loops in self._keeping.values() for each in loops)):
+                    if task.done():
+                        task.result()
+                self._follow(fabric, ask_reward)
+                await self._clock.sleep(FOLLOW_S)
+        finally:
+            tasks += [each for _, loops in self._keeping.values() for each in loops]
+            self._keeping.clear()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _follow(self, fabric: Fabric, ask_reward: AskReward) -> None:
+        """Keep the runs that are served now, and no others."""
+        kept = dict(self._kept())
+        for name, (part, loops) in list(self._keeping.items()):
+            if kept.get(name) is not part:
+                del self._keeping[name]
+                for task in loops:
+                    task.cancel()
+        for name, part in kept.items():
+            if name not in self._keeping:
+                work = (
+                    (lambda part=part: self._renew(fabric, part)),
+                    (lambda part=part: self._reap(fabric, part, ask_reward)),
+                )
+                self._keeping[name] = part, [asyncio.create_task(self._patiently(each)) for each in work]
+
+    # ---- is the agent's loop alive?
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the agent's loop has stood for too long."""
+        return self._missed_count * self._config.renew_s >= self._config.hung_s
+
+    async def _look(self) -> None:
+        """Look every so often whether the agent's loop has turned since."""
+        while self._agent_loop is not None:
+            if self._has_turned.is_set() or self._missed_count == 0:
+                self._missed_count = 0
+                self._has_turned.clear()
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._agent_loop.call_soon_threadsafe(self._has_turned.set)
+            self._missed_count += 1
+            if self._missed_count * self._config.renew_s == self._config.hung_s:
+                log.error("agent.is_hung", extra={"stood_s": self._config.hung_s})
+            await self._clock.sleep(self._config.renew_s)
+
+    # ---- what is told to the broker
+
+    async def _beat(self, fabric: Fabric) -> None:
+        while True:
+            try:
+                if not self.is_hung:
+                    await fabric.board.heartbeat(self._say())
+            except (BrokerError, WireError) as error:
+                log.warning("agent.heartbeat_failed", extra={"error": str(error)})
+            await self._clock.sleep(BEAT_S)
+
+    async def _patiently(self, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except (BrokerError, WireError) as error:
+                log.warning("agent.broker_lost", extra={"error": str(error)})
+                await self._clock.sleep(BROKER_PAUSE_S)
+
+    async def _renew(self, fabric: Fabric, part: Kept) -> None:
+        trajectories = fabric.trajectories(part.run)
+        while True:
+            await self._clock.sleep(self._config.renew_s)
+            held = list(part.claims.values())
+            if held and not self.is_hung:
+                lost = await trajectories.renew(self._config.worker_id, held)
+                if lost:
+                    self._tell(part, lost, {claim.job.trajectory_id: claim.fence for claim in held})
+
+    def _tell(self, part: Kept, lost: list[str], fences: Mapping[str, int]) -> None:
+        if self._agent_loop is None:
+            part.lose(lost, fences)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._agent_loop.call_soon_threadsafe(part.lose, lost, fences)
+
+    async def _reap(self, fabric: Fabric, part: Kept, ask_reward: AskReward) -> None:
+        run = part.run
+        trajectories, turns, rollouts = fabric.trajectories(run), fabric.turns(run), fabric.rollouts(run)
+        while True:
+            await self._clock.sleep(self._config.reap_s)
+            if run != part.run:  # its settings are others by now
+                run = part.run
+                trajectories = fabric.trajectories(run)
+            first_error = FirstError()
+            with first_error:
+                await rollouts.reap()
+            with first_error:
+                await turns.reap(self._config.worker_id)
+            with first_error:
+                reaped = await trajectories.reap(self._config.worker_id)
+                for name, fence in reaped.scoring:
+                    await ask_reward(run.run_id, name, fence, is_again=True)
+            first_error.raise_it()
+
+
+class _Thread:
+    """A coroutine in a thread and a loop of its own; what it raises is told by `check`."""
+
+    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._has_begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            self._has_begun.set()
+            await self._work()
+
+        try:
+            asyncio.run(main())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: the agent raises it
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what has ended it."""
+        if self._error is not None:
+            raise self._error
+
+    async def end(self) -> None:
+        """End it, and wait for that."""
+        await asyncio.to_thread(self._has_begun.wait, JOIN_S)
+        if self._loop is not None and self._task is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        await asyncio.to_thread(self._thread.join, JOIN_S)

@@ -1,0 +1,105 @@
+"""Notices when the event loop does not turn, and says who holds it up: an environment that blocks freezes all others.
+
+- A thread looks from outside, since the loop itself cannot; it reads stacks and touches nothing.
+- It counts its looks, not the time: a process that was stopped or starved is not accused, for then it looked less.
+
+A block cannot be ended from here. An environment that blocks belongs in a thread (a plain synchronous class without
+`inline`) or in a process of its own (`isolation = "process"`), where a time limit ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+LOOKS = 4  # in vain, until it is told; a block is seen 1 to 1.25 times `blocked_s` after it began
+FRAME_COUNT_MAX = 12
+LINE_LENGTH_MAX = 300
+PYTHON = sysconfig.get_path("stdlib")  # asyncio too
+OURS = str(Path(__file__).parents[2])
+REMEDY = (
+    'its async methods must not block: make it a plain synchronous class, or let it say isolation = "process"; '
+    "an inline one must return at once"
+)
+
+
+@contextlib.contextmanager
+def watching(blocked_s: float = 1.0) -> Iterator[None]:
+    """Watch the running loop, in the thread that runs it, while the block lasts.
+
+    Args:
+        blocked_s: how long the loop may stand still before it is logged, at most once for each standstill.
+    """
+    watchdog = _Watchdog(asyncio.get_running_loop(), blocked_s)
+    thread = threading.Thread(target=watchdog.watch, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        watchdog.is_over.set()
+        thread.join()
+
+
+def user_stack(frame: FrameType) -> str:
+    """Where user code stands: the frames below ours and not of Python's library, bounded, the innermost last."""
+    frames = list(traceback.extract_stack(frame))
+    called_at = max((index for index, each in enumerate(frames) if each.filename.startswith(OURS)), default=-1)
+    own = [each for each in frames[called_at + 1 :] if not _is_of_python(each.filename)]
+    shown = (own or frames)[-FRAME_COUNT_MAX:]
+    lines = [f"{each.filename}:{each.lineno} in {each.name}: {each.line}"[:LINE_LENGTH_MAX] for each in shown]
+    return "\n".join(lines)
+
+
+def _is_of_python(name: str) -> bool:
+    is_installed = "site-packages" in name or "dist-packages" in name  # as a user's environment may be
+    return name.startswith("<frozen") or (name.startswith(PYTHON) and not is_installed)
+
+
+class _Watchdog:
+    def __init__(self, loop: asyncio.AbstractEventLoop, blocked_s: float) -> None:
+        self.is_over = threading.Event()
+        self._loop = loop
+        self._loop_thread = threading.get_ident()
+        self._look_s = blocked_s / LOOKS
+        self._has_turned = threading.Event()
+
+    def watch(self) -> None:
+        """Look every so often whether the loop has turned since; runs in a thread of its own."""
+        missed_count = 0
+        self._ask()
+        while not self.is_over.wait(self._look_s):
+            if self._has_turned.is_set():
+                if missed_count >= LOOKS:
+                    log.warning("agent.turns_again", extra={"stood_s": round(missed_count * self._look_s, 3)})
+                missed_count = 0
+                self._ask()
+                continue
+            missed_count += 1
+            if missed_count == LOOKS:
+                self._tell()
+
+    def _ask(self) -> None:
+        self._has_turned.clear()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._has_turned.set)
+
+    def _tell(self) -> None:
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = user_stack(frame) if frame is not None else ""
+        task = asyncio.current_task(self._loop)
+        name = task.get_name() if task is not None else ""
+        facts = {"who": name, "stood_s": LOOKS * self._look_s, "stack": stack}
+        if name.startswith("environment"):
+            log.warning("environment.blocks_the_agent", extra={**facts, "remedy": REMEDY})
+        else:
+            log.warning("agent.is_blocked", extra=facts)

@@ -1,0 +1,84 @@
+"""The places for environments of one agent worker, shared between its runs as fabric/rules/queue/share.py says.
+
+- A place is taken before the broker is asked for a trajectory, and given up if none came: there are never more
+  trajectories than places, however many runs ask at once.
+- A run may have work from when it asks until a claim brings less than was wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+
+from ...fabric.rules.queue.share import Sharer, more
+
+
+class Places:
+    """Who holds how many of `total`."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._runs: dict[str, Sharer] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def held_count(self) -> int:
+        """Places in use, or asked for."""
+        return sum(run.held for run in self._runs.values())
+
+    def join(self, run_id: str, weight: float) -> None:
+        """A run that is served from now on, or whose weight is another one."""
+        run = self._runs.get(run_id)
+        if run is None:
+            run = Sharer(run_id=run_id, weight=weight, held=0, may_have_work=True, served=self._least_served())
+        self._runs[run_id] = dataclasses.replace(run, weight=weight)
+
+    def leave(self, run_id: str) -> None:
+        """Its places are for others."""
+        self._runs.pop(run_id, None)
+        self._tell()
+
+    def take(self, run_id: str) -> int:
+        """Take as many places as the run may have now; 0: wait for `changed`."""
+        run = self._runs[run_id]
+        if not run.may_have_work:  # what it did not want meanwhile is nobody's debt
+            run = dataclasses.replace(run, may_have_work=True, served=max(run.served, self._least_served()))
+        self._runs[run_id] = run
+        count = more(self._total, list(self._runs.values()), run_id)
+        self._runs[run_id] = dataclasses.replace(run, held=run.held + count)
+        return count
+
+    def used(self, run_id: str, taken: int, used: int) -> None:
+        """Of the places taken, so many are used: fewer means that the run has no more work."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return
+        self._runs[run_id] = dataclasses.replace(
+            run,
+            held=run.held - taken + used,
+            may_have_work=used == taken,
+            served=run.served + used / run.weight,
+        )
+        if used < taken:
+            self._tell()
+
+    def give(self, run_id: str) -> None:
+        """A trajectory has ended."""
+        run = self._runs.get(run_id)
+        if run is not None:
+            self._runs[run_id] = dataclasses.replace(run, held=run.held - 1)
+        self._tell()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return when there may be places again, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _least_served(self) -> float:
+        return min((run.served for run in self._runs.values() if run.may_have_work), default=0.0)

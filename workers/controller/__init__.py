@@ -1,0 +1,1 @@
+"""The capacity controller: the only writer of leases."""

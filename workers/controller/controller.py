@@ -1,0 +1,320 @@
+"""The capacity controller: the only writer of leases.
+
+- Everything is read from the broker at every tick, so it may die and come back, or a standby may take over, at any
+  moment. What takes time to know (demand.py), and what runs that take turns are owed, begins anew then.
+- Dedicated leases stand without it. Serving leases end by the broker's clock soon after it is gone.
+- Lease epochs are `term * 2^20 + count`, and all it writes carries its term: once a successor has opened its own, a
+  controller that lost the lead writes nothing any more. Every process opens a term of its own, also under a name that
+  led before or leads: no epoch is given twice, and of several processes of one name the one that started last leads.
+- A tick is a handful of round trips, however many workers there are.
+- Once a second it looks why runs stand (fabric/inspect/diagnosing.py), and tells as an event what has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import FabricError
+from ...fabric.contract.ids import new_process_id
+from ...fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand, term_of
+from ...fabric.contract.records import Lease, WorkerInfo
+from ...fabric.contract.sharing import LendSetting
+from ...fabric.inspect.diagnosing import Cause, diagnose_survey
+from ...fabric.ports.queue import LeaseBoard, Survey
+from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan, settle
+from ...fabric.rules.lending.lease import has_ended
+from .demand import Census
+
+log = logging.getLogger(__name__)
+
+PASSED_S_MAX = 1.0  # of the time between two ticks: nobody knows what became of leases in a longer gap
+PLAN_S = 1.0  # between two plans written down for people
+LOOK_S = 1.0  # between two looks at why runs stand: what is the same twice is told
+REASON_LENGTH_MAX = 200  # in them: there is a row for every worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerConfig:
+    """Settings of a controller."""
+
+    worker_id: str
+    tick_s: float = 0.25
+    """Seconds between plans, [0.05, 5]."""
+    lead_ms: int = 2_000
+    """A leader that is silent this long has lost the lead."""
+    lease_ms: int = 2_000
+    """Serving leases end this long after the controller is gone."""
+    worker_age_ms_max: int = 5_000
+    """A worker that is silent this long is forgotten."""
+    rule: CapacityRule = field(default_factory=CapacityRule)
+
+
+class Controller:
+    """Plans and publishes leases while it leads."""
+
+    def __init__(self, board: LeaseBoard, config: ControllerConfig, clock: Clock) -> None:
+        self._board = board
+        self._config = config
+        self._clock = clock
+        self._process = new_process_id()
+        self._census = Census()
+        self._ticked_at_s: float | None = None
+        self._grants: list[Grant] = []
+        self._owed: dict[str, float] = {}
+        self._trusting_until_s = 0.0
+        self._count = 0
+        self._term = 0
+        self._shown: LeasePlan | None = None
+        self._shown_at_s = 0.0
+        self._standing = Standing()
+        self._looked_at_s = -math.inf
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Plan until `stop`; a broker that cannot be reached is waited for."""
+        while not stop.is_set():
+            try:
+                name, process, is_new = self._config.worker_id, self._process, not self._term
+                term = await self._board.lead(name, self._config.lead_ms, process=process, is_new=is_new)
+                if term:
+                    await self.tick(term)
+            except FabricError as error:
+                log.warning("controller.tick_failed", extra={"error": str(error)})
+            await self._clock.sleep(self._config.tick_s)
+
+    async def tick(self, term: int) -> list[Grant]:
+        """One plan, published; returns it."""
+        if term != self._term:
+            await self._board.open_term(term)  # before the first reading: nothing older is written after it
+            self._begin(term)
+            log.info("controller.leads", extra={"term": term})
+        passed_s, now_s = self._mind_the_gap()
+        survey, lends = await self._board.survey(), await self._board.lends()
+        workers, silent = self._told_apart(survey)
+        facts = self._census.workers(workers.values(), survey, lends, now_s=now_s, wall_ms=survey.wall_ms)
+        runs = [self._census.run(status, now_s) for status in survey.runs.values()]
+        self._owed = settle(self._owed, self._grants, runs, passed_s, self._config.rule)
+        runs = [dataclasses.replace(run, owed=self._owed.get(run.run_id, 0.0)) for run in runs]
+        grants = self._grants = plan(facts, runs, self._config.rule)
+        self._census.learn(facts, grants, now_s)
+        changes, news = self._changes(term, grants, survey)
+        gone = [_ended(lease) for lease in _left_behind(workers, survey)]
+        changes += [LeaseChange(lease=lease, is_end=True) for lease in gone]
+        news |= {lease.lease_epoch for lease in gone}
+        await self._publish(term, changes, news, survey)
+        await self._forget(term, silent)
+        shown = await self._show(term, workers, grants, runs, self._census.moved_at_ms(survey))
+        await self._tell(survey, lends, shown)
+        return grants
+
+    def _begin(self, term: int) -> None:
+        """Nothing of an earlier term counts: others led since, or another process did."""
+        self._term, self._count = term, 0
+        self._census, self._grants, self._owed = Census(), [], {}
+        self._shown = None
+        self._standing = Standing()
+
+    def _mind_the_gap(self) -> tuple[float, float]:
+        """Seconds since the last tick that can be accounted for, and the time.
+
+        After a time without a tick (a broker outage, a pause of ours) heartbeats are old for everyone.
+
+        Workers then get as long as a live one may be silent before any is taken for dead.
+        """
+        now, age_s = self._clock.now_s(), self._config.worker_age_ms_max / 1000
+        gap_s = 0.0 if self._ticked_at_s is None else now - self._ticked_at_s
+        if gap_s > age_s / 2:
+            self._trusting_until_s = now + age_s
+        self._ticked_at_s = now
+        return min(gap_s, PASSED_S_MAX), now
+
+    def _told_apart(self, survey: Survey) -> tuple[dict[str, WorkerInfo], dict[str, WorkerInfo]]:
+        """Workers that live, and those that have been silent for too long."""
+        live: dict[str, WorkerInfo] = {}
+        silent: dict[str, WorkerInfo] = {}
+        is_trusting = self._clock.now_s() < self._trusting_until_s
+        for name, (info, age_ms) in survey.workers.items():
+            (live if is_trusting or age_ms <= self._config.worker_age_ms_max else silent)[name] = info
+        return live, silent
+
+    def _changes(self, term: int, grants: Sequence[Grant], survey: Survey) -> tuple[list[LeaseChange], set[int]]:
+        """What the plan changes, and the epochs of leases that are news; those that stand as they are are left out."""
+        changes: list[LeaseChange] = []
+        news: set[int] = set()
+        by_worker = _by_worker(survey)
+        for grant in grants:
+            mine: Lease | None = None
+            for held in by_worker.get(grant.worker_id, ()):
+                if held.run_id == grant.run_id:
+                    mine = held
+                    continue
+                ending = self._numbered(term, held, slot_count=0, reason=grant.reason)
+                changes.append(LeaseChange(lease=ending, is_end=True))
+                news.add(ending.lease_epoch)
+            if grant.run_id is None:
+                continue
+            is_same = mine is not None and _stands(mine, grant, term)
+            is_told = survey.assignments.get(grant.worker_id) == grant.run_id
+            if is_same and is_told and grant.is_standing:
+                continue
+            lease = dataclasses.replace(
+                mine
+                or Lease(
+                    worker_id=grant.worker_id, run_id=grant.run_id, lease_epoch=0, slot_count=0, lease_until_ms=None
+                ),
+                lease_until_ms=None,
+                reason=grant.reason,
+            )
+            if not is_same:
+                lease = self._numbered(term, lease, slot_count=grant.slot_count, reason=grant.reason)
+                news.add(lease.lease_epoch)
+            duration_ms = None if grant.is_standing else self._config.lease_ms
+            changes.append(LeaseChange(lease=lease, duration_ms=duration_ms))
+        return changes, news
+
+    def _numbered(self, term: int, lease: Lease, *, slot_count: int, reason: str) -> Lease:
+        """A lease of the next epoch."""
+        self._count += 1
+        epoch = term * EPOCHS_PER_TERM + self._count
+        return dataclasses.replace(lease, lease_epoch=epoch, slot_count=slot_count, lease_until_ms=None, reason=reason)
+
+    async def _publish(self, term: int, changes: Sequence[LeaseChange], news: set[int], survey: Survey) -> None:
+        """Carry a plan out, and write down what is news in it."""
+        if not changes:
+            return
+        done = await self._board.change_leases(term, changes, survey.assignments)
+        events = []
+        for change, is_done in zip(changes, done, strict=True):
+            if is_done and change.lease.lease_epoch in news:
+                kind = "lease.ended" if change.is_end else "lease.granted"
+                events.append((kind, _event(change.lease)))
+                log.info(kind, extra=events[-1][1])
+        if not all(done):
+            log.warning("controller.refused", extra={"term": term, "count": len(done) - sum(done)})
+        if events:
+            await self._board.add_events(events)
+
+    async def _forget(self, term: int, silent: Mapping[str, WorkerInfo]) -> None:
+        if silent and await self._board.forget_workers(term, list(silent)):
+            facts = [{"worker_id": name, "role": info.role} for name, info in silent.items()]
+            await self._board.add_events([("worker.gone", each) for each in facts])
+
+    async def _show(
+        self,
+        term: int,
+        workers: Mapping[str, WorkerInfo],
+        grants: Sequence[Grant],
+        runs: Sequence[RunFacts],
+        moved_at_ms: Mapping[str, int],
+    ) -> LeasePlan | None:
+        """Write the plan down for people, when it has changed, at most once a second; returns what stands there."""
+        now_s = self._clock.now_s()
+        if self._shown is not None and now_s - self._shown_at_s < PLAN_S:
+            return self._shown
+        rows = tuple(_row(workers[grant.worker_id], grant) for grant in grants)
+        demand = tuple(_demand(run, grants, moved_at_ms[run.run_id]) for run in runs)
+        if self._shown is not None and (self._shown.rows, self._shown.runs) == (rows, demand):
+            return self._shown
+        shown = LeasePlan(
+            controller_id=self._config.worker_id, term=term, made_at_ms=self._clock.wall_ms(), rows=rows, runs=demand
+        )
+        if await self._board.set_plan(shown):
+            self._shown, self._shown_at_s = shown, now_s
+        return self._shown
+
+    async def _tell(self, survey: Survey, lends: Mapping[str, LendSetting], shown: LeasePlan | None) -> None:
+        """Say once of every run that it stands and why, and that it moves again."""
+        now_s = self._clock.now_s()
+        if now_s - self._looked_at_s < LOOK_S:
+            return
+        self._looked_at_s = now_s
+        causes = await diagnose_survey(self._board, survey, lends, shown, await self._board.memory_bytes())
+        events = self._standing.news({run_id: found[0] for run_id, found in causes.items()})
+        for kind, facts in events:
+            log.info(kind, extra=facts)
+        if events:
+            await self._board.add_events(events)
+
+
+class Standing:
+    """Which runs stand, and why, as it was told. What is seen once only (weights on their way, say) is not told."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, str] = {}
+        self._told: dict[str, str] = {}
+
+    def news(self, causes: Mapping[str, Cause]) -> list[tuple[str, dict[str, Any]]]:
+        """Events, of each run's first cause as it is now: one for each change."""
+        events = []
+        for run_id, cause in causes.items():
+            is_steady = self._seen.get(run_id) == cause.code
+            if is_steady and not cause.is_well and self._told.get(run_id) != cause.code:
+                self._told[run_id] = cause.code
+                facts = {"run_id": run_id, "code": cause.code, "text": cause.text, "step": cause.step}
+                events.append(("run.stands", facts))
+            elif cause.is_well and self._told.pop(run_id, None) is not None:
+                events.append(("run.moves", {"run_id": run_id, "code": cause.code, "text": cause.text}))
+        self._seen = {run_id: cause.code for run_id, cause in causes.items()}
+        self._told = {run_id: code for run_id, code in self._told.items() if run_id in causes}
+        return events
+
+
+def _by_worker(survey: Survey) -> dict[str, list[Lease]]:
+    found: dict[str, list[Lease]] = {}
+    for leases in survey.leases.values():
+        for name, lease in leases.items():
+            found.setdefault(name, []).append(lease)
+    return found
+
+
+def _stands(lease: Lease, grant: Grant, term: int) -> bool:
+    """Whether a lease is what was granted; one that has ended is granted anew, under an epoch of its own."""
+    is_whole = lease.slot_count == grant.slot_count
+    return is_whole and term_of(lease) >= term and not has_ended(lease)
+
+
+def _left_behind(workers: Mapping[str, WorkerInfo], survey: Survey) -> list[Lease]:
+    """Leases of workers that are gone."""
+    return [lease for leases in survey.leases.values() for name, lease in leases.items() if name not in workers]
+
+
+def _ended(lease: Lease) -> Lease:
+    """As the event of its end shows it."""
+    return dataclasses.replace(lease, slot_count=0, reason="its worker left or died")
+
+
+def _event(lease: Lease) -> dict[str, Any]:
+    return {
+        "worker_id": lease.worker_id,
+        "run_id": lease.run_id,
+        "slot_count": lease.slot_count,
+        "lease_epoch": lease.lease_epoch,
+        "reason": lease.reason,
+    }
+
+
+def _row(info: WorkerInfo, grant: Grant) -> PlanRow:
+    return PlanRow(
+        worker_id=grant.worker_id,
+        role=info.role,
+        slot_count=grant.slot_count,
+        run_id=grant.run_id,
+        reason=grant.reason if len(grant.reason) <= REASON_LENGTH_MAX else grant.reason[: REASON_LENGTH_MAX - 1] + "…",
+    )
+
+
+def _demand(run: RunFacts, grants: Sequence[Grant], moved_at_ms: int) -> RunDemand:
+    own = [grant for grant in grants if grant.run_id == run.run_id]
+    return RunDemand(
+        run_id=run.run_id,
+        open_count=run.open_count,
+        dedicated_count=sum(grant.slot_count for grant in own if grant.is_standing),
+        borrowed_count=sum(grant.slot_count for grant in own if not grant.is_standing),
+        moved_at_ms=moved_at_ms,
+    )

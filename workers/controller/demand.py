@@ -1,0 +1,240 @@
+"""What a capacity plan is made of, read off the board, and since when it has been so.
+
+- A reading shows one moment. What takes time to know is kept here: how long demand has been gone, a guard shut, a
+  lease in doubt, when a worker was taken back, and how fast its slots were while it was lent.
+- All of it may be lost: a controller that starts anew counts from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.sharing import ALL, LendSetting
+from ...fabric.ports.queue import RunStatus, Survey
+from ...fabric.rules.lending.capacity import Grant, RunFacts, WorkerFacts
+from ...fabric.rules.lending.hours import minute_of_week
+from ...fabric.rules.lending.lease import has_ended
+from ...fabric.rules.lending.terms import LendTerms, terms
+
+__all__ = ["ROLES", "Census"]
+
+ROLES = ("dedicated", "serving")
+WAKE_MS = 10_000  # of a sleeping engine that was never woken: later than any that is known to be quicker
+SAMPLE_COUNT_MIN = 5  # heartbeats in a row under load, before a speed is believed
+SPEED_S = 60.0  # a speed is believed so long after it was last seen: a worker found slow is not tried again at once
+SMOOTHING = 0.2  # of a new sample
+THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots until it does, however much it has open
+
+
+@dataclass(slots=True)
+class _Speed:
+    """Tokens a second of a worker's busy slot, smoothed, over heartbeats with turns running before and after.
+
+    believed_per_s: as it was when it was last known well enough, at at_s.
+    """
+
+    per_s: float = 0.0
+    believed_per_s: float = 0.0
+    sample_count: int = 0
+    at_s: float = -math.inf
+    seen: tuple[int, int] = (-1, 0)  # tokens made and turns running, at the last heartbeat
+
+    def look(self, info: WorkerInfo, now_s: float) -> None:
+        """token_count grows with every heartbeat under load: one that is the same has been seen."""
+        before, self.seen = self.seen, (info.token_count, info.running_count)
+        if before == self.seen:
+            return
+        busy = (before[1] + info.running_count) / 2
+        if not before[1] or not info.running_count or not info.tokens_per_s:
+            self.sample_count = 0 if not info.running_count else self.sample_count
+            return
+        weight = SMOOTHING if self.sample_count else 1.0
+        self.per_s += (info.tokens_per_s / busy - self.per_s) * weight
+        self.sample_count += 1
+        if self.sample_count >= SAMPLE_COUNT_MIN:
+            self.believed_per_s, self.at_s = self.per_s, now_s
+
+    def known(self, now_s: float) -> float | None:
+        """None: it never was known well enough, or too long ago."""
+        return self.believed_per_s if now_s - self.at_s < SPEED_S else None
+
+
+class Census:
+    """Facts for the rules, of one reading after another."""
+
+    def __init__(self) -> None:
+        self._busy_at_s: dict[str, float] = {}
+        self._asked_at_s: dict[str, float] = {}
+        self._shut_at_s: dict[str, float] = {}
+        self._doubt_at_s: dict[str, float] = {}
+        self._withdrawn_at_s: dict[str, float] = {}
+        self._speeds: dict[str, _Speed] = {}
+        self._moved: dict[
+            str, tuple[int, int]
+        ] = {}  # run → what has come of it so far, and since when (fabric's clock)
+
+    def moved_at_ms(self, survey: Survey) -> dict[str, int]:
+        """When something last came of each run: a token, a turn, an end; at first the time of the first reading."""
+        made: dict[str, int] = {}
+        for info, _ in survey.workers.values():
+            if info.run_id is not None:
+                made[info.run_id] = made.get(info.run_id, 0) + info.token_count
+        found: dict[str, tuple[int, int]] = {}
+        for run_id, status in survey.runs.items():
+            sign = sum(status.counters.values()) + made.get(run_id, 0)
+            before = self._moved.get(run_id)
+            found[run_id] = before if before is not None and before[0] == sign else (sign, survey.now_ms)
+        self._moved = found
+        return {run_id: at_ms for run_id, (_, at_ms) in found.items()}
+
+    def workers(
+        self,
+        infos: Iterable[WorkerInfo],
+        survey: Survey,
+        lends: Mapping[str, LendSetting],
+        *,
+        now_s: float,
+        wall_ms: int,
+    ) -> list[WorkerFacts]:
+        """Facts of rollout workers, of those given here."""
+        self._busy_at_s = {name: at_s for name, at_s in self._busy_at_s.items() if name in survey.runs}
+        self._asked_at_s = {name: at_s for name, at_s in self._asked_at_s.items() if name in survey.runs}
+        leased = {
+            name: run_id
+            for run_id, leases in survey.leases.items()
+            for name, lease in leases.items()
+            if not has_ended(lease)
+        }
+        offers = _Offers(lends, minute_of_week(wall_ms))
+        return [
+            self._worker(info, leased.get(info.worker_id), survey.runs, now_s, offers.of(info))
+            for info in infos
+            if info.role in ROLES
+        ]
+
+    def _worker(
+        self,
+        info: WorkerInfo,
+        leased: str | None,
+        runs: Mapping[str, RunStatus],
+        now_s: float,
+        offer: tuple[int | None, str],
+    ) -> WorkerFacts:
+        name = info.worker_id
+        if info.guard_state != "shut":
+            self._shut_at_s.pop(name, None)
+        speed = self._speeds.setdefault(name, _Speed())
+        speed.look(info, now_s)
+        run_id = leased or info.run_id  # what it says of itself is a heartbeat old
+        return WorkerFacts(
+            worker_id=name,
+            model=info.model or "",
+            model_digest=info.model_digest,
+            slot_count=info.slot_count if info.state != "failed" else 0,
+            lend=offer[0],
+            lend_reason=offer[1],
+            headroom_fraction=info.headroom_fraction,
+            run_id=run_id,
+            is_lent=leased is not None,
+            activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it wakes already
+            fetch_ms=_fetch_ms(info, runs.get(run_id or "")) if leased is None else 0,
+            running_count=info.running_count,
+            probe=info.probe,
+            guard_state=info.guard_state,
+            shut_s=now_s - self._shut_at_s.setdefault(name, now_s) if info.guard_state == "shut" else 0.0,
+            open_fraction=info.open_fraction,
+            slot_tokens_per_s=speed.known(now_s),
+            doubt_s=now_s - self._doubt_at_s.get(name, now_s),
+            withdrawn_s=now_s - self._withdrawn_at_s.get(name, -math.inf),
+        )
+
+    def run(self, status: RunStatus, now_s: float) -> RunFacts:
+        """Facts of one run.
+
+        A run whose trajectories all hang or think, or that no agent plays, wants no slots: others would wait for it.
+        """
+        queued, running = status.trajectories["queued"], status.trajectories["running"]
+        open_count, run_id = queued + running, status.config.run_id
+        if sum(status.turns.values()) or not open_count or run_id not in self._asked_at_s:
+            self._asked_at_s[run_id] = now_s
+        if now_s - self._asked_at_s[run_id] >= THINK_S:
+            open_count = 0
+        if open_count or run_id not in self._busy_at_s:
+            self._busy_at_s[run_id] = now_s
+        return RunFacts(
+            run_id=run_id,
+            model=status.config.model,
+            model_digest=status.config.model_digest,
+            weight=status.config.weight,
+            has_weights=status.head_version >= 0,
+            open_count=open_count,
+            idle_s=now_s - self._busy_at_s[run_id],
+            left_tokens=_left_tokens(status, queued, running),
+        )
+
+    def learn(self, facts: Sequence[WorkerFacts], grants: Sequence[Grant], now_s: float) -> None:
+        """What was decided of each worker: doubts begin and end, and those taken back for serving are remembered."""
+        for worker, grant in zip(facts, grants, strict=True):
+            if grant.is_doubted:
+                self._doubt_at_s.setdefault(worker.worker_id, now_s)
+            else:
+                self._doubt_at_s.pop(worker.worker_id, None)
+            if worker.is_lent and grant.is_for_serving and not grant.slot_count:
+                self._withdrawn_at_s[worker.worker_id] = now_s
+        self._forget({worker.worker_id for worker in facts})
+
+    def _forget(self, known: set[str]) -> None:
+        """What is not known any more takes no room."""
+        for table in (self._shut_at_s, self._doubt_at_s, self._withdrawn_at_s, self._speeds):
+            for name in [name for name in table if name not in known]:
+                del table[name]
+
+
+class _Offers:
+    """What serving teams offer at this minute of the week; looked up once for all workers of whom the same is said."""
+
+    def __init__(self, lends: Mapping[str, LendSetting], minute: int) -> None:
+        self._lends = lends
+        self._minute = minute
+        self._named = frozenset(lends[ALL].names) if ALL in lends else frozenset()
+        self._found: dict[tuple[str, str, bool], LendTerms] = {}
+
+    def of(self, info: WorkerInfo) -> tuple[int | None, str]:
+        """Slots that a worker may be lent for, and why no more; None: it is dedicated."""
+        if info.role == "dedicated":
+            return None, ""
+        name = info.worker_id if info.worker_id in self._lends else ""
+        key = (name, info.pool, info.worker_id in self._named)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = terms(self._lends, info.worker_id, info.pool, self._minute)
+        if not found.may_lend:
+            return 0, found.reason
+        limit = info.slot_count if found.slot_count_max is None else min(found.slot_count_max, info.slot_count)
+        return limit, found.reason
+
+
+def _activation_ms(info: WorkerInfo) -> int:
+    if info.state != "asleep":
+        return 0
+    return max(1, WAKE_MS if info.wake_ms is None else info.wake_ms)
+
+
+def _fetch_ms(info: WorkerInfo, status: RunStatus | None) -> int:
+    """What fetching weights took last, where it would have to again: they are another run's, or too old."""
+    if status is None or info.run_id != status.config.run_id:
+        return info.stage_ms or 0
+    is_old = status.head_version - info.active_version > status.config.staleness
+    return (info.stage_ms or 0) if is_old else 0
+
+
+def _left_tokens(status: RunStatus, queued: int, running: int) -> float | None:
+    """Expected of a mean open trajectory: a queued one has all of its tokens to make, a running one half of them."""
+    ended = status.counters.get("trajectories_completed", 0)
+    if not ended or not queued + running:
+        return None
+    share = (queued + running / 2) / (queued + running)
+    return share * status.counters.get("tokens", 0) / ended

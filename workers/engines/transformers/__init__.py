@@ -1,0 +1,1 @@
+"""The embedded engine: the transformers library on a CPU or one GPU."""

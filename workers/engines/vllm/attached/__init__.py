@@ -1,0 +1,1 @@
+"""An existing vLLM server, by its URL."""

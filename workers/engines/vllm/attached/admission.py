@@ -1,0 +1,120 @@
+"""Which requests of a server's door run at the server now, and which wait on our side.
+
+- Oldest first. A lowered running count, or a hold, cuts the youngest: they are ended at the server, keep their tokens,
+  and are asked again from there.
+- A limit on KV tokens admits by what a request may come to hold; those that run go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...base import EngineLimits
+from ..common.backend import Ask
+from .client import Attempt
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request. made: tokens so far. attempt: what runs for it at the server, if anything."""
+
+    ask: Ask
+    made: list[int] = field(default_factory=list)
+    attempt: Attempt | None = None
+    is_aborted: bool = False
+    may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def kv_tokens_max(self) -> int:
+        """Tokens whose keys and values it may come to hold."""
+        return len(self.ask.input_ids) + self.ask.token_count_max
+
+    def stop(self) -> None:
+        """Wait from now on."""
+        self.may_go_on.clear()
+        if self.attempt is not None:
+            self.attempt.cut()
+            self.attempt = None
+
+    def wake(self) -> None:
+        """Look again at what there is to do, whatever it is doing."""
+        self.stop()
+        self.may_go_on.set()
+
+
+class Turns:
+    """All open requests, oldest first. slot_count: most that run at once."""
+
+    def __init__(self, slot_count: int) -> None:
+        self._slot_count = slot_count
+        self._turns: dict[str, Turn] = {}
+        self._limits = EngineLimits()
+        self._is_held = False
+        self._is_over = False
+
+    @property
+    def running_count(self) -> int:
+        """Requests that run at the server."""
+        return sum(turn.attempt is not None for turn in self._turns.values())
+
+    def add(self, ask: Ask) -> Turn:
+        """A new one, the youngest."""
+        turn = self._turns[ask.request_id] = Turn(ask)
+        self._arrange()
+        return turn
+
+    def remove(self, turn: Turn) -> None:
+        """It has ended, or nobody wants it any more."""
+        turn.stop()
+        if self._turns.get(turn.ask.request_id) is turn:
+            del self._turns[turn.ask.request_id]
+            self._arrange()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """They make no more tokens."""
+        for turn in [self._turns[name] for name in request_ids if name in self._turns]:
+            turn.is_aborted = True
+            turn.wake()
+        self._arrange()
+
+    def wake_all(self) -> None:
+        """The server is gone: each finds out, and nothing waits any more."""
+        self._is_over = True
+        for turn in list(self._turns.values()):
+            turn.wake()
+
+    def hold(self, is_held: bool) -> None:
+        """Whether all wait."""
+        self._is_held = is_held
+        self._arrange()
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """From now on. Of a limit on the tokens of a step only 0 has an effect: nothing runs."""
+        self._limits = limits
+        self._arrange()
+
+    def _arrange(self) -> None:
+        if self._is_over:
+            return
+        turns = [turn for turn in self._turns.values() if not turn.is_aborted]
+        running_max = self._running_max()
+        kv_tokens = sum(turn.kv_tokens_max for turn in turns if turn.attempt is not None)
+        is_full = False
+        for index, turn in enumerate(turns):
+            if index >= running_max:
+                turn.stop()
+            elif turn.attempt is None:
+                kv_tokens += turn.kv_tokens_max
+                is_full = is_full or (self._limits.kv_tokens is not None and kv_tokens > self._limits.kv_tokens)
+                if is_full:
+                    turn.stop()
+                else:
+                    turn.may_go_on.set()
+
+    def _running_max(self) -> int:
+        if self._is_held or self._limits.step_tokens == 0:
+            return 0
+        own = self._limits.running_count
+        return self._slot_count if own is None else min(self._slot_count, own)

@@ -1,0 +1,215 @@
+"""The door to an existing vLLM OpenAI server, by its URL.
+
+- The server is unmodified. What it can do is found by trying (routes.py, weights.py); what it cannot is
+  said in `abilities.notes`, with what to start it with.
+- It is ours alone while it rolls out: commits and the prefix cache are everybody's who uses it.
+- Requests are streams that outlive holds and lost connections (streams.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+from .....fabric.contract.errors import EngineError, EngineUnsupported
+from ....serving.guarding.guard import GuardOrders
+from ...base import EngineLimits, TurnsAtCommit, Writes
+from ..common.arena import Mirror
+from ..common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
+from .admission import Turns
+from .client import Client
+from .model import ServedModel
+from .place import check_place
+from .routes import PROCESSED, CompletionsRoute, find_route, reports_processed_logprobs
+from .streams import Streams
+from .weights import ServerWeights, find_weights
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+SLEEP_S = 120.0
+
+RAW_NOTE = f"it samples at temperature 1 or 0 only, as its log-probabilities are those before temperature: {PROCESSED}"
+TEXT_NOTE = "it also turns tokens into text, which costs it time: start it with --enable-scale-out"
+SLEEP_NOTE = "it cannot sleep: that needs a GPU, --enable-sleep-mode, and VLLM_SERVER_DEV_MODE=1 in its environment"
+NOTES = (
+    "a limit on the tokens of a step cannot be set from outside: start the server with --max-num-batched-tokens",
+    "how full its KV cache is, is not shown here: see its /metrics",
+)
+
+
+class ServerDoor:
+    """See door.Door for what each method promises."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        slot_count: int,
+        context_tokens_max: int | None,
+        api_key: str | None = None,
+        model: str = "",
+    ) -> None:
+        """api_key: None: the environment's VLLM_API_KEY. model: the name that it is served by; "": the first.
+
+        Raises:
+            ConfigError: `url` is none.
+        """
+        self._client = Client(url, api_key or os.environ.get(API_KEY_VARIABLE))
+        self._context_tokens_max = context_tokens_max
+        self._model = model
+        self._turns = Turns(slot_count)
+        self._facts: ModelFacts | None = None
+        self._abilities: Abilities | None = None
+        self._weights: ServerWeights | None = None
+        self._streams: Streams | None = None
+        self._is_processed = False
+
+    @property
+    def facts(self) -> ModelFacts:
+        assert self._facts is not None, "the door is not open"
+        return self._facts
+
+    @property
+    def abilities(self) -> Abilities:
+        assert self._abilities is not None, "the door is not open"
+        return self._abilities
+
+    # ---- opening and closing
+
+    async def open(self) -> None:
+        client = self._client
+        model = await ServedModel.find(client, self._model)
+        if model.info is not None:
+            check_place(client.url)
+        route = await find_route(client, model.name)
+        self._is_processed = await reports_processed_logprobs(client, model.name)
+        weights = self._weights = await find_weights(client, model)
+        limits = [limit for limit in (self._context_tokens_max, model.context_tokens_max) if limit is not None]
+        self._facts = ModelFacts(
+            name=model.name,
+            layout=weights.layout,
+            context_tokens_max=min(limits),
+            vocabulary_size=model.vocabulary_size,
+        )
+        self._abilities = Abilities(
+            name=f"vllm server {model.server_version}",
+            weights=weights.kind,
+            sleeps=model.can_sleep,
+            notes=(*weights.notes, *self._notes(model, makes_text=isinstance(route, CompletionsRoute))),
+        )
+        self._streams = Streams(client, route, self._turns)
+
+    def _notes(self, model: ServedModel, *, makes_text: bool) -> Iterator[str]:
+        if not self._is_processed:
+            yield RAW_NOTE
+        if makes_text:
+            yield TEXT_NOTE
+        if not model.can_sleep:
+            yield SLEEP_NOTE
+        yield from NOTES
+
+    async def close(self) -> None:
+        """The server runs on, without our requests."""
+        if self._streams is not None:
+            await self._streams.close()
+        with contextlib.suppress(EngineError, OSError):
+            if self._weights is not None:
+                await self._weights.close()
+        await self._client.close()
+
+    @property
+    def _open_streams(self) -> Streams:
+        if self._streams is None:
+            raise EngineError("the server's door is not open")
+        return self._streams
+
+    def check(self) -> None:
+        self._open_streams.check()
+
+    # ---- requests
+
+    def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
+        """Raises EngineError when log-probabilities at this temperature would not be those sampled from."""
+        if not self._is_processed and ask.sampling.temperature not in (0.0, 1.0):
+            raise EngineError(
+                f"temperature {ask.sampling.temperature} cannot be used with vLLM server {self._client.url}, which"
+                f" reports log-probabilities before temperature: start it with {PROCESSED}, or sample at 1",
+                temperature=ask.sampling.temperature,
+            )
+        return self._open_streams.stream(ask)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._turns.abort(request_ids)
+
+    # ---- holding and limits
+
+    async def hold(self) -> None:
+        self._turns.hold(True)
+
+    async def release(self) -> None:
+        self._turns.hold(False)
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        self._turns.set_limits(limits)
+
+    def pulse(self) -> Pulse:
+        """step_count: events that brought tokens, of all streams. kv_used_fraction: not known, 0."""
+        running_count = self._turns.running_count
+        return Pulse(step_count=self._open_streams.event_count, running_count=running_count, kv_used_fraction=0.0)
+
+    # ---- weights
+
+    def guard_from_now(self) -> None:
+        """Its guard, if any, is its owner's."""
+
+    def order(self, orders: GuardOrders) -> None:
+        """As above."""
+
+    def guard_said(self) -> bytes | None:
+        return None
+
+    def check_turns(self, turns: TurnsAtCommit) -> None:
+        """A held request is ended at the server and asked again, so its KV cache is gone."""
+        if turns == "keep":
+            raise EngineUnsupported(
+                f"vLLM server {self._client.url} cannot keep the KV cache of requests in flight at a commit: it is"
+                " computed again. A vLLM in the worker's own process keeps it",
+                url=self._client.url,
+            )
+
+    async def write(self, writes: Writes, version: int) -> None:
+        self.check()
+        assert self._weights is not None
+        await self._weights.write(writes, version)
+
+    async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
+        """Every write has done so."""
+
+    async def read(self, into: Mirror) -> None:
+        self.check()
+        assert self._weights is not None
+        await self._weights.read(into)
+
+    # ---- sleeping
+
+    async def sleep(self) -> None:
+        """Unverified on a GPU."""
+        self._check_sleeps()
+        await self._client.ask("POST", "/sleep?level=1&mode=keep", timeout_s=SLEEP_S)
+
+    async def wake(self) -> None:
+        """Unverified on a GPU."""
+        self._check_sleeps()
+        reply = await self._client.ask("POST", "/wake_up", timeout_s=SLEEP_S)
+        if reply["status"] != "awake":
+            raise EngineError(f"vLLM server {self._client.url} is still partly asleep after waking: see its log")
+
+    async def release_kv(self) -> None:
+        raise EngineUnsupported(f"vLLM server {self._client.url} has no route for giving its KV cache's memory back")
+
+    async def take_kv(self) -> None:
+        """There is nothing to take."""
+
+    def _check_sleeps(self) -> None:
+        if not self.abilities.sleeps:
+            raise EngineUnsupported(f"vLLM server {self._client.url}: {SLEEP_NOTE}")

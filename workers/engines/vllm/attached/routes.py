@@ -1,0 +1,157 @@
+"""The two routes by which a vLLM server makes tokens of tokens, and what its log-probabilities mean.
+
+- Everything that the server's generation config could set is sent, so that the distribution is the model's own.
+- /inference/v1/generate: ids in, ids out, nothing turned into text; only where scale-out is enabled.
+- /v1/completions: on every server; it also makes text, which is thrown away.
+- JSON carries float32 exactly (as the shortest decimal of its double); vLLM sends -9999 for minus infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .....fabric.contract.errors import EngineError
+from ..common.backend import Ask
+from .client import Client
+
+# What a generation config may change, at the values that change nothing.
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "ignore_eos": True,
+    "n": 1,
+}
+PROBE_IDS = [0]
+PROBE_TEMPERATURE = 0.05  # far from 1: log-probabilities after temperature then differ by more than rounding
+PROBE_TOP = 5
+SAME = 0.01  # nats; bfloat16 and other batches move a log-probability by less
+PROCESSED = "--logprobs-mode processed_logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One event. finish_reason: as vLLM says, "" while it goes on. cached_token_count: None: not told."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    finish_reason: str = ""
+    cached_token_count: int | None = None
+
+
+class Route(Protocol):
+    """A way to ask for tokens."""
+
+    path: str
+
+    def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]: ...
+
+    def piece(self, event: Mapping[str, Any]) -> Piece: ...
+
+
+class GenerateRoute:
+    """/inference/v1/generate."""
+
+    path = "/inference/v1/generate"
+
+    def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]:
+        """What to send."""
+        parameters = {**_parameters(ask, token_count_max, seed), "detokenize": False}
+        return {"token_ids": input_ids, "sampling_params": parameters, **_STREAMED}
+
+    def piece(self, event: Mapping[str, Any]) -> Piece:
+        """What came."""
+        if not event["choices"]:
+            return Piece(cached_token_count=_cached_token_count(event))
+        choice = event["choices"][0]
+        content = (choice["logprobs"] or {}).get("content") or ()
+        logprobs = [entry["logprob"] for entry in content]
+        return Piece(choice["token_ids"] or (), logprobs, choice["finish_reason"] or "")
+
+
+class CompletionsRoute:
+    """/v1/completions. model: the name that it is served by."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]:
+        """What to send."""
+        own = {"model": self._model, "prompt": input_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return {**own, **_parameters(ask, token_count_max, seed), **_STREAMED}
+
+    def piece(self, event: Mapping[str, Any]) -> Piece:
+        """What came."""
+        if not event["choices"]:
+            return Piece(cached_token_count=_cached_token_count(event))
+        choice = event["choices"][0]
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+        return Piece(choice.get("token_ids") or (), logprobs, choice.get("finish_reason") or "")
+
+
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def _parameters(ask: Ask, token_count_max: int, seed: int | None) -> dict[str, Any]:
+    sampling = ask.sampling
+    given = {
+        "temperature": sampling.temperature,
+        "max_tokens": token_count_max,
+        "stop_token_ids": list(sampling.stop_ids),
+        "logprobs": 0,
+    }
+    return {**NEUTRAL, **given, **({} if seed is None else {"seed": seed})}
+
+
+def _cached_token_count(event: Mapping[str, Any]) -> int | None:
+    details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+    count: int | None = details.get("cached_tokens")
+    return count
+
+
+async def find_route(client: Client, model: str) -> Route:
+    """The better of the routes that this server has."""
+    parameters = {**NEUTRAL, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    reply = await client.call("POST", GenerateRoute.path, {"token_ids": PROBE_IDS, "sampling_params": parameters})
+    return GenerateRoute() if reply.is_ok else CompletionsRoute(model)
+
+
+async def reports_processed_logprobs(client: Client, model: str) -> bool:
+    """Whether log-probabilities are those after temperature, found by asking the same at two temperatures.
+
+    Raises:
+        EngineError: they are no log-probabilities.
+    """
+    at_one = await _top_logprobs(client, model, 1.0)
+    at_low = await _top_logprobs(client, model, PROBE_TEMPERATURE)
+    if any(sum(map(math.exp, found.values())) > 1 + SAME for found in (at_one, at_low)):
+        raise EngineError(
+            f"vLLM server {client.url} reports logits where log-probabilities are asked for: start it with {PROCESSED}",
+            url=client.url,
+        )
+    likely = at_one.keys() & at_low.keys()  # one of each may be the token that was drawn, and likely nowhere else
+    return any(abs(at_one[token] - at_low[token]) > SAME for token in likely)
+
+
+async def _top_logprobs(client: Client, model: str, temperature: float) -> dict[str, float]:
+    body = {
+        **NEUTRAL,
+        "model": model,
+        "prompt": PROBE_IDS,
+        "max_tokens": 1,
+        "logprobs": PROBE_TOP,
+        "return_tokens_as_token_ids": True,
+        "temperature": temperature,
+    }
+    data = await client.ask("POST", CompletionsRoute.path, body)
+    found: dict[str, float] = data["choices"][0]["logprobs"]["top_logprobs"][0]
+    return found

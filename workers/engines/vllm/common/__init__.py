@@ -1,0 +1,1 @@
+"""What every way to a vLLM shares: the backend protocol, settings, logs and memory."""

@@ -1,0 +1,178 @@
+"""What the vLLM engine asks of a vLLM, in this process (local.py) or behind a URL (engines/vllm/attached/backend.py).
+
+- A door knows requests by name and streams their tokens; who waits, what was aborted and who holds the engine for
+  which reason is engine.py's.
+- Holding is not counted here: `hold` and `release` come in pairs, one at a time.
+- Whatever vLLM raises leaves a door as EngineError, short, with the place of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from .....fabric.contract.records import Sampling
+from .....fabric.format.layout import Layout
+from ....serving.guarding.guard import GuardOrders
+from ...base import EngineLimits, TurnsAtCommit, Writes
+
+if TYPE_CHECKING:
+    from .arena import Mirror
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known of the model once the door is open. context_tokens_max: most tokens of prompt and completion."""
+
+    name: str
+    layout: Layout
+    context_tokens_max: int
+    vocabulary_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request as a door gets it.
+
+    input_ids: prompt and prior tokens; the last `prior_count` of them are prior. token_count_max: new tokens, at least
+    one.
+    """
+
+    request_id: str
+    input_ids: list[int]
+    token_count_max: int
+    sampling: Sampling
+    prior_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The next tokens of a stream.
+
+    logprobs: natural log under the distribution sampled from (temperature 0: at temperature 1), one a token.
+    finish_reason: stop, length or abort in the last chunk, else "".
+    marks: (first token, version) of each stretch so far, as vLLM tells; None: it does not, the engine keeps its own.
+    cached_token_count: tokens of the prompt found in the prefix cache; in the last chunk at the latest.
+    """
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    finish_reason: str = ""
+    marks: Sequence[tuple[int, int]] | None = None
+    cached_token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """Signs of life. step_count: grows with every step that ran a token. running_count: requests in the batch."""
+
+    step_count: int
+    running_count: int
+    kv_used_fraction: float
+    kv_capacity_tokens: int = 0  # 0: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What this vLLM can do, found by trying, in words for a person where it can not."""
+
+    name: str  # as it is shown: "vllm 0.32.0 (cpu)", "vllm server 0.32.0"
+    weights: str  # "deltas", "reload" or "fixed"
+    sleeps: bool = False
+    notes: tuple[str, ...] = field(default=())  # what is missing, and what to start the server with
+
+
+class Door(Protocol):
+    """One vLLM. Every method may raise EngineError."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def abilities(self) -> Abilities: ...
+
+    async def open(self) -> None:
+        """Start it, or find out about it."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and everything it started; never raises."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineError if it is gone."""
+        ...
+
+    def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
+        """Begin a request; ends after a chunk with a finish_reason. Closing it earlier ends the request."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; each stream's last chunk then says "abort", or how it had ended by itself."""
+        ...
+
+    async def hold(self) -> None:
+        """No step after this returns, and every token made before it has been streamed. Streams stay open."""
+        ...
+
+    async def release(self) -> None:
+        """Go on after `hold`."""
+        ...
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """From the next step on."""
+        ...
+
+    def pulse(self) -> Pulse:
+        """Now; costs microseconds."""
+        ...
+
+    def guard_from_now(self) -> None:
+        """From here on its steps are under the guard that it was opened with, if any."""
+        ...
+
+    def order(self, orders: GuardOrders) -> None:
+        """From the next step on; nothing without a guard."""
+        ...
+
+    def guard_said(self) -> bytes | None:
+        """What the guard said last, see engines/vllm/step/serving_guard.py; None: nothing, or ask again."""
+        ...
+
+    def check_turns(self, turns: TurnsAtCommit) -> None:
+        """Raise EngineUnsupported if that cannot become of requests in flight at a commit."""
+        ...
+
+    async def write(self, writes: Writes, version: int) -> None:
+        """Write stored bits in place and name them `version`; called while held.
+
+        Raises:
+            WeightError: not written; says whether the engine still holds what it held.
+        """
+        ...
+
+    async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
+        """Requests that begin from now on share nothing that was computed until now; called while held, after `write`.
+
+        turns: "keep": those in flight keep their KV cache; "recompute": it is computed again.
+        """
+        ...
+
+    async def read(self, into: Mirror) -> None:
+        """Fill `into` with the stored bits that it computes with."""
+        ...
+
+    async def sleep(self) -> None:
+        """See Engine.sleep. Raises EngineUnsupported."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def release_kv(self) -> None:
+        """Unmap the KV cache, keeping the weights; no request may be inside. Raises EngineUnsupported."""
+        ...
+
+    async def take_kv(self) -> None:
+        """Map it again; vLLM then goes on by itself."""
+        ...

@@ -1,0 +1,52 @@
+"""What a checkpoint's tensors are called, learned without loading it.
+
+- Names and shapes are those that the trainer's torch model gives, not those that vLLM fuses them into.
+- The model is built on the meta device: no memory, no arithmetic, so a process that did it may still be forked.
+"""
+
+from __future__ import annotations
+
+from .....fabric.contract.errors import EngineError
+from .....fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
+
+
+def checkpoint_layout(model_path: str, dtype: str) -> Layout:
+    """The layout of AutoModelForCausalLM.named_parameters(): tied parameters once.
+
+    Args:
+        model_path: directory with a config.json, or hub name.
+        dtype: torch's name without the prefix; "auto": what the config says, float32 where it says nothing.
+
+    Raises:
+        EngineError: no such checkpoint, or transformers does not know the model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if dtype != "auto" and dtype not in ELEMENT_BYTES:
+        raise EngineError(f"dtype {dtype!r} is none of {', '.join(ELEMENT_BYTES)}", dtype=dtype)
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise EngineError(
+            f"the tensors of model {model_path!r} can not be listed: {error}. It must be a directory with a config.json"
+            " or a hub name, of a causal language model that transformers knows",
+            model=model_path,
+        ) from error
+    return Layout(
+        tuple(
+            TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+            for name, parameter in model.named_parameters()  # yields tied parameters once
+        )
+    )
+
+
+def vocabulary_size(model_path: str) -> int:
+    """Token ids that the model knows, from 0. The config must be there: see `checkpoint_layout`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    return int(config.get_text_config().vocab_size)

@@ -1,0 +1,1 @@
+"""Weights written in place in vLLM's worker processes."""

@@ -1,0 +1,122 @@
+"""One rank's part of a model, in vLLM's worker process: staged in a thread beside the live weights, then committed.
+
+- The thread only reads live weights; only a commit writes them, and it comes after the rank's answer.
+- A newer order, or a commit of another kind, makes what was staged before it void.
+- Sums of the live part are carried from commit to commit; where they are not known they are made anew.
+- Whatever goes wrong in staging is this rank's answer: vLLM itself hears nothing of it.
+- On a GPU the part is copied to the host first, while vLLM makes no step; unverified there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from functools import cached_property
+from pathlib import Path
+
+from .....fabric.contract.errors import WeightError
+from .....fabric.format.manifest import Sums
+from .....fabric.versions.rank_parts import ShardMap
+from .....fabric.versions.rank_reader import ShardReader
+from .....fabric.versions.rank_stage import ShardStage, failed_vote, vote
+from .....fabric.versions.stage import Staged
+from ...base import Bits
+from .pieces import integers
+from .placement import Placement
+from .rank_answers import Answer, StageOrder, give_answer
+from .rank_map import shard_map
+from .version_files import MappedVersions
+
+log = logging.getLogger(__name__)
+
+
+class RankPart:
+    """What rank `rank` holds of a model."""
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self._placement = placement
+        self._rank = rank
+        self._memories = {memory.name: memory for memory in placement.memories.values()}
+        self._lock = threading.Lock()
+        self._ticket = ""  # of the newest order
+        self._staged: Staged | None = None
+        self._version = -1  # that `_sums` are of
+        self._sums: Sums | None = None
+
+    @cached_property
+    def _map(self) -> ShardMap:
+        return shard_map(self._placement)
+
+    def begin(self, order: StageOrder) -> None:
+        """Stage in a thread; the answer says how it went. Never raises."""
+        self.forget(order.ticket)
+        sums = self._sums if order.have == self._version else None
+        try:
+            # Now: later who asked may have closed the files, and a GPU's weights may be asleep.
+            source, live = MappedVersions(order.files), self._live()
+        except Exception as error:  # whatever it is, the others wait for this rank's answer
+            log.warning("weights.part_not_staged", exc_info=True)
+            _fail(order, self._rank, error)
+            return
+        threading.Thread(target=self._work, args=(order, source, live, sums), name="stage-part", daemon=True).start()
+
+    def commit(self, ticket: str) -> None:
+        """Write what was staged under this ticket, in place.
+
+        Raises:
+            WeightError: nothing is; nothing was written.
+        """
+        with self._lock:
+            staged = self._staged if ticket == self._ticket else None
+        if staged is None:
+            raise WeightError(f"rank {self._rank} has not staged what it is to commit: stage it again")
+        for name, (indices, values) in staged.writes().items():
+            flat, bits = self._memories[name].flat, integers(values)
+            if indices is None:
+                flat.copy_(bits)
+            else:
+                flat.index_copy_(0, integers(indices).to(flat.device), bits.to(flat.device))
+        self.forget()
+        self._version, self._sums = staged.version, staged.sums
+
+    def forget(self, ticket: str = "") -> None:
+        """Whatever is staged, or being staged, is void. ticket: of what comes next."""
+        with self._lock:
+            self._ticket, self._staged = ticket, None
+
+    def was_written(self) -> None:
+        """Somebody else has written the live weights."""
+        self.forget()
+        self._version, self._sums = -1, None
+
+    def _work(self, order: StageOrder, source: MappedVersions, live: dict[str, Bits], sums: Sums | None) -> None:
+        try:
+            reader = ShardReader(source, self._map, gap_bytes=0)  # in memory one more range costs nothing
+            stage = ShardStage(self._map, live, order.have, sums)
+            staged = asyncio.run(reader.stage(source.manifests, stage))
+            with self._lock:
+                if self._ticket != order.ticket:
+                    return
+                self._staged = staged
+            answer = Answer(
+                vote=vote(self._rank, self._map, staged),
+                fetched_bytes=reader.fetched_bytes,
+                changed_count=staged.changed_count,
+            )
+            with contextlib.suppress(OSError):  # nobody waits for it any more
+                give_answer(Path(order.answers), answer)
+        except Exception as error:
+            log.warning("weights.part_not_staged", exc_info=True)
+            _fail(order, self._rank, error)
+
+    def _live(self) -> dict[str, Bits]:
+        """Stored bits of the part, flat: the memory itself on a CPU, a copy on a GPU."""
+        flats = {spec.name: self._memories[spec.name].flat.cpu().numpy() for spec in self._map.local.tensors}
+        return {spec.name: flats[spec.name].view(spec.bits_dtype) for spec in self._map.local.tensors}
+
+
+def _fail(order: StageOrder, rank: int, error: Exception) -> None:
+    with contextlib.suppress(OSError):
+        give_answer(Path(order.answers), Answer(vote=failed_vote(rank, error)))

@@ -1,0 +1,194 @@
+"""Weight transfer in vLLM's worker processes: commits from shared memory, written in place, on every rank its part.
+
+- All of a commit is checked before any of it is written: names, dtypes, counts, positions. A bad one changes nothing.
+- What is checked depends on the commit alone, so all ranks of a model take it or none does.
+- After a commit, vLLM computes with the new weights: setting up refuses every layer that would not (copied_weights.py).
+- Orders may come from anybody who reaches the server's port: of paths only the memory and directories of a worker of
+  this user are taken, by what they are and never by where they lie.
+- Caches of what older weights computed (KV, prefixes) are the caller's to reset.
+
+vLLM finds the class under the backend name "rollfab" (plugin.py). Tensors are written by the same code on every device;
+it is unverified on a GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from .....fabric.contract.errors import WeightError, WireError
+from .....fabric.format.layout import Layout
+from ...base import Writes
+from ...writes import check_writes
+from ..common.arena import PARCEL, Mirror, unpack
+from ..common.shared import open_shared
+from .copied_weights import check_live, derive_again, derived_names
+from .loader_trace import record, rehearse
+from .packing import pack_again
+from .pieces import integers
+from .placement import Coverage, Placement, check_covered
+from .rank_answers import StageOrder, check_directory
+from .rank_part import RankPart
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """layout: rows [name, dtype, shape] of the model that commits are for."""
+
+    layout: list[list[Any]]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Exactly one of these.
+
+    parcel: a file that holds a commit. data: a commit as base64. export: a Mirror's file to fill. stage: a row of
+    StageOrder, for every rank its part. commit: the ticket of what the ranks have staged.
+    """
+
+    parcel: str | None = None
+    data: str | None = None
+    export: str | None = None
+    stage: dict[str, Any] | None = None
+    commit: str | None = None
+
+    def __post_init__(self) -> None:
+        values = (self.parcel, self.data, self.export, self.stage, self.commit)
+        if sum(value is not None for value in values) != 1:
+            raise WeightError(
+                "an update is one of parcel (a path), data (base64), export (a path), stage and commit (a ticket)"
+            )
+
+
+class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """The backend "rollfab"; one in each worker process, made by vLLM after the model is loaded."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._placement: Placement | None = None
+        self._part: RankPart | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Find the place of every tensor; may be called again, with another layout.
+
+        Raises:
+            LayoutMismatch: vLLM's model is not of this layout.
+            EngineUnsupported: it has layers that can not be written in place.
+        """
+        self._placement = self._part = None
+        layout = Layout.from_rows(init_info.layout)
+        placement: Placement | None = None
+        problem = ""
+        try:
+            check_live(self.model)
+            placement = record(self.model, layout, derived_names(self.model))
+            rehearse(self.model, placement)
+        except Exception as error:  # the other ranks wait for what this one tells
+            log.warning("weights.set_up_failed", exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+        ranks = _told_by_all((problem, None if placement is None else placement.coverage()))
+        problems = [told for told, _ in ranks if told]
+        if problems:
+            raise WeightError(problems[0])
+        check_covered(layout, [coverage for _, coverage in ranks if coverage is not None])
+        assert placement is not None
+        placement.fill_padding()
+        pack_again(self.model)
+        self._placement = placement
+        self._part = RankPart(placement, get_world_group().rank_in_group)
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: parameters keep their memory."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish: a commit is complete when `receive_weights` returns."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Write a commit, or fill a mirror with the live weights, or begin to stage this rank's part.
+
+        Raises:
+            WeightError: it is no commit for this model; nothing was written.
+        """
+        if self._placement is None or self._part is None:
+            raise WeightError("weight transfer is not set up: call init_weight_transfer_engine with a layout first")
+        if update_info.export is not None:
+            _export(self._placement, Path(update_info.export))
+            return
+        if update_info.stage is not None:
+            order = StageOrder.from_row(update_info.stage)
+            check_directory(Path(order.answers))
+            self._part.begin(order)
+            return
+        with torch.no_grad():
+            if update_info.commit is not None:
+                self._part.commit(update_info.commit)
+            else:
+                _write(self._placement, self._part, _read(update_info))
+            derive_again(self.model, self.model_config.dtype)
+            pack_again(self.model)
+
+    def shutdown(self) -> None:
+        """Let go of the model's memory."""
+        self._placement = self._part = None
+
+
+def _read(update_info: UpdateInfo) -> Writes:
+    try:
+        if update_info.data is not None:
+            return unpack(memoryview(bytearray(base64.b64decode(update_info.data, validate=True))))
+        handle = open_shared(str(update_info.parcel), PARCEL)
+        try:
+            return unpack(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY))  # private: nobody writes into the sender's
+        finally:
+            os.close(handle)
+    except (OSError, ValueError, binascii.Error, WireError) as error:
+        raise WeightError(f"nothing was written: the commit can not be read: {error}") from error
+
+
+def _write(placement: Placement, part: RankPart, writes: Writes) -> None:
+    check_writes(placement.layout, writes)
+    part.was_written()
+    for name, (indices, values) in writes.items():
+        if indices is None:
+            placement.write_all(name, integers(values))
+        else:
+            placement.write_some(name, integers(indices), integers(values))
+
+
+def _export(placement: Placement, path: Path) -> None:
+    try:
+        mirror = Mirror(placement.layout, path)
+    except (OSError, ValueError) as error:
+        raise WeightError(f"the weights can not be read out into {path}: {error}") from error
+    for name, bits in mirror.bits.items():
+        placement.read(name, integers(bits))
+
+
+def _told_by_all(mine: tuple[str, Coverage | None]) -> list[tuple[str, Coverage | None]]:
+    """What every rank of the model tells, in rank order; all must call it."""
+    group = get_world_group()
+    if group.world_size == 1:
+        return [mine]
+    told: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(told, mine, group=group.cpu_group)
+    return told

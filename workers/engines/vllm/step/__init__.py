@@ -1,0 +1,1 @@
+"""Inside vLLM's EngineCore: what each step asks and tells."""

@@ -1,0 +1,163 @@
+"""Seeing that written weights change an answer, before the first turn relies on it.
+
+- Some backends compute with packed copies of their weights: writing the parameter then does nothing, and nobody is
+  told. Here one tensor of every kind is changed, and an answer must change with it; afterwards all is as it was.
+- Only a part of a tensor is written, as a delta would: the rows of the prompt's own tokens among them.
+- Weights made up by vLLM ("dummy") are so small that most of them change nothing that a float32 can show; others are
+  written for the time of the probe.
+- Where whole checkpoints are loaded, only the embedding is tried: an output layer tied to it may be forgotten.
+- Experts are left out: a short prompt need not reach one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....fabric.contract.errors import EngineError
+from ....fabric.contract.records import Sampling
+from ....fabric.format.layout import Layout, TensorSpec
+from ..base import Bits, GenerationRequest, Writes
+
+if TYPE_CHECKING:
+    from .common.backend import ModelFacts
+    from .engine import VllmEngine
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 16
+ROWS = 48  # of a matrix that are written: those of the prompt's tokens, and as many that it does not have
+TIMEOUT_S = 120.0
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class _Staged:
+    version: int
+    tensors: Writes
+
+    def writes(self) -> Writes:
+        return self.tensors
+
+
+async def probe_writes(engine: VllmEngine, facts: ModelFacts, *, is_dummy: bool, is_whole: bool = False) -> None:
+    """Require that the engine computes with the weights that are written.
+
+    Args:
+        is_dummy: its weights are made up.
+        is_whole: a commit is a checkpoint, loaded by vLLM itself.
+
+    Raises:
+        EngineError: it does not; names the parameters.
+    """
+    before = await _answer(engine, facts)
+    if is_dummy:
+        found = {name: bits.copy() for name, bits in engine.weight_bits().items()}
+        await _write(engine, {name: (None, bits) for name, bits in lively(facts.layout).items()})
+    dead = await _dead_tensors(engine, facts, is_whole=is_whole)
+    if is_dummy:
+        await _write(engine, {name: (None, bits) for name, bits in found.items()})
+    if dead:
+        raise EngineError(
+            f"written weights change nothing: this vLLM computes with copies of {', '.join(dead)}, and would serve old"
+            " weights for ever. Start it with rollfab in its environment and --weight-transfer-config"
+            """ '{"backend": "rollfab"}', or report the model and device"""
+        )
+    if await _answer(engine, facts) != before:
+        raise EngineError("weights that were changed and changed back give another answer: do not use this engine")
+    log.info("engine.writes_are_live", extra={"kind_count": len(one_of_each_kind(facts.layout))})
+
+
+async def _dead_tensors(engine: VllmEngine, facts: ModelFacts, *, is_whole: bool) -> list[str]:
+    """Names of tensors that were written without changing the answer."""
+    dead = []
+    usual = await _answer(engine, facts)
+    for spec in one_of_each_kind(facts.layout):
+        if is_whole and not _is_vocabulary(spec, facts):
+            continue
+        for indices in _places(spec, facts):
+            old = engine.weight_bits()[spec.name][indices].copy()
+            await _write(engine, {spec.name: (indices, shifted(old, spec.dtype))})
+            if await _answer(engine, facts) == usual:
+                dead.append(spec.name)
+            await _write(engine, {spec.name: (indices, old)})
+    return dead
+
+
+def lively(layout: Layout) -> dict[str, Bits]:
+    """Stored bits of a model whose every weight matters."""
+    dice = np.random.default_rng(0)
+    made = {}
+    for spec in (each for each in layout.tensors if each.dtype in FLOATS):
+        values = dice.normal(1.0 if "norm" in spec.name else 0.0, 0.25, spec.element_count)
+        made[spec.name] = _stored(values.astype(np.float32), spec.dtype)
+    return made
+
+
+def one_of_each_kind(layout: Layout) -> list[TensorSpec]:
+    """The first tensor of every name that differs by more than numbers; no experts, no integers."""
+    kinds: dict[str, TensorSpec] = {}
+    for spec in layout.tensors:
+        if "expert" not in spec.name and spec.dtype in FLOATS:
+            kinds.setdefault(re.sub(r"\d+", "0", spec.name), spec)
+    return list(kinds.values())
+
+
+def _places(spec: TensorSpec, facts: ModelFacts) -> list[NDArray[np.int64]]:
+    """Flat positions to write, one set a probe.
+
+    A tied embedding has two: rows of the prompt, seen at the input, and others, seen only at the output.
+    """
+    row_tokens = max(1, spec.element_count // max(1, spec.shape[0])) if spec.shape else 1
+    rows = min(ROWS, spec.shape[0] if spec.shape else 1)
+    is_tied = _is_vocabulary(spec, facts) and not any("lm_head" in other.name for other in facts.layout.tensors)
+    if not is_tied:
+        return [np.arange(rows * row_tokens, dtype=np.int64)]
+    split = PROMPT_TOKENS * row_tokens
+    return [np.arange(split, dtype=np.int64), np.arange(split, rows * row_tokens, dtype=np.int64)]
+
+
+def _is_vocabulary(spec: TensorSpec, facts: ModelFacts) -> bool:
+    return len(spec.shape) == 2 and spec.shape[0] == facts.vocabulary_size >= ROWS
+
+
+def shifted(bits: Bits, dtype: str) -> Bits:
+    """Other values of about the size that these have, as stored bits; never all moved alike."""
+    if dtype == "bfloat16":
+        values = (bits.astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = bits.view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
+    size = max(0.1, float(np.abs(values).max(initial=0.0)))
+    other = (values + size * np.cos(np.arange(values.size) * 0.7)).astype(np.float32)
+    return _stored(other, dtype)
+
+
+def _stored(values: NDArray[np.float32], dtype: str) -> Bits:
+    """float32 values as bits of `dtype`; a bfloat16 is the upper half of a float32."""
+    if dtype == "float16":
+        return values.astype(np.float16).view(np.dtype("<u2"))
+    bits: Bits = values.view(np.dtype("<u4"))
+    if dtype == "bfloat16":
+        bits = (bits >> 16).astype(np.dtype("<u2"))
+    return bits
+
+
+async def _write(engine: VllmEngine, writes: Writes) -> None:
+    await engine.apply(_Staged(-1, writes), turns="recompute")  # what every door can
+
+
+async def _answer(engine: VllmEngine, facts: ModelFacts) -> tuple[Any, ...]:
+    """Tokens and log-probabilities of a greedy answer, as bits."""
+    prompt = np.arange(min(PROMPT_TOKENS, facts.vocabulary_size, facts.context_tokens_max - 4), dtype=np.int32)
+    sampling = Sampling(temperature=0.0, max_tokens=2)
+    engine.generate(GenerationRequest(request_id="probe", prompt_ids=prompt, sampling=sampling))
+    for generation in await engine.finished(TIMEOUT_S):
+        if generation.error is None:
+            return generation.completion_ids.tobytes(), generation.logprobs.tobytes()
+        raise EngineError(f"vLLM cannot answer: {generation.error}")
+    raise EngineError(f"vLLM did not answer within {TIMEOUT_S:.0f} s")

@@ -1,0 +1,1 @@
+"""The reward worker: scores finished rollouts, and keeps house."""

@@ -1,0 +1,158 @@
+"""Putting a worker's engine, or its KV memory alone, to rest, and waking it, as fabric/rules/queue/engine_sleep.py
+decides.
+
+- A change runs in a task of its own: the worker's loop, its heartbeats and its lease go on, and an engine that does not
+  answer is given up after CHANGE_S.
+- While a change is under way the engine is not awake: see `is_awake`, which the worker asks before it does anything.
+- An engine that cannot sleep is asked once. It stays awake, and `sleep_note` says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import EngineError, EngineTimeout, EngineUnsupported
+from ...fabric.rules.queue.engine_sleep import ActivationFacts, ActivationRule, Move, Rest, decide
+
+log = logging.getLogger(__name__)
+
+CHANGE_S = 120.0  # an 8 B model was reported to take 10.6 s to sleep and 6.5 s to wake
+
+
+class Sleeps(Protocol):
+    """What can be put to rest: an engine (engines/base.py), or as one. Both return seconds."""
+
+    async def sleep(self) -> float: ...
+    async def wake(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """How logs and errors call it."""
+
+    noun: str = "engine"
+    not_asleep: str = "the engine did not fall asleep"
+    not_awake: str = "the engine did not wake"
+
+
+class Activation:
+    """The sleep of one engine.
+
+    Attributes:
+        sleep_ms, wake_ms: how long the last change of its kind took; None: there was none.
+        sleep_note: why the engine cannot sleep; None: it can, or was never asked to.
+        error: why it is neither awake nor asleep; None: it is one of them.
+    """
+
+    def __init__(
+        self,
+        engine: Sleeps,
+        rule: ActivationRule,
+        clock: Clock,
+        *,
+        changed: Callable[[], None],
+        words: Words | None = None,
+    ) -> None:
+        """`changed` is called when a change begins and when it has ended."""
+        self.sleep_ms: int | None = None
+        self.wake_ms: int | None = None
+        self.sleep_note: str | None = None
+        self.error: str | None = None
+        self._engine = engine
+        self._rule = rule
+        self._clock = clock
+        self._changed = changed
+        self._words = words or Words()
+        self._rest = Rest.AWAKE
+        self._used_at_s = self._changed_at_s = clock.now_s()
+        self._failure_count = 0
+        self._move = Move.STAY
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the engine may be given anything to do."""
+        return self._rest is Rest.AWAKE and self._move is Move.STAY
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it sleeps, or is falling asleep."""
+        return self._move is Move.SLEEP or (self._rest is Rest.ASLEEP and self._move is Move.STAY)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is awake or asleep, and no change is under way."""
+        return self._rest is not Rest.FAILED and self._move is Move.STAY
+
+    def follow(self, *, has_lease: bool, is_in_use: bool) -> None:
+        """Begin a change, if one is due; never blocks."""
+        if self._task is not None:
+            if not self._task.done():
+                return
+            self._task.result()
+            self._task = None
+        now = self._clock.now_s()
+        if has_lease or is_in_use:
+            self._used_at_s = now
+        facts = ActivationFacts(
+            rest=self._rest,
+            has_lease=has_lease,
+            is_in_use=is_in_use,
+            idle_s=now - self._used_at_s,
+            can_sleep=self.sleep_note is None,
+            failure_count=self._failure_count,
+            quiet_s=now - self._changed_at_s,
+        )
+        self._move = decide(facts, self._rule)
+        if self._move is not Move.STAY:
+            self._task = asyncio.create_task(self._change(self._move), name=f"{self._words.noun} {self._move.value}")
+            self._changed()
+
+    async def close(self) -> None:
+        """Wait for no change any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _change(self, move: Move) -> None:
+        try:
+            await (self._fall_asleep() if move is Move.SLEEP else self._wake_up())
+        except EngineError as error:
+            self._rest, self._failure_count = Rest.FAILED, self._failure_count + 1
+            what = self._words.not_asleep if move is Move.SLEEP else self._words.not_awake
+            self.error = f"{what}: {error}"
+            log.warning(
+                f"{self._words.noun}.not_activated", extra={"error": self.error, "failure_count": self._failure_count}
+            )
+        self._move, self._changed_at_s = Move.STAY, self._clock.now_s()
+        self._changed()
+
+    async def _fall_asleep(self) -> None:
+        try:
+            self.sleep_ms = await _timed(self._engine.sleep())
+        except EngineUnsupported as error:
+            self.sleep_note = str(error)
+            log.info(f"{self._words.noun}.cannot_sleep", extra={"note": self.sleep_note})
+            return
+        self._rest = Rest.ASLEEP
+        log.info(f"{self._words.noun}.asleep", extra={"sleep_ms": self.sleep_ms})
+
+    async def _wake_up(self) -> None:
+        self.wake_ms = await _timed(self._engine.wake())
+        self._rest, self._failure_count, self.error = Rest.AWAKE, 0, None
+        self._used_at_s = self._clock.now_s()
+        log.info(f"{self._words.noun}.awake", extra={"wake_ms": self.wake_ms})
+
+
+async def _timed(change: Awaitable[float]) -> int:
+    """Milliseconds that the engine says it took. Raises EngineError, also when it does not answer."""
+    try:
+        async with asyncio.timeout(CHANGE_S):
+            return round(1000 * await change)
+    except TimeoutError as error:
+        raise EngineTimeout(f"no answer within {CHANGE_S:g} s", timeout_s=CHANGE_S) from error

@@ -1,0 +1,175 @@
+"""What a rollout worker says of itself with every heartbeat.
+
+- The engine, the lease and the weights tell; this puts it into one record.
+- How much of recent prompts was found in the prefix cache: of the last WINDOW_S to twice that.
+- Tokens a second: of the last seconds, older ones ever less, and only of those since turns began to run: a pause before
+  them says nothing of how fast they are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.sharing import GuardView
+from ..engines.base import Engine, EngineStats
+from .readiness import Readiness
+
+if TYPE_CHECKING:
+    from .weights import WeightReceiver
+    from .worker import RolloutConfig
+
+WINDOW_S = 30.0
+SHUT_S = 0.5  # before a guard counts as shut
+PACE_S = 5.0  # time constant of tokens a second
+
+Guarded = Callable[[], GuardView | None]  # what a guard sees and does now; None: it is not up yet
+
+
+class WorkerReport:
+    """Makes one worker's WorkerInfo."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: RolloutConfig,
+        clock: Clock,
+        *,
+        readiness: Readiness,
+        guard: Guarded | None = None,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._readiness = readiness
+        self._guard = guard
+        self._hits = PrefixHits(clock)
+        self._pace = TokenPace(clock)
+
+    def info(
+        self,
+        *,
+        run_id: str | None,
+        active_version: int,
+        running_count: int,
+        trouble: str | None,
+        receiver: WeightReceiver | None,
+        behind: str | None = None,
+        is_stale: bool = False,
+    ) -> WorkerInfo:
+        """Now. trouble: why it is of no use. behind: why the weights are older than the head; is_stale: too old for
+        turns. receiver: of the run's weights.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        stats, readiness = self._engine.stats(), self._readiness
+        view = (self._guard() or GuardView()) if self._guard is not None else None
+        commit = receiver.last if receiver is not None else None
+        unseen = view.probe_trouble if view else None
+        error = trouble or unseen or (behind if is_stale else None)
+        if trouble:
+            state = "failed"
+        elif unseen:
+            state = "waiting"
+        elif readiness.is_asleep:
+            state = "asleep"
+        else:
+            is_fetching = active_version < 0 and receiver is not None and receiver.head_version >= 0
+            state = "loading" if is_fetching or not readiness.is_awake else "ready"
+        return WorkerInfo(
+            worker_id=self._config.worker_id,
+            role=self._config.role,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            model=self._config.model,
+            model_digest=self._config.model_digest,
+            waits_for=_waited_for(state, run_id, active_version, readiness),
+            slot_count=0 if self._config.is_observing else self._config.slot_count,
+            running_count=running_count,
+            run_id=run_id,
+            active_version=active_version,
+            token_count=stats.token_count,
+            headroom_fraction=view.headroom_fraction if view else None,
+            state=state,
+            error=error,
+            engine=self._engine.name,
+            prefix_hit_fraction=self._hits.look(stats),
+            wake_ms=readiness.wake_ms,
+            sleep_ms=readiness.sleep_ms,
+            sleep_note=readiness.sleep_note,
+            head_version=receiver.head_version if receiver is not None else -1,
+            stage_ms=round(1000 * commit.stage_s) if commit is not None else None,
+            pause_ms=round(1000 * commit.pause_s, 2) if commit is not None else None,
+            payload_bytes=commit.payload_bytes if commit is not None else None,
+            weights_note=(behind if error is None else None) or (receiver.note if receiver is not None else None),
+            pool=self._config.pool,
+            guard_state=_guard_state(view) if view else None,
+            guard_reason=view.reason if view else None,
+            open_fraction=view.open_fraction if view else None,
+            probe=view.probe if view else None,
+            tokens_per_s=self._pace.look(stats.token_count, running_count),
+        )
+
+
+def _waited_for(state: str, run_id: str | None, active_version: int, readiness: Readiness) -> str | None:
+    """What a worker that is well needs before it can take a turn; None: nothing."""
+    if active_version >= 0 or state == "failed":
+        return None
+    if state == "loading" and not readiness.is_awake:
+        return "its engine to wake"
+    return "a lease" if run_id is None else f"weights of run {run_id}"
+
+
+def _guard_state(view: GuardView) -> str:
+    """One that shuts for a step or two opens many times a second: a heartbeat must not say that it is shut."""
+    is_brief = view.state == "shut" and bool(view.probe) and view.shut_s < SHUT_S
+    return "narrow" if is_brief else view.state
+
+
+class PrefixHits:
+    """Prompt tokens of late, and how many of them the prefix cache had."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since = self._next = (0, 0)  # counts as this window began, and as the next one will have begun
+        self._turned_at_s = clock.now_s()
+
+    def look(self, stats: EngineStats) -> float | None:
+        """The fraction, [0, 1]; None while there were no prompts."""
+        now, counts = self._clock.now_s(), (stats.prompt_token_count, stats.cached_token_count)
+        if now - self._turned_at_s >= WINDOW_S:
+            self._since, self._next, self._turned_at_s = self._next, counts, now
+        prompt_count, cached_count = counts[0] - self._since[0], counts[1] - self._since[1]
+        return round(min(1.0, cached_count / prompt_count), 4) if prompt_count > 0 else None
+
+
+class TokenPace:
+    """Tokens a second, of late, while turns run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._at_s = clock.now_s()
+        self._count = 0
+        self._is_idle = True
+        self._tokens = self._weight_s = 0.0  # made since turns began to run, and in how long: older ones count less
+
+    def look(self, token_count: int, running_count: int) -> float | None:
+        """token_count: since the engine's start. None: turns have only begun to run. 0: none run."""
+        now, was_idle, before = self._clock.now_s(), self._is_idle, self._count
+        gap_s, self._at_s = now - self._at_s, now
+        self._count, self._is_idle = token_count, running_count == 0
+        if was_idle:
+            self._tokens = self._weight_s = 0.0
+        elif gap_s > 0:
+            kept = math.exp(-gap_s / PACE_S)
+            spent_s = PACE_S * (1 - kept)
+            self._tokens = self._tokens * kept + max(0, token_count - before) / gap_s * spent_s
+            self._weight_s = self._weight_s * kept + spent_s
+        if not self._weight_s:
+            return 0.0 if self._is_idle else None
+        return round(self._tokens / self._weight_s, 2)

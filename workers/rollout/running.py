@@ -1,0 +1,203 @@
+"""The turns under our claims, between the engine that runs them and the broker that is told.
+
+- A turn stays here until the broker has taken it: handed in, given back, or lost. What could not be said because the
+  broker was away is said again.
+- Tokens of a turn that must leave are read beside the engine before it is asked to abort: they are not lost when it
+  does not answer.
+- Which run they are of, and under which lease, is worker.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import EngineError
+from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
+from ...fabric.rules.queue.engine_watch import StallRule, is_stalled
+from ...fabric.rules.queue.retries import is_suspect
+from ..engines.base import Engine, Generation
+from .engine_watch import LOOK_S, EngineWatch
+from .turn import RunningTurn, TurnSize
+
+log = logging.getLogger(__name__)
+
+WHOLE = ("stop", "length")  # ends of a turn that is complete
+ENDED = (*WHOLE, "error")  # ends of a turn that is handed in
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningOptions:
+    """Who runs them, how often the broker hears of each, and how long one may make no token.
+
+    context_tokens_max: where the engine cuts every turn; None: not known.
+    """
+
+    worker_id: str
+    log_s: float
+    stall: StallRule
+    context_tokens_max: int | None = None
+
+
+class RunningTurns:
+    """All turns of one worker, by request id."""
+
+    def __init__(self, engine: Engine, options: RunningOptions, clock: Clock, *, wake: Callable[[], None]) -> None:
+        """`wake` is called when there is something to tell the broker."""
+        self.watch = EngineWatch(engine, options.stall, clock)
+        self._engine = engine
+        self._options = options
+        self._clock = clock
+        self._wake = wake
+        self._turns: dict[str, RunningTurn] = {}
+        self._done: list[Generation] = []
+        self._stalled: list[str] = []  # as of the last renewals
+        self._out_count = 0  # taken out, and not yet given back
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a suspect is among them (fabric/rules/queue/retries.py): then no other is taken."""
+        return any(is_suspect(turn.claim.loss) for turn in self._turns.values())
+
+    def sizes(self) -> list[TurnSize]:
+        """Of those that the engine still runs, in the order in which they were begun."""
+        return [self._turns[name].size(self._options.context_tokens_max) for name in self._unfinished()]
+
+    def start(self, claims: Iterable[TurnClaim]) -> list[TurnSize]:
+        """Begin turns that were claimed just now; returns what each may need."""
+        now, sizes = self._clock.now_s(), []
+        for claim in claims:
+            turn = RunningTurn.begin(claim, self._options.worker_id, now)
+            self._turns[turn.request_id] = turn
+            sizes.append(turn.size(self._options.context_tokens_max))
+            try:
+                self._engine.generate(turn.request())
+            except EngineError as error:
+                self._done.append(Generation(request_id=turn.request_id, finish_reason="error", error=str(error)))
+                self._wake()
+        return sizes
+
+    def check_engine(self) -> None:
+        """Tell a request that failed from an engine that did: no turn may pay for the latter with an attempt.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        if any(each.finish_reason == "error" for each in self._done):
+            self._engine.stats()
+
+    # ---- what to tell the broker
+
+    def settles(self) -> dict[str, TurnSettle]:
+        """The handing in of what has ended; what is no longer ours to hand in is left out."""
+        found = {}
+        for each in self._done:
+            turn = self._turns.get(each.request_id)
+            if turn is not None and turn.back is None and each.finish_reason in ENDED:
+                found[each.request_id] = turn.settle(each)
+        return found
+
+    def renewals(self, ended: Container[str]) -> list[TurnProgress]:
+        """Claims to be renewed now, except those `ended`; with their tokens where there are new."""
+        now, log_s = self._clock.now_s(), self._options.log_s
+        turns = self._turns.items()
+        due = {name: each for name, each in turns if each.renewed_at_s <= now - log_s and name not in ended}
+        if not due:
+            return []
+        made = {each.request_id: each for each in self._engine.progress(list(due))}
+        for name, each in due.items():
+            each.look(made.get(name), now, gap_s_max=2 * log_s, is_excused=self.watch.is_held)
+        self._stalled += [name for name, each in due.items() if is_stalled(each.pulse, self._options.stall)]
+        if self._stalled:
+            self._wake()
+        return [each.renewal(made.get(name), now) for name, each in due.items()]
+
+    def returns(self, *, is_stalled: bool) -> dict[str, TurnProgress]:
+        """What was taken out and is to be given back, by request id."""
+        if not self._out_count:
+            return {}
+        turns = self._turns.items()
+        return {name: each.back for name, each in turns if each.back is not None and each.is_stalled == is_stalled}
+
+    def forget(self, names: Iterable[str]) -> None:
+        """The broker knows: these are no longer ours."""
+        for name in names:
+            turn = self._turns.pop(name, None)
+            self._out_count -= turn is not None and turn.back is not None
+        self._done = [each for each in self._done if each.request_id in self._turns]
+
+    # ---- turns that end before their time
+
+    async def drop(self, turn_ids: Container[str]) -> None:
+        """Stop turns whose claim is lost: cancelled, taken over, or asked for anew while the old one still ran.
+
+        What they made goes too: a later claim of the same turn must never be settled with it.
+        """
+        lost = [name for name, each in self._turns.items() if each.claim.job.turn_id in turn_ids]
+        if not lost:
+            return
+        self.forget(lost)
+        log.info("worker.claims_lost", extra={"turn_count": len(lost)})
+        await self.watch.abort(lost)
+
+    def standing(self) -> tuple[list[str], bool]:
+        """Turns that should go on elsewhere, and whether that is because they stalled.
+
+        All of them when the engine hangs or is held for long; else those that make no tokens beside others that do.
+        """
+        if self.watch.is_hung and not self.watch.may_take(0):
+            return self._inside(), True
+        if self.watch.is_held_long:
+            return self._inside(), False
+        stalled, self._stalled = self._stalled, []
+        return [name for name in stalled if name in self._turns and self._turns[name].back is None], True
+
+    async def take_out(self, names: Iterable[str] | None = None, *, is_stalled: bool = False) -> None:
+        """End turns (None: all) in the engine; what had not ended by itself is then to be given back."""
+        wanted = set(self._turns if names is None else names)
+        inside = [name for name in self._inside() if name in wanted]
+        if not inside:
+            return
+        made: dict[str, Generation] = {}
+        with contextlib.suppress(EngineError):  # it died, and tells nothing: what was saved last counts
+            made = {each.request_id: each for each in self._engine.progress(inside)}
+        made |= {each.request_id: each for each in await self.watch.abort(inside)}
+        self._done += [each for each in made.values() if each.finish_reason in ENDED]
+        whole = {each.request_id for each in self._done if each.finish_reason in WHOLE}
+        for name in inside:
+            if name in self._turns and name not in whole:
+                self._turns[name].take_out(made.get(name), is_stalled=is_stalled)
+                self._out_count += 1
+
+    def _inside(self) -> list[str]:
+        return [name for name, each in self._turns.items() if each.back is None]
+
+    def _unfinished(self) -> list[str]:
+        """Those that the engine still has to step for: what has ended may wait long for a broker that is away."""
+        ended = {each.request_id for each in self._done}
+        return [name for name in self._inside() if name not in ended]
+
+    # ---- what happens by itself
+
+    async def collect(self) -> None:
+        """Take from the engine what has ended; for ever."""
+        while True:
+            finished = await self._engine.finished(1.0)
+            self._done += finished  # in two steps: the list may be another one after the wait
+            if finished:
+                self._wake()
+
+    async def look(self) -> None:
+        """Watch the engine; for ever. Raises EngineError: it is gone."""
+        while True:
+            await self._clock.sleep(LOOK_S)
+            inside_count = len(self._inside())
+            self.watch.look(len(self._unfinished()))
+            if inside_count and (self.watch.is_hung or self.watch.is_held_long):
+                self._wake()

@@ -1,0 +1,189 @@
+"""Where a worker's weights come from: the broker, its node, other relays, a collective, a peer.
+
+- One worker of a node fetches a chunk, the others find it in shared memory.
+- A worker that listens serves its node's chunks and its live weights to other nodes, and takes its place in the tree
+  of relays.
+- What a collective brings is kept beside, until the head names it. Torch is loaded when the first one is offered.
+- All of it stands in front of the broker's store; receivers need not know (weights.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import xxhash
+
+from ...fabric.contract.clock import Clock, SystemClock
+from ...fabric.contract.errors import ConfigError
+from ...fabric.delivery.collective.addresses import node
+from ...fabric.delivery.collective.collected import CollectedStore
+from ...fabric.delivery.collective.receiver import CollectiveReceiver
+from ...fabric.delivery.node_cache import BUDGET_BYTES, ChunkCache, open_cache
+from ...fabric.delivery.node_store import RelayedStore
+from ...fabric.delivery.relay_parents import Parents
+from ...fabric.delivery.relay_server import RelayServer
+from ...fabric.format.manifest import Holder
+from ...fabric.ports.weights import WeightStore
+from ..engines.base import Engine
+from .peer_copies import PeerSource
+from .weights import WeightReceiver
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupplyOptions:
+    """How a worker takes part in the distribution of weights."""
+
+    is_shared: bool = True
+    """Whether the workers of this node share what they fetch, in shared memory."""
+    cache_bytes: int = BUDGET_BYTES
+    """The most of it."""
+    listen: str = ""
+    """HOST:PORT (port 0: a free one) to serve other nodes at; empty: nowhere. Weights travel in clear."""
+    public_host: str = ""
+    """How other nodes reach that host, where its own name is not how."""
+    region: str = ""
+    """Where this node is; between regions every chunk travels once."""
+    home_region: str = ""
+    """Where the broker is."""
+    believes_peers: bool = True
+    """Whether live weights of other workers are taken. Their sums guard against faults alone: a worker that
+    lies can make others of the same sums. Off, nothing is taken but chunks that the broker's manifest proves."""
+
+
+@asynccontextmanager
+async def weights_for(
+    store: WeightStore, worker_id: str, broker_id: str, options: SupplyOptions | None = None
+) -> AsyncIterator[WeightSupply]:
+    """A supply that is open meanwhile; see WeightSupply. Raises ConfigError."""
+    supply = WeightSupply(store, worker_id, broker_id, options or SupplyOptions())
+    try:
+        await supply.open()
+        yield supply
+    finally:
+        await supply.close()
+
+
+class WeightSupply:
+    """Opens what a worker's receivers read from, and closes it.
+
+    Args:
+        store: the broker's.
+        broker_id: the same for all workers of this broker, other for others.
+    """
+
+    def __init__(
+        self, store: WeightStore, worker_id: str, broker_id: str, options: SupplyOptions, clock: Clock | None = None
+    ) -> None:
+        self._broker = store
+        self._options = options
+        self._clock = clock or SystemClock()
+        self._me = Holder(worker_id, -1, node=node(), region=options.region)
+        self._broker_id = xxhash.xxh3_64_hexdigest(broker_id.encode())
+        self._cache: ChunkCache | None = None
+        self._parents: Parents | None = None
+        self._relayed: RelayedStore | None = None
+        self._server: RelayServer | None = None
+        self._collective: CollectiveReceiver | None = None
+        self._store: CollectedStore | None = None
+
+    async def open(self) -> None:
+        """Open the cache, the server and the way up.
+
+        Raises:
+            ConfigError: nobody can listen there.
+        """
+        options = self._options
+        opening = partial(open_cache, self._broker_id, budget_bytes=options.cache_bytes)
+        self._cache = await asyncio.to_thread(opening) if options.is_shared else None
+        is_in_tree = bool(options.listen or options.region or options.home_region)
+        seat = Holder(self._me.holder_id, -1, "serves" if options.listen else "", self._me.node, self._me.region)
+        self._parents = Parents(self._broker, seat, home_region=options.home_region) if is_in_tree else None
+        self._relayed = RelayedStore(self._broker, self._cache, parents=self._parents, clock=self._clock)
+        if options.listen:
+            await self._listen(self._relayed)
+        self._store = CollectedStore(self._relayed)
+        self._collective = CollectiveReceiver(self._store, self._me.holder_id, clock=self._clock)
+
+    def receiver(self, run_id: str, engine: Engine) -> WeightReceiver:
+        """A receiver of one run that reads from here, and serves from its engine where this worker listens."""
+        assert self._store is not None, "not open"
+        store = self._store
+        store.forget_others(run_id)
+
+        async def attend() -> None:
+            store.forget(run_id, made.version)
+            if self._collective is not None and await store.offers(run_id) is not None:
+                await self._attend(self._collective, run_id)
+
+        def end() -> None:
+            store.forget(run_id, sys.maxsize)
+            if self._server is not None:
+                self._server.offer(run_id, None)
+
+        made = WeightReceiver(
+            store,
+            run_id,
+            engine,
+            clock=self._clock,
+            holder=self._me,
+            sources=[PeerSource(self._broker, self._me.holder_id, clock=self._clock)]
+            if self._options.believes_peers
+            else (),
+            attend=attend,
+            may_stage_by_ranks=self._server is None,  # who joins copies whole weights from us
+        )
+        made.on_close = end
+        if self._server is not None:
+            self._server.offer(run_id, made)
+        return made
+
+    async def close(self) -> None:
+        """Stop serving; receivers are closed already."""
+        if self._server is not None:
+            await self._server.close()
+        if self._collective is not None:
+            await self._collective.close()
+        if self._relayed is not None:
+            await self._relayed.close()
+
+    async def _attend(self, collective: CollectiveReceiver, run_id: str) -> None:
+        try:
+            await collective.attend(run_id)
+        except ConfigError as error:
+            self._collective = None  # no torch here: versions come by the broker, or from a peer
+            log.warning("weights.no_collective", extra={"run_id": run_id, "error": str(error)})
+
+    async def _listen(self, store: RelayedStore) -> None:
+        host, port = place_of(self._options)
+        self._server = RelayServer(store)
+        try:
+            await self._server.start(host, port, public_host=self._options.public_host)
+        except OSError as error:
+            raise ConfigError(f"weights cannot be served at {self._options.listen}: {error}") from error
+        self._me = Holder(self._me.holder_id, -1, self._server.address, self._me.node, self._me.region)
+
+
+def place_of(options: SupplyOptions) -> tuple[str, int]:
+    """Host and port of `listen`.
+
+    Raises:
+        ConfigError: it is no place, or one that others could not find.
+    """
+    host, _, port = options.listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"weights cannot be served at {options.listen!r}: give HOST:PORT, port 0 for any")
+    if host in ("0.0.0.0", "::", "*") and not options.public_host:
+        raise ConfigError(
+            f"weights cannot be served at {options.listen!r} alone, as no other machine finds them there: name with"
+            " --weights-host how this one is reached"
+        )
+    return host, int(port)

@@ -1,0 +1,414 @@
+"""The rollout worker: pulls turns under a lease and runs them on an engine. Dedicated and serving workers share it.
+
+The loop, one verb a line, is `_turn_over`: follow the lease, give back what stands still, exchange with the broker
+(hand in, keep, take), start what came. Around it, by themselves: the lease (lease.py), the turns and the engine's
+health (running.py, engine_watch.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
+
+- Without a lease nothing is claimed. When a lease ends, running turns go back at once, with their tokens.
+- Without a lease for long, the engine sleeps or gives its KV memory back, where it can (readiness.py); a lease wakes it
+  before anything is fetched or claimed. Weights are followed under a lease alone, so none arrive while it sleeps.
+- A claim that was lost is aborted; its tokens belong to whoever holds it now.
+- Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
+- Turns yield to a serving engine on the same device (yielding.py).
+- A turn that makes no tokens here goes on elsewhere. An engine that does not answer holds up neither claims nor
+  heartbeats; what it made is read beside it, or what was saved last counts.
+- Weights change between two engine steps, and what running turns do is the run's wish: they keep their KV cache, have
+  it computed again, or finish first. Then none begins until they have ended; those that take longer than `finish_s` go
+  on elsewhere, with their tokens.
+- Where a run's turns may not mix versions they finish, and tokens of another version are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import BrokerError, FabricError, WireError
+from ...fabric.contract.records import RunConfig, WorkerInfo
+from ...fabric.ports.queue import Exchange, Fabric, TurnClaim, TurnQueue
+from ...fabric.rules.queue.engine_watch import StallRule
+from ...fabric.rules.queue.retries import is_stale
+from ..engines.base import Engine
+from .config import RolloutConfig as RolloutConfig
+from .lease import LeaseKeeper, LeaseOptions
+from .readiness import GivesBack, Readiness
+from .report import Guarded, WorkerReport
+from .running import RunningOptions, RunningTurns
+from .weights import AtCommit, WeightReceiver
+from .yielding import Yielding
+
+log = logging.getLogger(__name__)
+
+
+class RolloutWorker:
+    """Runs turns of whatever run its lease names. keeper: its lease, and what its serving team allows."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        engine: Engine,
+        config: RolloutConfig,
+        clock: Clock,
+        *,
+        make_receiver: Callable[[str], WeightReceiver],
+        guard: Guarded | None = None,
+        memory: GivesBack | None = None,
+    ) -> None:
+        """Where the engine shares its device with a serving engine.
+
+        Args:
+            guard: says what it may do now. memory: its KV memory, which that one can have while nothing is lent.
+        """
+        self._fabric = fabric
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        self._make_receiver = make_receiver
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_ended_all = asyncio.Event()
+        rule = StallRule(stall_s=config.stall_s, first_token_s=config.first_token_s)
+        running = RunningOptions(
+            worker_id=config.worker_id, log_s=config.log_s, stall=rule, context_tokens_max=config.context_tokens_max
+        )
+        self._running = RunningTurns(engine, running, clock, wake=self._wake.set)
+        self._yielding = Yielding(self._running, guard, clock)
+        lease = LeaseOptions(worker_id=config.worker_id, heartbeat_s=config.heartbeat_s, retry_s=config.poll_s)
+        self.keeper = self._keeper = LeaseKeeper(
+            fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set
+        )
+        self._readiness = Readiness(
+            engine, clock, sleep_after_s=config.sleep_after_s, memory=memory, changed=self._note_readiness
+        )
+        self._report = WorkerReport(engine, config, clock, readiness=self._readiness, guard=guard)
+        self._run: RunConfig | None = None
+        self._turns: TurnQueue | None = None
+        self._receiver: WeightReceiver | None = None
+        self._ring: asyncio.Task[None] | None = None
+        self._may_begin = True
+        self._is_overdue = False  # turns that were to finish have taken too long
+        self._is_asking = False
+        self._asks_from_s = 0.0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`, then give everything back.
+
+        Raises:
+            EngineError: the engine died; its turns were given back.
+        """
+        keeper, running = self._keeper, self._running
+        own = (self._listen, self._follow_run)
+        loops = (running.collect, running.look, *own, keeper.beat, keeper.listen, keeper.watch)
+        helpers = [asyncio.create_task(work()) for work in loops]
+        if self._yielding.has_guard:
+            helpers.append(asyncio.create_task(self._yielding.follow(self._wake.set)))
+        try:
+            while not stop.is_set():
+                _raise_finished(helpers)
+                try:
+                    await self._turn_over()
+                except (BrokerError, WireError) as error:
+                    log.warning("worker.broker_lost", extra={"error": str(error)})
+                    await self._clock.sleep(self._config.poll_s)
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            await self._leave()
+
+    async def _turn_over(self) -> None:
+        """One round: hand in, keep, take, start."""
+        await self._wait()
+        await self._follow_lease()
+        if self._turns is None:
+            return
+        await self._part_with_standing()
+        await self._part_with_overdue()
+        await self._part_with_yielding()
+        await self._hand_back(self._turns)
+        try:
+            self._is_asking = True
+            await self._take(await self._exchange(self._turns))
+        finally:
+            self._is_asking = False
+        if not self._running:
+            self._has_ended_all.set()
+        if self._free_count():
+            self._has_room.set()
+
+    async def _wait(self) -> None:
+        timer = asyncio.get_running_loop().call_later(self._config.poll_s, self._wake.set)
+        await self._wake.wait()
+        timer.cancel()
+        self._wake.clear()
+
+    async def _exchange(self, turns: TurnQueue) -> Exchange:
+        """Hand in all that has ended; the slots which that frees are asked for in the same round trip."""
+        self._running.check_engine()
+        settles = self._running.settles()
+        lease = self._keeper.lease
+        outcome = await turns.exchange(
+            self._config.worker_id,
+            settles=list(settles.values()),
+            progress=self._running.renewals(settles),
+            want=self._free_count(len(settles)),
+            lease_epoch=lease.lease_epoch if lease else 0,
+            active_version=self._active_version(),
+            takes_suspect=not self._running.has_suspect,
+        )
+        self._running.forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
+        return outcome
+
+    async def _take(self, outcome: Exchange) -> None:
+        """Do as an exchange says."""
+        if not outcome.has_lease:
+            self._keeper.doubt()
+        taken = {claim.job.turn_id for claim in outcome.claims}
+        await self._running.drop({*outcome.lost, *taken})
+        self._yielding.note_begun(self._running.start([self._fitting(claim) for claim in outcome.claims]))
+
+    # ---- leases
+
+    async def _follow_lease(self) -> None:
+        """Give everything back when the lease is gone; turn to another run when it names one."""
+        if self._keeper.has_run_out:
+            await self._give_back()
+            await self._keeper.let_go()
+        lease, is_awake = self._keeper.lease, self._is_awake()
+        run_id = lease.run_id if lease and is_awake else None
+        if run_id == (self._run.run_id if self._run else None):
+            return
+        await self._give_back()
+        await self._stop_receiving()
+        self._turns, self._run = None, None
+        config = (await self._fabric.board.runs()).get(run_id) if run_id else None
+        if config is None:
+            return
+        self._turns, self._run = self._fabric.turns(config), config
+        self._receiver = self._make_receiver(config.run_id)
+        self._receiver.gate = self._committing
+        self._receiver.at_commit = _at_commit(config)
+        self._receiver.start()
+
+    def _is_awake(self) -> bool:
+        """Whether the engine may be used; has it woken or put to sleep, if that is due."""
+        watch = self._running.watch
+        is_in_use = self._turns is not None or bool(self._running) or watch.is_owing or watch.is_hung
+        self._readiness.follow(has_lease=self._keeper.lease is not None, is_in_use=is_in_use)
+        return self._readiness.is_awake
+
+    def _note_readiness(self) -> None:
+        self._running.watch.is_asleep = not self._readiness.is_awake
+        self._wake.set()
+
+    # ---- turns that go on elsewhere
+
+    async def _give_back(self) -> None:
+        """Every running turn back to its queue, with its tokens: revoked, or leaving."""
+        if self._turns is None or not self._running:
+            return
+        self._mute()
+        await self._running.take_out()
+        settles = self._running.settles()
+        if settles:
+            await self._turns.exchange(self._config.worker_id, settles=list(settles.values()))
+            self._running.forget(settles)
+        await self._hand_back(self._turns)
+
+    async def _part_with_standing(self) -> None:
+        """What makes no tokens here must not wait for it."""
+        names, is_stalled = self._running.standing()
+        if not names:
+            return
+        is_stalled = is_stalled and (self._running.watch.is_hung or not self._yielding.is_narrowed)
+        self._mute()
+        await self._running.take_out(names, is_stalled=is_stalled)
+        self._asks_from_s = self._clock.now_s() + self._config.poll_s  # others first, or it would stall here again
+
+    async def _part_with_overdue(self) -> None:
+        """What has not finished in time must not keep new weights waiting."""
+        if self._is_overdue and self._running:
+            self._mute()
+            await self._running.take_out()
+
+    async def _part_with_yielding(self) -> None:
+        """What a serving engine needs the device for, or its team's cap lets run no longer, must not wait here."""
+        names, terms = self._yielding.due(), self._keeper.terms
+        if terms is not None and terms.slot_count_max is not None:
+            running = [size.request_id for size in self._running.sizes()]
+            names += [name for name in running[terms.slot_count_max :] if name not in names]
+        if names:
+            self._mute()
+            await self._running.take_out(names)
+
+    async def _hand_back(self, turns: TurnQueue) -> None:
+        """Give back what was taken out; again in the next round, if the broker cannot be reached now."""
+        for is_stalled in (False, True):
+            back = self._running.returns(is_stalled=is_stalled)
+            if back:
+                await turns.release(self._config.worker_id, list(back.values()), is_stalled=is_stalled)
+                self._running.forget(back)
+                log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": is_stalled})
+
+    def _mute(self) -> None:
+        """Stop listening at the doorbell: the ring for what we give back is for others."""
+        self._has_room.clear()
+        if self._ring is not None:
+            self._ring.cancel()
+
+    async def _stop_receiving(self) -> None:
+        if self._receiver is not None:
+            await self._receiver.close()
+        self._receiver = None
+
+    async def _leave(self) -> None:
+        await self._readiness.close()
+        for step in (self._give_back, self._stop_receiving, self._forget):
+            try:
+                await step()
+            except FabricError as error:
+                log.warning("worker.left_without_saying", extra={"error": str(error)})
+        self._running.watch.close()
+
+    async def _forget(self) -> None:
+        await self._fabric.board.forget_worker(self._config.worker_id)
+
+    # ---- weights
+
+    def _active_version(self) -> int:
+        return self._receiver.version if self._receiver else -1
+
+    def _trouble(self) -> str | None:
+        """Why the worker is of no use now: the engine does not wake, hangs, or its weights are not known to be good.
+
+        One whose weights are only too old keeps its lease, and with it the weights that the next version builds on.
+        """
+        receiver = self._receiver
+        is_sound = receiver is None or receiver.is_sound
+        return self._readiness.error or self._running.watch.trouble or (None if is_sound else self._behind())
+
+    def _behind(self) -> str | None:
+        """Why the engine is not at the head. A broker that is away is no reason: nobody knows a newer head then."""
+        receiver = self._receiver
+        if receiver is None or receiver.error is None or isinstance(receiver.error, BrokerError):
+            return None
+        live = f"version {receiver.version} stays live, the head is {receiver.head_version}: "
+        return f"{live if receiver.is_sound else ''}{receiver.error}"
+
+    def _is_stale(self) -> bool:
+        """Whether newer weights do not come, and the live ones are too old for the run: no turns meanwhile."""
+        receiver, run = self._receiver, self._run
+        if receiver is None or run is None or self._behind() is None:
+            return False
+        return is_stale(receiver.version, receiver.head_version, run.staleness)
+
+    @asynccontextmanager
+    async def _committing(self) -> AsyncIterator[None]:
+        """Around the writing of weights: no step is expected; no turn is under way, if turns are to finish."""
+        self._may_begin = self._run is None or not self._run.turns_finish
+        timer = asyncio.get_running_loop().call_later(self._config.finish_s, self._note_overdue)
+        try:
+            while not self._may_begin and (self._running or self._is_asking):
+                self._has_ended_all.clear()
+                await self._has_ended_all.wait()
+            await self._until_open()
+            self._running.watch.is_excused = True
+            yield
+        finally:
+            timer.cancel()
+            self._may_begin, self._is_overdue, self._running.watch.is_excused = True, False, False
+            self._wake.set()
+
+    async def _until_open(self) -> None:
+        """Writing weights delays serving as a long step does: wait for the guard, but not for ever."""
+        until_s = self._clock.now_s() + self._config.commit_wait_s
+        while self._yielding.is_shut and self._clock.now_s() < until_s:
+            await self._clock.sleep(0.05)
+
+    def _note_overdue(self) -> None:
+        if not self._may_begin:
+            log.warning("worker.turns_overdue", extra={"turn_count": len(self._running)})
+            self._is_overdue = True
+            self._wake.set()
+
+    def _fitting(self, claim: TurnClaim) -> TurnClaim:
+        """The claim, without tokens that may not be mixed with those of our version."""
+        version = self._active_version()
+        if self._run is None or self._run.may_mix_versions or claim.log is None:
+            return claim
+        if all(span.policy_version == version for span in claim.log.spans):
+            return claim
+        facts = {"job_id": claim.job.turn_id, "token_count": len(claim.log.completion_ids), "policy_version": version}
+        log.info("worker.log_dropped", extra=facts)
+        return dataclasses.replace(claim, log=None)
+
+    def _free_count(self, ended_count: int = 0) -> int:
+        """Turns that may be asked for, once `ended_count` of those that count as running have been handed in."""
+        is_barred = not self._may_begin or self._active_version() < 0 or self._trouble() is not None
+        if is_barred or self._is_stale() or self._clock.now_s() < self._asks_from_s:
+            return 0
+        running_count = len(self._running) - ended_count
+        bounds = (self._running.watch.may_take(running_count), self._yielding.may_take())
+        free = max(0, self._keeper.slot_count - running_count)
+        return min([free, *(bound for bound in bounds if bound is not None)])
+
+    # ---- what happens by itself
+
+    async def _follow_run(self) -> None:
+        """Take in settings of the run that changed, for claims and commits from then on; no turn is given back."""
+        while True:
+            await self._clock.sleep(self._config.runs_s)
+            try:
+                runs = await self._fabric.board.runs() if self._run else {}
+            except FabricError as error:
+                log.warning("worker.settings_not_read", extra={"error": str(error)})
+                continue
+            config = runs.get(self._run.run_id) if self._run else None
+            if config is not None and self._receiver is not None:
+                self._run, self._receiver.at_commit = config, _at_commit(config)
+
+    async def _listen(self) -> None:
+        """Answer the doorbell while there is room; one ring, one exchange, so that other workers hear the next."""
+        while True:
+            await self._has_room.wait()
+            self._has_room.clear()
+            if self._turns is None:
+                continue
+            ring = self._ring = asyncio.create_task(self._turns.wait(1.0))
+            try:
+                await asyncio.wait((ring,))
+                if not ring.cancelled():
+                    ring.result()
+            except (BrokerError, WireError):
+                await self._clock.sleep(self._config.poll_s)
+            finally:
+                ring.cancel()
+            self._wake.set()
+
+    def _info(self) -> WorkerInfo:
+        return self._report.info(
+            run_id=self._run.run_id if self._run else None,
+            active_version=self._active_version(),
+            running_count=len(self._running),
+            trouble=self._trouble(),
+            behind=self._behind(),
+            is_stale=self._is_stale(),
+            receiver=self._receiver,
+        )
+
+
+def _at_commit(run: RunConfig) -> AtCommit:
+    """Where turns finish there are none left to keep or compute again; only prefixes may be kept."""
+    is_keeping = run.turns_at_commit == "keep" or (run.turns_finish and run.may_reuse_prefix)
+    return AtCommit(turns="keep" if is_keeping else "recompute", may_reuse_prefix=run.may_reuse_prefix)
+
+
+def _raise_finished(tasks: list[asyncio.Task[None]]) -> None:
+    """Let a helper's error end the worker instead of leaving it half alive."""
+    for task in tasks:
+        if task.done():
+            task.result()

@@ -1,0 +1,1 @@
+"""Sharing a device: memory, and who computes first."""

@@ -1,0 +1,274 @@
+"""The device memory of a rollout engine beside a serving engine: how it is bounded, given back and taken again.
+
+- `limit` bounds what rollouts may come to hold, from the next step on. No backend takes memory of a turn that runs: the
+  turns beyond it yield first (rollout/yielding.py), with their tokens.
+- "static": each engine has its own cache, sized at its start. A limit frees no memory for the serving engine; it bounds
+  how much the rollouts compute and read beside it. Works with every engine.
+- "release": a vLLM unmaps its whole KV cache, for minutes in which another process needs the memory. "kvcached"
+  (kvcached.py): both engines' caches grow and shrink page by page. Both are unverified on a GPU.
+- Memory is given back while nothing is lent, and taken again before a turn is claimed: rollout/readiness.py says when.
+  The budget is decided on meanwhile, and holds from when the memory is here again.
+- Idle rollout weights go to host memory when the engine sleeps: rollout/engine_sleep.py, which also reports how long
+  that took.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ....fabric.contract.errors import ConfigError, EngineUnsupported
+from ....fabric.contract.text import did_you_mean
+from ....fabric.rules.serving.facts import ServingState
+from ....fabric.rules.serving.memory import MemoryFacts, MemoryRule, MemoryState, decide
+from ...engines.base import Engine
+from ...engines.vllm.common.environment import installed_version
+from .bounds import Bounds
+from .kvcached import Kvcached, KvcachedSegment, check_kvcached
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("static", "release", "kvcached")
+HOLD = "memory"  # the reason for which the engine is paused
+
+
+class MemoryBackend(Protocol):
+    """The KV memory of one rollout engine.
+
+    Attributes:
+        name: how it is chosen. note: what it cannot do here, or has yet to do, for people; "": nothing.
+        is_shared: its pages are those that the serving engine could have.
+        can_give_back: it can hand its memory over while nothing runs, unless the engine refuses that here.
+    """
+
+    name: str
+    note: str
+    is_shared: bool
+    can_give_back: bool
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The most that it can hold."""
+        ...
+
+    def used_tokens(self) -> int:
+        """What it holds now. Raises EngineError."""
+        ...
+
+    def limit(self, kv_tokens: int | None) -> None:
+        """Bound it; None: by its capacity alone. May be repeated, and must be while `note` says so."""
+        ...
+
+    async def give_back(self) -> float:
+        """Hand the memory over, with nothing running; returns seconds. Raises EngineUnsupported, EngineError."""
+        ...
+
+    async def take_again(self) -> float:
+        """Have it back, ready to generate; returns seconds. Raises as `give_back`."""
+        ...
+
+
+@runtime_checkable
+class ReleasesKv(Protocol):
+    """An engine that can unmap its KV cache and keep its weights, as vLLM 0.32 with sleep mode.
+
+    Both return seconds. `release_kv` may be called while the engine is paused and nothing runs; `take_kv` leaves it as
+    its pauses say. Raise EngineUnsupported, EngineError.
+    """
+
+    async def release_kv(self) -> float: ...
+    async def take_kv(self) -> float: ...
+
+
+class StaticPartition:
+    """The cache that the engine was built with, bounded when requests are let in."""
+
+    name = "static"
+    is_shared = False
+    can_give_back = False
+
+    def __init__(self, engine: Engine, bounds: Bounds, capacity_tokens: int) -> None:
+        self.note = "the cache was allocated when the engine started: a limit frees no memory"
+        self.capacity_tokens = capacity_tokens
+        self._engine = engine
+        self._bounds = bounds
+
+    def used_tokens(self) -> int:
+        return round(self._engine.stats().kv_used_fraction * self.capacity_tokens)
+
+    def limit(self, kv_tokens: int | None) -> None:
+        self._bounds.set(kv_tokens=kv_tokens)
+
+    async def give_back(self) -> float:
+        raise EngineUnsupported(
+            f"{self._engine.name} keeps the cache that it was built with: put it to sleep instead (--sleep-after), or"
+            " choose the memory backend release"
+        )
+
+    async def take_again(self) -> float:
+        return await self.give_back()
+
+
+class KvRelease(StaticPartition):
+    """As a static partition, and all of it can be unmapped. Unverified on a GPU."""
+
+    name = "release"
+    can_give_back = True
+
+    def __init__(self, engine: Engine, bounds: Bounds, capacity_tokens: int) -> None:
+        super().__init__(engine, bounds, capacity_tokens)
+        assert isinstance(engine, ReleasesKv), "check_backend comes first"
+        self.note = "all of the cache is given back, or nothing"
+        self._holder: ReleasesKv = engine
+
+    async def give_back(self) -> float:
+        """The engine stays paused until `take_again`. Turns still in it would be computed again: give them back first.
+
+        One that cannot release goes on as before.
+        """
+        await self._engine.pause(HOLD)
+        try:
+            return await self._holder.release_kv()
+        except EngineUnsupported:
+            await self._engine.resume(HOLD)
+            raise
+
+    async def take_again(self) -> float:
+        taken_s = await self._holder.take_kv()
+        await self._engine.resume(HOLD)
+        return taken_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Which backend bounds the KV memory. The rest is for kvcached alone: its segment, bytes of KV for one token.
+
+    None: not said, and the backend is static.
+    """
+
+    backend: str | None = None
+    segment: str | None = None
+    token_bytes: int | None = None
+
+
+def check_memory_options(options: MemoryOptions) -> None:
+    """Refuse what does not go together. Raises ConfigError."""
+    backend, is_kvcached = options.backend or "static", options.backend == "kvcached"
+    if backend not in BACKENDS:
+        raise ConfigError(f"there is no memory backend {backend!r}: {did_you_mean(backend, BACKENDS)}")
+    for flag, value in (("--kvcached-segment", options.segment), ("--kvcached-token-bytes", options.token_bytes)):
+        if is_kvcached and not value:
+            raise ConfigError(
+                "memory backend kvcached needs the segment's name (--kvcached-segment, the engine's KVCACHED_IPC_NAME)"
+                " and the bytes of KV cache of one token in all layers (--kvcached-token-bytes)",
+                option=flag,
+            )
+        if value is not None and not is_kvcached:
+            raise ConfigError(f"{flag} is for --kv-memory kvcached", option=flag)
+    if options.token_bytes is not None and options.token_bytes < 1:
+        raise ConfigError(
+            f"--kvcached-token-bytes is {options.token_bytes}: a token needs memory", option="--kvcached-token-bytes"
+        )
+
+
+def check_backend(options: MemoryOptions, engine: Engine, vllm_version: Callable[[], str] | None = None) -> None:
+    """As far as it can be known of an engine that has not started. Raises ConfigError: it cannot work here."""
+    check_memory_options(options)
+    if options.backend == "release" and not isinstance(engine, ReleasesKv):
+        raise ConfigError(
+            f"memory backend release: {engine.name} cannot give back its KV cache alone. Use the engine vllm on a"
+            " GPU with -- --enable-sleep-mode, or the memory backend static"
+        )
+    if options.backend == "kvcached":
+        check_kvcached((vllm_version or installed_version)())
+        KvcachedSegment(options.segment or "")
+
+
+def open_backend(
+    options: MemoryOptions,
+    engine: Engine,
+    bounds: Bounds,
+    *,
+    capacity_tokens: int,
+    vllm_version: Callable[[], str] | None = None,
+) -> MemoryBackend:
+    """The backend that is asked for by name.
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot work here.
+    """
+    check_backend(options, engine, vllm_version)
+    if options.backend == "release":
+        return KvRelease(engine, bounds, capacity_tokens)
+    if options.segment and options.token_bytes:
+        control = KvcachedSegment(options.segment)
+        return Kvcached(bounds, control, token_bytes=options.token_bytes, capacity_tokens=capacity_tokens)
+    return StaticPartition(engine, bounds, capacity_tokens)
+
+
+class KvBudget:
+    """Holds a backend to the budget that fabric/rules/serving/memory.py decides. Not thread safe: one caller looks.
+
+    Attributes:
+        reason: why rollouts may hold less than all; "": they may hold all.
+    """
+
+    def __init__(self, backend: MemoryBackend, rule: MemoryRule | None = None) -> None:
+        self.backend = backend
+        self._rule = rule or MemoryRule()
+        self._state = MemoryState()
+        self._limited_to: int | None = None
+        self._is_away = False
+
+    @property
+    def reason(self) -> str:
+        return self._state.reason
+
+    def look(self, now_s: float, serving: ServingState | None, memory_fraction_max: float | None) -> int | None:
+        """Tokens that rollouts may hold now, for GuardView.kv_tokens_max; None: no bound.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        facts = MemoryFacts(
+            now_s=now_s,
+            serving_used=serving.kv_used_tokens if serving is not None else 0,
+            serving_capacity=serving.kv_capacity_tokens if serving is not None else 0,
+            rollout_capacity_tokens=self.backend.capacity_tokens,
+            rollout_tokens=self.backend.used_tokens(),
+            memory_fraction_max=memory_fraction_max,
+            is_shared=self.backend.is_shared,
+        )
+        before, self._state = self._state, decide(self._state, facts, self._rule)
+        tokens: int | None = self._state.kv_tokens_max
+        if tokens is not None and tokens >= self.backend.capacity_tokens:
+            tokens = None
+        self._hold_to(tokens, is_first=before.looked_at_s is None)
+        if self._state.kv_tokens_max < before.kv_tokens_max:
+            facts_told = {"kv_tokens_max": self._state.kv_tokens_max, "reason": self._state.reason}
+            log.info("memory.cut", extra=facts_told)
+        return 0 if self._is_away else tokens
+
+    async def give_back(self) -> float:
+        """As of MemoryBackend. From here on nothing may be taken in, until `take_again` has succeeded."""
+        self._is_away = True
+        try:
+            return await self.backend.give_back()
+        except EngineUnsupported:
+            self._is_away = False
+            raise
+
+    async def take_again(self) -> float:
+        """As of MemoryBackend, and as much of it as is allowed by now."""
+        taken_s = await self.backend.take_again()
+        self.backend.limit(self._limited_to)
+        self._is_away = False
+        return taken_s
+
+    def _hold_to(self, tokens: int | None, *, is_first: bool) -> None:
+        is_owing = self.backend.is_shared and bool(self.backend.note)
+        if is_owing or (not self._is_away and (tokens != self._limited_to or is_first)):
+            self.backend.limit(0 if self._is_away else tokens)
+        self._limited_to = tokens

@@ -1,0 +1,212 @@
+"""The strongest priority that the device offers, below the guard: what serving wants, it gets first.
+
+- On a CPU: the scheduler's idle class for every thread of the rollout engine, else nice 19. Linux only. A scheduler
+  class counts among the threads of one cgroup: between two containers it is their `cpu.weight` (or `cpu.idle`) that
+  decides, which is whoever starts them who sets it.
+- Where Linux' autogroups are on, a class counts only within one session (`session_note`); with two engines in two
+  sessions of a pair of cores, serving's P50 of the first token was three times as long.
+- Threads that are started later inherit it from the thread that starts them.
+- "idle" can be taken back by anyone who may set it; "low" (nice 19) only with CAP_SYS_NICE.
+- "yield" changes nothing here: the engine's own thread gives way within a step (scheduling.py), where it can.
+- A worker's front end, which is what runs beside its engine, is on serving's processors too: FRONT_NICE.
+- On a GPU: the client priority of CUDA's multi-process service, which must be in the environment before CUDA starts.
+  Unverified on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from ....fabric.contract.errors import ConfigError
+from ....fabric.contract.text import did_you_mean
+
+PRIORITIES = ("yield", "idle", "low", "normal")
+NICE_LOW = 19
+FRONT_NICE = 10  # a tenth against one normal thread: leases are renewed also while serving has all processors
+PASSES_MAX = 5  # threads may be started while others are being lowered
+MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"  # 0: normal, 1: below normal
+
+
+def check_priority(how: str) -> None:
+    """Raises ConfigError: it is none of PRIORITIES."""
+    if how not in PRIORITIES:
+        raise ConfigError(f"there is no priority {how!r}: {did_you_mean(how, PRIORITIES)}", option="--priority")
+
+
+def lower(pids: Iterable[int], how: str) -> str:
+    """Give processes, their children and all their threads a priority.
+
+    Args:
+        pids: processes; those that have ended are left out.
+        how: one of PRIORITIES; "normal" takes a lowered one back, where that is allowed.
+
+    Returns:
+        What came of it, for people.
+    """
+    check_priority(how)
+    if how == "yield":
+        return "as others while the guard lets rollouts run, idle class from a request's arrival on"
+    roots = list(pids)
+    done: set[int] = set()
+    notes: set[str] = set()
+    for _ in range(PASSES_MAX):
+        new = {thread for pid in [*roots, *children_of(roots)] for thread in threads_of(pid)} - done
+        if not new:
+            break
+        notes.add(lower_threads(new, how))
+        done |= new
+    return "; ".join(sorted(notes)) or "no process to lower"
+
+
+def lower_threads(thread_ids: Iterable[int], how: str) -> str:
+    """As `lower`, for threads by their native ids; those that have ended are left out."""
+    check_priority(how)
+    if not sys.platform.startswith("linux"):
+        return f"priority stays normal: {sys.platform} has no idle class that this program knows to set"
+    reached = {note for thread in thread_ids if (note := _set(thread, how)) is not None}
+    return "; ".join(sorted(reached)) or "no thread to lower"
+
+
+def lower_engine_thread(name: str, how: str) -> str:
+    """For an engine in this process: the thread of that name, and threads that no Python thread is (torch's).
+
+    What else runs here goes on as before: leases must be renewed also while serving has all processors.
+    """
+    ours = {each.native_id for each in threading.enumerate() if each.name != name}
+    return lower_threads([each for each in threads_of(os.getpid()) if each not in ours], how)
+
+
+def lower_front(engine_thread: str | None = None) -> str:
+    """Give the threads of this process FRONT_NICE, where they are not lower already; those that they start inherit it.
+
+    Args:
+        engine_thread: name of the engine's, where that runs in this process: it stays as it is, and so do threads that
+            no Python thread is (torch's). None: it runs in another one.
+
+    Returns:
+        What came of it, for people.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"the front end's priority stays normal: on {sys.platform} threads have none of their own"
+    done: set[int] = set()
+    for _ in range(PASSES_MAX):
+        new = set(_front_threads(engine_thread)) - done
+        if not new:
+            break
+        done |= new
+        for thread in new:
+            try:
+                if os.getpriority(os.PRIO_PROCESS, thread) < FRONT_NICE:
+                    os.setpriority(os.PRIO_PROCESS, thread, FRONT_NICE)
+            except ProcessLookupError:
+                continue
+            except OSError as error:
+                return f"the front end's priority stays as it is: {error.strerror}"
+    return f"the front end (leases, weights): nice {FRONT_NICE}"
+
+
+def _front_threads(engine_thread: str | None) -> list[int]:
+    if engine_thread is None:
+        return threads_of(os.getpid())
+    ours = [each.native_id for each in threading.enumerate() if each.name != engine_thread]
+    return [each for each in ours if each is not None]
+
+
+def session_note(other_pid: int | None) -> str | None:
+    """What keeps scheduler classes from counting between this process and another one; None: nothing that is known.
+
+    Linux' autogroups share a CPU between sessions first, whatever the classes of their threads.
+    """
+    try:
+        is_on = Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1"
+        if not is_on or other_pid is None or os.getsid(other_pid) == os.getsid(0):
+            return None
+    except OSError:
+        return None
+    return (
+        "Linux shares this CPU between sessions first (autogroups), so priorities count little between two sessions:"
+        " type sysctl kernel.sched_autogroup_enabled=0, or start both engines in one session"
+    )
+
+
+def device_environment(how: str) -> dict[str, str]:
+    """What must be in the environment before CUDA starts, for a GPU under CUDA's multi-process service.
+
+    Without that service it is ignored: two processes then take turns, and only the guard protects serving.
+    """
+    check_priority(how)
+    return {} if how == "normal" else {MPS_PRIORITY: "1"}
+
+
+def children_of(pids: Iterable[int]) -> list[int]:
+    """All processes below these, in no order."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        parent = _parent_of(entry)
+        if parent is not None:
+            parents.setdefault(parent, []).append(int(entry.name))
+    found: list[int] = []
+    open_ids = list(pids)
+    while open_ids:
+        below = parents.pop(open_ids.pop(), [])
+        found += below
+        open_ids += below
+    return found
+
+
+def threads_of(pid: int) -> list[int]:
+    """Native ids of a process' threads; none if it has ended, or where there is no /proc."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def threads_named(pid: int, name: str) -> list[int]:
+    """Native ids of a process' threads of that name, as the kernel knows it: 15 characters at most."""
+    found = []
+    for thread in threads_of(pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            if Path(f"/proc/{pid}/task/{thread}/comm").read_text().strip() == name:
+                found.append(thread)
+    return found
+
+
+def _parent_of(entry: Path) -> int | None:
+    try:
+        text = (entry / "stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[1])  # a program's name may hold spaces and brackets
+
+
+def _set(thread: int, how: str) -> str | None:
+    """What came of it; None: the thread has ended."""
+    try:
+        if how == "idle" and _may_have_class(thread, os.SCHED_IDLE):
+            return "idle class: runs when nothing else wants the processor"
+        if how != "idle":
+            _may_have_class(thread, os.SCHED_OTHER)
+        os.setpriority(os.PRIO_PROCESS, thread, 0 if how == "normal" else NICE_LOW)
+    except ProcessLookupError:
+        return None
+    except OSError as error:
+        cause = "raising it again needs CAP_SYS_NICE" if how == "normal" else error.strerror
+        return f"priority stays as it is: {cause}"
+    if how == "normal":
+        return "normal priority"
+    return f"nice {NICE_LOW}: the lowest share of the processor; only CAP_SYS_NICE raises it again"
+
+
+def _may_have_class(thread: int, scheduler_class: int) -> bool:
+    """Whether it has that scheduler class from now on; a sandbox may forbid classes and allow nice."""
+    try:
+        os.sched_setscheduler(thread, scheduler_class, os.sched_param(0))
+    except PermissionError:
+        return False
+    return True

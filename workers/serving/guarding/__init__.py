@@ -1,0 +1,1 @@
+"""The guard: what may run beside a serving engine now."""

@@ -1,0 +1,120 @@
+"""The guard of a transformers engine: a hook before each of its steps, and a thread that looks while it makes none.
+
+- The decision is taken on the engine's thread, in the moment before the step that it is about.
+- While the engine rests, or is held, the thread goes on learning, so that what is shown is of now and the first step is
+  decided on models that are up to date. It never looks while a step is computed: that look would end nothing.
+- On a CPU a step's measure is the processor time of the engine's thread; elsewhere its duration.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....fabric.contract.clock import Clock, SystemClock
+from ....fabric.contract.sharing import GuardView
+from ....fabric.rules.serving.facts import StepWork
+from ...engines.base import Generation
+from ...engines.steps import Moment
+from ..probes.reader import ProbeReader
+from .guard import Guard, GuardConfig, GuardOrders
+
+LOOK_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    began_s: float
+    thread_s: float
+    work: StepWork
+
+
+class GuardThread:
+    """A StepHook and a GuardPort. Methods of the latter may be called on any thread."""
+
+    def __init__(
+        self, config: GuardConfig, clock: Clock | None = None, *, slot_count: int = 1, is_on_cpu: bool = True
+    ) -> None:
+        """slot_count: sequences that could run, while nothing does."""
+        assert not config.policies, "other rules are measured on vLLM"
+        reader = ProbeReader(Path(config.probe), config.probe_name, owner_uid=config.probe_owner_uid)
+        self._guard = Guard(config, reader)
+        self._clock = clock or SystemClock()
+        self._is_on_cpu = is_on_cpu
+        self._lock = threading.Lock()  # of the guard and what follows
+        self._work = StepWork(decode_count=slot_count)  # of the last step
+        self._step: _Step | None = None
+        self._looked_at_s = 0.0
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollfab-guard", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._leave.set()
+        self._thread.join(1.0)
+
+    def order(self, orders: GuardOrders) -> None:
+        """From the next look on."""
+        self._guard.orders = orders
+
+    def view(self) -> GuardView:
+        """What it sees and does now."""
+        with self._lock:
+            return self._guard.view(self._clock.now_s())
+
+    def sharing(self) -> dict[str, Any]:
+        """Fields of a SharingReport."""
+        with self._lock:
+            return self._guard.sharing()
+
+    # ---- on the engine's thread
+
+    def arrived(self, at_s: float, prompt_tokens: int) -> None:
+        """Its own requests are not what it guards."""
+
+    def before_step(self, moment: Moment) -> int | None:
+        """What may run now."""
+        with self._lock:
+            self._step = None
+            if not moment.requests:
+                return None
+            self._work = moment.work
+            now = self._looked_at_s = self._clock.now_s()
+            allowed = self._guard.look(now, self._work).step_tokens
+            if allowed != 0:
+                self._step = _Step(now, time.thread_time(), narrowed(self._work, allowed))
+            return allowed
+
+    def after_step(self, moment: Moment, ended: Sequence[Generation]) -> None:
+        """A step is over, and measured."""
+        now, thread_s = self._clock.now_s(), time.thread_time()
+        with self._lock:
+            step, self._step = self._step, None
+            if step is not None:
+                device_s = thread_s - step.thread_s if self._is_on_cpu else None
+                self._guard.stepped(step.began_s, now, step.work, device_s=device_s)
+
+    def _run(self) -> None:
+        while not self._leave.wait(LOOK_S):
+            with self._lock:
+                now = self._clock.now_s()
+                if self._step is None and now - self._looked_at_s >= LOOK_S:
+                    self._looked_at_s = now
+                    self._guard.look(now, self._work)
+
+
+def narrowed(work: StepWork, step_tokens: int | None) -> StepWork:
+    """What a step computes of `work` if it is allowed that many tokens: sequences that decode first."""
+    if step_tokens is None:
+        return work
+    decode_count = min(work.decode_count, step_tokens)
+    return StepWork(
+        prefill_tokens=min(work.prefill_tokens, step_tokens - decode_count),
+        decode_count=decode_count,
+        context_tokens=work.context_tokens * decode_count // max(1, work.decode_count),
+    )

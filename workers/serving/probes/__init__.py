@@ -1,0 +1,1 @@
+"""Seeing what a serving engine does."""
