@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..__main__ import INTERRUPTED
 from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.text import printable
 from ..fabric.host.command import with_commands
 from .cli.arguments import refuse_secrets
+from .cli.exits import INTERRUPTED
 from .cli.logs import set_up_logs
 from .cli.options import (
     Allowed,

@@ -44,8 +44,9 @@ from .agreement_report import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
 from .ledger import TAKEOVER_S, Hand, Ledger, Submission
-from .publish.publisher import AnyPublisher, PublishReport, make_publisher
+from .publish.report import PublishReport
 from .publish.tensors import ComparesOn, pairs_of
+from .publishing import AnyPublisher, make_publisher
 from .waiting import Waiting
 
 PUSH_RETRY_S = 0.1

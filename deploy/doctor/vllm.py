@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from .command import Finding
+from .finding import Finding
 
 VERSION = "0.32.0"  # as the extras in pyproject.toml
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "rollfab"

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from ...__main__ import INTERRUPTED
 from ...api.access.keys import hash_key, new_key
 from ...fabric.broker.clients.url import is_local, mask_url
 from ...fabric.broker.embedded import EmbeddedBroker, starter_of
@@ -33,6 +32,7 @@ from ...fabric.contract.text import counted, one_line, printable
 from ...fabric.host.command import command, with_commands
 from ...fabric.host.directories import make_directory, write_private
 from ...fabric.opened import RedisFabric
+from ..cli.exits import INTERRUPTED
 from ..cli.printing import Console, show
 from ..cli.speech import say
 from ..cli.status import with_ports

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...__main__ import INTERRUPTED
 from ...fabric.contract.errors import ConfigError, InputError
+from ..cli.exits import INTERRUPTED
 from ..cli.options import AsJson
 from ..cli.printing import Console, show
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...__main__ import INTERRUPTED
 from ...api.access.config import ApiConfig
 from ...fabric.broker.connection import open_broker
 from ...fabric.contract.clock import SystemClock
@@ -33,6 +32,7 @@ from ...fabric.contract.text import did_you_mean
 from ...fabric.opened import RedisFabric
 from ...workers.engines.base import Engine
 from ...workers.environments.confinement import UNASKED, Confinement, hide, say_what_lacks
+from ..cli.exits import INTERRUPTED
 from ..cli.printing import Console
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
 

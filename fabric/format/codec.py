@@ -34,8 +34,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from .kernels import Bits as Bits
-from .kernels import Changes, Indices, Kernels, Scratch, load
+from .kernels import load
+from .kernels.protocol import Bits as Bits
+from .kernels.protocol import Changes, Indices, Kernels, Scratch
 from .streams import Stream, gap_shift, rest_bytes, split_planes, squeezed
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best

@@ -16,7 +16,8 @@ import zstandard
 
 from ..contract.errors import WireError
 from .codec import HEADER, SPARSE, STEPS, STREAM, VALUES, Decoded
-from .kernels import Bits, Bytes, Gaps, Indices, Kernels, Scratch, Sparse, load
+from .kernels import load
+from .kernels.protocol import Bits, Bytes, Gaps, Indices, Kernels, Scratch, Sparse
 from .streams import GAP_SHIFTS, join_planes, rest_numbers
 
 T = TypeVar("T")

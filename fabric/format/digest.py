@@ -25,7 +25,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .kernels import Bits, Kernels, load
+from .kernels import load
+from .kernels.protocol import Bits, Kernels
 from .layout import Layout
 
 

@@ -13,7 +13,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ..contract.errors import WireError
-from .kernels import Bits, Bytes
+from .kernels.protocol import Bits, Bytes
 
 Stream = bytes | memoryview
 

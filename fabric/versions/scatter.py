@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..format.kernels import Bits, Indices, Kernels, load
+from ..format.kernels import load
+from ..format.kernels.protocol import Bits, Indices, Kernels
 
 SCATTER_COUNT_MIN = 1 << 16  # changes that are worth a thread
 

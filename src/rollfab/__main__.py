@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-INTERRUPTED = 130
+from .deploy.cli.exits import INTERRUPTED
 
 
 def main() -> None:

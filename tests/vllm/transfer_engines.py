@@ -14,8 +14,9 @@ import numpy as np
 from rollfab.fabric.format.layout import Layout
 from rollfab.workers.engines.base import Bits, Writes
 from rollfab.workers.engines.vllm.common.arena import PARCEL, Mirror, pack
+from rollfab.workers.engines.vllm.common.names import BACKEND
 from rollfab.workers.engines.vllm.common.shared import SharedFile
-from rollfab.workers.engines.vllm.plugin import BACKEND, register
+from rollfab.workers.engines.vllm.plugin import register
 
 PROMPT = list(range(5, 70))  # two blocks of KV cache and a bit
 TOKENS = 12

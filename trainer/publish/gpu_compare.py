@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...fabric.format.codec import BLOCK_BYTES, Bits, few
-from ...fabric.format.kernels import Changes
+from ...fabric.format.kernels.protocol import Changes
 from ...fabric.format.layout import BITS_DTYPE
 from ...fabric.format.regions import Region
 

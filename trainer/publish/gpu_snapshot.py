@@ -25,7 +25,7 @@ import torch
 
 from ...fabric.format.codec import Encoded, Encoder
 from ...fabric.format.digest import sum_range, tensor_key
-from ...fabric.format.kernels import Changes
+from ...fabric.format.kernels.protocol import Changes
 from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import Sums
 from ...fabric.format.regions import Region, cut

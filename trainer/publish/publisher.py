@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from .borrowing import Check, in_thread
 from .carrying import Carrying
 from .healing import Healing
 from .model_check import check_model
+from .report import PublishReport
 from .tensors import ComparesOn, Named, collect_bits, devices_of
 from .upkeep import Upkeep
 
@@ -47,57 +48,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 VERSION_MAX = (1 << 53) - 1  # of whole numbers that a broker's scripts, which count in doubles, tell apart
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishReport:
-    """What publishing a version took. density: changed elements as a fraction of all. keyframe_bytes, jump_bytes: of
-    what was published beside it, 0 without."""
-
-    version: int
-    kind: str
-    payload_bytes: int
-    dense_bytes: int
-    changed_count: int
-    density: float
-    encode_s: float
-    keyframe_bytes: int = 0
-    jump_bytes: int = 0
-
-
-class AnyPublisher(Protocol):
-    """What publishes versions of one run: from one process, or from every rank of a sharded trainer (rank_lead.py)."""
-
-    async def publish(self, named: Named, version: int, *, keyframe: bool = False) -> PublishReport:
-        """Make `named` the run's version `version`. keyframe: put a keyframe of it beside its delta."""
-        ...
-
-    def start(self) -> None:
-        """Look after what is published, in a task of the running loop, until `close`."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of everything but what is published."""
-        ...
-
-
-def make_publisher(
-    store: WeightStore, config: RunConfig, group: Any = None, compares_on: ComparesOn = "auto"
-) -> AnyPublisher:
-    """The publisher that a run needs. group: of torch.distributed, where every rank publishes its own shards."""
-    if group is None:
-        return Publisher(
-            store,
-            config.run_id,
-            config.shard_count,
-            carrier=config.weight_carrier,
-            compares_on=compares_on,
-            scrub_bytes_per_s=config.scrub_bytes_per_s,
-            model=config.model,
-        )
-    from .rank_lead import ShardedPublisher  # needs torch
-
-    return ShardedPublisher(store, config.run_id, config.shard_count, group=group, model=config.model)
 
 
 class Publisher:

@@ -42,9 +42,10 @@ from ...fabric.versions.snapshot import (
     make_manifest,
     no_check,
 )
-from .publisher import Publisher, PublishReport
+from .publisher import Publisher
 from .rank_exchange import RankExchange, RankMessage
 from .rank_member import Member, Share, require, told
+from .report import PublishReport
 from .tensors import Named
 
 T = TypeVar("T")

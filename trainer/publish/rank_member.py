@@ -23,9 +23,9 @@ from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.weights.chain import DELTA
 from ...fabric.versions.snapshot import Identity, Part, Place, make_manifest
 from .borrowing import in_thread
-from .publisher import PublishReport
 from .rank_exchange import RankExchange, RankMessage
 from .rank_shares import LocalShards, LocalSnapshot, collect_shards
+from .report import PublishReport
 from .tensors import Named
 
 log = logging.getLogger(__name__)

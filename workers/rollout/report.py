@@ -18,11 +18,11 @@ from ...fabric.contract.clock import Clock
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import GuardView
 from ..engines.base import Engine, EngineStats
+from .config import RolloutConfig
 from .readiness import Readiness
 
 if TYPE_CHECKING:
     from .weights import WeightReceiver
-    from .worker import RolloutConfig
 
 WINDOW_S = 30.0
 SHUT_S = 0.5  # before a guard counts as shut

@@ -24,7 +24,8 @@ import numpy as np
 from rollfab.fabric.contract.errors import ConfigError, FabricError
 from rollfab.fabric.format.codec import Encoder
 from rollfab.fabric.format.decoder import Decoder
-from rollfab.fabric.format.kernels import NUMBA, NUMPY, Kernels, Scratch, load
+from rollfab.fabric.format.kernels import load
+from rollfab.fabric.format.kernels.protocol import NUMBA, NUMPY, Kernels, Scratch
 from rollfab.fabric.format.layout import Layout
 from rollfab.fabric.format.regions import Region, cut
 from rollfab.fabric.versions.entropy import Floor, block_floor, entropy_bits

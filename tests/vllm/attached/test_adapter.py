@@ -12,7 +12,7 @@ from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.workers.engines.base import Generation, GenerationRequest
-from rollfab.workers.engines.vllm.attached.adapter import adapter_layout
+from rollfab.workers.engines.vllm.adapter import adapter_layout
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config

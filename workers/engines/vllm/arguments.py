@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....fabric.contract.errors import ConfigError
 from ....fabric.contract.models import is_preset, model_config
-from .plugin import BACKEND
+from .common.names import BACKEND
 
 if TYPE_CHECKING:
     from .common.config import VllmConfig

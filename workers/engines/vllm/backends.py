@@ -19,7 +19,7 @@ def new_door(config: VllmConfig) -> Door:
             model=config.model,
         )
     if config.adapter_rank is not None:
-        from .attached.adapter import AdapterDoor
+        from .adapter import AdapterDoor
 
         return AdapterDoor(config)
     from .local import LocalDoor

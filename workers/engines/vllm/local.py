@@ -31,8 +31,9 @@ from .common.arena import PARCEL, Mirror, pack
 from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
+from .common.names import PROBE
 from .common.shared import SharedFile, aside
-from .plugin import PROBE, children_die_with_us, register
+from .plugin import children_die_with_us, register
 from .step.scheduler_page import Page
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class LocalDoor:
     def _limit(self, settings: Any) -> None:
         """Put our scheduler, and the page that it reads, into vLLM's settings."""
         kind = "LimitedAsyncScheduler" if settings.scheduler_config.async_scheduling else "LimitedScheduler"
-        settings.scheduler_config.scheduler_cls = f"{__package__}.scheduler.{kind}"
+        settings.scheduler_config.scheduler_cls = f"{__package__}.step.scheduler.{kind}"
         guard = self._config.guard
         own = {"rollfab": {"page": str(self.page.path), "guard": guard.row() if guard is not None else None}}
         settings.additional_config = {**(settings.additional_config or {}), **own}

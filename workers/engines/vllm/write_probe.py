@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from ....fabric.contract.errors import EngineError
 from ....fabric.contract.records import Sampling
 from ....fabric.format.layout import Layout, TensorSpec
-from ..base import Bits, GenerationRequest, Writes
+from ..base import Bits, Engine, GenerationRequest, Writes
 
 if TYPE_CHECKING:
     from .common.backend import ModelFacts
-    from .engine import VllmEngine
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class _Staged:
         return self.tensors
 
 
-async def probe_writes(engine: VllmEngine, facts: ModelFacts, *, is_dummy: bool, is_whole: bool = False) -> None:
+async def probe_writes(engine: Engine, facts: ModelFacts, *, is_dummy: bool, is_whole: bool = False) -> None:
     """Require that the engine computes with the weights that are written.
 
     Args:
@@ -73,7 +72,7 @@ async def probe_writes(engine: VllmEngine, facts: ModelFacts, *, is_dummy: bool,
     log.info("engine.writes_are_live", extra={"kind_count": len(one_of_each_kind(facts.layout))})
 
 
-async def _dead_tensors(engine: VllmEngine, facts: ModelFacts, *, is_whole: bool) -> list[str]:
+async def _dead_tensors(engine: Engine, facts: ModelFacts, *, is_whole: bool) -> list[str]:
     """Names of tensors that were written without changing the answer."""
     dead = []
     usual = await _answer(engine, facts)
@@ -147,11 +146,11 @@ def _stored(values: NDArray[np.float32], dtype: str) -> Bits:
     return bits
 
 
-async def _write(engine: VllmEngine, writes: Writes) -> None:
+async def _write(engine: Engine, writes: Writes) -> None:
     await engine.apply(_Staged(-1, writes), turns="recompute")  # what every door can
 
 
-async def _answer(engine: VllmEngine, facts: ModelFacts) -> tuple[Any, ...]:
+async def _answer(engine: Engine, facts: ModelFacts) -> tuple[Any, ...]:
     """Tokens and log-probabilities of a greedy answer, as bits."""
     prompt = np.arange(min(PROMPT_TOKENS, facts.vocabulary_size, facts.context_tokens_max - 4), dtype=np.int32)
     sampling = Sampling(temperature=0.0, max_tokens=2)

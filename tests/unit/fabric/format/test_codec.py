@@ -15,7 +15,8 @@ from rollfab.fabric.format import codec
 from rollfab.fabric.format.codec import SPARSE, STEPS, VALUES, Encoded, Encoder
 from rollfab.fabric.format.decoder import Decoder
 from rollfab.fabric.format.digest import sum_range
-from rollfab.fabric.format.kernels import NUMBA, NUMPY, Kernels, load
+from rollfab.fabric.format.kernels import load
+from rollfab.fabric.format.kernels.protocol import NUMBA, NUMPY, Kernels
 from rollfab.fabric.versions.scatter import scatter
 
 # The first call on an element width compiles, where no cache of that is there yet.

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rollfab.fabric.format.digest import change_at, state_sums, sum_at, sum_range, sums_digest, tensor_key
-from rollfab.fabric.format.kernels import MIX, NUMBA, NUMPY, ROW, ROW_BITS, Kernels, load
-from rollfab.fabric.format.kernels_numpy import factor_table, odd_keys
+from rollfab.fabric.format.kernels import load
+from rollfab.fabric.format.kernels.numpy_loops import factor_table, odd_keys
+from rollfab.fabric.format.kernels.protocol import MIX, NUMBA, NUMPY, ROW, ROW_BITS, Kernels
 from rollfab.fabric.format.layout import Layout, TensorSpec
 
 pytestmark = pytest.mark.timeout(180)  # the first call on an element width compiles

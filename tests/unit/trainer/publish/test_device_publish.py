@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollfab.fabric.contract.errors import BrokerError, InputError, LayoutMismatch, WeightError
 from rollfab.fabric.format.codec import BLOCK_BYTES, Encoded, Encoder
-from rollfab.fabric.format.kernels import Changes
+from rollfab.fabric.format.kernels.protocol import Changes
 from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
 from rollfab.fabric.format.regions import Region, cut
 from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME

@@ -26,8 +26,8 @@ from .....fabric.format.layout import Layout
 from ...base import Bits, Writes
 from ..common.arena import PARCEL, Mirror, pack
 from ..common.layout import checkpoint_layout
+from ..common.names import BACKEND
 from ..common.shared import SharedFile, aside
-from ..plugin import BACKEND
 from .checkpoint import save_bits
 from .checkpoint_files import CheckpointFiles
 from .client import Client

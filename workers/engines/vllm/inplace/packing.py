@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plugin import BACKEND
+from ..common.names import BACKEND
 
 PRIMITIVES_KEPT = 32  # shapes of input that a layer's kernels stay compiled for: vLLM's own number
 

@@ -29,7 +29,7 @@ from typing import Any
 from .....fabric.contract.errors import ConfigError
 from .....fabric.rules.serving.facts import StepWork
 from ....serving.probes.probe_page import ProbeWriter
-from ..plugin import PROBE, log
+from ..common.names import PROBE, log
 
 __all__ = ["install"]
 

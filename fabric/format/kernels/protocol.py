@@ -8,13 +8,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ..contract.errors import ConfigError
 
 Bits = NDArray[Any]  # unsigned integers of the element's width
 Bytes = NDArray[np.uint8]
@@ -140,24 +137,3 @@ class Kernels(Protocol):
     def sum_range(self, key: int, start: int, values: Bits) -> int:
         """See digest.sum_range."""
         ...
-
-
-@cache
-def load(make: str | None = None) -> Kernels:
-    """The kernels of a make, NUMBA or NUMPY; by default the faster one that is there.
-
-    Raises:
-        ConfigError: numba is asked for and is not there.
-    """
-    assert make in (None, NUMBA, NUMPY)
-    if make != NUMPY:
-        try:
-            from . import kernels_numba
-
-            return kernels_numba
-        except ImportError as error:
-            if make == NUMBA:
-                raise ConfigError(f"numba cannot be used: {error}. pip install numba, or take numpy") from error
-    from . import kernels_numpy
-
-    return kernels_numpy

@@ -1,4 +1,4 @@
-"""The inner loops of codec and digest in numpy: see kernels.py for what each does."""
+"""The inner loops of codec and digest in numpy: see protocol.py for what each does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernels import (
+from .protocol import (
     AVALANCHE,
     GAMMA,
     GAP_ESCAPE,

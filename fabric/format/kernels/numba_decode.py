@@ -1,4 +1,4 @@
-"""The loops that take blocks apart, compiled: see kernels.py for what each does.
+"""The loops that take blocks apart, compiled: see protocol.py for what each does.
 
 - What hostile bytes could break is checked before it is used.
 - Gaps are joined GROUP at a time and steps LANES at a time; the few that escape are mended afterwards.
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernels import GAP_ESCAPE, ROW, ROW_BITS, STEP_ESCAPE, Bits, Bytes, Indices
 from .numba_digest import mixed, row_key
 from .numba_intrinsics import GROUP, LANES, WORD, compiled, join_group, join_lanes, lowest_one, prefetch, word_at
+from .protocol import GAP_ESCAPE, ROW, ROW_BITS, STEP_ESCAPE, Bits, Bytes, Indices
 
 U0, U1, U64 = (np.uint64(n) for n in (0, 1, 64))
 LOW_BITS, HIGH_BITS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # of every byte of a word

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from .....fabric.contract.errors import EngineError
-from .....fabric.format.layout import Layout, TensorSpec
-from ...base import Writes
-from ..common.arena import Mirror
-from ..common.backend import Abilities
-from ..local import LocalDoor, translated
-from .checkpoint import save_bits
+from ....fabric.contract.errors import EngineError
+from ....fabric.format.layout import Layout, TensorSpec
+from ..base import Writes
+from .attached.checkpoint import save_bits
+from .common.arena import Mirror
+from .common.backend import Abilities
+from .local import LocalDoor, translated
 
 if TYPE_CHECKING:
-    from ..common.config import VllmConfig
+    from .common.config import VllmConfig
 
 PREFIX = "base_model.model."  # PEFT's
 NAME, NUMBER = "policy", 1  # what vLLM knows the adapter by

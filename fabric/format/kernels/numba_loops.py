@@ -1,4 +1,4 @@
-"""The inner loops of codec and digest, compiled: see kernels.py for what each does.
+"""The inner loops of codec and digest, compiled: see protocol.py for what each does.
 
 - Public functions take what numpy's make takes, and hand it to a compiled loop as read-only views: one compilation for
   each element width, whoever owns the memory.
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import numba_decode, numba_digest, numba_encode
-from .kernels import Bits, Bytes, Changes, Gaps, Indices, Scratch, Sparse
-from .kernels_numpy import factor_table
 from .numba_intrinsics import WORD
+from .numpy_loops import factor_table
+from .protocol import Bits, Bytes, Changes, Gaps, Indices, Scratch, Sparse
 
 POSITION = np.dtype(np.int64)
 

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .kernels import GAP_ESCAPE, STEP_ESCAPE
+from .protocol import GAP_ESCAPE, STEP_ESCAPE
 
 LANES = 64  # elements compared, or steps joined, at a time
 WORD = 8  # bytes read or written at once

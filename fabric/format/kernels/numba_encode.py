@@ -1,4 +1,4 @@
-"""The loops that make blocks, compiled: see kernels.py for what each does.
+"""The loops that make blocks, compiled: see protocol.py for what each does.
 
 - Counts and places are uint64: with signed ones numba asks of each index whether it counts from the end.
 - Differences are found LANES elements at a time as a word of bits, and its ones are taken two by two without asking
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernels import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes
 from .numba_intrinsics import (
     GROUP,
     LANES,
@@ -24,6 +23,7 @@ from .numba_intrinsics import (
     split_group,
     split_lanes,
 )
+from .protocol import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes
 
 U0, U1, U2, U64 = (np.uint64(n) for n in (0, 1, 2, 64))
 ONE, ESCAPE = np.uint32(1), np.uint32(GAP_ESCAPE)

@@ -1,4 +1,4 @@
-"""The digest's loops, compiled: see digest.py for the formula, kernels.py for what each does.
+"""The digest's loops, compiled: see digest.py for the formula, protocol.py for what each does.
 
 - Everything wraps around at 64 bits, and no element waits for another: loops run on several elements at a time.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .kernels import AVALANCHE, GAMMA, MIX, ROW, ROW_BITS, Bits, Indices
 from .numba_intrinsics import compiled
+from .protocol import AVALANCHE, GAMMA, MIX, ROW, ROW_BITS, Bits, Indices
 
 U0, U1, U27, U30, U31, U32 = (np.uint64(n) for n in (0, 1, 27, 30, 31, 32))
 MIX_WORD, GAMMA_WORD = np.uint64(MIX), np.uint64(GAMMA)

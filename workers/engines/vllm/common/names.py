@@ -1,0 +1,10 @@
+"""Names that a vLLM and we share, and its logger. The standard library alone: every vLLM process reads this."""
+
+from __future__ import annotations
+
+import logging
+
+BACKEND = "rollfab"  # of weight transfer
+PROBE = "ROLLFAB_PROBE"  # environment variable: the page in which a serving team's vLLM shows what it does
+
+log = logging.getLogger("vllm.rollfab")  # below vLLM's own logger: in its log, in its format
