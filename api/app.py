@@ -19,8 +19,8 @@ from fastapi.security import HTTPBearer
 from .. import __version__
 from ..fabric.contract.clock import Clock, SystemClock
 from .access.auth import Guard
-from .access.body import BodyLimit
 from .access.config import ApiConfig, check_config
+from .access.connections import BodyLimit
 from .access.problems import install_problems
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+from collections.abc import Sequence
 from typing import Annotated
+from urllib.parse import parse_qsl
 
 import typer
 
-from .. import __version__
+from rollfab import __version__
+
 from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.text import printable
 from ..fabric.host.command import with_commands
-from .cli.arguments import refuse_secrets
 from .cli.exits import INTERRUPTED
 from .cli.logs import set_up_logs
 from .cli.options import (
@@ -38,7 +41,7 @@ from .cli.options import (
 )
 from .cli.printing import Console, show
 from .cli.speech import say
-from .local.child import follow_parent
+from .local.supervisor import follow_parent
 
 app = typer.Typer(
     name="rollfab",
@@ -270,3 +273,52 @@ def _register() -> None:
 
 
 _register()
+
+
+# ---------------------------------------------------------------- arguments
+#
+# No secret as an argument: every user of the machine sees arguments (`ps`), and the shell keeps them.
+
+
+SECRET = re.compile(r"passw(or)?d$|secret$|(^|[_-])api[_-]?key$|^(hf|auth|access|bearer)[_-]token$", re.IGNORECASE)
+INSTEAD = {"--api-key": "ROLLFAB_SERVER_KEY", "--hf-token": "HF_TOKEN"}
+
+
+def refuse_secrets(arguments: Sequence[str]) -> None:
+    """Refuse arguments that hold a password or a key: in a URL, or as the value of an option that is named like one.
+
+    Raises:
+        ConfigError: names the option and what to do instead. The text does not repeat the value.
+    """
+    option = ""
+    for place, word in enumerate(arguments):
+        name, has_value, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        option = name or option
+        following = value if has_value else "".join(arguments[place + 1 : place + 2])
+        if name and SECRET.search(name.removeprefix("--")) and following and not following.startswith("-"):
+            raise _refusal(name, "a secret", f"by the environment, {INSTEAD.get(name, 'or in a file')}")
+        if _has_secret(value):
+            raise _refusal(option or "an argument", "the password in a URL", "as ROLLFAB_URL, by the environment")
+        option = name if name and not has_value else ""
+
+
+def _refusal(option: str, what: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{option} would show {what} to every user of this machine (`ps`), and to the shell's history: give it "
+        f"{instead}, which the user of a process alone can see",
+        option=option,
+    )
+
+
+def _has_secret(word: str) -> bool:
+    """Whether it is, or ends in, a URL with a user's part, or with a setting that is secret."""
+    scheme, found, rest = word.partition("://")
+    if not found:
+        return False
+    place, _, query = rest.partition("?")
+    # a password's own "/", "?" or "#" cuts a broker's URL too early: there the sign may stand anywhere
+    named = rest if re.search(r"(?i)(^|=)rediss?(\+\w+)?$", scheme) else re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if "@" in named or (place.startswith("/") and "@" in query):
+        return True
+    settings = parse_qsl(query, keep_blank_values=True)
+    return any(SECRET.search(name) or _has_secret(value) for name, value in settings)

@@ -40,7 +40,7 @@ from ..fabric.opened import RedisFabric
 from ..fabric.ports.queue import Delivery, GroupPush, RunStatus
 from ..fabric.rules.queue.push import never_fits
 from ..fabric.versions.reader import Weights, fetch_weights
-from .agreement_report import AgreementReporter
+from .agreement import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
 from .ledger import TAKEOVER_S, Hand, Ledger, Submission

@@ -6,23 +6,29 @@ this file reads arguments, shows progress and chooses exit codes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from ...fabric.contract.errors import BrokerError, ConfigError, WireError
-from ...fabric.inspect.diff import diff_versions
+from ...fabric.contract.errors import BrokerError, ConfigError, InputError, WireError
+from ...fabric.format.codec import Bits
+from ...fabric.format.layout import Layout
+from ...fabric.inspect.diff import TensorDiff, diff_tensor, diff_versions
 from ...fabric.inspect.inspection import Inspection, inspect_version, version_row
+from ...fabric.inspect.safetensors import NAMES, open_checkpoint
 from ...fabric.inspect.verify import Verified, verify
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.queue.push import no_such_run
 from ...fabric.rules.weights.chain import readable_versions
 from ...fabric.versions.held import readable
+from ...fabric.versions.reader import fetch_bits
 from ..cli.options import AsJson, Url, need_url
 from ..cli.printing import Console, show_json
 from ..cli.speech import say_nothing
@@ -174,7 +180,6 @@ def _add_diff(weights: typer.Typer) -> None:
             await _require_run(ports, run)
             if second is not None:
                 return diff_object(await diff_versions(ports.weights, run, first, second))
-            from .checkpoint import diff_checkpoint
 
             assert checkpoint is not None
             found = await diff_checkpoint(ports.weights, run, first, checkpoint)
@@ -237,3 +242,66 @@ def _progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], Non
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+# ---------------------------------------------------------------- checkpoint
+#
+# Published weights compared with a checkpoint on disk, bit by bit.
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDiff:
+    """tensors: those on both sides. missing: names that only the run has. unknown: names that only the files have."""
+
+    tensors: list[TensorDiff]
+    missing: list[str]
+    unknown: list[str]
+
+
+async def diff_checkpoint(store: WeightStore, run_id: str, version: int, path: Path) -> CheckpointDiff:
+    """Compare a version with a checkpoint on disk, bit by bit.
+
+    Raises:
+        InputError: as read_checkpoint, or no tensor is on both sides.
+        VersionUnknown, ChainBroken, DigestMismatch: as fetch_bits.
+    """
+    manifest, bits = await fetch_bits(store, run_id, version)
+    specs = manifest.tensors.tensors
+    there, unknown = await asyncio.to_thread(read_checkpoint, path, manifest.tensors)
+    both = [spec for spec in specs if spec.name in there]
+    if not both:
+        has = ", ".join(unknown[:3]) or "nothing"
+        raise InputError(
+            f"{path} has none of the tensors of run {run_id!r}: it has {has}, published is {specs[0].name}, …; give a"
+            " checkpoint of that model",
+            path=str(path),
+        )
+    rows = [await asyncio.to_thread(diff_tensor, spec, bits[spec.name], there[spec.name]) for spec in both]
+    return CheckpointDiff(rows, [spec.name for spec in specs if spec.name not in there], unknown)
+
+
+def read_checkpoint(path: Path, layout: Layout) -> tuple[dict[str, Bits], list[str]]:
+    """The tensors of `layout` in a .safetensors file, or in a directory of them, and the names of others there.
+
+    Returns:
+        name → flat stored bits, read only; tensors that are not there are left out.
+
+    Raises:
+        InputError: as open_checkpoint, or a tensor has another dtype or shape.
+    """
+    specs = {spec.name: spec for spec in layout.tensors}
+    found: dict[str, Bits] = {}
+    others: list[str] = []
+    for name, tensor in open_checkpoint(path).items():
+        spec = specs.get(name)
+        if spec is None:
+            others.append(name)
+        elif (tensor.dtype, tensor.shape) != (NAMES[spec.dtype], spec.shape):
+            raise InputError(
+                f"{tensor.file} has {name!r} as {tensor.dtype}{list(tensor.shape)}, published is {spec}: only stored"
+                " bits of one form can be compared; save the checkpoint in the published dtype",
+                name=name,
+            )
+        else:
+            found[name] = tensor.bits()
+    return found, sorted(others)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollfab.fabric.contract.errors import ConfigError
-from rollfab.workers.serving.holder import memory_directory
+from rollfab.workers.serving.wiring import memory_directory
 
 __all__ = ["alone"]
 

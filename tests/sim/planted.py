@@ -23,7 +23,7 @@ from rollfab.workers.agent.keeper import Keeper
 from rollfab.workers.rollout import turn as workers_turn
 from rollfab.workers.rollout.engine_watch import EngineWatch
 from rollfab.workers.rollout.lease import LeaseKeeper
-from rollfab.workers.rollout.running import RunningTurns
+from rollfab.workers.rollout.turns import RunningTurns
 from rollfab.workers.rollout.worker import RolloutWorker
 
 Patch = tuple[Any, str, Any]  # object, attribute, what to put there

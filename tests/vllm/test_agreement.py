@@ -19,8 +19,7 @@ import pytest
 from rollfab.fabric.contract.agreement import Agreement
 from rollfab.fabric.contract.records import Group, Rollout, RunConfig, Sampling, Span
 from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.trainer.agreement import FLOAT32
-from rollfab.trainer.agreement_report import AgreementReporter
+from rollfab.trainer.agreement import FLOAT32, AgreementReporter
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine

@@ -16,7 +16,7 @@ from rollfab.fabric.versions.rank_reader import ShardReader
 from rollfab.fabric.versions.rank_stage import ShardStage, agree, part_sums, vote
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.fabric.versions.stage import Staged, commit
-from rollfab.workers.engines.vllm.inplace.rank_map import shard_map
+from rollfab.workers.engines.vllm.inplace.rank_part import shard_map
 from tests.vllm import transfer_engines as engines
 from tests.vllm.transfer_engines import LLAMA, QWEN2
 

@@ -19,7 +19,7 @@ from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import GuardView
 from ..engines.base import Engine, EngineStats
 from .config import RolloutConfig
-from .readiness import Readiness
+from .engine_sleep import Readiness
 
 if TYPE_CHECKING:
     from .weights import WeightReceiver

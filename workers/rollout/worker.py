@@ -2,11 +2,12 @@
 
 The loop, one verb a line, is `_turn_over`: follow the lease, give back what stands still, exchange with the broker
 (hand in, keep, take), start what came. Around it, by themselves: the lease (lease.py), the turns and the engine's
-health (running.py, engine_watch.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
+health (turns.py, engine_watch.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
 
 - Without a lease nothing is claimed. When a lease ends, running turns go back at once, with their tokens.
-- Without a lease for long, the engine sleeps or gives its KV memory back, where it can (readiness.py); a lease wakes it
-  before anything is fetched or claimed. Weights are followed under a lease alone, so none arrive while it sleeps.
+- Without a lease for long, the engine sleeps or gives its KV memory back, where it can (engine_sleep.py); a lease
+  wakes it before anything is fetched or claimed. Weights are followed under a lease alone, so none arrive while it
+  sleeps.
 - A claim that was lost is aborted; its tokens belong to whoever holds it now.
 - Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
 - Turns yield to a serving engine on the same device (yielding.py).
@@ -34,10 +35,10 @@ from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
 from ..engines.base import Engine
 from .config import RolloutConfig as RolloutConfig
+from .engine_sleep import GivesBack, Readiness
 from .lease import LeaseKeeper, LeaseOptions
-from .readiness import GivesBack, Readiness
 from .report import Guarded, WorkerReport
-from .running import RunningOptions, RunningTurns
+from .turns import RunningOptions, RunningTurns
 from .weights import AtCommit, WeightReceiver
 from .yielding import Yielding
 

@@ -10,7 +10,7 @@
   as they waited, at most `claim_after_s_max`. A budget lets as many be taken as fit by the most that each may come to
   hold: what was taken within a budget yields only when that is cut.
 - A turn that made no token while the guard let little through has not stalled: it goes on elsewhere without blame.
-- Tokens are running.py's: what yields keeps them.
+- Tokens are turns.py's: what yields keeps them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ...fabric.contract.clock import Clock
 from ...fabric.contract.sharing import GuardView
 from .engine_watch import LOOK_S
 from .report import Guarded
-from .running import RunningTurns
-from .turn import TurnSize
+from .turns import RunningTurns, TurnSize
 
 SIZE_COUNT = 8  # turns whose sizes tell what the next one may need
 SHUT, SILENT = "shut", "silent"

@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
+import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ...fabric.contract.clock import Clock
-from ...fabric.contract.errors import EngineError, EngineUnsupported
+from ...fabric.contract.errors import BrokerError, ConfigError, EngineError, EngineUnsupported
 from ...fabric.contract.records import Lease
-from ...fabric.contract.sharing import GuardView
+from ...fabric.contract.sharing import GuardView, SharingReport
 from ...fabric.ports.queue import LeaseBoard
 from ...fabric.rules.lending.terms import LendTerms
+from ...fabric.rules.serving.facts import Slo
 from ...fabric.rules.serving.guard import GuardRule
 from ..engines.base import Engine
 from ..rollout.lease import UNREAD
@@ -33,11 +37,9 @@ from .device.memory import KvBudget, check_backend, open_backend
 from .device.priority import children_of, device_environment, lower, lower_engine_thread, lower_front, session_note
 from .guarding.guard import GuardConfig, GuardOrders, GuardPort
 from .guarding.thread import GuardThread
-from .holder import ProbeHold, memory_directory
 from .options import ServingOptions
 from .probes.reader import ProbeReader
-from .probes.scrape import MetricsProbe
-from .reports import SharingSender, blank_report
+from .probes.scrape import MetricsProbe, target_of
 
 log = logging.getLogger(__name__)
 
@@ -267,3 +269,132 @@ def _announcement(worker_id: str, options: ServingOptions, terms: LendTerms | No
         how = f"{'observing only' if terms.mode == 'observe' else 'taken back'} ({terms.reason})"
     sees = sharing.seen() if sharing is not None else "it has no --probe, so it shares its device with none"
     return f"serving worker {who}: ready, {how}; {sees}"
+
+
+# ---------------------------------------------------------------- reports
+#
+# What sharing a device cost and gave, sent to the broker: the serving team decides on it.
+#
+# - The guard measures; this adds who it is and how many tokens the worker made.
+# - A report that cannot be sent is dropped: the next one holds all of it again.
+
+
+SEND_S = 5.0
+FIELDS = {each.name for each in dataclasses.fields(SharingReport)}
+
+
+class SharingSender:
+    """Sends one worker's reports."""
+
+    def __init__(
+        self,
+        board: LeaseBoard,
+        blank: SharingReport,
+        clock: Clock,
+        *,
+        measured: Callable[[], Mapping[str, Any] | None],
+        token_count: Callable[[], int],
+    ) -> None:
+        """
+        Args:
+            blank: whose report it is.
+            measured: fields of it, by the guard; None: there is none yet.
+            token_count: of rollouts, since the engine's start.
+        """
+        self._board = board
+        self._blank = blank
+        self._clock = clock
+        self._measured = measured
+        self._token_count = token_count
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._clock.sleep(SEND_S)
+            await self.send()
+
+    async def send(self) -> None:
+        """Once."""
+        try:
+            await self._board.set_sharing(self.report())
+        except BrokerError as error:
+            log.warning("sharing.not_sent", extra={"error": str(error)})
+
+    def report(self) -> SharingReport:
+        """As of now."""
+        measured = {name: value for name, value in (self._measured() or {}).items() if name in FIELDS}
+        return dataclasses.replace(self._blank, **{**measured, "token_count": self._token_count()})
+
+
+def blank_report(worker_id: str, slo: Slo) -> SharingReport:
+    """Nothing measured yet."""
+    return SharingReport(worker_id=worker_id, ttft_slo_ms=slo.ttft_ms, tpot_slo_ms=slo.tpot_ms)
+
+
+# ---------------------------------------------------------------- holder
+#
+# One worker beside one serving engine: each would use up the slack that the other one counts on.
+#
+# - An advisory lock (flock) on a file of its own, held for as long as the process lives: `kill -9` lets go of it.
+# - Not on the page itself: that is another file after each start of the serving engine, and none before the first.
+# - The file stays, with the process id of its last holder; it is never removed, or two could hold one of each.
+# - A forked engine has no part in it: left over by a killed worker, it gets no orders and computes nothing.
+# - What is one engine is told by the page's real path, or a URL's host, port and path: two names of one host are two.
+
+
+MEMORY = Path("/dev/shm")
+
+
+def memory_directory() -> Path:
+    """Where files of this machine live that are gone after it has started anew, if there is such a place."""
+    return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def lock_path_of(probe: str) -> Path:
+    """The lock of a page, or of a server's URL. Raises ConfigError: the URL is none."""
+    if "://" not in probe:
+        return Path(os.path.realpath(probe) + ".lock")
+    target = target_of(probe)
+    name = hashlib.sha256(f"{target.host}:{target.port}{target.path}".encode()).hexdigest()[:16]
+    return memory_directory() / f"rollfab-probe-{name}.lock"
+
+
+class ProbeHold:
+    """Being the one worker that sees by a probe."""
+
+    def __init__(self, probe: str) -> None:
+        """Raises ConfigError: another process is, or there is no place for a lock."""
+        path = lock_path_of(probe)
+        try:
+            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"--probe {probe}: its lock {path} cannot be opened ({error.strerror}). Name a page in a directory that"
+                " this process may write; where another user's worker has left the lock there, remove it",
+                path=str(path),
+            ) from error
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._handle, 32, 0).decode(errors="replace").strip() or "unknown"
+            self.close()
+            raise ConfigError(
+                f"--probe {probe}: process {holder} is the worker beside this serving engine (it holds {path})."
+                " Two would each use up its slack: end that one first, or give this one the probe of another engine",
+                path=str(path),
+                pid=holder,
+            ) from error
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def close(self) -> None:
+        """Let another one be it."""
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle = None
+
+    def _forget(self) -> None:
+        """In a forked child: the lock is its parent's."""
+        with suppress(OSError):
+            self.close()

@@ -12,11 +12,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from .benefit import Backlog, is_worth, slot_time_s, speed_of
 from .capacity_facts import CapacityRule, Grant, RunFacts, WorkerFacts, is_same_model
-from .division import divide, settle
 
 __all__ = ["CapacityRule", "Grant", "RunFacts", "WorkerFacts", "plan", "settle"]
 
@@ -191,3 +192,208 @@ def _is_below(worker: WorkerFacts, fraction: float) -> bool:
 
 def _low_headroom(worker: WorkerFacts, fraction: float) -> str:
     return f"headroom {worker.headroom_fraction:.0%} is below {fraction:.0%}"
+
+
+# ---------------------------------------------------------------- benefit
+#
+# The benefit gate: does one more borrowed worker end a run's open trajectories sooner, or does it hold some up?
+#
+# All times are in *slot times*: what the remaining work of a mean trajectory takes in one slot of a dedicated worker.
+#
+#     slots that are there:   max(1, N / S) + k - 1
+#     one more worker:        C + max(k / f, k - 1)
+#
+# N: open trajectories. S: slots given already, each counted with its speed. f: the borrowed worker's speed in dedicated
+# slots (its open fraction, or what was measured). C: wake + fetch + computing prefixes again. k: how much longer than
+# the mean a trajectory may be (tail_factor).
+#
+# - The first line is when the slots that are there have emptied the queue and ended a long trajectory. The second is
+#   when a long trajectory ends that the borrowed worker takes now. It is lent only while that is no later, so what it
+#   takes would not have ended sooner elsewhere, and the step is never longer than without it.
+# - A worker that gives a third of its time is lent only where the queue is more than five slot times long: borrowed
+#   for less, it makes a synchronous step 0.4 to 0.96 times as fast, for stragglers sit on it.
+# - Where nothing is given yet, any worker is better than none.
+#
+# Source: PEARL's benefit gate (lend only what pays for its activation), with stragglers counted.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """A run's work and who has it. speed: of the slots given so far, in dedicated slots. slot_s: a slot time."""
+
+    open_count: int
+    speed: float
+    slot_s: float | None = None
+
+
+def slot_time_s(left_tokens: float | None, slot_tokens_per_s: float | None) -> float | None:
+    """Seconds of one slot time; None: nobody knows the work left, or how fast a dedicated slot is."""
+    if not left_tokens or not slot_tokens_per_s:
+        return None
+    return left_tokens / slot_tokens_per_s
+
+
+def speed_of(worker: WorkerFacts, slot_tokens_per_s: float | None) -> float:
+    """The speed of a worker's slot in dedicated ones: measured while it was lent, else what its guard lets through."""
+    if worker.lend is None:
+        return 1.0
+    if worker.slot_tokens_per_s is not None and slot_tokens_per_s:
+        return worker.slot_tokens_per_s / slot_tokens_per_s
+    return 1.0 if worker.open_fraction is None else worker.open_fraction
+
+
+def finish_without(backlog: Backlog, rule: CapacityRule) -> float:
+    """When the slots that are there have ended everything, in slot times."""
+    if backlog.speed <= 0:
+        return math.inf
+    return max(1.0, backlog.open_count / backlog.speed) + rule.tail_factor - 1
+
+
+def finish_with(worker: WorkerFacts, speed: float, slot_s: float | None, rule: CapacityRule) -> float:
+    """When a borrowed worker ends what it takes now, in slot times.
+
+    Where slot times are not known in seconds, waking and fetching count as nothing. One that is lent has paid already.
+    """
+    if speed <= 0:
+        return math.inf
+    cost = 0.0
+    if not worker.is_lent:
+        setup_s = (worker.activation_ms + worker.fetch_ms) / 1000
+        cost = rule.refill_fraction / speed + (setup_s / slot_s if slot_s else 0.0)
+    return cost + max(rule.tail_factor / speed, rule.tail_factor - 1)
+
+
+def is_worth(worker: WorkerFacts, speed: float, backlog: Backlog, rule: CapacityRule) -> bool:
+    """Whether this worker ends what it would take no later than the slots that are there; a lent one has some grace."""
+    grace = rule.keep_factor if worker.is_lent else 1.0
+    return finish_with(worker, speed, backlog.slot_s, rule) <= finish_without(backlog, rule) * grace
+
+
+# ---------------------------------------------------------------- division
+#
+# Which run each worker of a model serves, where several runs share it by weight.
+#
+# - Where workers cannot be divided by weight, runs take turns: `settle` keeps, for every run, the slot-seconds that it
+#   is owed, and a worker moves when that makes another run the needier one by nearly a worker's slice. It stays that
+#   long at least: moving costs a weight switch and every cached prefix.
+# - A run without work gives its share up at once, and is owed nothing once it has had none for a while.
+# - The cost grows with workers plus moves times kinds of workers (run and slots), not with workers times moves.
+
+
+STAY_FRACTION = 0.9  # of a worker's slots: how much needier another run must be; at 1 a new run might wait for ever
+
+
+def settle(
+    owed: Mapping[str, float], grants: Sequence[Grant], runs: Sequence[RunFacts], passed_s: float, rule: CapacityRule
+) -> dict[str, float]:
+    """What every run is owed after `grants` were in force for `passed_s`, in slot-seconds.
+
+    Of the slots that served runs of a model with work, each of these was due a share by weight. What all runs of a
+    model are owed adds up to nothing, so one that comes new, or comes back, starts level; and no debt exceeds two
+    slices of all slots, whatever happened.
+    """
+    given: dict[str | None, int] = {}
+    for grant in grants:
+        given[grant.run_id] = given.get(grant.run_id, 0) + grant.slot_count
+    found: dict[str, float] = {}
+    for key in dict.fromkeys(run.pool_key for run in runs):
+        fitting = [run for run in runs if run.pool_key == key and run.has_weights]
+        sharing = [run for run in fitting if run.open_count > 0]
+        counted = [run for run in fitting if run.open_count > 0 or run.idle_s < rule.take_back_after_s]
+        served = {run.run_id: given.get(run.run_id, 0) for run in sharing}
+        slots, weights = sum(served.values()), sum(run.weight for run in sharing)
+        debts = {run.run_id: owed.get(run.run_id, 0.0) for run in counted}
+        for run in sharing:
+            debts[run.run_id] += (slots * run.weight / weights - served[run.run_id]) * passed_s
+        mean = sum(debts.values()) / max(1, len(debts))
+        bound = 2 * rule.slice_s * max(slots, 1)
+        found |= {name: max(-bound, min(bound, debt - mean)) for name, debt in debts.items()}
+    return found
+
+
+def divide(
+    offers: Mapping[str, int], own: Mapping[str, str | None], runs: Sequence[RunFacts], rule: CapacityRule
+) -> dict[str, RunFacts]:
+    """Which of these runs each of these workers, all of one model, should serve if it serves any.
+
+    Workers stay where they are, the rest go where most is lacking, and then, one by one, whoever is missed least
+    moves to where most is lacking, as long as that is worth it.
+
+    Args:
+        offers: slots of each worker, those that are taken first in front. own: the run that each serves now.
+    """
+    if not runs:
+        return {}
+    division = _Division(offers, runs, rule)
+    by_id = {run.run_id: run for run in runs}
+    strangers = []
+    for name in offers:
+        run = by_id.get(own.get(name) or "")
+        if run is None:
+            strangers.append(name)
+        else:
+            division.put(name, run)
+    for name in strangers:
+        division.put(name, division.neediest() if offers[name] else runs[0])
+    if len(runs) > 1:
+        for _ in offers:
+            if not division.move():
+                break
+    return division.places
+
+
+class _Division:
+    """Workers of one model and the runs they serve, while that is being decided. `offers`: slots of each worker."""
+
+    def __init__(self, offers: Mapping[str, int], runs: Sequence[RunFacts], rule: CapacityRule) -> None:
+        self.places: dict[str, RunFacts] = {}
+        self._offers = offers
+        self._names = list(offers)
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._runs = runs
+        self._given = dict.fromkeys((run.run_id for run in runs), 0)
+        self._kinds: dict[tuple[str, int], list[int]] = {}  # (run, slots) → its workers' indices, ascending
+        scale = sum(offers.values()) / sum(run.weight for run in runs)
+        payback = STAY_FRACTION / rule.slice_s  # no worker can then change hands twice within a slice
+        self._due = {run.run_id: scale * run.weight + run.owed * payback for run in runs}
+        self._by_id = {run.run_id: run for run in runs}
+
+    def put(self, worker_id: str, run: RunFacts) -> None:
+        """Let a worker serve this run."""
+        before, slots, index = self.places.get(worker_id), self._offers[worker_id], self._index[worker_id]
+        self.places[worker_id] = run
+        if not slots:
+            return
+        if before is not None:
+            self._given[before.run_id] -= slots
+            self._kinds[before.run_id, slots].remove(index)
+        self._given[run.run_id] += slots
+        insort(self._kinds.setdefault((run.run_id, slots), []), index)
+
+    def neediest(self) -> RunFacts:
+        """Where most is lacking, among runs that have work for more."""
+        wanting = [run for run in self._runs if run.open_count > self._given[run.run_id]]
+        return max(wanting or self._runs, key=lambda run: (self._lack(run), run.run_id))
+
+    def move(self) -> bool:
+        """Move whoever is missed least to where most is lacking; False when that is not worth it."""
+        goal = self.neediest()
+        kinds = [(self._worth(kind, goal), -indices[0]) for kind, indices in self._kinds.items() if indices]
+        worth, index = max(kinds, default=(0.0, 0))
+        if worth <= 1e-9:
+            return False
+        self.put(self._names[-index], goal)
+        return True
+
+    def _worth(self, kind: tuple[str, int], goal: RunFacts) -> float:
+        """Slots by which a move makes things more even; endless, where the worker's own run has no use for it."""
+        own, slots = self._by_id[kind[0]], kind[1]
+        if own is goal or goal.open_count <= self._given[goal.run_id]:
+            return 0.0
+        if own.open_count <= self._given[own.run_id] - slots:
+            return math.inf
+        return self._lack(goal) - self._lack(own) - slots * (1 + STAY_FRACTION)
+
+    def _lack(self, run: RunFacts) -> float:
+        """Slots that it lacks of its share, and of what it is owed."""
+        return self._due[run.run_id] - self._given[run.run_id]

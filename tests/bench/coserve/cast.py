@@ -27,7 +27,7 @@ from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.rules.serving.facts import Slo
 from rollfab.workers.engines.vllm.step.scheduler_page import STEP_AT_NS, STEPS, Page
-from rollfab.workers.serving.holder import lock_path_of
+from rollfab.workers.serving.wiring import lock_path_of
 
 from ..engine.offline import write_checkpoint
 from ..lively import lively_weights

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from rollfab.deploy.replay.figures import Figure, percentile
-from rollfab.deploy.replay.percentiles import p99_interval
 from rollfab.deploy.replay.records import Outcome
+from rollfab.deploy.replay.report import p99_interval
 from rollfab.fabric.rules.serving.facts import Slo
 
 ALONE, ORACLE = "alone", "oracle"

@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from rollfab.deploy.local.child import follow_parent
+from rollfab.deploy.local.supervisor import follow_parent
 from rollfab.deploy.local.up import free_port
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.workers.engines.vllm.common.environment import prepare_environment

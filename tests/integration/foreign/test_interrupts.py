@@ -354,7 +354,7 @@ def test_a_frozen_broker_is_named_before_it_is_given_up(words: list[str]) -> Non
         done.stderr.index("error:"),
     )
     assert waits < error and done.returncode == 1
-    assert f"WARNING rollfab.fabric.broker.clients.prompt the broker {broker.url} has not" in done.stderr
+    assert f"WARNING rollfab.fabric.broker.clients.pools the broker {broker.url} has not" in done.stderr
 
 
 @pytest.mark.timeout(60)

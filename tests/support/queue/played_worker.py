@@ -20,7 +20,7 @@ from rollfab.fabric.memory.state import JobTable
 from rollfab.fabric.ports.queue import Exchange, TurnPush
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.engines.base import EngineStats, Generation, GenerationRequest
-from rollfab.workers.rollout.readiness import GivesBack
+from rollfab.workers.rollout.engine_sleep import GivesBack
 from rollfab.workers.rollout.weights import AtCommit
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
 

@@ -13,8 +13,15 @@ from rollfab.fabric.contract.agreement import Agreement, AlarmRule, Figures
 from rollfab.fabric.contract.errors import InputError, RunUnknown
 from rollfab.fabric.contract.records import Group, Rollout, RunConfig, Span
 from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.trainer.agreement import BFLOAT16, FLOAT32, RATIO_MAX, WORKER_COUNT_MAX, compare, rule_for
-from rollfab.trainer.agreement_report import AgreementReporter
+from rollfab.trainer.agreement import (
+    BFLOAT16,
+    FLOAT32,
+    RATIO_MAX,
+    WORKER_COUNT_MAX,
+    AgreementReporter,
+    compare,
+    rule_for,
+)
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 ANY = AlarmRule(name="any")
@@ -212,7 +219,7 @@ async def test_an_alarm_is_said_once_and_shown_until_the_worker_agrees_again(cap
     fabric, report = await reporter()
     good, bad = said_by("good", -1.0), said_by("bad", -1.0)
     # When a worker disagrees twice
-    with caplog.at_level(logging.INFO, logger="rollfab.trainer.agreement_report"):
+    with caplog.at_level(logging.INFO, logger="rollfab.trainer.agreement"):
         for _ in range(2):
             await report.report([group(good, bad)], [[-1.0], [-2.0]], 3, FLOAT32)
     # Then one event and one warning name it

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.records import Failure, Group, Rollout, Span
-from rollfab.trainer.batch import group_advantages, pad_groups
+from rollfab.trainer.grpo import group_advantages, pad_groups
 
 
 def rollout(

@@ -130,7 +130,7 @@ def test_tokens_of_older_weights_count_for_what_they_are_still_worth() -> None:
 
 
 def _prepared(grpo: Grpo, *groups: Group) -> tuple[object, Tensor]:
-    from rollfab.trainer.batch import pad_groups
+    from rollfab.trainer.grpo import pad_groups
 
     batch = pad_groups(groups)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.workers.serving.holder import memory_directory
+from rollfab.workers.serving.wiring import memory_directory
 from tests.support.processes.fabric_processes import PYTHONPATH, Processes, processes
 from tests.vllm.attached.checkpoints import write_config
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollfab.deploy.replay.client import find_server, replay
+from rollfab.deploy.replay.command import Shaping, workload
 from rollfab.deploy.replay.report import measured
 from rollfab.deploy.replay.traces import Part
-from rollfab.deploy.replay.workload import Shaping, workload
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 from tests.vllm.attached.server_process import served
 

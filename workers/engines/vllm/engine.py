@@ -28,14 +28,13 @@ from ....fabric.format.layout import Layout
 from ..admission import context_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit, Writes
 from ..writes import check_writes
-from .backend_guard import DoorGuard
 from .backends import new_door
 from .common.arena import Mirror
 from .common.backend import Ask, Door
 from .common.config import VllmConfig
 from .common.shared import aside
 from .inplace.by_rank import VllmRanks, Write, ranks_of
-from .pause_reasons import Holding
+from .pause_reasons import DoorGuard, Holding
 from .requests import OpenRequest, start_over
 from .write_probe import probe_writes
 

@@ -8,7 +8,7 @@
   (kvcached.py): both engines' caches grow and shrink page by page. Both are unverified on a GPU.
 - Memory is given back while nothing is lent, and taken again before a turn is claimed: rollout/readiness.py says when.
   The budget is decided on meanwhile, and holds from when the memory is here again.
-- Idle rollout weights go to host memory when the engine sleeps: rollout/engine_sleep.py, which also reports how long
+- Idle rollout weights go to host memory when the engine sleeps: rollout/readiness.py, which also reports how long
   that took.
 """
 

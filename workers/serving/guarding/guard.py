@@ -58,7 +58,7 @@ class GuardConfig:
     burst: BurstRule | None = None
     """None: as the objectives ask for."""
     yields: bool = False
-    """Whether the thread that computes on a CPU gives way within a step; see serving/device/scheduling.py."""
+    """Whether the thread that computes on a CPU gives way within a step; see engines/vllm/step/serving_guard.py."""
     policies: tuple[str, ...] = ()
     """Other rules to be measured against, as "module:factory"; policy 0 is ours."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollfab.deploy.replay.client import TokenStream
 from rollfab.deploy.replay.figures import percentile
-from rollfab.deploy.replay.percentiles import by_rank, p99_interval, spread
 from rollfab.deploy.replay.prompts import new_bodies
 from rollfab.deploy.replay.records import Arrival, Outcome, dump_outcomes, load_outcomes
-from rollfab.deploy.replay.report import measured
-from rollfab.deploy.replay.stream import TokenStream
+from rollfab.deploy.replay.report import by_rank, measured, p99_interval, spread
 from rollfab.fabric.contract.errors import InputError
 from rollfab.fabric.rules.serving.facts import Slo
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollfab.deploy.replay.command import Shaping, workload
 from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.replay.scale import Load
 from rollfab.deploy.replay.traces import SAMPLES, Part, load_trace, read_trace
-from rollfab.deploy.replay.workload import Shaping, workload
 from rollfab.fabric.contract.errors import ConfigError, FabricError, InputError
 
 Write = Callable[..., Path]

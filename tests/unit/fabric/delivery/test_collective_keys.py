@@ -10,8 +10,8 @@ import pytest
 from rollfab.fabric.contract.errors import WireError
 from rollfab.fabric.delivery.collective.addresses import host_towards
 from rollfab.fabric.delivery.collective.invitations import Answer
-from rollfab.fabric.delivery.collective.keys import keys_of
 from rollfab.fabric.delivery.collective.meeting import Meeting
+from rollfab.fabric.delivery.collective.round import keys_of
 
 HOST = b"machine-7"
 

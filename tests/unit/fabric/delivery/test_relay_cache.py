@@ -15,8 +15,8 @@ import pytest
 
 from rollfab.fabric.contract.errors import ConfigError, WireError
 from rollfab.fabric.delivery import node_cache as cache_module
-from rollfab.fabric.delivery.fetch_lock import DEPTH, Owner, Turn, take_turn
 from rollfab.fabric.delivery.node_cache import ChunkCache, ChunkName, check_chunk_name, open_cache
+from rollfab.fabric.delivery.node_store import DEPTH, Owner, Turn, take_turn
 from rollfab.fabric.format.manifest import chunk_digest
 from tests.support.processes.relay_nodes import file_names
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.fabric.delivery.fetch_lock import Turn, take_turn
 from rollfab.fabric.delivery.node_cache import ChunkCache
-from rollfab.fabric.delivery.node_store import STALL_COUNT_MAX, RelayedStore
+from rollfab.fabric.delivery.node_store import STALL_COUNT_MAX, RelayedStore, Turn, take_turn
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.memory.state import MemoryBroker

@@ -380,7 +380,7 @@ async def test_blocks_cut_without_regard_to_ranks_cost_a_row_parallel_rank_all_o
 def test_the_map_of_a_recorded_placement_covers_what_its_pieces_cover() -> None:
     torch = pytest.importorskip("torch")
     from rollfab.workers.engines.vllm.inplace.loader_trace import record
-    from rollfab.workers.engines.vllm.inplace.rank_map import shard_map
+    from rollfab.workers.engines.vllm.inplace.rank_part import shard_map
 
     class Odd(torch.nn.Module):
         """One rank of a loader that transposes, takes half of each expert, interleaves, and keeps a scalar."""

@@ -14,10 +14,9 @@ import pytest
 
 from rollfab.fabric.contract.errors import EngineError, WeightError
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.workers.engines.vllm.attached.backend import ServerDoor
+from rollfab.workers.engines.vllm.attached.backend import ServerDoor, check_place, is_loopback
 from rollfab.workers.engines.vllm.attached.client import Client
 from rollfab.workers.engines.vllm.attached.model import ServedModel
-from rollfab.workers.engines.vllm.attached.place import check_place, is_loopback
 from rollfab.workers.engines.vllm.common.arena import MIRROR, PARCEL, Mirror
 from rollfab.workers.engines.vllm.common.shared import SharedFile, open_shared
 from rollfab.workers.engines.vllm.inplace.rank_answers import DIRECTORY_PREFIX, check_directory

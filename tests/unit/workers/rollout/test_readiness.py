@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Lease
-from rollfab.workers.rollout.readiness import MEMORY_AFTER_S, Readiness
+from rollfab.workers.rollout.engine_sleep import MEMORY_AFTER_S, Readiness
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage
 

@@ -9,7 +9,7 @@ from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.ids import check_name, group_of, shard_of, trajectory_id, trajectory_of, turn_id
 from rollfab.fabric.contract.records import Span, TokenLog
 from rollfab.workers.engines.base import Generation
-from rollfab.workers.rollout.spans import merge
+from rollfab.workers.rollout.turns import merge
 
 
 def made(ids: list[int], *versions: tuple[int, int, int]) -> Generation:

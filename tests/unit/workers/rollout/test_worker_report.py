@@ -3,7 +3,7 @@
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.contract.sharing import GuardView
-from rollfab.workers.rollout.readiness import Readiness
+from rollfab.workers.rollout.engine_sleep import Readiness
 from rollfab.workers.rollout.report import PACE_S, Guarded, TokenPace, WorkerReport
 from rollfab.workers.rollout.worker import RolloutConfig
 from tests.support.queue.played_worker import PlayedEngine

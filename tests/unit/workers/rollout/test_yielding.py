@@ -6,7 +6,7 @@ import asyncio
 
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.contract.sharing import GuardView
-from rollfab.workers.rollout.turn import TurnSize
+from rollfab.workers.rollout.turns import TurnSize
 from rollfab.workers.rollout.yielding import YieldRule, overdue, room_for, too_many
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.support.queue.played_worker import Stage, until

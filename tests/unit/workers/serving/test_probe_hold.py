@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
-from rollfab.workers.serving.holder import ProbeHold, lock_path_of
+from rollfab.workers.serving.wiring import ProbeHold, lock_path_of
 
 OURS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4] / "src")}
 
 # holds a probe, forks a child as an engine would be, which says its process id
 HOLDER = """
 import os, sys, time
-from rollfab.workers.serving.holder import ProbeHold
+from rollfab.workers.serving.wiring import ProbeHold
 hold = ProbeHold(sys.argv[1])
 if not os.fork():
     print(os.getpid(), flush=True)

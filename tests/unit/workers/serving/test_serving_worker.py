@@ -20,8 +20,7 @@ from rollfab.workers.serving.device.memory import MemoryOptions
 from rollfab.workers.serving.options import ServingOptions, check_serving_options
 from rollfab.workers.serving.probes.reader import ProbeReader
 from rollfab.workers.serving.probes.scrape import MetricsProbe, ScrapeOptions, target_of
-from rollfab.workers.serving.reports import SharingSender, blank_report
-from rollfab.workers.serving.wiring import Sharing
+from rollfab.workers.serving.wiring import Sharing, SharingSender, blank_report
 from tests.support.queue.played_worker import PlayedEngine
 
 RECORDED = Path(__file__).parent / "vllm_metrics"

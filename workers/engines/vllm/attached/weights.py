@@ -15,21 +15,21 @@ import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from .....fabric.contract.errors import EngineError, FabricError, WeightError
+from .....fabric.contract.errors import EngineError, FabricError, InputError, WeightError
 from .....fabric.format.layout import Layout
+from .....fabric.inspect.safetensors import NAMES, StoredTensor, open_checkpoint
 from ...base import Bits, Writes
 from ..common.arena import PARCEL, Mirror, pack
 from ..common.layout import checkpoint_layout
 from ..common.names import BACKEND
 from ..common.shared import SharedFile, aside
 from .checkpoint import save_bits
-from .checkpoint_files import CheckpointFiles
 from .client import Client
 from .model import ServedModel
 
@@ -273,3 +273,46 @@ async def _forget_prefixes(client: Client) -> None:
     data = await client.ask("POST", "/reset_prefix_cache?reset_running_requests=true")
     if not data["success"]:
         raise EngineError(f"vLLM server {client.url} still holds prefixes that older weights computed: restart it")
+
+
+# ---------------------------------------------------------------- checkpoint files
+#
+# The checkpoint files of one model, read as stored bits of a layout.
+
+
+class CheckpointFiles:
+    """The files of one model; a context manager, because what it gives out are views of its maps."""
+
+    def __init__(self, paths: Sequence[Path], layout: Layout) -> None:
+        """Raises EngineError when a file is none of this format."""
+        self._specs = {spec.name: spec for spec in layout.tensors}
+        self._tensors: dict[str, StoredTensor] = {}
+        try:
+            for path in paths:
+                self._tensors |= open_checkpoint(path)
+        except InputError as error:
+            raise EngineError(f"checkpoint {error.message}", **error.facts) from error
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tensors.clear()  # the maps end with the last array of them
+
+    def bits(self, name: str) -> Bits:
+        """The stored bits of a tensor of the layout, flat, read only.
+
+        Raises:
+            EngineError: the files have no such tensor, or in another form.
+        """
+        spec, tensor = self._specs[name], self._tensors.get(name)
+        if tensor is None:
+            raise EngineError(f"the checkpoint files have no tensor {name!r}", name=name)
+        if (tensor.dtype, tensor.shape) != (NAMES[spec.dtype], spec.shape):
+            raise EngineError(
+                f"{tensor.file} has {name!r} as {tensor.dtype}{list(tensor.shape)}, expected {spec}", name=name
+            )
+        try:
+            return tensor.bits()
+        except InputError as error:
+            raise EngineError(error.message, name=name) from error

@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.lending.benefit import Backlog, finish_with, finish_without, is_worth, slot_time_s, speed_of
-from rollfab.fabric.rules.lending.capacity import CapacityRule, RunFacts, WorkerFacts, plan
+from rollfab.fabric.rules.lending.capacity import (
+    Backlog,
+    CapacityRule,
+    RunFacts,
+    WorkerFacts,
+    finish_with,
+    finish_without,
+    is_worth,
+    plan,
+    slot_time_s,
+    speed_of,
+)
 
 RULE = CapacityRule()
 
