@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,7 @@ UNPACKED = tuple(("deploy", name) for name in ("compose", "container", "lock", "
 FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40
 LUA_LINE_COUNT_MAX = 60
+FOLDER_FILE_COUNT_MAX = 15
 GENERATED = {"__pycache__", ".venv", ".venv-arq", ".git", "build", "dist"}
 
 
@@ -182,6 +184,56 @@ def test_every_module_says_what_it_owns() -> None:
     silent = [str(path) for path in modules if not ast.get_docstring(tree(path))]
 
     assert silent == []
+
+
+def test_no_folder_holds_more_than_a_person_takes_in() -> None:
+    """Of Python files: packages of the rooms, and tests."""
+    folders: dict[str, int] = {}
+    for path in source_files():
+        if path.suffix == ".py":
+            folders[str(path.parent)] = folders.get(str(path.parent), 0) + 1
+
+    assert {folder: count for folder, count in folders.items() if count > FOLDER_FILE_COUNT_MAX} == {}
+
+
+# ---------------------------------------------------------------- circles
+
+
+def test_no_import_leads_back() -> None:
+    """Neither between modules nor between packages; imports inside functions and for types count."""
+    graph = grimp.build_graph("rollfab", cache_dir=None)
+    packages = {name.rsplit(".", 1)[0] for name in graph.modules if "." in name}
+    modules = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    rooms: dict[str, set[str]] = {}
+    for name, found in modules.items():
+        home = name if name in packages else name.rsplit(".", 1)[0]
+        homes = {each if each in packages else each.rsplit(".", 1)[0] for each in found}
+        rooms.setdefault(home, set()).update(homes - {home})
+    del rooms["rollfab"]  # the import name leads to its rooms, and its version is read everywhere
+
+    assert circle_in(modules) == []
+    assert circle_in(rooms) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"a"}}) == ["a", "b", "d", "a"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
+    """One circle of a graph, from a node back to it; empty if there is none."""
+    done: set[str] = set()
+
+    def walk(path: list[str]) -> list[str]:
+        for name in sorted(graph.get(path[-1], ())):
+            if name in path:
+                return [*path[path.index(name) :], name]
+            if name not in done and (found := walk([*path, name])):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next((found for name in sorted(graph) if name not in done and (found := walk([name]))), [])
 
 
 # ---------------------------------------------------------------- exports and names
