@@ -1,6 +1,6 @@
 """`rollfab weights ls`, `inspect`, `verify`, `repair`, `diff`: looking at published weights, and healing them.
 
-The work is done in fabric/weights/ (inspection, verify, diff) and repair.py, the tables are view.py's;
+The work is done in fabric/inspect/ (inspection, verify, diff) and repair.py, the tables are view.py's;
 this file reads arguments, shows progress and chooses exit codes.
 """
 
