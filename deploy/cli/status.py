@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.box import HEAVY_HEAD
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +23,6 @@ from ...fabric.ports.queue import BadRow, RunStatus
 from ...fabric.rules.queue.curve import FINITE_MAX, RewardBucket
 from ...fabric.rules.queue.push import no_such_run
 from .demo_view import spark
-from .fitting import Part, fit
 from .options import AsJson, Url, need_url
 from .printing import Console, show_json
 
@@ -279,3 +278,46 @@ def register(app: typer.Typer) -> None:
                     await asyncio.sleep(1.0)
 
         with_ports(need_url(url), follow)
+
+
+# ---------------------------------------------------------------- fitting
+#
+# Several lists in the lines of one terminal: each gets its share, and says how much of it is left out.
+
+
+@dataclass
+class Part:
+    """Items of one kind. draw: shows the first of them, densely where lines are short. what: one of them, in a word."""
+
+    what: str
+    items: Sequence[Any]
+    draw: Callable[[Sequence[Any], bool], Sequence[RenderableType]]
+    shown: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown = len(self.items)
+
+    def drawn(self, *, is_dense: bool) -> list[RenderableType]:
+        """The items shown, and how many are not."""
+        rows = list(self.draw(self.items[: self.shown], is_dense)) if self.shown else []
+        left = len(self.items) - self.shown
+        return [*rows, *([Text(f"… and {counted(left, f'more {self.what}')}", style="dim")] if left else [])]
+
+
+def fit(parts: Sequence[Part], console: Console | None) -> Group:
+    """All of them, whole; or what the lines of a console hold: the longest part gives way, until all fit."""
+    whole = [each for part in parts for each in part.drawn(is_dense=False)]
+    if console is None or _height(whole, console) <= console.height:
+        return Group(*whole)
+    for part in parts:
+        part.shown = min(part.shown, console.height)
+    heights = [_height(part.drawn(is_dense=True), console) for part in parts]
+    while sum(heights) > console.height and (longer := [at for at, part in enumerate(parts) if part.shown]):
+        longest = max(longer, key=lambda at: heights[at])
+        parts[longest].shown -= 1
+        heights[longest] = _height(parts[longest].drawn(is_dense=True), console)
+    return Group(*(each for part in parts for each in part.drawn(is_dense=True)))
+
+
+def _height(drawn: Sequence[RenderableType], console: Console) -> int:
+    return sum(len(console.render_lines(each, pad=False)) for each in drawn)

@@ -7,17 +7,18 @@ answers is the library's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import redis.asyncio
+from redis import exceptions
 from redis.asyncio.client import Pipeline
 
-from .channel import checked
-from .cluster import ClusterChannel
-from .patience import PatientRetry
+from .channel import Argument, Channel, Command, checked
+from .patience import PatientRetry, may_pass, pause_s
 from .pools import NamedPool, Pools
-from .routes import is_blocking
+from .routes import is_blocking, slots_of
 from .topology import Topology
 from .translate import translate
 from .typed import TypedClient
@@ -119,3 +120,157 @@ def _shaped(callbacks: Any, name: str, answer: Any, options: dict[str, Any]) -> 
     if isinstance(answer, Exception) or name not in callbacks:
         return answer
     return callbacks[name](answer, **{key: value for key, value in options.items() if key != "keys"})
+
+
+# ---------------------------------------------------------------- cluster
+#
+# A Redis Cluster seen as one broker: commands go to the node that holds their keys, wherever those move.
+#
+# - Commands for one node that are asked at the same time share a round trip, as on a single broker (channel.py).
+# - MOVED and ASK are followed; a node that is lost, loading or without its majority is asked again, with the map of
+#   slots read anew, for as long as patience lasts. What was sent may have run: commands must bear repeating, as ever.
+# - `ask_alone` keeps the commands of one node together: if one of them has to go again, all of them do. A WAIT never
+#   speaks of another connection's write.
+# - A command names keys of one slot; who waits at several shards asks once for each (waiting.py).
+
+
+ASKING: Command = ("ASKING",)
+LOST = (exceptions.ConnectionError, exceptions.TimeoutError)
+PASSING = (exceptions.TryAgainError, exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.ReadOnlyError)
+
+
+class ClusterChannel:
+    """Asks one cluster; the same surface as Channel."""
+
+    is_sharded: ClassVar[bool] = True
+
+    def __init__(self, topology: Topology, patience_s: float) -> None:
+        self._topology = topology
+        self._patience_s = patience_s
+        self._channels: dict[Address, Channel] = {}
+
+    async def ask(self, *command: Argument) -> Any:
+        """The answer to one command; its error is raised."""
+        return checked(await self.ask_many([command]))[0]
+
+    async def ask_many(self, commands: Sequence[Command]) -> list[Any]:
+        """Answers in order, an error as an exception object in its place. Commands that block have no place here."""
+        return await _Errand(self._topology, self._channels, commands, is_alone=False).run(self._patience_s)
+
+    async def ask_alone(self, commands: Sequence[Command]) -> list[Any]:
+        """As `ask_many`, in round trips of its own, one per node: for commands that block or belong together."""
+        return await _Errand(self._topology, self._channels, commands, is_alone=True).run(self._patience_s)
+
+
+class _Errand:
+    """Some commands on their way, until each has its answer."""
+
+    def __init__(
+        self, topology: Topology, channels: dict[Address, Channel], commands: Sequence[Command], *, is_alone: bool
+    ) -> None:
+        self._topology = topology
+        self._channels = channels
+        self._commands = commands
+        self._is_alone = is_alone
+        self._slots = slots_of(commands)
+        self._answers: list[Any] = [None] * len(commands)
+        self._asked_at: dict[int, Address] = {}  # commands that were sent on by ASK, for one time
+
+    async def run(self, patience_s: float) -> list[Any]:
+        """Answers in order. Raises what a lost node raises, when patience ends."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + patience_s
+        left = list(range(len(self._commands)))
+        failure_count = 0
+        while True:
+            seen = self._topology.reading_count
+            parts = self._parts(left)
+            sending = [self._send(address, part) for (address, _), part in parts.items()]
+            await (sending[0] if len(sending) == 1 else asyncio.gather(*sending))
+            left = self._unsettled(list(parts.values()))
+            if not left:
+                return self._answers
+            failure_count += 1
+            left_s = until_s - clock()
+            if left_s <= 0 or not all(may_pass(error) for error in self._errors(left)):
+                return self._give_up(left)
+            if self._follow(left) and failure_count <= 3:
+                continue
+            await asyncio.sleep(min(left_s, pause_s(failure_count)))
+            await self._reread(seen)
+
+    def _parts(self, left: Sequence[int]) -> dict[tuple[Address, bool], list[int]]:
+        """What goes where: commands by node, those sent on by ASK apart."""
+        parts: dict[tuple[Address, bool], list[int]] = {}
+        for index in left:
+            try:
+                found = self._asked_at.get(index) or self._topology.holder(self._slots[index])
+            except exceptions.ClusterDownError as error:
+                self._answers[index] = error
+                found = ("", 0)
+            parts.setdefault((found, index in self._asked_at), []).append(index)
+        return parts
+
+    async def _send(self, address: Address, part: list[int]) -> None:
+        if not address[0]:
+            return  # nobody holds these slots now
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = Channel(self._topology.client(address))
+        commands = [self._commands[index] for index in part]
+        is_asking = part[0] in self._asked_at
+        if is_asking:
+            commands = [word for command in commands for word in (ASKING, command)]
+        try:
+            is_alone = self._is_alone or is_asking
+            answers = await (channel.ask_alone(commands) if is_alone else channel.ask_many(commands))
+        except LOST as error:
+            answers = [error] * len(commands)
+        for index, answer in zip(part, answers[1::2] if is_asking else answers, strict=True):
+            self._answers[index] = answer
+
+    def _unsettled(self, parts: Sequence[Sequence[int]]) -> list[int]:
+        """What has to go again."""
+        again: list[int] = []
+        for part in parts:
+            bad = [index for index in part if _has_to_go_again(self._answers[index])]
+            again += part if bad and self._is_alone else bad
+        return sorted(again)
+
+    def _follow(self, left: Sequence[int]) -> bool:
+        """Note where commands were sent on to; False where any failed otherwise."""
+        self._asked_at.clear()
+        is_sent_on = True
+        for index in left:
+            answer = self._answers[index]
+            if not isinstance(answer, exceptions.AskError):
+                is_sent_on &= not isinstance(answer, Exception)
+            elif not answer.host:  # the node does not know that one's name
+                is_sent_on = False
+            elif isinstance(answer, exceptions.MovedError):
+                self._topology.moved(answer.slot_id, (answer.host, answer.port))
+            else:
+                self._asked_at[index] = (answer.host, answer.port)
+        return is_sent_on
+
+    async def _reread(self, seen: int) -> None:
+        try:
+            await self._topology.read(seen)
+        except exceptions.RedisError:
+            return  # nobody answers now: the next round says so, or finds them back
+
+    def _errors(self, left: Sequence[int]) -> list[Exception]:
+        return [answer for index in left if isinstance(answer := self._answers[index], Exception)]
+
+    def _give_up(self, left: Sequence[int]) -> list[Any]:
+        for error in self._errors(left):
+            if isinstance(error, LOST):
+                raise error
+        return self._answers
+
+
+def _has_to_go_again(answer: Any) -> bool:
+    if isinstance(answer, (exceptions.AskError, *LOST, *PASSING)):
+        return True
+    # What a blocked command is told when its node stops being a primary.
+    return isinstance(answer, exceptions.ResponseError) and str(answer).startswith("UNBLOCKED")
