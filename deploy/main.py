@@ -16,8 +16,7 @@ from urllib.parse import parse_qsl
 
 import typer
 
-from rollfab import __version__
-
+from .. import __version__
 from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.text import printable
 from ..fabric.host.command import with_commands

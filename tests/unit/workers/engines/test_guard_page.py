@@ -14,7 +14,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
-from rollfab.workers.engines.vllm.step.serving_guard import YieldingThread, device_time
+from rollfab.workers.serving.device.scheduling import YieldingThread, device_time
 from rollfab.workers.serving.guarding.guard import GuardOrders
 from rollfab.workers.serving.probes.probe_page import ProbeWriter
 

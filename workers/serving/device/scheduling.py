@@ -1,0 +1,92 @@
+"""The scheduler class of the thread that computes rollouts on a CPU: as others in the steps that the guard lets begin,
+idle from the moment a serving request arrives.
+
+- An idle class alone gets what serving leaves over, which on a device that is always in a step is little: slack is used
+  by computing beside serving. A step that has begun is what the guard cannot take back, and this can: within WATCH_S of
+  a request's arrival the step goes on only where nothing else wants the processor.
+- Who may not raise a class again (without CAP_SYS_NICE) keeps the idle one from the first arrival on: safe, and slower.
+- Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+WATCH_S = 0.002
+OWN_FRACTION_MIN = 0.3  # of a step's duration: who had less of a processor waited for somebody else
+
+
+def device_time(passed_s: float, thread_s: float, *, computes_here: bool, is_one: bool) -> float | None:
+    """Seconds that a step had of the device; None: not known, at most as long as it took.
+
+    Args:
+        passed_s: from its beginning to its end.
+        thread_s: processor time of the thread that called for it.
+        computes_here: that thread computes, and may have had to give way for long. Else it may do so, or only wait for
+            a GPU or other threads.
+        is_one: no other step was under way.
+    """
+    is_own = computes_here or (thread_s > OWN_FRACTION_MIN * passed_s and is_one)
+    return thread_s if is_own else None
+
+
+class YieldingThread:
+    """Of the one thread that calls `begins` and `ended`."""
+
+    def __init__(self, arrived: Callable[[], int]) -> None:
+        """arrived: how many serving requests there have been; must be cheap, and may be called by another thread."""
+        self._arrived = arrived
+        self._count = arrived()
+        self._thread_id: int | None = None
+        self._is_idle = self._is_computing = False
+        self._gave_way_at_s: float | None = None
+        self._may_raise = True
+        self._lock = threading.Lock()  # of what follows, and the class
+        self._is_watched = threading.Event()  # a step that may still have to give way
+        threading.Thread(target=self._watch, name="rollfab-yield", daemon=True).start()
+
+    def begins(self, arrived_count: int, *, gives_way: bool) -> None:
+        """A step that the guard let begin, knowing of so many requests."""
+        with self._lock:
+            self._thread_id = threading.get_native_id()
+            self._count = arrived_count
+            self._gave_way_at_s = time.monotonic() if self._is_idle else None
+            self._is_computing = True
+            if gives_way and not self._is_idle:
+                self._is_watched.set()
+
+    @property
+    def gave_way_at_s(self) -> float | None:
+        """Since when the step under way has been behind serving, monotonic seconds; None: it is not."""
+        return self._gave_way_at_s if self._is_computing else None
+
+    def ended(self) -> None:
+        """It has; what follows (an abort, a pause, the next question to the guard) must not wait for serving."""
+        with self._lock:
+            self._is_computing = False
+            self._is_watched.clear()
+            if self._is_idle and self._may_raise:
+                self._is_idle = not self._set(os.SCHED_OTHER)
+                self._may_raise = not self._is_idle
+
+    def _watch(self) -> None:
+        never = threading.Event()
+        while self._is_watched.wait():
+            never.wait(WATCH_S)
+            with self._lock:
+                if self._is_watched.is_set() and self._arrived() != self._count:
+                    self._is_idle = self._set(os.SCHED_IDLE)
+                    self._gave_way_at_s = time.monotonic() if self._is_idle else None
+                    if self._is_idle:
+                        self._is_watched.clear()  # from here on every look would be serving's time
+
+    def _set(self, scheduler_class: int) -> bool:
+        assert self._thread_id is not None
+        try:
+            os.sched_setscheduler(self._thread_id, scheduler_class, os.sched_param(0))
+        except OSError:
+            return False
+        return True
