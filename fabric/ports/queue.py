@@ -1,4 +1,4 @@
-"""The ports: what the rest of the system may ask of a broker. Two implementations: bus (Redis) and memory (its twin).
+"""The ports: what the rest of the system may ask of a broker.
 
 One trajectory passes them in this order: RolloutStream.push → TrajectoryQueue.claim → TurnQueue.push →
 TurnQueue.exchange (claim, renew, settle) → TrajectoryQueue.settle → RolloutStream.receive → acknowledge.

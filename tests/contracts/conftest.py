@@ -1,4 +1,4 @@
-"""The ports under test: the twin; on the stand-in, a real server and a Redis Cluster. One suite, one contract."""
+"""The ports under test, on the stand-in, a real server and a Redis Cluster. One suite, one contract."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from redis.crc import key_slot
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.memory.board import MemoryLeaseBoard
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
-from rollfab.fabric.memory.rollouts import MemoryRolloutStream
-from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import CLOCK
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
@@ -76,13 +72,8 @@ def run() -> RunConfig:
     )
 
 
-@pytest.fixture(params=["memory", "stand-in", "redis", "redis-sharded", "redis-cluster"])
+@pytest.fixture(params=["stand-in", "redis", "redis-sharded", "redis-cluster"])
 async def world(request: pytest.FixtureRequest, run: RunConfig) -> AsyncIterator[World]:
-    if request.param == "memory":
-        broker = MemoryBroker()
-        await MemoryLeaseBoard(broker).create_run(run)
-        yield in_memory(broker, run)
-        return
     if request.param not in ("stand-in", "redis"):
         run = RunConfig(**{**run.__dict__, "shard_count": 3, "trajectory_count_max": 60})
     client = await empty_broker(request)
@@ -104,30 +95,8 @@ async def empty_broker(request: pytest.FixtureRequest) -> Any:
     return client
 
 
-def in_memory(broker: MemoryBroker, run: RunConfig) -> World:
-    """A world on the twin."""
-
-    async def set_head(version: int) -> None:
-        broker.runs[run.run_id].head_version = version
-
-    async def set_clock_ahead(seconds: float) -> None:
-        broker.set_ahead_s += seconds
-
-    return World(
-        run,
-        MemoryLeaseBoard(broker),
-        MemoryTrajectoryQueue(broker, run, claim_ms=200, score_ms=200),
-        MemoryTurnQueue(broker, run, claim_ms=200),
-        MemoryRolloutStream(broker, run),
-        MemoryRolloutStream(broker, run),
-        set_head,
-        set_clock_ahead,
-        lambda changed: in_memory(broker, changed),
-    )
-
-
 def on_redis(client: Any, run: RunConfig) -> World:
-    """A world on a server."""
+    """A world on the broker of a client."""
 
     async def set_head(version: int) -> None:
         for keys in RunShards(run.run_id, run.shard_count).all:

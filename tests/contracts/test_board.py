@@ -1,4 +1,4 @@
-"""What the control plane promises, on Redis and in memory alike."""
+"""What the control plane promises, on a server, a cluster and the stand-in alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rollfab.fabric.contract.errors import InputError, RunMismatch, RunUnknown
 from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand
 from rollfab.fabric.contract.records import Lease, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
-from rollfab.fabric.memory.board import MemoryLeaseBoard
 from rollfab.fabric.ports.queue import RunDetails, TrajectoryClaim
 from rollfab.fabric.rules.queue.retries import given_up
 from rollfab.trainer.checks import make_groups
@@ -389,8 +388,7 @@ async def test_who_consumes_and_what_died_are_told_of_a_run(world: World) -> Non
     assert row.held_count == 0
     # And a run that is gone has nobody
     await world.board.delete_run("r1")
-    if not isinstance(world.board, MemoryLeaseBoard):
-        assert await world.board.run_details(world.run) == RunDetails()
+    assert await world.board.run_details(world.run) == RunDetails()
 
 
 async def test_a_dead_letter_s_reason_is_told(world: World) -> None:

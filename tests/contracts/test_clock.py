@@ -1,4 +1,4 @@
-"""What happens when somebody sets the time of the broker's machine: nothing. Redis and memory alike."""
+"""What happens when somebody sets the time of the broker's machine: nothing, on every broker."""
 
 from __future__ import annotations
 

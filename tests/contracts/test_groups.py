@@ -1,4 +1,4 @@
-"""How a group ends: with its last trajectory, its quorum, its deadline, or its cancellation; Redis and memory alike."""
+"""How a group ends: with its last trajectory, its quorum, its deadline, or its cancellation."""
 
 from __future__ import annotations
 
@@ -273,8 +273,7 @@ async def test_a_deadline_that_passed_before_a_group_is_run_again_holds_at_once(
 async def test_a_group_that_is_given_up_as_too_stale_is_not_closed_again_at_its_deadline(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("queue.rollouts", "memory.rollouts"):
-        monkeypatch.setattr(f"rollfab.fabric.{module}.RERUN_COUNT_MAX", 1)
+    monkeypatch.setattr("rollfab.fabric.queue.rollouts.RERUN_COUNT_MAX", 1)
     # Given a complete group with a deadline, a rollout of which is too stale and may not run again
     await push(world, size=2, deadline_s=20.0)
     old = await complete_too_stale(world)

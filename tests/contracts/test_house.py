@@ -315,9 +315,7 @@ def test_the_version_is_the_changelogs_newest() -> None:
 # ---------------------------------------------------------------- weight
 
 
-@pytest.mark.parametrize(
-    "module", ["rollfab", "rollfab.trainer.client", "rollfab.trainer.aio", "rollfab.fabric.memory"]
-)
+@pytest.mark.parametrize("module", ["rollfab", "rollfab.trainer.client", "rollfab.trainer.aio"])
 def test_a_trainer_pays_for_no_engine(module: str) -> None:
     heavy = ("fastapi", "gymnasium", "matplotlib", "numba", "rq", "torch", "transformers", "uvicorn", "vllm")
 

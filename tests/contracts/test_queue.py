@@ -1,4 +1,4 @@
-"""What every queue promises, on Redis and in memory alike."""
+"""What every queue promises, on a server, a cluster and the stand-in alike."""
 
 from __future__ import annotations
 
@@ -503,8 +503,7 @@ async def test_a_turn_that_a_second_claim_finishes_counts_as_resumed(world: Worl
 
 
 async def test_dead_letters_that_pile_up_stop_the_pusher(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("rollfab.fabric.queue.rollouts", "rollfab.fabric.memory.rollouts"):
-        monkeypatch.setattr(f"{module}.DEAD_COUNT_MAX", 1)
+    monkeypatch.setattr("rollfab.fabric.queue.rollouts.DEAD_COUNT_MAX", 1)
     await world.rollouts.push([group_of_size("g1", 1)])
     (claim,) = await world.trajectories.claim("a1", 1)
     assert await world.trajectories.fail("g1.0", claim.fence, letter_of(claim), is_final=True) == "dead"

@@ -1,4 +1,4 @@
-"""What every weight store promises, on Redis and in memory alike."""
+"""What every weight store promises, on a server, a cluster and the stand-in alike."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from rollfab.fabric.contract.errors import (
 )
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import COLLECTIVE, DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.ports.weights import ANSWER_BYTES_MAX, DAMAGE_COUNT_MAX, OFFER_BYTES_MAX, WeightStore
 from rollfab.fabric.queue.keys import ShardKeys, WeightKeys
 from rollfab.fabric.queue.rows import holder_row
@@ -37,22 +35,19 @@ from tests.contracts.conftest import empty_broker
 
 RUN = "weights"
 LAYOUT = Layout((TensorSpec("w", "bfloat16", (3, 1000)),))
-only_redis = pytest.mark.parametrize("stored", ["redis", "redis-cluster"], indirect=True)
+only_servers = pytest.mark.parametrize("stored", ["redis", "redis-cluster"], indirect=True)
 
 
 @dataclass
 class Stored:
-    """A store, and the client behind it where there is one."""
+    """A store, and the client behind it."""
 
     store: WeightStore
-    client: Any = None
+    client: Any
 
 
-@pytest.fixture(params=["memory", "redis", "redis-cluster"])
+@pytest.fixture(params=["stand-in", "redis", "redis-cluster"])
 async def stored(request: pytest.FixtureRequest) -> AsyncIterator[Stored]:
-    if request.param == "memory":
-        yield Stored(MemoryWeightStore(MemoryBroker()))
-        return
     client = await empty_broker(request)
     yield Stored(RedisWeightStore(client), client)
     await client.aclose()
@@ -107,12 +102,9 @@ async def test_a_new_publisher_forgets_what_has_lost_chunks_and_keeps_the_rest_f
     # Given a delta whose chunk is lost, and a keyframe whose chunks still have a time to live
     store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
     key, _ = await publish(store, trainer, 0), await publish(store, trainer, 1)
-    if stored.client is None:
-        store._run(RUN).chunks.pop((1, DELTA, 1, 0))  # type: ignore[attr-defined]
-    else:
-        names = WeightKeys(RUN)
-        await stored.client.delete(names.chunk(1, "delta.1", 0))
-        await stored.client.pexpire(names.chunk(0, "keyframe.1", 0), 60_000)
+    names = WeightKeys(RUN)
+    await stored.client.delete(names.chunk(1, "delta.1", 0))
+    await stored.client.pexpire(names.chunk(0, "keyframe.1", 0), 60_000)
 
     # When another publisher takes over
     await store.open_publisher(RUN)
@@ -120,8 +112,7 @@ async def test_a_new_publisher_forgets_what_has_lost_chunks_and_keeps_the_rest_f
     # Then
     assert await store.held(RUN) == [(0, KEYFRAME)]
     assert await store.chunks(key.manifest, [0]) == [key.chunks[0]]
-    if stored.client is not None:
-        assert await stored.client.pttl(WeightKeys(RUN).chunk(0, "keyframe.1", 0)) == -1
+    assert await stored.client.pttl(WeightKeys(RUN).chunk(0, "keyframe.1", 0)) == -1
 
 
 @pytest.mark.parametrize("kind", [KEYFRAME, DELTA, JUMPS[0]])
@@ -162,23 +153,19 @@ async def test_chunks_of_what_is_held_stay_though_their_sending_was_repeated_and
 
     assert await store.chunks(prepared.manifest, range(len(prepared.chunks))) == prepared.chunks
     assert await being_sent(stored) == 0
-    if stored.client is not None:
-        names = await chunk_names(stored)
-        assert [await stored.client.ttl(name) for name in sorted(names)] == [-1] * len(names)
+    names = await chunk_names(stored)
+    assert [await stored.client.pttl(name) for name in sorted(names)] == [-1] * len(names)
 
 
 async def test_a_row_of_what_is_being_sent_that_cannot_be_read_keeps_nobody_from_publishing(stored: Stored) -> None:
-    if stored.client is not None:
-        rows = {"nonsense": "1", "1:delta.1": "many", "2:delta.1": str(1 << 60), b"\xff:delta.1": "1"}
-        await stored.client.hset(WeightKeys(RUN).sending, mapping=rows)
+    rows = {"nonsense": "1", "1:delta.1": "many", "2:delta.1": str(1 << 60), b"\xff:delta.1": "1"}
+    await stored.client.hset(WeightKeys(RUN).sending, mapping=rows)
 
     assert await stored.store.open_publisher(RUN) == 1
 
 
 async def chunk_names(stored: Stored) -> set[Any]:
     """Chunks that the broker holds."""
-    if stored.client is None:
-        return set(stored.store._run(RUN).chunks)  # type: ignore[attr-defined]
     candidates = [
         WeightKeys(RUN).chunk(version, f"{kind}.{epoch}", index)
         for version in range(5)
@@ -191,8 +178,6 @@ async def chunk_names(stored: Stored) -> set[Any]:
 
 async def being_sent(stored: Stored) -> int:
     """Versions whose chunks are written and whose manifest is not."""
-    if stored.client is None:
-        return len(stored.store._run(RUN).sending)  # type: ignore[attr-defined]
     return int(await stored.client.hlen(WeightKeys(RUN).sending))
 
 
@@ -377,7 +362,6 @@ async def test_a_publisher_that_was_replaced_deletes_nothing(store: WeightStore)
     assert await store.chunks(key.manifest, [0]) == key.chunks
 
 
-@only_redis
 async def test_a_publisher_that_stalls_while_it_opens_the_run_deletes_nothing_of_its_successor(stored: Stored) -> None:
     # Given a trainer that takes a run over, and stalls before it has seen what is held
     is_looking, may_look = asyncio.Event(), asyncio.Event()
@@ -406,10 +390,7 @@ async def test_a_manifest_that_cannot_be_read_keeps_nobody_from_publishing(store
     # Given
     store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
     await publish(store, trainer, 0)
-    if stored.client is None:
-        store._run(RUN).manifests[(7, DELTA)] = b"torn"  # type: ignore[attr-defined]
-    else:
-        await stored.client.hset(WeightKeys(RUN).manifests, "7:delta", b"torn")
+    await stored.client.hset(WeightKeys(RUN).manifests, "7:delta", b"torn")
 
     # When
     trainer.epoch = await store.open_publisher(RUN)
@@ -422,7 +403,6 @@ async def test_a_manifest_that_cannot_be_read_keeps_nobody_from_publishing(store
         await store.manifests(RUN, [(7, DELTA)])
 
 
-@only_redis
 async def test_a_jump_of_which_no_answer_came_stays_like_any_other(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,7 +459,6 @@ async def test_waiting_for_what_is_there_does_not_wait(store: WeightStore) -> No
         assert (await store.wait_head(RUN, 3, 60.0)).version == 4
 
 
-@only_redis
 @pytest.mark.parametrize("field", ["version", "epoch"])
 @pytest.mark.parametrize("data", [b"", b"x", b"\xff", b"nan", b"1e3", b"0x10", b"9" * 30, None])
 async def test_a_head_that_is_no_number_is_an_answer_to_its_publisher_and_no_obstacle_to_the_next(
@@ -508,7 +487,6 @@ async def test_a_head_that_is_no_number_is_an_answer_to_its_publisher_and_no_obs
     assert await store.head(RUN) == Head(1, epoch, KEYFRAME, epoch)
 
 
-@only_redis
 async def test_a_lost_announcement_costs_a_poll_and_no_more(stored: Stored) -> None:
     trainer = Trainer(await stored.store.open_publisher(RUN))
     waiting = asyncio.create_task(stored.store.wait_head(RUN, -1, 5.0))
@@ -535,7 +513,6 @@ class HurriedStore(RedisWeightStore):
         return head
 
 
-@only_redis
 async def test_an_announcement_between_looking_and_waiting_is_not_missed(stored: Stored) -> None:
     store = HurriedStore(stored.client)
     store.trainer = Trainer(await store.open_publisher(RUN))
@@ -544,7 +521,6 @@ async def test_an_announcement_between_looking_and_waiting_is_not_missed(stored:
         assert (await store.wait_head(RUN, -1, 60.0)).version == 0
 
 
-@only_redis
 async def test_every_shard_learns_the_head_and_never_unlearns_it(stored: Stored) -> None:
     trainer = Trainer(await stored.store.open_publisher(RUN))
     await stored.client.hset(ShardKeys(RUN, 1).run, "head_version", 9)
@@ -557,7 +533,6 @@ async def test_every_shard_learns_the_head_and_never_unlearns_it(stored: Stored)
     assert heads == [5, 9, 5]
 
 
-@only_redis
 async def test_chunks_live_for_good_only_with_their_manifest(stored: Stored) -> None:
     prepared = Trainer(await stored.store.open_publisher(RUN)).prepare(0)
     key = WeightKeys(RUN).chunk(0, f"{KEYFRAME}.1", 0)
@@ -682,18 +657,7 @@ async def test_without_a_limit_the_room_is_not_known(store: WeightStore) -> None
     assert await store.room_bytes() is None
 
 
-async def test_the_twin_in_memory_may_have_a_limit() -> None:
-    store = MemoryWeightStore(MemoryBroker(), bytes_max=7000)
-    trainer = Trainer(await store.open_publisher(RUN))
-
-    prepared = await publish(store, trainer, 0)
-
-    assert await store.room_bytes() == 7000 - prepared.manifest.payload_bytes
-    with pytest.raises(BrokerFull):
-        await write(store, trainer.keyframe())
-
-
-@only_redis
+@only_servers
 async def test_the_room_is_what_the_fullest_node_has_left(stored: Stored) -> None:
     nodes = stored.client.primaries() if hasattr(stored.client, "primaries") else [stored.client]
     used = [int((await node.info("memory"))["used_memory"]) for node in nodes]
@@ -709,7 +673,7 @@ async def test_the_room_is_what_the_fullest_node_has_left(stored: Stored) -> Non
     assert room is not None and limit - (8 << 20) < room < limit + (8 << 20)
 
 
-@only_redis
+@only_servers
 async def test_a_broker_that_does_not_tell_its_room_has_none_to_tell(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -757,9 +721,8 @@ async def test_a_hold_ends_with_its_time_unless_it_is_renewed(store: WeightStore
 
 
 async def test_the_board_is_bounded(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("versions.board", "memory.weights"):
-        for name in ("HOLDER_COUNT_MAX", "ANSWER_COUNT_MAX"):
-            monkeypatch.setattr(f"rollfab.fabric.{module}.{name}", 2)
+    for name in ("HOLDER_COUNT_MAX", "ANSWER_COUNT_MAX"):
+        monkeypatch.setattr(f"rollfab.fabric.versions.board.{name}", 2)
 
     for index, ttl_s in enumerate((50.0, 40.0, 60.0)):
         await store.hold(RUN, Holder(f"h{index}", index), ttl_s)
@@ -840,7 +803,6 @@ async def test_an_offer_made_while_nobody_waits_is_seen_by_the_next_wait(store: 
         assert (await store.wait_head(RUN, 3, 60.0)).version == 3
 
 
-@only_redis
 async def test_what_is_over_is_deleted_with_the_next_hold(stored: Stored) -> None:
     keys = WeightKeys(RUN)
     for index in range(20):
@@ -853,7 +815,6 @@ async def test_what_is_over_is_deleted_with_the_next_hold(stored: Stored) -> Non
     assert await stored.client.zcard(keys.holding) == 1
 
 
-@only_redis
 async def test_a_holder_that_cannot_be_read_hides_no_other(stored: Stored) -> None:
     keys = WeightKeys(RUN)
     await stored.store.hold(RUN, Holder("good", 1), 60.0)
@@ -894,7 +855,6 @@ async def test_reports_of_damage_are_few_and_forgotten(store: WeightStore) -> No
     assert await store.damages(RUN) == []
 
 
-@only_redis
 async def test_a_report_that_cannot_be_read_hides_no_other_and_is_forgotten(stored: Stored) -> None:
     key = WeightKeys(RUN).damage
     await stored.store.report_damage(RUN, Damage(1, DELTA))
@@ -919,15 +879,10 @@ async def test_a_version_is_mended_by_who_is_in_charge_alone(stored: Stored) -> 
     await publish(store, trainer, 0)
     delta = await publish(store, trainer, 1)
     await publish(store, trainer, 2)
-    if stored.client is None:
-        run = store._run(RUN)  # type: ignore[attr-defined]
-        run.chunks.pop((1, DELTA, 1, 0))
-        run.manifests.pop((1, DELTA))
-    else:
-        names = WeightKeys(RUN)
-        await stored.client.delete(names.chunk(1, "delta.1", 0))
-        await stored.client.rpush(names.chunk(1, "delta.1", 0), "another type")
-        await stored.client.hdel(names.manifests, "1:delta")
+    names = WeightKeys(RUN)
+    await stored.client.delete(names.chunk(1, "delta.1", 0))
+    await stored.client.rpush(names.chunk(1, "delta.1", 0), "another type")
+    await stored.client.hdel(names.manifests, "1:delta")
     assert await store.chunks(delta.manifest, [0]) == [None]
     assert await store.chunk_ranges(delta.manifest, [(0, 0, 4)]) == [None]
 
@@ -941,6 +896,5 @@ async def test_a_version_is_mended_by_who_is_in_charge_alone(stored: Stored) -> 
     await store.mend(delta.manifest, {0: delta.chunks[0]}, epoch)
     assert await store.chunks(delta.manifest, [0]) == [delta.chunks[0]]
     assert (1, DELTA) in await store.held(RUN)
-    if stored.client is not None:
-        assert await stored.client.pttl(WeightKeys(RUN).chunk(1, "delta.1", 0)) == -1
+    assert await stored.client.pttl(WeightKeys(RUN).chunk(1, "delta.1", 0)) == -1
     np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], trainer.bits["w"].reshape(3, 1000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
@@ -101,6 +102,21 @@ class Keyspace:
         if was_there:
             self.wake(key)
         return was_there
+
+    def remember(self, prefix: str) -> dict[bytes, tuple[Held, float | None]]:
+        """What a replica holds now of the keys that begin so, and when each ends."""
+        names = [key for key in self.names() if key.startswith(prefix.encode())]
+        return {key: (deepcopy(self.held[key]), self.ends_ms.get(key)) for key in names}
+
+    def fall_back(self, prefix: str, before: dict[bytes, tuple[Held, float | None]]) -> None:
+        """The replica takes over, with what it held of the keys that begin so."""
+        for key in self.remember(prefix):
+            self.delete(key)
+        for key, (value, ends_ms) in before.items():
+            self.held[key] = deepcopy(value)
+            if ends_ms is not None:
+                self.ends_ms[key] = ends_ms
+            self.wake(key)
 
     def drop_empty(self, key: bytes, value: Any) -> None:
         """A container that holds nothing any more is gone."""

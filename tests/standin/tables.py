@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ class JobTables(_Tables):
         """Its claim ends now."""
         self._do("ZADD", self._keys.deadline, 0, name)
 
+    def blame(self, name: str, loss: int) -> None:
+        """It is said to have cost so much."""
+        row = dataclasses.replace(self.records[name], loss=loss)
+        self._do("HSET", self._keys.record, name, " ".join(map(str, dataclasses.astuple(row))))
+
     def set_ready(self, waiting: Iterable[str]) -> None:
         """These wait, and no others; that nobody knows them shows when they are claimed."""
         for key in self._keys.ready:
@@ -139,6 +145,11 @@ class RunTables(_Tables):
     def consumed(self) -> set[str]:
         return set(self._scores(self.keys.consumed))
 
+    def end_lease(self, worker_id: str) -> None:
+        """Its time is over; the row is still there."""
+        epoch, slot_count, _ = self._hash(self.keys.leases)[worker_id].decode().split()
+        self._do("HSET", self.keys.leases, worker_id, f"{epoch} {slot_count} 1")
+
     @property
     def now_ms(self) -> float:
         """What the shard's clock shows."""
@@ -153,6 +164,11 @@ class FabricTables(_Tables):
         return {name: WorkerInfo.decode(row) for name, row in self._hash(names.WORKERS).items()}
 
     @property
+    def heard_ms(self) -> dict[str, float]:
+        """When each worker said last that it lives."""
+        return self._scores(names.HEARTBEATS)
+
+    @property
     def assignments(self) -> dict[str, str]:
         return {name: run_id.decode() for name, run_id in self._hash(names.ASSIGNMENTS).items()}
 
@@ -160,6 +176,11 @@ class FabricTables(_Tables):
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Kind and facts of each."""
         return [(row[1].decode(), json.loads(row[3])) for row in self._entries(names.EVENTS)]
+
+    @property
+    def term(self) -> int:
+        """Of whoever led last; 0: nobody has."""
+        return int(self._do("GET", names.LEASE_EPOCH) or 0)
 
     def assign(self, worker_id: str, run_id: str) -> None:
         """Point a worker elsewhere."""

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.agreement import Agreement
 from rollfab.fabric.contract.records import Group, Rollout, RunConfig, Sampling, Span
-from rollfab.fabric.memory.fabric import MemoryFabric
+from rollfab.fabric.opened import RedisFabric
 from rollfab.trainer.agreement import FLOAT32, AgreementReporter
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.common.config import VllmConfig
@@ -72,11 +73,12 @@ class Bed:
         words = ("-c", TRAINER, str(self.directory / "trainer"), str(asked), str(answered))
         process = await asyncio.create_subprocess_exec(sys.executable, *words)
         assert await process.wait() == 0
-        fabric = MemoryFabric()
-        await fabric.board.create_run(RUN)
         logprobs = pickle.loads(answered.read_bytes())
-        found = await AgreementReporter(fabric.board, fabric.weights, "r1").report(groups, logprobs, 1, FLOAT32)
-        kept = (await fabric.board.run_status("r1")).agreement
+        with EmbeddedBroker.start() as broker:
+            async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
+                await fabric.board.create_run(RUN)
+                found = await AgreementReporter(fabric.board, fabric.weights, "r1").report(groups, logprobs, 1, FLOAT32)
+                kept = (await fabric.board.run_status("r1")).agreement
         assert kept == found, "what the batch said is kept, and shown from there"
         return found
 

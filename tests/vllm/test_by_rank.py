@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EngineError, WeightError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.versions.rank_plan import cut_for_ranks
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.fabric.versions.stage import Staged
@@ -46,8 +47,8 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 class Trainer:
     """Publishes random weights, cut along the ranks' borders."""
 
-    def __init__(self) -> None:
-        self.store = MemoryWeightStore(MemoryBroker())
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
         self.bits = engines.random_bits(LAYOUT, 1)
         self._snapshot = Snapshot(LAYOUT, self.bits, regions=REGIONS, thread_count=1)
         self._version = -1
@@ -69,6 +70,13 @@ class Trainer:
         await self.store.advance_head(prepared.manifest, 1)
         self._snapshot.advance(prepared)
         return prepared.manifest
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[WeightStore]:
+    with EmbeddedBroker.start() as broker:
+        async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
+            yield fabric.weights
 
 
 class Receiver(WeightReceiver):
@@ -177,9 +185,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_after_versions_in_parts_an_engine_is_the_one_that_loaded_the_last(
-    directory: Path, tmp_path: Path
+    directory: Path, tmp_path: Path, store: WeightStore
 ) -> None:
-    trainer = Trainer()
+    trainer = Trainer(store)
     async with engine_of(directory, probes_writes=False) as engine:
         receiver = Receiver(trainer.store, RUN, engine, options=ReceiverOptions(audit_every=2))
         # Given a keyframe, then a sparse, a dense, and two sparse ones in one commit
@@ -205,8 +213,10 @@ async def test_after_versions_in_parts_an_engine_is_the_one_that_loaded_the_last
         assert await told(engine) == parts
 
 
-async def test_a_rank_that_fails_or_dies_as_it_stages_keeps_all_of_them_where_they_are(directory: Path) -> None:
-    trainer = Trainer()
+async def test_a_rank_that_fails_or_dies_as_it_stages_keeps_all_of_them_where_they_are(
+    directory: Path, store: WeightStore
+) -> None:
+    trainer = Trainer(store)
     async with engine_of(directory, door=FaultyDoor, probes_writes=False) as engine:
         door = engine._door
         assert isinstance(door, FaultyDoor)

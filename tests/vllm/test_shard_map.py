@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.format.layout import Layout
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
+from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.rank_parts import ShardMap, check_maps
 from rollfab.fabric.versions.rank_reader import ShardReader
 from rollfab.fabric.versions.rank_stage import ShardStage, agree, part_sums, vote
@@ -35,14 +35,18 @@ def tell(worker: Any) -> bytes:
 
 async def staged_by_ranks(layout: Layout, bits: list[dict[str, Any]], ranks: list[Rank]) -> list[Staged]:
     """The step from the first bits to the second, as both ranks stage and agree on it."""
-    store, snapshot = MemoryWeightStore(MemoryBroker()), Snapshot(layout, bits[0], 0)
-    await store.open_publisher(RUN)
-    prepared = snapshot.prepare_delta(Identity(run_id=RUN, epoch=1, version=1), bits[1])
-    await store.put_chunks(prepared.manifest, 0, prepared.chunks)
-    await store.put_manifest(prepared.manifest)
-    staged = [
-        await ShardReader(store, made).stage([prepared.manifest], ShardStage(made, live, 0)) for made, live in ranks
-    ]
+    snapshot = Snapshot(layout, bits[0], 0)
+    with EmbeddedBroker.start() as broker:
+        async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
+            store = fabric.weights
+            await store.open_publisher(RUN)
+            prepared = snapshot.prepare_delta(Identity(run_id=RUN, epoch=1, version=1), bits[1])
+            await store.put_chunks(prepared.manifest, 0, prepared.chunks)
+            await store.put_manifest(prepared.manifest)
+            staged = [
+                await ShardReader(store, made).stage([prepared.manifest], ShardStage(made, live, 0))
+                for made, live in ranks
+            ]
     votes = [vote(rank, made, staged[rank]) for rank, (made, _) in enumerate(ranks)]
     agree(votes, prepared.manifest, len(ranks))
     return staged

@@ -1,4 +1,4 @@
-"""When a push is refused, and in which words; Redis and memory say the same."""
+"""When a push is refused, and in which words."""
 
 from __future__ import annotations
 

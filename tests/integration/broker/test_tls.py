@@ -16,11 +16,11 @@ from rollfab.api.server import serve
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.contract.errors import BrokerError, ConfigError
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rewards.jobs import enqueue, open_queue
+from tests.standin.fabric import StandInFabric
 from tests.support.brokers.redis_server import RedisServer, redis_server
 from tests.support.brokers.tls_relay import Certificate, make_certificate, tls_relay
 
@@ -130,7 +130,7 @@ async def test_the_api_speaks_tls(certificate: Certificate) -> None:
         tls_key=str(certificate.key),
     )
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(MemoryFabric(), config, stop, on_ready=ready.set_result))
+    serving = asyncio.create_task(serve(StandInFabric(), config, stop, on_ready=ready.set_result))
     try:
         page = await asyncio.wait_for(ready, 10)
         assert page.startswith("https://localhost:")
@@ -163,7 +163,7 @@ async def test_a_certificate_that_cannot_be_used_is_said_before_anything_listens
     }[case]
     config = ApiConfig(port=0, tls_certificate=str(pem), tls_key=str(key))
     with pytest.raises(ConfigError, match=r"the api's TLS certificate .* cannot be used"):
-        await serve(MemoryFabric(), config, asyncio.Event())
+        await serve(StandInFabric(), config, asyncio.Event())
 
 
 def test_a_tls_key_without_a_certificate_is_refused() -> None:
@@ -176,7 +176,7 @@ def test_a_tls_key_without_a_certificate_is_refused() -> None:
 async def test_keys_that_would_travel_plain_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     config = ApiConfig(host="0.0.0.0", port=0, read_keys=("a-key-that-may-read-only",))
-    serving = asyncio.create_task(serve(MemoryFabric(), config, stop, on_ready=ready.set_result))
+    serving = asyncio.create_task(serve(StandInFabric(), config, stop, on_ready=ready.set_result))
     await asyncio.wait_for(ready, 10)
     stop.set()
     await serving

@@ -21,11 +21,11 @@ from rollfab.fabric.delivery.collective.side_thread import SideThread
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Head, WeightManifest
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.versions.reader import fetch_bits
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
+from tests.standin.fabric import StandInFabric
 from tests.support.processes.collective_processes import Sender, Stage, check_live, stage
 from tests.support.weights.collective_versions import OPTIONS, Versions
 
@@ -89,7 +89,7 @@ class Rig:
     """A publisher and receivers in this process, on a broker in memory."""
 
     def __init__(self, **options: float | str) -> None:
-        self.broker = Board(MemoryFabric().weights)
+        self.broker = Board(StandInFabric().weights)
         self.options = CollectiveOptions(**{**OPTIONS, **options})
         self.publisher = CollectivePublisher(self.broker, "run", options=self.options)
 
@@ -208,7 +208,7 @@ async def test_what_nobody_thought_of_ends_a_round_and_neither_side(refused: str
 
 async def test_keys_that_the_board_does_not_take_end_the_round_at_once() -> None:
     # Given a member that would wait for an hour for another one
-    board = Board(MemoryFabric().weights, refused="keys")
+    board = Board(StandInFabric().weights, refused="keys")
     room = Room(board, CollectiveOptions(), SystemClock(), SideThread("member"))
     facts = {"run_id": "run", "round_id": "round", "kind": "keyframe", "backend": "gloo", "host": "", "node": "here"}
     numbers = {"epoch": 1, "version": 0, "payload_bytes": 1, "answer_s": 1.0, "stall_s": 3600.0}

@@ -15,14 +15,13 @@ from rollfab.fabric.delivery.relay_frames import make_address
 from rollfab.fabric.delivery.relay_parents import Parents
 from rollfab.fabric.delivery.relay_server import RelayServer
 from rollfab.fabric.format.manifest import Damage, Holder
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.rules.weights.patience import LOST_FRACTION, LOST_S_MAX
 from rollfab.fabric.versions.reader import fetch_bits
 from rollfab.trainer.publish.healing import REPORT_BYTES_MIN
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.peer_copies import PeerSource
+from tests.standin.fabric import StandInFabric
 from tests.support.processes.relay_nodes import FAST, RUN, CountingStore, StepClock, Trainer, digest_of
 
 HOME = "home"
@@ -70,7 +69,7 @@ class Overwritten(PassingStore):
 
 @pytest.fixture
 def broker() -> CountingStore:
-    return CountingStore(MemoryWeightStore(MemoryBroker()))
+    return CountingStore(StandInFabric().weights)
 
 
 @pytest.fixture

@@ -20,12 +20,11 @@ from rollfab.fabric.delivery.relay_frames import FRAME, VERSION, Word, make_addr
 from rollfab.fabric.delivery.relay_parents import Parents
 from rollfab.fabric.delivery.relay_server import RelayServer
 from rollfab.fabric.format.manifest import Holder, WeightManifest, chunk_digest
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions import stage as stage_module
 from rollfab.fabric.versions.reader import fetch_bits
 from rollfab.workers.rollout.peer_copies import PeerSource
+from tests.standin.fabric import StandInFabric
 from tests.support.brokers.redis_server import redis_server
 from tests.support.processes.relay_nodes import (
     FAST,
@@ -45,7 +44,7 @@ HOME = "home"
 
 @pytest.fixture
 def broker() -> CountingStore:
-    return CountingStore(MemoryWeightStore(MemoryBroker()))
+    return CountingStore(StandInFabric().weights)
 
 
 async def read_through(store: RelayedStore) -> str:

@@ -21,8 +21,7 @@ from rollfab.fabric.delivery.relay_options import RelayOptions
 from rollfab.fabric.delivery.relay_parents import Parents
 from rollfab.fabric.delivery.relay_server import RelayServer
 from rollfab.fabric.format.manifest import Holder, WeightManifest
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
+from tests.standin.fabric import StandInFabric
 from tests.support.processes.relay_nodes import FAST, RUN, CountingStore, StepClock, Trainer
 
 CHUNK_COUNT = 4
@@ -31,7 +30,7 @@ PROOF_BYTES = BYTES_MAX[Word.AUTH]
 
 @pytest.fixture
 def broker() -> CountingStore:
-    return CountingStore(MemoryWeightStore(MemoryBroker()))
+    return CountingStore(StandInFabric().weights)
 
 
 # ---------------------------------------------------------------- to the broker

@@ -20,20 +20,20 @@ from rollfab.fabric.delivery.relay_client import Connection
 from rollfab.fabric.delivery.relay_frames import HELLO, MAGIC, VERSION, Word, frame, make_address
 from rollfab.fabric.delivery.relay_options import RelayOptions
 from rollfab.fabric.delivery.relay_server import RelayServer
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
+from rollfab.fabric.versions.store import RedisWeightStore
+from tests.standin.fabric import StandInFabric
 from tests.support.processes.relay_nodes import FAST, RUN, LiveBits, Trainer, digest_of
 
 BLOCK_COUNT = 4
 
 
 @pytest.fixture
-def store() -> MemoryWeightStore:
-    return MemoryWeightStore(MemoryBroker())
+def store() -> RedisWeightStore:
+    return StandInFabric().weights
 
 
 @pytest.fixture
-async def trainer(store: MemoryWeightStore) -> Trainer:
+async def trainer(store: RedisWeightStore) -> Trainer:
     trainer = Trainer(store, BLOCK_COUNT)
     await trainer.publish(0)
     await trainer.publish(1)
@@ -41,7 +41,7 @@ async def trainer(store: MemoryWeightStore) -> Trainer:
 
 
 @asynccontextmanager
-async def peer(store: MemoryWeightStore, source: LiveBits, options: RelayOptions = FAST) -> AsyncIterator[RelayServer]:
+async def peer(store: RedisWeightStore, source: LiveBits, options: RelayOptions = FAST) -> AsyncIterator[RelayServer]:
     server = RelayServer(RelayedStore(store, None), options=options)
     server.offer(RUN, source)
     await server.start()
@@ -51,7 +51,7 @@ async def peer(store: MemoryWeightStore, source: LiveBits, options: RelayOptions
         await server.close()
 
 
-async def test_a_peers_snapshot_is_what_was_published(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_a_peers_snapshot_is_what_was_published(store: RedisWeightStore, trainer: Trainer) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     async with peer(store, source) as server:
         manifest, bits = await fetch_snapshot(store, RUN, server.address, at_least_version=1, options=FAST)
@@ -63,7 +63,7 @@ async def test_a_peers_snapshot_is_what_was_published(store: MemoryWeightStore, 
 
 @pytest.mark.parametrize("moves", [{3: 2}, {1: 2}, {2: 2, 3: 3}, {2: 3, 5: 4, 6: 5}])
 async def test_a_peer_that_moves_meanwhile_is_copied_at_its_last_version(
-    store: MemoryWeightStore, trainer: Trainer, moves: dict[int, int]
+    store: RedisWeightStore, trainer: Trainer, moves: dict[int, int]
 ) -> None:
     # Given versions to come, and a peer that commits some of them while it is read
     source = LiveBits(trainer.layout, trainer.bits, 1)
@@ -105,7 +105,7 @@ async def test_a_joiner_that_takes_too_little_is_dropped(trainer: Trainer) -> No
         await live.serve(cast(asyncio.StreamWriter, SlowTaker()), {"run_id": RUN, "at_least_version": 1})
 
 
-async def test_a_joiner_waits_while_the_peer_commits(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_a_joiner_waits_while_the_peer_commits(store: RedisWeightStore, trainer: Trainer) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     await trainer.publish(2)
     loop = asyncio.get_running_loop()
@@ -127,7 +127,7 @@ async def test_a_joiner_waits_while_the_peer_commits(store: MemoryWeightStore, t
     assert digest_of(trainer.layout, bits) == trainer.digest
 
 
-async def test_a_peer_that_never_stands_still_is_left(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_a_peer_that_never_stands_still_is_left(store: RedisWeightStore, trainer: Trainer) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     source.on_read = lambda: source.commit({}, 1)
     patient = replace(FAST, stall_s=30.0, patience_s=60.0)  # it gives up by looks, of which it takes hundreds
@@ -138,7 +138,7 @@ async def test_a_peer_that_never_stands_still_is_left(store: MemoryWeightStore, 
         assert server.served_bytes < trainer.layout.byte_count / BLOCK_COUNT
 
 
-async def test_a_peer_that_goes_back_is_left(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_a_peer_that_goes_back_is_left(store: RedisWeightStore, trainer: Trainer) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     source.on_read = lambda: source.commit({}, 0) if source.read_count == 2 else None
     async with peer(store, source) as server:
@@ -147,7 +147,7 @@ async def test_a_peer_that_goes_back_is_left(store: MemoryWeightStore, trainer: 
 
 
 async def test_a_peer_in_the_middle_of_a_commit_or_behind_serves_nothing(
-    store: MemoryWeightStore, trainer: Trainer
+    store: RedisWeightStore, trainer: Trainer
 ) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     async with peer(store, source) as server:
@@ -162,7 +162,7 @@ async def test_a_peer_in_the_middle_of_a_commit_or_behind_serves_nothing(
     assert source.read_count == 0
 
 
-async def test_a_peer_that_says_for_ever_that_it_is_busy_is_left(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_a_peer_that_says_for_ever_that_it_is_busy_is_left(store: RedisWeightStore, trainer: Trainer) -> None:
     (manifest,) = await store.manifests(RUN, [(1, "delta")])
     assert manifest is not None
     facts = dump_json({"version": 1, "layout_digest": manifest.layout_digest})
@@ -186,7 +186,7 @@ async def test_a_peer_that_says_for_ever_that_it_is_busy_is_left(store: MemoryWe
 
 
 async def test_a_peer_whose_weights_are_not_that_version_is_not_believed(
-    store: MemoryWeightStore, trainer: Trainer
+    store: RedisWeightStore, trainer: Trainer
 ) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     source.arrays["w02"][77] ^= 1
@@ -198,14 +198,14 @@ async def test_a_peer_whose_weights_are_not_that_version_is_not_believed(
             await fetch_snapshot(store, RUN, server.address, at_least_version=1, options=FAST)
 
 
-async def test_a_peer_with_another_model_is_not_believed(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_a_peer_with_another_model_is_not_believed(store: RedisWeightStore, trainer: Trainer) -> None:
     other = Trainer(store, BLOCK_COUNT - 1)
     async with peer(store, LiveBits(other.layout, other.bits, 1)) as server:
         with pytest.raises(PeerLost, match="other tensors"):
             await fetch_snapshot(store, RUN, server.address, at_least_version=1, options=FAST)
 
 
-async def test_only_so_many_join_at_a_time_and_the_others_are_told(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_only_so_many_join_at_a_time_and_the_others_are_told(store: RedisWeightStore, trainer: Trainer) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     async with peer(store, source) as server:
         joins = [fetch_snapshot(store, RUN, server.address, at_least_version=1, options=FAST) for _ in range(5)]
@@ -217,7 +217,7 @@ async def test_only_so_many_join_at_a_time_and_the_others_are_told(store: Memory
     assert len(refused) + sum(isinstance(end, tuple) for end in ends) == 5
 
 
-async def test_joiners_that_leave_half_way_make_room_for_others(store: MemoryWeightStore, trainer: Trainer) -> None:
+async def test_joiners_that_leave_half_way_make_room_for_others(store: RedisWeightStore, trainer: Trainer) -> None:
     source = LiveBits(trainer.layout, trainer.bits, 1)
     async with peer(store, source) as server:
         for _ in range(FAST.snapshot_count_max):

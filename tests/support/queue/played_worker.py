@@ -1,4 +1,4 @@
-"""A rollout worker over memory ports, with an engine that the test plays: it ends turns, hangs and dies as told."""
+"""A rollout worker over the stand-in, with an engine that the test plays: it ends turns, hangs and dies as told."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import numpy as np
 from rollfab.fabric.contract.clock import Clock, SystemClock
 from rollfab.fabric.contract.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.contract.ids import turn_id
-from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, TurnJob, WorkerInfo
+from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, TokenLog, TurnJob, WorkerInfo
 from rollfab.fabric.contract.sharing import GuardView
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.queue import MemoryTurnQueue
-from rollfab.fabric.memory.state import JobTable
 from rollfab.fabric.ports.queue import Exchange, TurnPush
+from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.engines.base import EngineStats, Generation, GenerationRequest
 from rollfab.workers.rollout.engine_sleep import GivesBack
 from rollfab.workers.rollout.weights import AtCommit
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
+from tests.standin.broker import DirectClient
+from tests.standin.fabric import StandInFabric
+from tests.standin.tables import JobTables
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 WORKER = "w"
@@ -188,7 +189,7 @@ class LiveWeights:
         return
 
 
-class WatchedTurns(MemoryTurnQueue):
+class WatchedTurns(RedisTurnQueue):
     """Remembers what each exchange brought: turns handed in, turns taken."""
 
     def __init__(self, *args: Any) -> None:
@@ -220,32 +221,37 @@ class Stage:
     def __init__(self, run: RunConfig = RUN, engine: Any = None, clock: Clock | None = None) -> None:
         self.run = run
         self.clock = clock or SystemClock()
-        self.fabric = MemoryFabric(self.clock)
+        self.fabric = StandInFabric(self.clock)
         self.engine = engine or PlayedEngine()
-        self.turns = WatchedTurns(self.fabric.broker, run)
+        self.turns = WatchedTurns(DirectClient(self.fabric.broker), run)
         self.fabric.turns = lambda run: self.turns  # type: ignore[method-assign]
         self.receivers: list[LiveWeights] = []
         self.guard: Callable[[], GuardView | None] | None = None  # of the workers that begin from now on,
         self.memory: GivesBack | None = None  # and this
 
     @property
-    def table(self) -> JobTable:
-        return self.fabric.broker.runs["r1"].turns
+    def table(self) -> JobTables:
+        return self.fabric.tables_of("r1").turns
+
+    @property
+    def logs(self) -> dict[str, TokenLog]:
+        """Tokens that are saved of turns which have not settled."""
+        return {name: TokenLog.decode(row) for name, row in self.table.logs.items()}
 
     @property
     def ready(self) -> list[str]:
         """Turns that wait, in order of their names."""
-        return sorted(name for part in self.table.ready for name in part)
+        return sorted(self.table.ready)
 
     @property
     def info(self) -> WorkerInfo:
         """What the worker said last."""
-        return self.fabric.broker.workers[WORKER][0]
+        return self.fabric.tables.workers[WORKER]
 
     async def ask(self, count: int, sampling: Sampling | None = None) -> list[str]:
         """Turns of `count` trajectories that agent "a" holds."""
         await self.fabric.board.create_run(self.run)
-        self.fabric.broker.runs["r1"].head_version = 0
+        self.fabric.tables_of("r1").head_version = 0
         await self.fabric.rollouts(self.run).push(make_groups([{"seed": 1}], count, ["g"]))
         pushes = []
         for claim in await self.fabric.trajectories(self.run).claim("a", count):

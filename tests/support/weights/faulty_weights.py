@@ -12,21 +12,24 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.contract.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.stage import commit
+from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.publish.tensors import collect_bits
 from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit
+from tests.standin.broker import Broker, DirectClient
+from tests.standin.weight_tables import WeightTables
 
 RUN = "publish"
 
 
-class FaultyStore(MemoryWeightStore):
-    """A memory store that can fail, lose answers, and spoil or lose chunks on their way out."""
+class FaultyStore(RedisWeightStore):
+    """A store that can fail, lose answers, and spoil or lose chunks on their way out."""
 
     def __init__(self) -> None:
-        super().__init__(MemoryBroker())
+        self.broker = Broker()
+        super().__init__(DirectClient(self.broker))
+        self.tables = WeightTables(self.broker, RUN)
         self.fail_at = ""
         self.lose_answer_at = ""
         self.spoil: dict[tuple[int, str], int] = {}  # (version, kind) → how many reads come out wrong
@@ -70,16 +73,6 @@ class FaultyStore(MemoryWeightStore):
             self.lose[name] -= 1
             found = [None for _ in found]
         return found
-
-    def remember(self) -> tuple[Any, dict[Any, bytes], dict[Any, bytes]]:
-        """What a replica holds now."""
-        run = self._run(RUN)
-        return run.head, dict(run.manifests), dict(run.chunks)
-
-    def forget_since(self, before: tuple[Any, dict[Any, bytes], dict[Any, bytes]]) -> None:
-        """The replica takes over."""
-        run = self._run(RUN)
-        run.head, run.manifests, run.chunks = before
 
     def _fail(self, name: str) -> None:
         if self.fail_at == name:
@@ -131,6 +124,11 @@ class BitsEngine:
         return 0.0
 
 
+def published(store: FaultyStore) -> tuple[int, dict[Any, bytes], dict[Any, bytes]]:
+    """The head, all manifests and all chunks."""
+    return store.tables.head_version, dict(store.tables.manifests), dict(store.tables.chunks)
+
+
 def small_model(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30), torch.nn.Linear(30, 5)).to(
@@ -153,7 +151,7 @@ def assert_holds(engine: BitsEngine, model: torch.nn.Module) -> None:
         np.testing.assert_array_equal(engine.bits[name], expected)
 
 
-async def assert_published(store: MemoryWeightStore, model: torch.nn.Module, version: int | None = None) -> None:
+async def assert_published(store: RedisWeightStore, model: torch.nn.Module, version: int | None = None) -> None:
     found = await fetch_weights(store, RUN, version)
     for name, expected in bits_of(model).items():
         np.testing.assert_array_equal(found[name].reshape(-1), expected)

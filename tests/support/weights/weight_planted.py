@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.memory import weights as twin
 from rollfab.fabric.rules.weights.chain import KEYFRAME, Link
-from rollfab.fabric.rules.weights.publish import HeadFacts, may_advance, may_put
 from rollfab.fabric.versions import held, stage
 from rollfab.fabric.versions import reader as chain
 from rollfab.fabric.versions.snapshot import apply_change
 from rollfab.trainer.publish import upkeep
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout import weights as receiving
+from tests.sim.planted import in_lua
 
 Patch = tuple[Any, str, Any]  # object, attribute, what to put there
 PLANTS: dict[str, Callable[[], list[Patch]]] = {}
@@ -79,13 +77,9 @@ def epochs_not_checked() -> list[Patch]:
     In advance_head alone it would show to nobody: a publisher that opens deletes what it could be used for.
     """
 
-    def put(head: HeadFacts, link: Link, *, is_known: bool, is_same: bool) -> int:
-        return may_put(dataclasses.replace(head, epoch=link.epoch), link, is_known=is_known, is_same=is_same)
-
-    def advance(head: HeadFacts, link: Link, *, is_known: bool) -> int:
-        return may_advance(dataclasses.replace(head, epoch=link.epoch), link, is_known=is_known)
-
-    return [(twin, "may_put", put), (twin, "may_advance", advance)]
+    check = "if head_epoch ~= epoch then return answer(-1) end\n"
+    put, advance = "local name = ARGV[2]", "if kind == 'jump-8' or kind == 'jump-64' then return answer(-6) end\n"
+    return [in_lua((check + put, put), (check + advance, advance))]
 
 
 @plant

@@ -135,11 +135,11 @@ class Storm:
         self.trainers.append(Trainer(self, self.trainers[-1].model.twin()))
 
     async def _fall_back(self) -> None:
-        before = self.store.remember()
+        before, epoch = self.store.tables.remember(), self.store.tables.epoch
         await asyncio.sleep(self.random.uniform(0.0, 3.0) * self.pace_s)
-        self.store.fall_back(before)
-        self.truth.is_epoch_lost |= self.truth.epoch != before[0].epoch
-        self.truth.epoch = before[0].epoch
+        self.store.tables.fall_back(before)
+        self.truth.is_epoch_lost |= self.truth.epoch != epoch
+        self.truth.epoch = epoch
         self.fall_count += 1
 
     async def _fill_up(self) -> None:

@@ -22,13 +22,14 @@ from rollfab.fabric.contract.errors import BrokerFull, EngineError
 from rollfab.fabric.format.digest import state_sums
 from rollfab.fabric.format.layout import Layout
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.rules.weights.chain import Link as ChainLink
 from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit
 from tests.sim.link import Link, Network
 from tests.sim.virtual_loop import Process, VirtualClock, VirtualLoop
+from tests.standin.broker import Broker, DirectClient
+from tests.standin.weight_tables import WeightTables
 
 RUN = "storm"
 Bits = dict[str, NDArray[Any]]
@@ -70,17 +71,21 @@ class ThreadedLoop(VirtualLoop):
         return future
 
 
-class StormStore(MemoryWeightStore):
+class StormStore(RedisWeightStore):
     """The broker's side. room: bytes of all chunks that it takes, None without a limit."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, random: Random) -> None:
-        super().__init__(MemoryBroker(VirtualClock(loop)))
+        broker = Broker(VirtualClock(loop))
+        super().__init__(DirectClient(broker))
+        self.tables = WeightTables(broker, RUN)
         self._random = random
         self.room: int | None = None
 
     async def put_chunks(self, manifest: WeightManifest, first_index: int, chunks: Sequence[bytes]) -> None:
-        self._bytes_max = self.room
         for index, chunk in enumerate(chunks, start=first_index):
+            room = await self.room_bytes()
+            if room is not None and len(chunk) > room:
+                raise BrokerFull(f"room for {room} bytes")
             await super().put_chunks(manifest, index, [chunk])
             await self._pause()
 
@@ -90,8 +95,7 @@ class StormStore(MemoryWeightStore):
         await super().put_manifest(manifest)
 
     async def room_bytes(self) -> int | None:
-        self._bytes_max = self.room
-        return await super().room_bytes()
+        return None if self.room is None else max(0, self.room - sum(map(len, self.tables.chunks.values())))
 
     async def drop(self, run_id: str, links: Sequence[ChainLink], epoch: int) -> None:
         for link in links:
@@ -103,8 +107,8 @@ class StormStore(MemoryWeightStore):
 
         Chunks vanish, are cut off, flipped, or become another's; manifests vanish or are cut off.
         """
-        run, random = self._run(RUN), self._random
-        names = sorted(name for name in run.manifests if name[0] <= run.head.version)
+        run, random = self.tables, self._random
+        names = sorted(name for name in run.manifests if name[0] <= run.head_version)
         if not names:
             return False
         name = random.choice(names)
@@ -121,16 +125,6 @@ class StormStore(MemoryWeightStore):
             spoilt = spoilt_chunks([run.chunks[key], run.chunks[random.choice(sorted(run.chunks))]], random)
             run.chunks[key] = spoilt[0] or b""
         return True
-
-    def remember(self) -> tuple[Any, ...]:
-        """What a replica holds now."""
-        run = self._run(RUN)
-        return run.head, dict(run.manifests), dict(run.chunks), dict(run.holders)
-
-    def fall_back(self, before: tuple[Any, ...]) -> None:
-        """The replica takes over."""
-        run = self._run(RUN)
-        run.head, run.manifests, run.chunks, run.holders = before
 
     async def _pause(self) -> None:
         if self._random.random() < 0.3:

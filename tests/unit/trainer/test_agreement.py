@@ -12,7 +12,6 @@ import pytest
 from rollfab.fabric.contract.agreement import Agreement, AlarmRule, Figures
 from rollfab.fabric.contract.errors import InputError, RunUnknown
 from rollfab.fabric.contract.records import Group, Rollout, RunConfig, Span
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.trainer.agreement import (
     BFLOAT16,
     FLOAT32,
@@ -22,6 +21,7 @@ from rollfab.trainer.agreement import (
     compare,
     rule_for,
 )
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 ANY = AlarmRule(name="any")
@@ -205,13 +205,13 @@ def test_torch_tensors_with_a_gradient_are_taken_as_they_are() -> None:
 # ---- what becomes of it
 
 
-async def reporter() -> tuple[MemoryFabric, AgreementReporter]:
-    fabric = MemoryFabric()
+async def reporter() -> tuple[StandInFabric, AgreementReporter]:
+    fabric = StandInFabric()
     await fabric.board.create_run(RUN)
     return fabric, AgreementReporter(fabric.board, fabric.weights, "r1")
 
 
-async def kinds(fabric: MemoryFabric) -> list[tuple[str, str]]:
+async def kinds(fabric: StandInFabric) -> list[tuple[str, str]]:
     return [(kind, facts["worker_id"]) for _, kind, facts in await fabric.board.events("0-0", 100, 0.0)]
 
 

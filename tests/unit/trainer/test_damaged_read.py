@@ -8,8 +8,8 @@ import pytest
 
 from rollfab.fabric.contract.errors import ChainBroken, VersionUnknown
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.trainer import aio
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="any", environment="any")
 
@@ -24,7 +24,7 @@ async def open_run(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> 
 
     monkeypatch.setattr(aio, "fetch_weights", fetch)
     monkeypatch.setattr(aio, "HEAL_LOOK_S", 0.001)
-    return aio.AsyncRun(MemoryFabric(), RUN)  # type: ignore[arg-type]
+    return aio.AsyncRun(StandInFabric(), RUN)  # type: ignore[arg-type]
 
 
 async def test_a_read_waits_while_a_living_publisher_mends(monkeypatch: pytest.MonkeyPatch) -> None:

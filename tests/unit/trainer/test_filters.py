@@ -11,12 +11,12 @@ import pytest
 
 from rollfab.fabric.contract.errors import InputError, QueueFull
 from rollfab.fabric.contract.records import Group, RunConfig
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.trainer.aio import AsyncRun, Groups, View
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
 from rollfab.trainer.ledger import Hand, Ledger
 from rollfab.trainer.waiting import Waiting
+from tests.standin.fabric import StandInFabric
 from tests.support.queue.rollouts import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
@@ -49,20 +49,20 @@ def test_a_replacement_has_the_same_name_whenever_the_same_group_is_dropped() ->
     assert len(refill.name_of("x" * 63)) == 63
 
 
-async def settle(fabric: MemoryFabric, rewards: dict[str, float]) -> None:
+async def settle(fabric: StandInFabric, rewards: dict[str, float]) -> None:
     queue = fabric.trajectories(RUN)
     for claim in await queue.claim("a1", 100):
         made = dataclasses.replace(rollout_of(claim.job), reward=rewards.get(claim.job.trajectory_id, 0.0))
         assert await queue.settle(claim, made, is_scored=True)
 
 
-def groups_of(fabric: MemoryFabric, ledger: Ledger, view: View, refill: Refill | None = None) -> Groups:
+def groups_of(fabric: StandInFabric, ledger: Ledger, view: View, refill: Refill | None = None) -> Groups:
     return Groups(ledger, Hand(ledger), view, refill, waiting=Waiting(fabric.board, "r1"))
 
 
 async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -> None:
     # Given a group whose rewards are all 0, and one whose rewards differ
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
     await fabric.board.create_run(RUN)
     ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}, {}], 2, ["dull", "good"]))
@@ -76,14 +76,14 @@ async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -
     # Then it gets the good one; the other is gone, and the next task runs in its place, in a group of the same size
     assert kept.group_id == "good"
     assert groups.dropped_count == 1
-    assert "dull" in fabric.broker.runs["r1"].consumed
+    assert "dull" in fabric.tables_of("r1").consumed
     waiting = await fabric.trajectories(RUN).claim("a1", 10)
     assert [claim.job.trajectory_id for claim in waiting] == ["dull-r1.0", "dull-r1.1"]
     assert waiting[0].job.task_id == "next"
 
 
 async def test_a_filter_that_fails_leaves_the_group_to_be_delivered_again() -> None:
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
     await fabric.board.create_run(RUN)
     ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["g1"]))
@@ -102,7 +102,7 @@ async def test_a_filter_that_fails_leaves_the_group_to_be_delivered_again() -> N
 
 async def test_a_group_that_cannot_be_replaced_comes_again() -> None:
     # Given a run that is full with the group that is not wanted
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
     full = dataclasses.replace(RUN, trajectory_count_max=1)
     await fabric.board.create_run(full)
     ledger = Ledger(fabric.rollouts(full))
@@ -119,7 +119,7 @@ async def test_a_group_that_cannot_be_replaced_comes_again() -> None:
 
 
 async def test_a_list_of_tasks_refills_as_an_iterator_does() -> None:
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
     await fabric.board.create_run(RUN)
     run = AsyncRun(fabric, RUN)  # type: ignore[arg-type]
     await run.submit([{}, {}], group_ids=["dull", "dull-too"])
@@ -133,7 +133,7 @@ async def test_a_list_of_tasks_refills_as_an_iterator_does() -> None:
 
 async def test_a_group_comes_again_where_the_tasks_to_refill_from_fail() -> None:
     # Given a group that is not wanted, and tasks that raise
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
     await fabric.board.create_run(RUN)
     ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["dull"]))
@@ -154,7 +154,7 @@ async def test_a_group_comes_again_where_the_tasks_to_refill_from_fail() -> None
 
 async def test_a_group_whose_dropping_is_interrupted_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a trainer that is interrupted while it pushes the replacement
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
     await fabric.board.create_run(RUN)
     ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["dull"]))

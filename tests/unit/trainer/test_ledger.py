@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from typing import Any
 
 import pytest
 
 from rollfab.fabric.contract.errors import BrokerError
 from rollfab.fabric.contract.records import Rollout, RunConfig
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.trainer import ledger as module
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.ledger import Ledger
 from rollfab.workers.environments.failures import dead_letter
+from tests.standin.fabric import StandInFabric
 from tests.support.queue.rollouts import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake", trajectory_count_max=4)
 
 
 @pytest.fixture
-async def fabric() -> MemoryFabric:
-    made = MemoryFabric()
+async def fabric() -> StandInFabric:
+    made = StandInFabric()
     await made.board.create_run(RUN)
     return made
 
@@ -34,24 +33,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PUSH_AGAIN_S", 0.0)
 
 
-def state(fabric: MemoryFabric) -> dict[str, Any]:
-    """What a replica would hold now, without what belongs to this process."""
-    run = fabric.broker.runs["r1"]
-    names = ("groups", "completed", "completed_names", "pending", "depth", "bytes_held", "consumed", "completed_next")
-    jobs = ("ready", "jobs", "records", "deadlines", "held")
-    kept = {name: copy.deepcopy(getattr(run, name)) for name in names}
-    return {**kept, "trajectories": {name: copy.deepcopy(getattr(run.trajectories, name)) for name in jobs}}
+def state(fabric: StandInFabric) -> Any:
+    """What a replica would hold now of the run."""
+    return fabric.broker.keys.remember(fabric.tables_of("r1").keys.base)
 
 
-def forget_since(fabric: MemoryFabric, before: dict[str, Any]) -> None:
-    run = fabric.broker.runs["r1"]
-    for name, value in before["trajectories"].items():
-        setattr(run.trajectories, name, value)
-    for name in before.keys() - {"trajectories"}:
-        setattr(run, name, before[name])
+def forget_since(fabric: StandInFabric, before: Any) -> None:
+    fabric.broker.keys.fall_back(fabric.tables_of("r1").keys.base, before)
 
 
-async def finish_all(fabric: MemoryFabric) -> None:
+async def finish_all(fabric: StandInFabric) -> None:
     queue = fabric.trajectories(RUN)
     for claim in await queue.claim("a1", 10):
         assert await queue.settle(claim, made(claim), is_scored=True)
@@ -62,7 +53,7 @@ def made(claim: TrajectoryClaim) -> Rollout:
 
 
 async def test_a_push_that_the_broker_forgot_is_repeated_while_no_group_comes(
-    fabric: MemoryFabric, at_once: None
+    fabric: StandInFabric, at_once: None
 ) -> None:
     # Given a push that was acknowledged, and then lost
     ledger = Ledger(fabric.rollouts(RUN))
@@ -81,15 +72,15 @@ async def test_a_push_that_the_broker_forgot_is_repeated_while_no_group_comes(
     assert delivery.group.group_id == "g1"
 
 
-async def test_nothing_is_pushed_twice_where_nothing_was_lost(fabric: MemoryFabric, at_once: None) -> None:
+async def test_nothing_is_pushed_twice_where_nothing_was_lost(fabric: StandInFabric, at_once: None) -> None:
     ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["g1"]))
     for _ in range(3):
         assert await ledger.receive("t", 0.01) is None
-    assert fabric.broker.runs["r1"].depth == 1
+    assert fabric.tables_of("r1").depth == 1
 
 
-async def test_a_run_that_is_full_does_not_stop_a_waiting_trainer(fabric: MemoryFabric, at_once: None) -> None:
+async def test_a_run_that_is_full_does_not_stop_a_waiting_trainer(fabric: StandInFabric, at_once: None) -> None:
     # Given pushes that were lost, and a run that others filled up since
     ledger = Ledger(fabric.rollouts(RUN))
     before = state(fabric)
@@ -101,7 +92,7 @@ async def test_a_run_that_is_full_does_not_stop_a_waiting_trainer(fabric: Memory
     assert await ledger.receive("t", 0.01) is None
 
 
-async def test_a_group_whose_acknowledgement_the_broker_forgot_is_not_handed_out_again(fabric: MemoryFabric) -> None:
+async def test_a_group_whose_acknowledgement_the_broker_forgot_is_not_handed_out_again(fabric: StandInFabric) -> None:
     # Given a group that was used, and whose acknowledgement was lost
     ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["g1"]))
@@ -116,11 +107,11 @@ async def test_a_group_whose_acknowledgement_the_broker_forgot_is_not_handed_out
     assert await ledger.receive("t", 0.01) is None
 
     # Then it is acknowledged again
-    assert "g1" in fabric.broker.runs["r1"].consumed
-    assert fabric.broker.runs["r1"].depth == 0
+    assert "g1" in fabric.tables_of("r1").consumed
+    assert fabric.tables_of("r1").depth == 0
 
 
-async def test_what_is_remembered_is_bounded(fabric: MemoryFabric, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_remembered_is_bounded(fabric: StandInFabric, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_COUNT_MAX", 2)
     ledger = Ledger(fabric.rollouts(RUN))
     for index in range(4):
@@ -129,7 +120,7 @@ async def test_what_is_remembered_is_bounded(fabric: MemoryFabric, monkeypatch: 
 
 
 async def test_an_acknowledgement_that_did_not_arrive_is_said_again_before_anything_is_delivered(
-    fabric: MemoryFabric, monkeypatch: pytest.MonkeyPatch
+    fabric: StandInFabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a group that was used, a broker that is away when it is acknowledged, and a head that has gone on since
     ledger = Ledger(fabric.rollouts(RUN))
@@ -142,19 +133,19 @@ async def test_an_acknowledgement_that_did_not_arrive_is_said_again_before_anyth
         raise BrokerError("the broker does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryRolloutStream, "acknowledge", away)
+        patch.setattr(RedisRolloutStream, "acknowledge", away)
         with pytest.raises(BrokerError):
             await ledger.acknowledge(delivery)
-    fabric.broker.runs["r1"].head_version = 9
+    fabric.tables_of("r1").head_version = 9
 
     # When the trainer asks on, Then it is acknowledged, and neither handed out nor run again
     assert await ledger.receive("t", 0.01) is None
-    assert fabric.broker.runs["r1"].depth == 0
-    assert fabric.broker.runs["r1"].counters["groups_consumed"] == 1
+    assert fabric.tables_of("r1").depth == 0
+    assert fabric.tables_of("r1").counters["groups_consumed"] == 1
     assert not await fabric.trajectories(RUN).claim("a1", 10)
 
 
-async def test_a_group_in_hand_stays_so_while_this_process_lives_and_no_longer(fabric: MemoryFabric) -> None:
+async def test_a_group_in_hand_stays_so_while_this_process_lives_and_no_longer(fabric: StandInFabric) -> None:
     ledgers = set[Ledger]()
     ledger, other = Ledger(fabric.rollouts(RUN), open_ledgers=ledgers), Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["g1"]))
@@ -178,7 +169,7 @@ async def test_a_group_in_hand_stays_so_while_this_process_lives_and_no_longer(f
     other.close()
 
 
-async def test_a_late_acknowledgement_is_warned_of(fabric: MemoryFabric, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_late_acknowledgement_is_warned_of(fabric: StandInFabric, caplog: pytest.LogCaptureFixture) -> None:
     # Given two groups that others took over from a ledger that said nothing for a while; one of them is used up
     late, other = Ledger(fabric.rollouts(RUN), run_id="r1"), Ledger(fabric.rollouts(RUN))
     await late.push(make_groups([{}, {}], 1, ["g1", "g2"]))
@@ -196,13 +187,13 @@ async def test_a_late_acknowledgement_is_warned_of(fabric: MemoryFabric, caplog:
         await late.acknowledge(delivery)
     (text,) = [record.getMessage() for record in caplog.records]
     assert "2 groups in the hands of this process" in text
-    assert fabric.broker.runs["r1"].counters["groups_consumed"] == 1
+    assert fabric.tables_of("r1").counters["groups_consumed"] == 1
     late.close()
     other.close()
 
 
 async def test_a_group_that_was_cancelled_while_in_hand_is_no_reason_to_warn(
-    fabric: MemoryFabric, caplog: pytest.LogCaptureFixture
+    fabric: StandInFabric, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["g1"]))
@@ -215,7 +206,7 @@ async def test_a_group_that_was_cancelled_while_in_hand_is_no_reason_to_warn(
 
 
 async def test_groups_that_failed_as_a_whole_are_warned_of_once_and_counted(
-    fabric: MemoryFabric, caplog: pytest.LogCaptureFixture
+    fabric: StandInFabric, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Given three groups whose every trajectory failed
     ledger, queue = Ledger(fabric.rollouts(RUN), run_id="r1"), fabric.trajectories(RUN)

@@ -9,22 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from rollfab.fabric.contract.errors import BrokerError, BrokerFull, FabricError, InputError, QueueFull, RunUnknown
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.memory import rollouts as twin
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.rollouts import MemoryRolloutStream
 from rollfab.fabric.ports.queue import GroupPush
+from rollfab.fabric.queue import rollouts
+from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.trainer import ledger
 from rollfab.trainer.aio import AsyncRun
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="none", trajectory_count_max=1000)
 NAMES = [f"g{index}" for index in range(150)]  # more than two calls of the port
 
 
-async def open_run(config: RunConfig = RUN) -> tuple[MemoryFabric, AsyncRun]:
-    fabric = MemoryFabric()
+async def open_run(config: RunConfig = RUN) -> tuple[StandInFabric, AsyncRun]:
+    fabric = StandInFabric()
     await fabric.board.create_run(config)
     return fabric, AsyncRun(fabric, config)  # type: ignore[arg-type]
 
@@ -33,16 +34,16 @@ async def submit(run: AsyncRun, names: Sequence[str] = NAMES, size: int = 1, **w
     return await run.submit([{}] * len(names), group_size=size, group_ids=names, timeout=0.05, **wishes)
 
 
-def held(fabric: MemoryFabric) -> list[str]:
-    return list(fabric.broker.runs["r1"].groups)
+def held(fabric: StandInFabric) -> list[str]:
+    return list(fabric.tables_of("r1").groups)
 
 
-async def refused(fabric: MemoryFabric, run: AsyncRun, kind: type[FabricError], **wishes: Any) -> FabricError:
+async def refused(fabric: StandInFabric, run: AsyncRun, kind: type[FabricError], **wishes: Any) -> FabricError:
     """The error of a submit, whose text and facts say what the broker holds."""
     with pytest.raises(kind) as caught:
         await submit(run, **wishes)
     error = caught.value
-    taken = held(fabric) if "r1" in fabric.broker.runs else []
+    taken = held(fabric)
     assert error.facts["taken"] == taken
     assert error.facts["group_ids"] == wishes.get("names", NAMES)
     assert error.facts["doubtful"] == []
@@ -53,19 +54,19 @@ async def refused(fabric: MemoryFabric, run: AsyncRun, kind: type[FabricError], 
     return error
 
 
-async def repeat(fabric: MemoryFabric, run: AsyncRun) -> None:
+async def repeat(fabric: StandInFabric, run: AsyncRun) -> None:
     """The same again changes nothing twice, and takes the rest in."""
     assert await submit(run) == NAMES
     assert sorted(held(fabric)) == sorted(NAMES)
-    assert fabric.broker.runs["r1"].depth == len(NAMES)
-    assert fabric.broker.runs["r1"].counters["groups_submitted"] == len(NAMES)
+    assert fabric.tables_of("r1").depth == len(NAMES)
+    assert fabric.tables_of("r1").counters["groups_submitted"] == len(NAMES)
 
 
 async def test_a_run_that_is_full_says_what_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric, run = await open_run(replace(RUN, trajectory_count_max=100))
     error = await refused(fabric, run, QueueFull)
     assert len(error.facts["taken"]) == 100
-    fabric.broker.runs["r1"].config = RUN
+    await fabric.board.create_run(RUN)
     await repeat(fabric, run)
 
 
@@ -73,19 +74,19 @@ async def test_a_run_with_no_memory_left_says_what_is_in() -> None:
     fabric, run = await open_run(replace(RUN, memory_bytes_max=10_000))
     error = await refused(fabric, run, QueueFull)
     assert 0 < len(error.facts["taken"]) < len(NAMES)
-    fabric.broker.runs["r1"].config = RUN
+    await fabric.board.create_run(RUN)
     await repeat(fabric, run)
 
 
 async def test_a_run_with_too_many_dead_letters_says_that_nothing_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin, "DEAD_COUNT_MAX", 0)
+    monkeypatch.setattr(rollouts, "DEAD_COUNT_MAX", 0)
     fabric, run = await open_run()
     assert "dead letters" in (await refused(fabric, run, QueueFull)).message
 
 
 async def test_a_run_that_is_gone_says_that_nothing_is_in() -> None:
     fabric, run = await open_run()
-    del fabric.broker.runs["r1"]
+    await fabric.board.delete_run("r1")
     await refused(fabric, run, RunUnknown)
 
 
@@ -106,16 +107,16 @@ async def test_a_group_of_too_many_bytes_is_refused_without_waiting() -> None:
 
 
 async def test_a_broker_that_fills_up_in_the_middle_says_what_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = MemoryRolloutStream._push
-
-    def full(self: Any, group: GroupPush) -> bool:
-        if len(self.run.groups) >= 70:
-            raise BrokerFull("the broker is at its memory limit", reason="full")
-        return push(self, group)
-
     fabric, run = await open_run()
+    carry_out = fabric.broker.carry_out
+
+    def full(command: Sequence[Any]) -> Any:
+        if len(held(fabric)) >= 70:
+            raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+        return carry_out(command)
+
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryRolloutStream, "_push", full)
+        patch.setattr(fabric.broker, "carry_out", full)
         error = await refused(fabric, run, BrokerFull)
     assert len(error.facts["taken"]) == 70
     await repeat(fabric, run)
@@ -126,7 +127,7 @@ async def test_a_broker_that_goes_away_in_the_middle_says_what_is_in_and_what_ma
     monkeypatch: pytest.MonkeyPatch, is_carried_out: bool
 ) -> None:
     # Given a broker that is gone with the second call, before or after it was carried out
-    push, calls = MemoryRolloutStream.push, []
+    push, calls = RedisRolloutStream.push, []
 
     async def lost(self: Any, groups: Sequence[GroupPush]) -> list[bool]:
         calls.append(len(groups))
@@ -138,7 +139,7 @@ async def test_a_broker_that_goes_away_in_the_middle_says_what_is_in_and_what_ma
 
     fabric, run = await open_run()
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryRolloutStream, "push", lost)
+        patch.setattr(RedisRolloutStream, "push", lost)
         with pytest.raises(BrokerError, match="64 of 150 groups of this submit were taken in, 64 more may") as caught:
             await submit(run)
     facts = caught.value.facts
@@ -148,7 +149,7 @@ async def test_a_broker_that_goes_away_in_the_middle_says_what_is_in_and_what_ma
 
 async def test_wherever_a_submit_is_cancelled_its_note_says_what_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a broker that takes its time before and after it takes groups in
-    push = MemoryRolloutStream.push
+    push = RedisRolloutStream.push
 
     async def slow(self: Any, groups: Sequence[GroupPush]) -> list[bool]:
         for _ in range(3):
@@ -158,7 +159,7 @@ async def test_wherever_a_submit_is_cancelled_its_note_says_what_is_in(monkeypat
             await asyncio.sleep(0)
         return taken
 
-    monkeypatch.setattr(MemoryRolloutStream, "push", slow)
+    monkeypatch.setattr(RedisRolloutStream, "push", slow)
     counts: set[int] = set()
     is_over = False
     for turns in range(100):
@@ -189,7 +190,7 @@ async def test_what_was_refused_is_not_pushed_later_by_itself(monkeypatch: pytes
     monkeypatch.setattr(ledger, "PUSH_AGAIN_S", 0.0)
     fabric, run = await open_run(replace(RUN, trajectory_count_max=100))
     await refused(fabric, run, QueueFull)
-    fabric.broker.runs["r1"].config = RUN
+    await fabric.board.create_run(RUN)
     for _ in range(3):
         assert [each async for each in run.groups(timeout=0.01)] == []
     assert len(held(fabric)) == 100

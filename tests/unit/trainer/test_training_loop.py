@@ -13,13 +13,13 @@ import torch
 
 from rollfab.fabric.contract.errors import JobDead
 from rollfab.fabric.contract.records import DeadLetter, RunConfig, Span
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.trainer import loop as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.grpo import GrpoSettings
 from rollfab.trainer.loop import Progress, TrainingLoop
+from tests.standin.fabric import StandInFabric
 from tests.support.queue.rollouts import rollout_of
 
 CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=0)
@@ -45,7 +45,7 @@ class Played:
 
     def __init__(self, loop: _Loop) -> None:
         self._loop = loop
-        self._fabric = MemoryFabric()
+        self._fabric = StandInFabric()
         self.names: list[str] = []
         self.failing: Collection[int] = ()
         self._is_over = False

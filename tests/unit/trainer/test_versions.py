@@ -104,7 +104,7 @@ async def test_turns_that_do_not_finish_in_time_go_on_elsewhere_with_their_token
         async with stage.receivers[0].gate():
             # Then it is given back with its tokens, and they are written without it
             assert stage.turns.returned == [(name, False)] and stage.engine.turns == []
-            assert len(stage.table.logs[name].completion_ids) == 3
+            assert len(stage.logs[name].completion_ids) == 3
             assert stage.table.records[name].loss == 0
             stage.engine.version = stage.receivers[0].version = 1
 

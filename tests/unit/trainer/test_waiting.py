@@ -11,13 +11,13 @@ import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, NothingMoves
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.trainer.aio import Groups, View
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import find_filter
 from rollfab.trainer.ledger import Hand, Ledger
 from rollfab.trainer.waiting import SAY_AGAIN_S, Waiting
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 
@@ -26,7 +26,7 @@ class Stage:
     """A run in memory, in virtual time; nobody works for it."""
 
     def __init__(self) -> None:
-        self.fabric = MemoryFabric(VirtualClock(asyncio.get_running_loop()))
+        self.fabric = StandInFabric(VirtualClock(asyncio.get_running_loop()))
         self.waiting = Waiting(self.fabric.board, "r1")
 
     async def begin(self, *, is_pushed: bool = True) -> Stage:
@@ -65,7 +65,7 @@ def test_a_loop_without_a_timeout_is_told_within_6_s_again_every_minute_and_when
         assert len(said(caplog)) == 1
         await asyncio.sleep(10)
         assert len(said(caplog)) == 2
-        stage.fabric.broker.runs["r1"].head_version = 0
+        stage.fabric.tables_of("r1").head_version = 0
         await asyncio.sleep(6)
         assert len(said(caplog)) == 3
         waiting.cancel()
@@ -108,7 +108,7 @@ def test_a_wait_in_which_something_ran_ends_quietly_though_it_stands_now() -> No
         groups = stage.groups(12.0)
         ending = asyncio.create_task(anext(groups, None))
         await asyncio.sleep(7.0)
-        stage.fabric.broker.runs["r1"].count("tokens", 5)
+        stage.fabric.tables_of("r1").count("tokens", 5)
         assert await ending is None
         assert "no weights of run 'r1'" in groups.ended_why
         with pytest.raises(NothingMoves):  # the next wait sees nothing come

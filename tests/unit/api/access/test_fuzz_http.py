@@ -16,8 +16,8 @@ from rollfab.api.access.config import ApiConfig
 from rollfab.api.app import make_app
 from rollfab.fabric.contract.limits import HTTP_BODY_BYTES_MAX
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
-from rollfab.fabric.memory.fabric import MemoryFabric
 from tests.fuzz.damage import damaged
+from tests.standin.fabric import StandInFabric
 
 CONTROL_KEY = "a-key-that-may-do-everything"
 BODIES = (b'{"value": "on"}', b'{"value": 8}', b"[]", b'{"value": {"a": [1e308, null]}}')
@@ -28,7 +28,7 @@ few = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, He
 
 @pytest.fixture(params=["open", "locked"])
 def app(request: pytest.FixtureRequest) -> FastAPI:
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
 
     async def fill() -> None:
         await fabric.board.create_run(RunConfig(run_id="r1", model="tiny", environment="frozenlake"))
@@ -125,7 +125,7 @@ async def test_a_body_that_hides_its_length_is_read_no_further_than_its_limit(
 
 
 async def test_a_stranger_s_body_is_not_read_at_all(bearer: dict[str, str]) -> None:
-    app = make_app(MemoryFabric(), ApiConfig(control_keys=(CONTROL_KEY,)))
+    app = make_app(StandInFabric(), ApiConfig(control_keys=(CONTROL_KEY,)))
 
     def body() -> Iterator[bytes]:
         raise AssertionError("it is read before the key is looked at")

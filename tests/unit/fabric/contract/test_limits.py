@@ -17,10 +17,10 @@ from rollfab.fabric.contract.limits import (
     check_prompt,
 )
 from rollfab.fabric.contract.records import DeadLetter, Rollout, RunConfig, Sampling, TrajectoryJob, TurnJob
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.environments.failures import REASON_LENGTH_MAX, TRACEBACK_LENGTH_MAX
 from tests.fuzz.targets import RECORDS
+from tests.standin.fabric import StandInFabric
 
 
 def test_the_largest_task_makes_a_job_and_a_dead_letter_that_may_be_sent() -> None:
@@ -57,7 +57,7 @@ def test_a_group_larger_than_a_script_may_take_is_refused_before_it_is_made() ->
 
 
 async def test_an_event_too_large_for_the_log_is_refused() -> None:
-    board = MemoryFabric().board
+    board = StandInFabric().board
     with pytest.raises(PayloadTooLarge, match=r"event trainer\.step is .* the limit is 65,536"):
         await board.add_event("trainer.step", {"text": "x" * EVENT_BYTES_MAX})
     await board.add_event("trainer.step", {"text": "x" * 1000})

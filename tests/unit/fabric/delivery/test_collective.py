@@ -14,7 +14,7 @@ from rollfab.fabric.delivery.collective.invitations import CollectiveFailed
 from rollfab.fabric.delivery.collective.meeting import Meeting
 from rollfab.fabric.delivery.collective.side_thread import Progress, SideThread
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.memory.fabric import MemoryFabric
+from tests.standin.fabric import StandInFabric
 from tests.support.weights.collective_versions import Versions
 
 
@@ -25,7 +25,7 @@ def a_version(version: int, chunk_count: int = 4) -> tuple[WeightManifest, list[
 async def test_what_was_collected_is_asked_of_nobody_else_and_the_rest_is() -> None:
     # Given a version of which the broker has all and the collective brought half
     manifest, chunks = a_version(0)
-    broker = MemoryFabric().weights
+    broker = StandInFabric().weights
     await broker.put_chunks(manifest, 0, [chunks[0], chunks[1], b"of the broker", b"of the broker"])
     store = CollectedStore(broker)
     assert not store.add(manifest, {2: chunks[2]})
@@ -42,7 +42,7 @@ async def test_what_was_collected_is_asked_of_nobody_else_and_the_rest_is() -> N
 
 async def test_chunks_of_a_version_that_never_came_out_are_not_taken_for_those_of_its_successor() -> None:
     manifest, chunks = a_version(0)
-    store = CollectedStore(MemoryFabric().weights)
+    store = CollectedStore(StandInFabric().weights)
     assert store.add(manifest, dict(enumerate(chunks)))
 
     again = dataclasses.replace(manifest, chunk_hashes=["0" * 64, *manifest.chunk_hashes[1:]])
@@ -56,7 +56,7 @@ async def test_the_collected_versions_stay_within_their_bytes_and_the_oldest_mak
     manifests = [dataclasses.replace(a_version(0)[0], version=version) for version in range(3)]
     chunks = dict(enumerate(a_version(0)[1]))
     size = sum(map(len, chunks.values()))
-    store = CollectedStore(MemoryFabric().weights, capacity_bytes=2 * size)
+    store = CollectedStore(StandInFabric().weights, capacity_bytes=2 * size)
 
     # When a third comes
     assert all(store.add(manifest, chunks) for manifest in manifests)
@@ -76,7 +76,7 @@ async def test_the_collected_versions_stay_within_their_bytes_and_the_oldest_mak
 
 
 def test_the_bytes_kept_are_bounded_by_the_machine_unless_said_otherwise() -> None:
-    assert CollectedStore(MemoryFabric().weights).capacity_bytes == default_capacity_bytes() >= 8 << 30
+    assert CollectedStore(StandInFabric().weights).capacity_bytes == default_capacity_bytes() >= 8 << 30
 
 
 def test_a_meeting_waits_for_what_others_say_and_no_longer_than_it_may() -> None:

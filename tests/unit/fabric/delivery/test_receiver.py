@@ -153,7 +153,7 @@ async def test_a_version_of_which_a_part_has_come_is_not_left_out(
         train(model, 1e-3)
     (delta,) = await store.manifests(RUN, [(1, DELTA)])
     assert delta is not None and len(delta.chunk_bytes) > 1
-    store._run(RUN).chunks.pop((1, DELTA, delta.epoch, len(delta.chunk_bytes) - 1))
+    store.tables.chunks.pop((1, DELTA, delta.epoch, len(delta.chunk_bytes) - 1))
     engine = BitsEngine(small_model(1))
     before = {name: bits.copy() for name, bits in engine.bits.items()}
 
@@ -357,7 +357,7 @@ async def test_a_run_that_begins_anew_is_followed(store: FaultyStore, model: tor
     await receiver.update()
 
     # Given a run that was deleted and made again under its name
-    store._runs.clear()
+    store.broker.keys.held.clear()
     train(model)
     await Publisher(store, RUN).publish(model.named_parameters(), 0)
 
@@ -372,14 +372,14 @@ async def test_a_version_that_was_lost_and_published_again_by_another_trainer_is
 ) -> None:
     # Given a receiver that holds version 1, which the broker then forgets, as a replica that takes over may
     await publisher.publish(model.named_parameters(), 0)
-    before = store.remember()
+    before = store.tables.remember()
     train(model)
     await publisher.publish(model.named_parameters(), 1)
     engine = BitsEngine(small_model(1))
     receiver = receiver_of(store, engine)
     assert await receiver.update()
     assert_holds(engine, model)
-    store.forget_since(before)
+    store.tables.fall_back(before)
 
     # When a trainer that starts again publishes other weights under the same number
     other = small_model(7)
@@ -609,7 +609,7 @@ async def test_what_cannot_be_read_puts_nothing_live_in_doubt_and_is_told(
     before = bits_of(model)
     train(model)
     await publisher.publish(model.named_parameters(), 1)
-    run = store._run(RUN)
+    run = store.tables
     right = run.manifests[(1, DELTA)]
     (manifest,) = await store.manifests(RUN, [(1, DELTA)])
     assert manifest is not None

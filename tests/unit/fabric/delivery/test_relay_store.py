@@ -12,9 +12,8 @@ from rollfab.fabric.delivery.node_cache import ChunkCache
 from rollfab.fabric.delivery.node_store import STALL_COUNT_MAX, RelayedStore, Turn, take_turn
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.ports.weights import WeightBoard, WeightStore
+from tests.standin.fabric import StandInFabric
 from tests.support.processes.relay_nodes import FAST, CountingStore, StepClock, Trainer
 
 CHUNK_COUNT = 6
@@ -22,7 +21,7 @@ CHUNK_COUNT = 6
 
 @pytest.fixture
 def broker() -> CountingStore:
-    return CountingStore(MemoryWeightStore(MemoryBroker()))
+    return CountingStore(StandInFabric().weights)
 
 
 def turn_of(cache: ChunkCache, manifest: WeightManifest) -> Turn:

@@ -122,7 +122,7 @@ async def test_a_missing_chunk_is_a_fault_and_a_deleted_version_is_none(store: L
             return await super().chunks(manifest, indices)
 
     deleting = Deleting()
-    deleting._runs = store._runs
+    deleting.tables.fall_back(store.tables.remember())
     assert (await verify(deleting, RUN)).unreadable == [13, 14, 15]  # which it leads to, and which are still there
 
 

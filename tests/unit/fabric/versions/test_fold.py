@@ -7,12 +7,12 @@ import pytest
 
 from rollfab.fabric.contract.errors import ChainBroken, DigestMismatch, WeightError
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.rules.weights.chain import JUMPS
 from rollfab.fabric.versions.fold import fold
 from rollfab.fabric.versions.snapshot import Identity
 from rollfab.fabric.versions.stage import Stage, commit
+from tests.standin.fabric import StandInFabric
+from tests.standin.weight_tables import WeightTables
 from tests.support.processes.relay_nodes import RUN, Trainer
 
 # The first call on an element width compiles, where no cache of that is there yet.
@@ -24,7 +24,7 @@ class Chain:
     """A keyframe and three deltas of one tensor. start: the weights before the deltas."""
 
     def __init__(self) -> None:
-        self.store = MemoryWeightStore(MemoryBroker())
+        self.store = StandInFabric().weights
         self.trainer = Trainer(self.store, tensor_count=1)
         self.deltas: list[WeightManifest] = []
 
@@ -62,7 +62,7 @@ async def test_a_source_that_is_gone_or_damaged_is_named_and_nothing_is_folded(
 ) -> None:
     # Given a delta whose only chunk is damaged in the broker
     chain = await Chain().publish()
-    chunks = chain.store._run(RUN).chunks
+    chunks = WeightTables.of(chain.store, RUN).chunks
     (place,) = [key for key in chunks if key[0] == 2]
     data = chunks.pop(place)
     if damage != "gone":

@@ -31,7 +31,7 @@ from rollfab.fabric.versions.stage import Stage, commit
 from rollfab.trainer.publish import upkeep
 from rollfab.trainer.publish.publisher import VERSION_MAX, Publisher
 from rollfab.trainer.publish.tensors import collect_bits
-from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, small_model, train
+from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, published, small_model, train
 
 
 @pytest.fixture
@@ -267,14 +267,14 @@ async def test_a_version_that_the_broker_has_no_room_for_leaves_nothing_behind(
     store: FaultyStore, publisher: Publisher, model: torch.nn.Module
 ) -> None:
     await publisher.publish(model.named_parameters(), 0)
-    before = store.remember()
+    before = published(store)
     train(model)
     store.room = 10
 
     with pytest.raises(BrokerFull, match=r"version 1 \(delta\).* has room for 10"):
         await publisher.publish(model.named_parameters(), 1)
 
-    assert store.remember() == before
+    assert published(store) == before
     store.room = None
     report = await publisher.publish(model.named_parameters(), 1)
     assert (report.kind, report.version) == (DELTA, 1)
@@ -325,7 +325,7 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
         await publisher.publish(weights, version)
         weights["w"][:30] += 1
     name = (3, DELTA, 1, 0)
-    chunks = store._run(RUN).chunks
+    chunks = store.tables.chunks
     chunks[name] = bytes([chunks[name][0] ^ 1]) + chunks[name][1:]
 
     # When the run goes on
@@ -348,7 +348,7 @@ async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore,
     for version in range(10):
         weights["w"][:30] += 1
         await publisher.publish(weights, version)
-    run = store._run(RUN)
+    run = store.tables
     run.manifests[(5, DELTA)] = b"torn"
     run.manifests[(7, DELTA)] = run.manifests[(6, DELTA)]
 
@@ -452,7 +452,7 @@ async def test_a_reader_goes_around_a_jump_whose_chunks_are_gone(store: FaultySt
         if version < 8:
             weights["w"][:30] += 1
     (jump,) = [item for item in await store.manifests(RUN, [(8, JUMPS[0])]) if item is not None]
-    store._run(RUN).chunks.pop((8, JUMPS[0], jump.epoch, 0))
+    store.tables.chunks.pop((8, JUMPS[0], jump.epoch, 0))
     reader = ChainReader(store, RUN)
 
     with pytest.raises(ChainBroken):
@@ -508,10 +508,10 @@ async def test_a_head_that_went_back_is_followed_by_a_keyframe(
 ) -> None:
     # Given versions 0 and 1, of which the broker forgets the second, as a replica that takes over may
     await publisher.publish(model.named_parameters(), 0)
-    before = store.remember()
+    before = store.tables.remember()
     train(model)
     await publisher.publish(model.named_parameters(), 1)
-    store.forget_since(before)
+    store.tables.fall_back(before)
 
     # When the trainer goes on
     train(model)

@@ -15,8 +15,6 @@ from rollfab.fabric.contract.errors import ChainBroken, DigestMismatch, FabricEr
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.format.regions import Region, cut
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.rules.weights.chain import JUMPS
 from rollfab.fabric.versions.fold import fold
 from rollfab.fabric.versions.rank_parts import ShardMap, check_maps, check_regions, local_zeros, overlaps
@@ -25,6 +23,8 @@ from rollfab.fabric.versions.rank_reader import ShardReader
 from rollfab.fabric.versions.rank_stage import ShardStage, Vote, agree, failed_vote, part_sums, vote
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.fabric.versions.store import RedisWeightStore
+from tests.standin.fabric import StandInFabric
 
 RUN = "shards"
 Bits = np.ndarray[Any, Any]
@@ -111,7 +111,7 @@ class Trainer:
     """Publishes random changes, and remembers every version whole."""
 
     def __init__(self, layout: Layout, regions: Sequence[Region], seed: int = 0) -> None:
-        self.store = MemoryWeightStore(MemoryBroker())
+        self.store = StandInFabric().weights
         self.dice = np.random.default_rng(seed)
         first = {spec.name: self._bits(spec.element_count) for spec in layout.tensors}
         self.snapshot = Snapshot(layout, first, regions=regions, thread_count=1)
@@ -144,7 +144,7 @@ class Trainer:
 class Rank:
     """One rank's live tensors."""
 
-    def __init__(self, shape: Shape, rank: int, ranks: int, store: MemoryWeightStore) -> None:
+    def __init__(self, shape: Shape, rank: int, ranks: int, store: RedisWeightStore) -> None:
         self.rank = rank
         self.map = shape.map(rank, ranks)
         self.live = local_zeros(self.map)
@@ -282,7 +282,7 @@ async def test_ranks_take_a_folded_jump_as_any_version() -> None:
     assert_sliced(Shape(), ranks, trainer.states[4])
 
 
-class SpoiltStore(MemoryWeightStore):
+class SpoiltStore(RedisWeightStore):
     """Spoils the last byte of every range that it gives, as often as it is told."""
 
     spoil_count = 0
@@ -302,8 +302,7 @@ async def test_a_block_that_stays_corrupt_on_one_rank_keeps_all_ranks_from_commi
     spoil_count: int, is_lost: bool
 ) -> None:
     trainer, ranks = await two_ranks()
-    spoilt = SpoiltStore(MemoryBroker())
-    spoilt._runs = trainer.store._runs
+    spoilt = SpoiltStore(trainer.store._client)
     ranks[1].reader = ShardReader(spoilt, ranks[1].map)
     manifest = await trainer.publish(0.5)
     before = copies(ranks)

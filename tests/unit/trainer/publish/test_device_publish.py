@@ -35,7 +35,7 @@ from rollfab.trainer.publish.gpu_compare import (
 from rollfab.trainer.publish.gpu_snapshot import WAITING_MAX, DeviceSnapshot, Feed
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.trainer.publish.tensors import collect_bits, devices_of
-from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, small_model, train
+from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, published, small_model, train
 from tests.support.weights.weight_models import SPECIAL
 
 CPU = torch.device("cpu")
@@ -390,7 +390,7 @@ async def test_a_publisher_on_the_device_writes_what_one_on_the_host_does(store:
         await by_host.publish(world.tensors, version)
 
         # Then both brokers hold the same, and a receiver has the weights
-        assert store.remember()[1:] == other.remember()[1:]
+        assert published(store) == published(other)
         (manifest,) = await store.manifests(RUN, [(version, report.kind)])
         assert manifest is not None
         commit(await ChainReader(store, RUN).stage([manifest], Stage(layout, live, version - 1)), live)
@@ -484,10 +484,10 @@ async def test_a_model_that_was_on_the_host_first_is_compared_there(store: Fault
 async def test_a_head_that_went_back_is_followed_by_a_keyframe(store: FaultyStore) -> None:
     model, publisher = small_model(), on_device(store)
     await publisher.publish(model.named_parameters(), 0)
-    before = store.remember()
+    before = store.tables.remember()
     train(model)
     await publisher.publish(model.named_parameters(), 1)
-    store.forget_since(before)
+    store.tables.fall_back(before)
     train(model)
 
     assert (await publisher.publish(model.named_parameters(), 2)).kind == KEYFRAME

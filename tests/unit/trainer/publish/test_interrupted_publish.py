@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 from rollfab.fabric.contract.errors import ConfigError, VersionConflict, WeightError
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.format.codec import Encoded, Encoder
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.state import MemoryBroker
-from rollfab.fabric.memory.weights import MemoryWeightStore
 from rollfab.fabric.versions.held import readable
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
 from rollfab.fabric.versions.stage import Stage, commit
+from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.publish.healing import Healing
 from rollfab.trainer.publish.rank_lead import ShardedPublisher
+from tests.standin.broker import Broker, DirectClient
+from tests.standin.fabric import StandInFabric
 
 RUN = "interrupted"
 PAUSE_S = 0.02  # of a thread that is interrupted before it reads: a trainer that goes on at once changes what it reads
@@ -65,11 +65,11 @@ class Points:
         return True
 
 
-class PointedStore(MemoryWeightStore):
+class PointedStore(RedisWeightStore):
     """A store in memory; each call of it is a point before and a point after."""
 
     def __init__(self, points: Points) -> None:
-        super().__init__(MemoryBroker())
+        super().__init__(DirectClient(Broker()))
         for name in (*WRITES, *READS):
             setattr(self, name, self._pointed(getattr(self, name), points))
 
@@ -134,7 +134,7 @@ def assert_same(found: Any, truth: dict[str, NDArray[np.uint16]]) -> None:
         np.testing.assert_array_equal(found[name].reshape(-1), bits)
 
 
-async def assert_right(store: MemoryWeightStore, truths: dict[int, dict[str, NDArray[np.uint16]]]) -> None:
+async def assert_right(store: RedisWeightStore, truths: dict[int, dict[str, NDArray[np.uint16]]]) -> None:
     """Every version that is held, and what a receiver of the first one makes of the chain to the head."""
     held = {version for version, _ in await store.held(RUN)}
     head = (await store.head(RUN)).version
@@ -151,7 +151,7 @@ async def assert_right(store: MemoryWeightStore, truths: dict[int, dict[str, NDA
 
 def make_run(points: Points) -> tuple[PointedStore, AsyncRun]:
     store = PointedStore(points)
-    fabric = MemoryFabric()
+    fabric = StandInFabric()
     fabric.weights = store
     return store, AsyncRun(fabric, RunConfig(run_id=RUN, model="any", environment="any"))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The agent worker over memory ports: real environment, turns answered by the test in place of an engine."""
+"""The agent worker over the ports: real environment, turns answered by the test in place of an engine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, WireError
 from rollfab.fabric.contract.records import Group, Lease, RunConfig, Span, TurnResult
 from rollfab.fabric.contract.tokenizer import CharTokenizer
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue, MemoryTurnQueue
-from rollfab.fabric.memory.rollouts import MemoryRolloutStream
-from rollfab.fabric.memory.state import RunState
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnPush, TurnSettle
+from rollfab.fabric.queue.rollouts import RedisRolloutStream
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.aio import make_groups
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
 from rollfab.workers.environments.registry import Registry
+from tests.standin.broker import DirectClient
+from tests.standin.fabric import StandInFabric
 
 TEXT = CharTokenizer()
 TO_THE_GOAL = "DDRRDR"  # on FrozenLake's own 4x4 map
 
 
 class Setting:
-    """A fabric in memory with one run, and a worker played by the test."""
+    """A fabric with one run, and a worker played by the test."""
 
     def __init__(self) -> None:
-        self.fabric = MemoryFabric()
+        self.fabric = StandInFabric()
         self.run = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
         self.asked: list[tuple[str, str, int]] = []
 
@@ -40,7 +41,7 @@ class Setting:
         await self.fabric.board.create_run(self.run)
         lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=8, lease_until_ms=None)
         await self.fabric.board.set_lease(lease, None)
-        self.fabric.broker.runs["r1"].head_version = 4
+        self.fabric.tables_of("r1").head_version = 4
         return self
 
     async def push(self, size: int = 1, name: str = "g", **settings: Any) -> None:
@@ -49,7 +50,7 @@ class Setting:
 
     def held(self, run_id: str = "r1") -> list[str]:
         """Trajectories that an agent holds."""
-        records = self.fabric.broker.runs[run_id].trajectories.records
+        records = self.fabric.tables_of(run_id).trajectories.records
         return sorted(name for name, record in records.items() if record.state == "claimed")
 
     @contextlib.asynccontextmanager
@@ -148,9 +149,9 @@ async def test_an_agent_that_leaves_gives_its_trajectories_back_unharmed() -> No
     await setting.push(3)
     async with setting.agent():
         await setting.claims()
-    run = setting.fabric.broker.runs["r1"]
+    run = setting.fabric.tables_of("r1")
     assert run.trajectories.held == {}
-    assert sorted(name for part in run.trajectories.ready for name in part) == ["g.0", "g.1", "g.2"]
+    assert sorted(run.trajectories.ready) == ["g.0", "g.1", "g.2"]
     assert {(each.attempt, each.loss) for each in run.trajectories.records.values()} == {(0, 0)}
 
 
@@ -163,7 +164,7 @@ async def test_another_agent_goes_on_where_the_first_left_off() -> None:
         await setting.answer(3)
         (rollout,) = (await setting.group()).rollouts
     assert (rollout.reward, rollout.turn_count) == (1.0, 6)
-    assert setting.fabric.broker.runs["r1"].counters["turns_settled"] == 6  # none was made twice
+    assert setting.fabric.tables_of("r1").counters["turns_settled"] == 6  # none was made twice
 
 
 async def test_what_was_lost_is_taken_back_though_groups_cannot_be_looked_after(
@@ -175,10 +176,10 @@ async def test_what_was_lost_is_taken_back_though_groups_cannot_be_looked_after(
     # Given a trajectory of an agent that is gone, and a broker that cannot say which groups are late
     setting = await Setting().begin()
     await setting.push()
-    monkeypatch.setattr(MemoryRolloutStream, "reap", fail)
+    monkeypatch.setattr(RedisRolloutStream, "reap", fail)
     (claim,) = await setting.fabric.trajectories(setting.run).claim("gone", 1)
-    records = setting.fabric.broker.runs["r1"].trajectories
-    records.deadlines[claim.job.trajectory_id] = 0
+    records = setting.fabric.tables_of("r1").trajectories
+    records.expire(claim.job.trajectory_id)
     # When another agent looks after the run
     async with setting.agent(reap_s=0.01):
         # Then it takes the trajectory over
@@ -187,16 +188,16 @@ async def test_what_was_lost_is_taken_back_though_groups_cannot_be_looked_after(
 
 async def test_a_result_that_was_lost_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given an inbox that loses the first delivery of every result
-    deliver = RunState.deliver
+    results = RedisTurnQueue.results
     lost: list[str] = []
 
-    def forgetful(self: RunState, agent_id: str, result: TurnResult) -> None:
-        if result.turn_id in lost:
-            deliver(self, agent_id, result)
-        else:
-            lost.append(result.turn_id)
+    async def forgetful(self: RedisTurnQueue, agent_id: str, timeout_s: float) -> list[TurnResult]:
+        found = await results(self, agent_id, timeout_s)
+        kept = [each for each in found if each.turn_id in lost]
+        lost.extend(each.turn_id for each in found if each not in kept)
+        return kept
 
-    monkeypatch.setattr(RunState, "deliver", forgetful)
+    monkeypatch.setattr(RedisTurnQueue, "results", forgetful)
     setting = await Setting().begin()
     await setting.push()
     # When the agent asks again for what it has waited for too long, then it gets what was made, not something new
@@ -204,7 +205,7 @@ async def test_a_result_that_was_lost_on_its_way_is_asked_for_again(monkeypatch:
         await setting.answer()
         assert (await setting.group()).rollouts[0].reward == 1.0
     assert len(lost) == 6
-    assert setting.fabric.broker.runs["r1"].counters["turns_settled"] == 6
+    assert setting.fabric.tables_of("r1").counters["turns_settled"] == 6
 
 
 async def test_a_run_with_a_reward_function_waits_for_its_reward() -> None:
@@ -258,7 +259,7 @@ async def test_runs_share_the_places_of_one_agent() -> None:
         await finishing
 
 
-class ReluctantQueue(MemoryTrajectoryQueue):
+class ReluctantQueue(RedisTrajectoryQueue):
     """One call at a time, as over one connection; settling is answered late."""
 
     late_s = 0.0
@@ -286,7 +287,7 @@ async def test_a_trajectory_that_is_being_handed_in_is_not_given_up_by_a_renewal
     queues: list[ReluctantQueue] = []
 
     def trajectories(run: RunConfig) -> ReluctantQueue:
-        queues.append(ReluctantQueue(setting.fabric.broker, run))
+        queues.append(ReluctantQueue(DirectClient(setting.fabric.broker), run))
         queues[-1].late_s = 0.4
         return queues[-1]
 
@@ -304,7 +305,7 @@ async def test_a_slow_call_does_not_hold_up_the_renewal_of_other_claims() -> Non
     setting = await Setting().begin()
 
     def trajectories(run: RunConfig) -> ReluctantQueue:
-        queue = ReluctantQueue(setting.fabric.broker, run, claim_ms=400)
+        queue = ReluctantQueue(DirectClient(setting.fabric.broker), run, claim_ms=400)
         queue.late_s = 1.2
         return queue
 
@@ -317,7 +318,7 @@ async def test_a_slow_call_does_not_hold_up_the_renewal_of_other_claims() -> Non
         await until(lambda: "two.0" in setting.held())
         await asyncio.sleep(0.9)
         # Then the other is still held by its first claim
-        record = setting.fabric.broker.runs["r1"].trajectories.records["two.0"]
+        record = setting.fabric.tables_of("r1").trajectories.records["two.0"]
         assert (record.state, record.loss) == ("claimed", 0)
 
 
@@ -329,8 +330,8 @@ async def test_changed_settings_count_for_claims_from_then_on(monkeypatch: pytes
         temperatures.update({row.job.turn_id: row.job.sampling.temperature for row in pushes})
         return await ask(self, agent_id, pushes)
 
-    ask = MemoryTurnQueue.push
-    monkeypatch.setattr(MemoryTurnQueue, "push", push)
+    ask = RedisTurnQueue.push
+    monkeypatch.setattr(RedisTurnQueue, "push", push)
     setting = Setting()
     setting.run = dataclasses.replace(setting.run, sampling={"temperature": 0.75})
     await setting.begin()
@@ -364,7 +365,7 @@ async def test_a_changed_number_of_attempts_counts() -> None:
         await setting.push()
         # Then there is one
         await setting.group()
-    assert setting.fabric.broker.runs["r1"].counters["attempts_failed"] == 1
+    assert setting.fabric.tables_of("r1").counters["attempts_failed"] == 1
 
 
 async def test_a_run_that_is_made_anew_under_its_name_is_served_as_what_it_is_now() -> None:

@@ -13,11 +13,11 @@ import pytest
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.ids import trajectory_id
 from rollfab.fabric.contract.records import RunConfig, TrajectoryJob, WorkerInfo
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue
 from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.workers.agent.keeper import Elsewhere, Keeper, KeeperConfig
 from rollfab.workers.environments.base import in_thread, time_limit
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 
@@ -45,7 +45,7 @@ class Stage:
         self.part = Part()
         config = KeeperConfig(worker_id="a", renew_s=0.05, reap_s=0.05, hung_s=hung_s)
         self._keeper = Keeper(config, SystemClock(), say=self._say, kept=lambda: {"r1": self.part})
-        monkeypatch.setattr(MemoryTrajectoryQueue, "renew", self._renew)
+        monkeypatch.setattr(RedisTrajectoryQueue, "renew", self._renew)
 
     async def _renew(self, *_: Any) -> list[str]:
         self.renewed_at_s.append(time.monotonic())
@@ -58,7 +58,7 @@ class Stage:
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
         async def open_fabric() -> Any:
-            fabric = MemoryFabric()
+            fabric = StandInFabric()
             await fabric.board.create_run(RUN)
             return contextlib.nullcontext(fabric)
 
@@ -66,7 +66,7 @@ class Stage:
             """Nobody asks for rewards here."""
 
         elsewhere = Elsewhere(open_fabric=open_fabric, make_ask_reward=lambda: ask)
-        async with self._keeper.keeping(MemoryFabric(), ask, elsewhere) as check:
+        async with self._keeper.keeping(StandInFabric(), ask, elsewhere) as check:
             async with asyncio.timeout(20):
                 while not self.renewed_at_s:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -108,7 +108,7 @@ async def test_what_is_lost_is_told_in_the_agent_s_own_loop(monkeypatch: pytest.
 
     stage.part.lose = lambda ids, fences: loops.append((asyncio.get_running_loop(), ids, fences))  # type: ignore[method-assign]
     async with stage.kept():
-        monkeypatch.setattr(MemoryTrajectoryQueue, "renew", lose)
+        monkeypatch.setattr(RedisTrajectoryQueue, "renew", lose)
         async with asyncio.timeout(20):
             while not loops:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -83,8 +83,8 @@ async def test_a_run_whose_tokenizer_cannot_be_loaded_ends_no_agent_and_is_named
         # When an agent finds it, then the other run is served
         await until(lambda: good.held("r1") == ["g.0"])
         # and the run that is not is named where workers are looked at, with the cause
-        await until(lambda: good.fabric.broker.workers["a1"][0].error)
-        told = good.fabric.broker.workers["a1"][0]
+        await until(lambda: good.fabric.tables.workers["a1"].error)
+        told = good.fabric.tables.workers["a1"]
         assert told.error == f"run 'r0' is not served: {type(error).__name__}: {error}"
         assert strange.held("r0") == []
 

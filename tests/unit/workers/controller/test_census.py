@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
-from rollfab.fabric.memory.board import MemoryLeaseBoard
-from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.fabric.ports.queue import RunStatus, Survey
 from rollfab.fabric.rules.lending.capacity import WorkerFacts
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.controller.demand import SAMPLE_COUNT_MIN, SPEED_S, Census
+from tests.standin.fabric import StandInFabric
 
 WORKER = WorkerInfo(worker_id="w", role="dedicated", pid=1, host="h", model="m", slot_count=4)
 NOTHING = Survey(workers={}, assignments={}, runs={}, leases={})
@@ -51,11 +50,11 @@ def test_a_speed_that_was_known_outlives_a_stop_for_a_while_whatever_begins_afte
 
 
 async def status_of(open_count: int) -> RunStatus:
-    broker = MemoryBroker()
-    board = MemoryLeaseBoard(broker)
+    fabric = StandInFabric()
+    board, run = fabric.board, fabric.tables_of("r1")
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
-    broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(open_count)], [], [])
-    broker.runs["r1"].depth = open_count
+    run.trajectories.set_ready(f"g.{index}" for index in range(open_count))
+    run.depth = open_count
     return await board.run_status("r1")
 
 
@@ -81,20 +80,19 @@ def test_a_lease_whose_time_is_over_is_none() -> None:
 
 async def test_a_lease_that_ran_out_is_granted_anew_under_another_epoch() -> None:
     # Given a lent worker whose controller was away for longer than its lease
-    broker = MemoryBroker()
-    board = MemoryLeaseBoard(broker)
+    fabric = StandInFabric()
+    board, run = fabric.board, fabric.tables_of("r1")
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
-    broker.runs["r1"].head_version = 0
-    broker.runs["r1"].trajectories.ready = ([f"g.{index}" for index in range(20)], [], [])
-    broker.runs["r1"].depth = 20
+    run.head_version, run.depth = 0, 20
+    run.trajectories.set_ready(f"g.{index}" for index in range(20))
     await board.heartbeat(replace(WORKER, role="serving"))
     await board.set_lend("*", "on")
     controller = Controller(board, ControllerConfig(worker_id="c1"), SystemClock())
     await controller.tick(1)
-    epoch, slots, _ = broker.runs["r1"].leases["w"]
-    broker.runs["r1"].leases["w"] = (epoch, slots, broker.now_ms() - 1)
+    before = (await board.leases("r1"))["w"]
+    run.end_lease("w")
     # When it plans again
     await controller.tick(1)
     # Then the worker is not told that its old lease goes on
     found = (await board.leases("r1"))["w"]
-    assert (found.slot_count, found.lease_epoch > epoch) == (slots, True)
+    assert (found.slot_count, found.lease_epoch > before.lease_epoch) == (before.slot_count, True)

@@ -1,16 +1,15 @@
-"""The controller over the in-memory board: leases follow demand, and an old leader changes nothing."""
+"""The controller over the board: leases follow demand, and an old leader changes nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from rollfab.fabric.contract.clock import SystemClock
+from rollfab.fabric.contract.clock import Clock, SystemClock
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
-from rollfab.fabric.memory.board import MemoryLeaseBoard
-from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.controller.demand import Census
+from tests.standin.fabric import StandInFabric
 
 
 class HandClock:
@@ -39,13 +38,14 @@ class FridayClock(SystemClock):
 class Setting:
     """A board with one run, a dedicated and a serving worker."""
 
-    def __init__(self) -> None:
-        self.broker = MemoryBroker()
-        self.board = MemoryLeaseBoard(self.broker)
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.fabric = StandInFabric(clock)
+        self.board = self.fabric.board
+        self.tables = self.fabric.tables
 
     async def begin(self) -> Setting:
         await self.board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
-        self.broker.runs["r1"].head_version = 0
+        self.fabric.tables_of("r1").head_version = 0
         await self.beat()
         return self
 
@@ -56,9 +56,10 @@ class Setting:
 
     def demand(self, count: int, run_id: str = "r1") -> None:
         """Trajectories that wait, and a turn that is asked for."""
-        run = self.broker.runs[run_id]
-        run.trajectories.ready, run.depth = ([f"g.{index}" for index in range(count)], [], []), count
-        run.turns.ready = (["g.99.0"] if count else [], [], [])
+        run = self.fabric.tables_of(run_id)
+        run.depth = count
+        run.trajectories.set_ready(f"g.{index}" for index in range(count))
+        run.turns.set_ready(["g.99.0"] if count else [])
 
     def controller(self, name: str = "c1") -> Controller:
         return Controller(self.board, ControllerConfig(worker_id=name), SystemClock())
@@ -130,12 +131,11 @@ async def test_a_silent_worker_is_forgotten_with_its_lease() -> None:
     setting = await Setting().begin()
     controller = setting.controller()
     await controller.tick(1)
-    info, _ = setting.broker.workers["dedicated"]
-    setting.broker.workers["dedicated"] = (info, setting.broker.now_ms() - 60_000)
+    setting.tables.silence("dedicated", 60_000)
     await controller.tick(1)
     assert await setting.held() == {}
     assert "dedicated" not in await setting.board.workers()
-    assert "worker.gone" in [kind for _, kind, _ in setting.broker.events]
+    assert "worker.gone" in [kind for kind, _ in setting.tables.events]
 
 
 async def test_the_end_of_a_lease_is_an_event_though_its_worker_has_left() -> None:
@@ -145,17 +145,15 @@ async def test_the_end_of_a_lease_is_an_event_though_its_worker_has_left() -> No
     epoch = (await setting.board.leases("r1"))["dedicated"].lease_epoch
     await setting.board.forget_worker("dedicated")
     await controller.tick(1)
-    (facts,) = [facts for _, kind, facts in setting.broker.events if kind == "lease.ended"]
+    (facts,) = [facts for kind, facts in setting.tables.events if kind == "lease.ended"]
     assert (facts["worker_id"], facts["lease_epoch"], facts["slot_count"]) == ("dedicated", epoch, 0)
     assert facts["reason"] == "its worker left or died"
 
 
 async def test_hours_pass_by_the_broker_machine_s_time_and_not_by_the_controller_s() -> None:
     # Given a broker on a Friday noon, and a controller whose clock shows 1970
-    setting = await Setting().begin()
+    setting = await Setting(FridayClock()).begin()
     setting.demand(20)
-    setting.broker.clock = FridayClock()
-    await setting.beat()
     await setting.board.set_lend("*", LendSetting(mode="on", hours=["fri 11:00-13:00"]))
     await Controller(setting.board, ControllerConfig(worker_id="c1"), HandClock()).tick(1)
     assert "serving" in await setting.held()
@@ -176,8 +174,7 @@ async def test_after_a_gap_nobody_is_taken_for_dead_at_once() -> None:
     setting = await Setting().begin()
     controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
     await controller.tick(1)
-    info, _ = setting.broker.workers["dedicated"]
-    setting.broker.workers["dedicated"] = (info, setting.broker.now_ms() - 60_000)
+    setting.tables.silence("dedicated", 60_000)
     # When it ticks again, then workers have time to be heard before any is forgotten
     clock.now += 60.0
     await controller.tick(1)
@@ -196,7 +193,7 @@ async def two_busy_runs() -> Setting:
     info = WorkerInfo(worker_id="dedicated", role="dedicated", pid=1, host="h", model="m", slot_count=4, run_id="r1")
     await setting.board.heartbeat(info)
     for run_id in ("r1", "r2"):
-        setting.broker.runs[run_id].head_version = 0
+        setting.fabric.tables_of(run_id).head_version = 0
         setting.demand(20, run_id)
     return setting
 
@@ -224,7 +221,7 @@ async def test_two_runs_take_turns_on_one_worker() -> None:
 async def test_a_run_that_asks_for_no_turn_takes_nobodys_worker_for_long() -> None:
     # Given two runs, of which one has trajectories open that never ask for a turn
     setting, clock = await two_busy_runs(), HandClock()
-    setting.broker.runs["r1"].turns.ready = ([], [], [])
+    setting.fabric.tables_of("r1").turns.set_ready([])
     controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
     # Then after a while the worker is the other's alone
     await served(setting, controller, clock, 200)
@@ -343,24 +340,23 @@ async def test_a_leader_that_was_replaced_writes_nothing_at_all() -> None:
     old, new = setting.controller("old"), setting.controller("new")
     first = await setting.board.lead("old", 10)
     await old.tick(first)
-    setting.broker.leader = None
+    setting.tables.end_term()
     second = await setting.board.lead("new", 10_000)
     await setting.board.set_lend("*", "off")
     await new.tick(second)
     assert await setting.held() == {"dedicated": 4}
-    before = (await setting.board.leases("r1"), dict(setting.broker.assignments), await setting.board.plan())
-    said = len(setting.broker.events)
+    before = (await setting.board.leases("r1"), setting.tables.assignments, await setting.board.plan())
+    said = len(setting.tables.events)
     # When the old one goes on, of another opinion, and takes everyone for dead
     await setting.board.set_lend("*", "on")
     said += 1
-    setting.broker.workers = {
-        name: (info, setting.broker.now_ms() - 60_000) for name, (info, _) in setting.broker.workers.items()
-    }
+    for name in setting.tables.workers:
+        setting.tables.silence(name, 60_000)
     await old.tick(first)
     # Then nothing has changed, and nothing was written down
-    assert before == (await setting.board.leases("r1"), dict(setting.broker.assignments), await setting.board.plan())
-    assert len(setting.broker.workers) == 2
-    assert len(setting.broker.events) == said
+    assert before == (await setting.board.leases("r1"), setting.tables.assignments, await setting.board.plan())
+    assert len(setting.tables.workers) == 2
+    assert len(setting.tables.events) == said
 
 
 async def test_a_worker_that_looks_at_another_run_is_told_again() -> None:
@@ -368,11 +364,11 @@ async def test_a_worker_that_looks_at_another_run_is_told_again() -> None:
     setting = await Setting().begin()
     controller = setting.controller()
     await controller.tick(1)
-    setting.broker.assignments["dedicated"] = "other"
+    setting.tables.assign("dedicated", "other")
     # When the next plan is carried out
     await controller.tick(1)
     # Then it finds its lease again
-    assert setting.broker.assignments["dedicated"] == "r1"
+    assert setting.tables.assignments["dedicated"] == "r1"
 
 
 async def test_a_guard_that_stays_shut_gives_the_worker_back_and_it_rests_afterwards() -> None:
@@ -410,16 +406,14 @@ async def test_a_guard_that_stays_shut_gives_the_worker_back_and_it_rests_afterw
 
 
 def told(setting: Setting) -> list[tuple[str, str, str]]:
-    return [
-        (kind, facts["run_id"], facts["code"]) for _, kind, facts in setting.broker.events if kind.startswith("run.")
-    ]
+    return [(kind, facts["run_id"], facts["code"]) for kind, facts in setting.tables.events if kind.startswith("run.")]
 
 
 async def test_a_run_that_stands_and_moves_again_is_told_once_each() -> None:
     # Given a run with work, a controller and no agent
     setting = await Setting().begin()
     setting.demand(3)
-    setting.broker.runs["r1"].depth = 3
+    setting.fabric.tables_of("r1").depth = 3
     await setting.board.heartbeat(WorkerInfo(worker_id="c1", role="controller", pid=1, host="h"))
     clock = HandClock()
     controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
@@ -436,7 +430,7 @@ async def test_a_run_that_stands_and_moves_again_is_told_once_each() -> None:
     assert told(setting) == [("run.stands", "r1", "no_agent")]
     # And when an agent comes, that it moves
     agent = WorkerInfo(worker_id="a", role="agent", pid=1, host="h", environments=["e"], slot_count=4)
-    worker, _ = setting.broker.workers["dedicated"]
+    worker = setting.tables.workers["dedicated"]
     await setting.board.heartbeat(agent)
     await setting.board.heartbeat(dataclasses.replace(worker, run_id="r1", active_version=0))
     await look(3)
@@ -446,7 +440,7 @@ async def test_a_run_that_stands_and_moves_again_is_told_once_each() -> None:
 async def test_a_successor_tells_again_what_stands() -> None:
     setting = await Setting().begin()  # there is no agent
     setting.demand(3)
-    setting.broker.runs["r1"].depth = 3
+    setting.fabric.tables_of("r1").depth = 3
     for term in (1, 2):
         clock = HandClock()
         controller = Controller(setting.board, ControllerConfig(worker_id=f"c{term}"), clock)
@@ -469,6 +463,6 @@ async def test_the_plan_says_when_something_last_came_of_a_run() -> None:
     census = Census()
     begun = census.moved_at_ms(survey)["r1"]
     assert census.moved_at_ms(dataclasses.replace(survey, now_ms=survey.now_ms + 500))["r1"] == begun, "nothing came"
-    setting.broker.runs["r1"].count("turns_settled")
+    setting.fabric.tables_of("r1").count("turns_settled")
     later = dataclasses.replace(await setting.board.survey(), now_ms=survey.now_ms + 900)
     assert census.moved_at_ms(later)["r1"] == survey.now_ms + 900

@@ -8,9 +8,8 @@ from dataclasses import replace
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
-from rollfab.fabric.memory.board import MemoryLeaseBoard
-from rollfab.fabric.memory.state import MemoryBroker
 from rollfab.workers.controller.controller import Controller, ControllerConfig
+from tests.standin.fabric import StandInFabric
 from tests.support.queue.played_worker import until
 
 SERVING = WorkerInfo(worker_id="serving", role="serving", pid=1, host="here", model="m", slot_count=8)
@@ -21,30 +20,31 @@ class Stage:
     """A run with work, and a serving worker that its team lends."""
 
     def __init__(self) -> None:
-        self.broker = MemoryBroker()
-        self.board = MemoryLeaseBoard(self.broker)
+        self.fabric = StandInFabric()
+        self.board = self.fabric.board
+        self.tables = self.fabric.tables
 
     async def begin(self) -> Stage:
         await self.board.create_run(RunConfig(run_id="run", model="m", environment="e"))
-        self.broker.runs["run"].head_version = 0
-        self.broker.runs["run"].trajectories.ready = ([f"group.{index}" for index in range(20)], [], [])
-        self.broker.runs["run"].depth = 20
+        run = self.fabric.tables_of("run")
+        run.head_version, run.depth = 0, 20
+        run.trajectories.set_ready(f"group.{index}" for index in range(20))
         await self.board.heartbeat(SERVING)
         await self.board.set_lend("*", "on")
         return self
 
     async def life(self) -> list[int]:
         """Epochs of the leases that one life of the controller granted, of two."""
-        first = len(self.broker.events)
+        first = len(self.tables.events)
         stop = asyncio.Event()
         running = asyncio.create_task(Controller(self.board, CONFIG, SystemClock()).run(stop))
         for word, kind in (("2", "lease.granted"), ("off", "lease.ended"), ("on", "lease.granted")):
-            seen = len(self.broker.events)
+            seen = len(self.tables.events)
             await self.board.set_lend("*", word)
-            await until(lambda seen=seen, kind=kind: kind in [name for _, name, _ in self.broker.events[seen:]])
+            await until(lambda seen=seen, kind=kind: kind in [name for name, _ in self.tables.events[seen:]])
         stop.set()
         await running
-        granted = [facts for _, kind, facts in self.broker.events[first:] if kind == "lease.granted"]
+        granted = [facts for kind, facts in self.tables.events[first:] if kind == "lease.granted"]
         return [facts["lease_epoch"] for facts in granted]
 
 
@@ -75,19 +75,19 @@ async def test_of_two_live_processes_of_one_name_the_later_leads_and_the_other_w
     stage, stop = await Stage().begin(), asyncio.Event()
     first, second = (Controller(stage.board, CONFIG, SystemClock()) for _ in range(2))
     running = [asyncio.create_task(first.run(stop))]
-    await until(lambda: stage.broker.plan is not None)
-    before = stage.broker.term
+    await until(lambda: stage.tables.term)
+    before = stage.tables.term
     # When another one is started under its name, while it lives, and both go on for a while
     running.append(asyncio.create_task(second.run(stop)))
-    await until(lambda: stage.broker.term > before)
-    after, seen = stage.broker.term, len(stage.broker.events)
+    await until(lambda: stage.tables.term > before)
+    after, seen = stage.tables.term, len(stage.tables.events)
     for word in ("2", "off", "on"):
         await stage.board.set_lend("*", word)
         await asyncio.sleep(4 * CONFIG.tick_s)
     stop.set()
     await asyncio.gather(*running)
     # Then there was one change of the lead, and all that was granted since is of the second's term, and its alone
-    assert stage.broker.term == after
+    assert stage.tables.term == after
     assert (first._term, second._term) == (before, after)
-    epochs = [facts["lease_epoch"] for _, kind, facts in stage.broker.events[seen:] if kind.startswith("lease.")]
+    epochs = [facts["lease_epoch"] for kind, facts in stage.tables.events[seen:] if kind.startswith("lease.")]
     assert epochs and {epoch // EPOCHS_PER_TERM for epoch in epochs} == {after}

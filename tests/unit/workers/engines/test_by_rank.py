@@ -12,8 +12,6 @@ torch = pytest.importorskip("torch")
 
 from rollfab.fabric.contract.errors import DigestMismatch, EngineError, WeightError  # noqa: E402
 from rollfab.fabric.format.layout import Layout, TensorSpec  # noqa: E402
-from rollfab.fabric.memory.state import MemoryBroker  # noqa: E402
-from rollfab.fabric.memory.weights import MemoryWeightStore  # noqa: E402
 from rollfab.fabric.versions.rank_plan import cut_for_ranks  # noqa: E402
 from rollfab.fabric.versions.snapshot import Identity, Snapshot  # noqa: E402
 from rollfab.workers.engines.base import Bits, StagedWeights, TurnsAtCommit  # noqa: E402
@@ -24,6 +22,8 @@ from rollfab.workers.engines.vllm.inplace.placement import Memory, Placement  # 
 from rollfab.workers.engines.vllm.inplace.rank_answers import StageOrder  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.rank_part import RankPart  # noqa: E402
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver  # noqa: E402
+from tests.standin.fabric import StandInFabric  # noqa: E402
+from tests.standin.weight_tables import WeightTables  # noqa: E402
 
 RUN = "parts"
 LAYOUT = Layout(
@@ -112,7 +112,7 @@ class Trainer:
     """Publishes random bits, a fraction of them new."""
 
     def __init__(self, rank_count: int) -> None:
-        self.store = MemoryWeightStore(MemoryBroker())
+        self.store = StandInFabric().weights
         self.dice = np.random.default_rng(rank_count)
         self.bits = {spec.name: self._random(spec) for spec in LAYOUT.tensors}
         regions = cut_for_ranks(
@@ -217,7 +217,7 @@ async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(
     assert await receiver.update()
     before = dict(trainer.bits)
     await trainer.publish(0.1)
-    run = trainer.store._run(RUN)
+    run = WeightTables.of(trainer.store, RUN)
     (manifest,) = await trainer.store.manifests(RUN, [(1, "delta")])
     assert manifest is not None
     right = (run.manifests[(1, "delta")], run.chunks[(1, "delta", 1, 0)])

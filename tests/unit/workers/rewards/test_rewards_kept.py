@@ -12,17 +12,18 @@ import numpy as np
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import RewardFailed
 from rollfab.fabric.contract.records import Rollout, RunConfig, Span
-from rollfab.fabric.memory.fabric import MemoryFabric
-from rollfab.fabric.memory.queue import MemoryTrajectoryQueue
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.rules.queue.retries import PROCESS_LOSS
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.rewards.jobs import BATCH_COUNT_MAX, QUEUED_S, RewardAsker
 from rollfab.workers.rewards.scoring import KEEP_S, Scoring, ScoringConfig
+from tests.standin.broker import DirectClient
+from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake", reward="played")
 
 
-class WatchedTrajectories(MemoryTrajectoryQueue):
+class WatchedTrajectories(RedisTrajectoryQueue):
     """Remembers for how long who was kept."""
 
     kept: list[tuple[list[str], float]]
@@ -59,8 +60,8 @@ class Setting:
     """Runs whose trajectories wait for their reward, and one reward worker without rq."""
 
     def __init__(self) -> None:
-        self.fabric = MemoryFabric()
-        self.queue = WatchedTrajectories(self.fabric.broker, RUN)
+        self.fabric = StandInFabric()
+        self.queue = WatchedTrajectories(DirectClient(self.fabric.broker), RUN)
         self.queue.kept = []
         make = self.fabric.trajectories
         self.fabric.trajectories = lambda run: self.queue if run.run_id == "r1" else make(run)  # type: ignore
@@ -100,10 +101,11 @@ class Setting:
 
     def left_s(self, trajectory_id: str) -> float:
         """Until its reward is asked for again."""
-        return (self.queue.run.trajectories.deadlines[trajectory_id] - self.fabric.broker.now_ms()) / 1000
+        run = self.fabric.tables_of("r1")
+        return (run.trajectories.deadlines[trajectory_id] - run.now_ms) / 1000
 
     def counters(self, run_id: str = "r1") -> dict[str, int]:
-        return self.fabric.broker.runs[run_id].counters
+        return self.fabric.tables_of(run_id).counters
 
     async def until_completed(self, count: int, run_id: str = "r1") -> None:
         async with asyncio.timeout(5):
@@ -291,7 +293,7 @@ async def test_what_was_lost_before_is_computed_alone_and_the_least_suspicious_f
     for name, fence in rows:
         await setting.queue.begin_score(name, fence, "dead", 0.0)
     await setting.queue.reap("a")
-    setting.queue.run.trajectories.records[rows[0][0]].loss = PROCESS_LOSS
+    setting.fabric.tables_of("r1").trajectories.blame(rows[0][0], PROCESS_LOSS)
 
     # When a worker sees to them
     async with at_work(setting.scoring):

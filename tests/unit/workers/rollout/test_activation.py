@@ -223,7 +223,7 @@ def test_a_worker_leaves_while_its_engine_falls_asleep() -> None:
             stage.engine.is_deaf = True
             await asyncio.sleep(2.0)
             assert stage.engine.sleep_count == 1
-        assert task.done() and WORKER not in stage.fabric.broker.workers
+        assert task.done() and WORKER not in stage.fabric.tables.workers
         assert [each for each in asyncio.all_tasks() if each.get_name() == "engine sleep"] == []
 
     on_virtual_time(work())

@@ -11,9 +11,10 @@ from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, EngineError
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
-from rollfab.fabric.memory.board import MemoryLeaseBoard
-from rollfab.fabric.memory.state import MemoryBroker
+from rollfab.fabric.queue.board import RedisLeaseBoard
+from rollfab.fabric.queue.keys import lease_bell
 from rollfab.workers.rollout.lease import LeaseKeeper, LeaseOptions
+from tests.standin.broker import Broker, DirectClient
 from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage, until
 
 INFO = WorkerInfo(worker_id=WORKER, role="dedicated", pid=1, host="h", model="m", slot_count=4)
@@ -21,11 +22,11 @@ SERVING = replace(INFO, role="serving", pool="chat", running_count=2)
 FRIDAY_NOON_MS = 1_700_222_400_000  # 17 November 2023, 12:00 UTC
 
 
-class OddBoard(MemoryLeaseBoard):
+class OddBoard(RedisLeaseBoard):
     """Counts what it is asked; its doorbell is broken, or never stops ringing; it may not say what teams said."""
 
     def __init__(self) -> None:
-        super().__init__(MemoryBroker())
+        super().__init__(DirectClient(Broker()))
         self.beat_count = 0
         self.wait_count = 0
         self.error: BrokerError | None = None
@@ -38,7 +39,7 @@ class OddBoard(MemoryLeaseBoard):
         return await super().heartbeat(info)
 
     def ring(self) -> None:
-        self._broker.lease_bell(WORKER).set()
+        self._client.broker.carry_out(["RPUSH", lease_bell(WORKER), "1"])
 
     async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
         if self.is_mute:
@@ -54,7 +55,7 @@ class OddBoard(MemoryLeaseBoard):
             await super().wait_lease(worker_id, timeout_s)
 
 
-def keeper_on(board: MemoryLeaseBoard, *, heartbeat_s: float = 30.0) -> tuple[LeaseKeeper, list[str]]:
+def keeper_on(board: RedisLeaseBoard, *, heartbeat_s: float = 30.0) -> tuple[LeaseKeeper, list[str]]:
     changes: list[str] = []
     options = LeaseOptions(worker_id=WORKER, heartbeat_s=heartbeat_s, retry_s=0.1)
     tools = {"tell": lambda: INFO, "changed": lambda: changes.append("changed")}
@@ -348,7 +349,7 @@ async def test_turns_of_a_worker_that_is_taken_back_return_with_their_tokens_and
         await stage.fabric.board.set_lend(WORKER, "off")
         await until(lambda: len(stage.ready) == 3)
         # Then what it made is kept for whoever goes on, and it takes nothing though its lease stands
-        assert {len(log.completion_ids) for log in stage.table.logs.values()} == {7}
+        assert {len(log.completion_ids) for log in stage.logs.values()} == {7}
         assert [stalled for _, stalled in stage.turns.returned] == [False, False]
         await asyncio.sleep(0.2)
         assert (stage.engine.turns, len(stage.ready), stage.engine.pauses) == ([], 3, {"switch"})

@@ -152,7 +152,7 @@ def test_without_its_memory_a_worker_claims_nothing_says_why_and_tries_ever_more
         # Given memory that somebody else has taken
         stage, engine, memory = new_stage()
         await stage.ask(1)
-        async with stage.worker():
+        async with stage.worker(heartbeat_s=0.25):
             await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
             memory.error = "out of memory"
             await stage.lease(1, 1)
@@ -197,7 +197,7 @@ def test_an_engine_whose_memory_failed_does_not_fall_asleep_over_it() -> None:
     async def work() -> None:
         stage, engine, memory = new_stage()
         await stage.ask(1)
-        async with stage.worker(sleep_after_s=10.0):
+        async with stage.worker(heartbeat_s=0.25, sleep_after_s=10.0):
             await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
             memory.error = "out of memory"
             await stage.lease(1, 1)

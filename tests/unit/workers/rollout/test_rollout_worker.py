@@ -77,7 +77,7 @@ async def test_a_lease_that_ends_gives_turns_back_with_their_tokens() -> None:
         await stage.fabric.board.end_lease(lease)
         await until(lambda: stage.ready == [name])
         assert stage.engine.aborted == [name]
-        assert stage.table.logs[name].completion_ids.tolist() == [0, 1, 2]
+        assert stage.logs[name].completion_ids.tolist() == [0, 1, 2]
         assert (stage.table.records[name].attempt, stage.table.records[name].loss) == (0, 0)
 
 
@@ -88,8 +88,8 @@ async def test_a_worker_that_is_stopped_gives_turns_back_with_their_tokens() -> 
     async with stage.worker():
         await until(lambda: len(stage.engine.token_counts) == 2)
     assert stage.ready == sorted(names)
-    assert {len(log.completion_ids) for log in stage.table.logs.values()} == {3}
-    assert WORKER not in stage.fabric.broker.workers
+    assert {len(log.completion_ids) for log in stage.logs.values()} == {3}
+    assert WORKER not in stage.fabric.tables.workers
 
 
 async def test_a_turn_that_the_engine_refuses_ends_as_an_error() -> None:
@@ -108,7 +108,7 @@ async def test_no_turn_pays_for_an_engine_that_died() -> None:
     await stage.ask(3)
     await stage.lease(1, 1)
     async with stage.worker(log_s=0.01) as task:
-        await until(lambda: stage.table.logs)
+        await until(lambda: stage.logs)
         (running,) = stage.engine.turns
 
         # When the engine dies
@@ -119,5 +119,5 @@ async def test_no_turn_pays_for_an_engine_that_died() -> None:
     # Then the worker ends, nothing is settled as an error, and what was saved is still there
     assert await stage.turns.results("a", 0.01) == []
     assert len(stage.ready) == 3
-    assert stage.table.logs[running].completion_ids.tolist() == [0, 1, 2]
+    assert stage.logs[running].completion_ids.tolist() == [0, 1, 2]
     assert {record.attempt for record in stage.table.records.values()} == {0}

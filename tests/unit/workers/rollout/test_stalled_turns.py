@@ -43,7 +43,7 @@ async def test_an_engine_that_hangs_loses_its_turns_with_their_tokens_and_says_s
 
         # Then both wait again, from where they were
         assert sorted(stage.turns.returned) == [(name, True) for name in names]
-        assert {name: len(stage.table.logs[name].completion_ids) for name in names} == dict.fromkeys(names, 4)
+        assert {name: len(stage.logs[name].completion_ids) for name in names} == dict.fromkeys(names, 4)
         assert {record.loss for record in stage.table.records.values()} == {1}
         # and the worker says what is wrong, and takes nothing
         await until(lambda: stage.info.state == "failed")
@@ -200,9 +200,9 @@ async def test_an_engine_that_answers_late_holds_up_neither_lease_nor_heartbeat(
         # When the lease ends, then the turn is given back all the same, with tokens that were never saved
         await stage.fabric.board.end_lease(lease)
         await until(lambda: stage.ready == [name])
-        assert len(stage.table.logs[name].completion_ids) == 3
-        beat_at = stage.fabric.broker.workers["w"][1]
-        await until(lambda: stage.fabric.broker.workers["w"][1] > beat_at)
+        assert len(stage.logs[name].completion_ids) == 3
+        heard_ms = stage.fabric.tables.heard_ms["w"]
+        await until(lambda: stage.fabric.tables.heard_ms["w"] > heard_ms)
 
 
 async def test_what_an_engine_makes_of_an_earlier_claim_is_never_handed_in_for_a_later_one() -> None:
@@ -225,7 +225,7 @@ async def test_what_an_engine_makes_of_an_earlier_claim_is_never_handed_in_for_a
 
     # Then the one of the later claim counts: three tokens from before, three of its own
     assert (len(result.completion_ids), result.resumed) == (6, True)
-    assert stage.fabric.broker.runs["r1"].counters.get("refused", 0) == 0
+    assert stage.fabric.tables_of("r1").counters.get("refused", 0) == 0
 
 
 async def test_turns_that_could_not_be_given_back_are_given_back_when_the_broker_is_there_again() -> None:
@@ -237,5 +237,5 @@ async def test_turns_that_could_not_be_given_back_are_given_back_when_the_broker
         stage.turns.refusal_count = 3
         await stage.fabric.board.end_lease(lease)
         await until(lambda: stage.ready == names)
-    assert {len(stage.table.logs[name].completion_ids) for name in names} == {3}
+    assert {len(stage.logs[name].completion_ids) for name in names} == {3}
     assert sorted(stage.turns.returned) == [(name, False) for name in names]

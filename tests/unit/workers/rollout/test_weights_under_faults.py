@@ -136,11 +136,11 @@ async def test_a_version_that_was_lost_and_published_again_by_the_same_trainer_i
     publisher, engine = Publisher(store, RUN), BitsEngine(small_model(1))
     receiver = WeightReceiver(store, RUN, engine)  # type: ignore[arg-type]
     await publisher.publish(model.named_parameters(), 0)
-    before = store.remember()
+    before = store.tables.remember()
     train(model)
     await publisher.publish(model.named_parameters(), 1)
     assert await receiver.update()
-    store.forget_since(before)
+    store.tables.fall_back(before)
 
     # When the trainer goes on from the head, with other weights of that number, before anyone looks
     train(model)
@@ -160,7 +160,7 @@ class ForgetfulStore(FaultyStore):
     async def head(self, run_id: str) -> Head:
         self.falls_in -= 1
         if self.falls_in == 0:
-            self.forget_since(self.before)  # type: ignore[arg-type]
+            self.tables.fall_back(self.before)
         return await super().head(run_id)
 
 
@@ -171,7 +171,7 @@ async def test_a_head_that_is_lost_in_the_middle_of_a_publish_is_an_error_that_t
     store, model = ForgetfulStore(), small_model()
     publisher = Publisher(store, RUN)
     await publisher.publish(model.named_parameters(), 0)
-    store.before = store.remember()
+    store.before = store.tables.remember()
     train(model)
     await publisher.publish(model.named_parameters(), 1)
     train(model)

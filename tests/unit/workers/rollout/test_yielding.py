@@ -90,7 +90,7 @@ async def leased(guard: PlayedGuard, turn_count: int, slot_count: int = 8) -> tu
 
 def kept(stage: Stage) -> dict[str, int]:
     """Tokens that are saved of each turn."""
-    return {name: len(log.completion_ids) for name, log in stage.table.logs.items()}
+    return {name: len(log.completion_ids) for name, log in stage.logs.items()}
 
 
 def test_a_shut_guard_gives_all_turns_back_with_their_tokens_and_nothing_is_taken_while_it_is_shut() -> None:

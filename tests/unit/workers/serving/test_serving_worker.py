@@ -12,7 +12,6 @@ import pytest
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.records import WorkerInfo
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.rules.serving.facts import ServingState, Slo, StepWork
 from rollfab.fabric.rules.serving.guard import GuardFacts, GuardRule, decide
 from rollfab.fabric.rules.serving.step_time import cold
@@ -21,6 +20,7 @@ from rollfab.workers.serving.options import ServingOptions, check_serving_option
 from rollfab.workers.serving.probes.reader import ProbeReader
 from rollfab.workers.serving.probes.scrape import MetricsProbe, ScrapeOptions, target_of
 from rollfab.workers.serving.wiring import Sharing, SharingSender, blank_report
+from tests.standin.fabric import StandInFabric
 from tests.support.queue.played_worker import PlayedEngine
 
 RECORDED = Path(__file__).parent / "vllm_metrics"
@@ -202,7 +202,7 @@ async def test_a_missing_probe_is_waited_for_with_a_line_to_type(tmp_path: Path)
 
 
 async def test_a_report_holds_what_the_guard_measured_and_the_tokens_made() -> None:
-    board = MemoryFabric(SystemClock()).board
+    board = StandInFabric(SystemClock()).board
     measured = {"since_s": 9.0, "alone": {"request_count": 3}, "reclaim_count": 2, "of_a_newer_version": 1}
     sender = SharingSender(
         board, blank_report("w", SLO), SystemClock(), measured=lambda: measured, token_count=lambda: 77

@@ -1,1 +1,0 @@
-"""Every port in memory: the twin of `bus`, held to the same contract tests."""
