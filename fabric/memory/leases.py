@@ -12,7 +12,7 @@ from ..contract.wire import check_size, dump_json
 from ..rules.lending.lease import time_left
 from .state import Leader, MemoryBroker, RunState
 
-TERM_FROM_S = 1_700_000_000  # as in queue/lua/lead.lua
+TERM_FROM_S = 1_700_000_000  # as in queue/lua/leases/lead.lua
 
 
 class MemoryLeases:

@@ -152,7 +152,7 @@ class RunPort:
 
 
 def _may_settle(record: JobRecord, fence: int, worker_id: str) -> bool:
-    """As in queue/lua/settle_trajectory.lua."""
+    """As in queue/lua/jobs/settle_trajectory.lua."""
     if record.fence != fence:
         return False
     return record.state == "scoring" if not worker_id else (record.state, record.worker) == ("claimed", worker_id)
@@ -173,7 +173,7 @@ class MemoryTrajectoryQueue(RunPort):
     ) -> list[TrajectoryClaim]:
         run = self.run
         claims: list[TrajectoryClaim] = []
-        # As queue/lua/use/limit.lua.
+        # As queue/lua/jobs/use/limit.lua.
         must_wait = run.bytes_held >= run.config.memory_bytes_max and bool(run.completed)
         count = 1 if must_wait else 3
         which: dict[str, Any] = {"class_count": count, "takes_suspect": takes_suspect, "is_inside": is_inside}

@@ -73,7 +73,7 @@ class MemoryRolloutStream(RunPort):
         return f"{consumer}/{self._client_id}"
 
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
-        """As queue/lua/beat_consumer.lua."""
+        """As queue/lua/rollouts/beat_consumer.lua."""
         run, me, now = self.run, self._holder(consumer), self._broker.now_ms()
         is_new = consumer not in self._known_names
         self._known_names.add(consumer)
@@ -114,7 +114,7 @@ class MemoryRolloutStream(RunPort):
         return self.run.completed.get(entry) or self.run.completed_names[entry]
 
     def _rerun_stale(self, entry: int) -> bool:
-        """As queue/lua/rerun_stale.lua; False when the group may be delivered."""
+        """As queue/lua/rollouts/rerun_stale.lua; False when the group may be delivered."""
         run = self.run
         if run.config.when_stale != "rerun":
             return False

@@ -135,7 +135,7 @@ class RunState:
     rewards: Curve = ()
 
     def note_reward(self, rollout: Rollout) -> None:
-        """As queue/lua/use/curve.lua."""
+        """As queue/lua/jobs/use/curve.lua."""
         if rollout.reward is not None:
             bucket = bucket_of(rollout.policy_version, rollout.reward, len(rollout.completion_ids))
             self.rewards = put_together((*self.rewards, bucket))
