@@ -15,13 +15,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import sha1
 from importlib.resources import files
-from importlib.resources.abc import Traversable
-from itertools import repeat
+from itertools import groupby
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,7 @@ from ..broker.clients.channel import Argument, Channel, Command, checked
 from . import keys as key_names
 from .keys import GroupKeys, JobKeys, ShardKeys, WeightKeys
 
-__all__ = ["Argument", "Call", "Owner", "Scripts", "keys_of", "load_script", "script_names"]
+__all__ = ["Argument", "Call", "Owner", "Scripts", "head_of", "keys_of", "load_script", "script_names", "script_text"]
 
 USE = re.compile(r"^-- use ([a-z_ ]+)$", re.MULTILINE)
 FLAGS = re.compile(r"^-- flags ([a-z-]+)$", re.MULTILINE)
@@ -54,7 +53,6 @@ OWNERS: dict[str, Any] = {
     "turn": SHARD.turn,
     "jobs": SHARD.turn,
 }
-SAMPLES: dict[type, Any] = {type(owner): owner for owner in OWNERS.values()}
 KEY = re.compile(rf"(?<![\w.'])({'|'.join(OWNERS)})\.(\w+)")
 
 
@@ -113,106 +111,135 @@ class Scripts:
 class Head:
     """The keys that a script declares, those of the functions that it uses included."""
 
-    names: tuple[str, ...]  # "shard.run", in the order of KEYS
+    counts: Mapping[str, int | None]  # "shard.run" → how many keys it lists; None: it is one. In the order of KEYS
+    readers: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...]  # an owner, and how to read keys of it
     extras: tuple[str, ...]  # keys after them that have no owner; the last may be a list, "chunks..."
-    readers: tuple[tuple[type, Callable[[Any], str | tuple[str, ...]]], ...]  # owner and how to read it, one each name
+    extra_count: int  # without that list
+    has_list: bool
+
+    def keys(self, owners: Sequence[Owner]) -> list[str]:
+        """KEYS of a call, of what a caller hands over."""
+        handed: dict[type, Any] = {type(owner): owner for owner in owners}
+        handed[ModuleType] = key_names
+        extras = [owner for owner in owners if type(owner) is str] if str in handed else []
+        found: list[str] = []
+        firsts = extras[:]  # keys of one owner share its tag
+        for kind, read in self.readers:
+            part = read(handed[kind])
+            firsts.append(part[0])
+            found += part
+        assert len(extras) == self.extra_count or (len(extras) > self.extra_count and self.has_list), extras
+        assert _share_a_tag(firsts), f"keys in several slots: {firsts}"
+        return found + extras if extras else found
 
 
 def keys_of(name: str, owners: Sequence[Owner]) -> list[str]:
     """KEYS of a call of script `name`."""
-    head = _head(name)
-    handed: dict[type, Any] = {ModuleType: key_names}
-    extras: list[str] = []
-    for owner in owners:
-        if isinstance(owner, str):
-            extras.append(owner)
-        else:
-            handed[type(owner)] = owner
-    found: list[str] = []
-    for kind, read in head.readers:
-        value = read(handed[kind])
-        if type(value) is tuple:
-            found += value
-        else:
-            found.append(value)  # type: ignore[arg-type]
-    found += extras
-    is_list = bool(head.extras) and head.extras[-1].endswith("...")
-    assert len(extras) >= len(head.extras) - 1 if is_list else len(extras) == len(head.extras), name
-    assert _share_a_tag(found), f"keys of {name} in several slots: {found}"
-    return found
+    return _head(name).keys(owners)
 
 
 def script_names() -> list[str]:
     """All scripts, sorted."""
-    return sorted(name for name, (folder, _) in _texts().items() if folder != "use")
+    return sorted(name for name, (folder, _) in _files().items() if folder != "use")
 
 
 @cache
 def load_script(name: str) -> str:
-    """The text of script `name`, with its keys and the functions it uses before it.
+    """The text of script `name`, with its keys and the functions it uses before it."""
+    return script_text(name, _texts())
+
+
+def script_text(name: str, texts: Mapping[str, str]) -> str:
+    """As `load_script`; texts: what each file holds, by its name.
 
     Raises:
         ValueError: it, or what it uses, declares a key that does not exist, or names one that it does not declare.
     """
-    texts, head = _texts(), _head(name)
-    source = texts[name][1]
+    head, source = head_of(name, texts), texts[name]
+    parts = "".join(texts[part] for part in _used(source))
+    undeclared = {".".join(found) for found in KEY.findall(COMMENT.sub("", parts + source))} - set(head.counts)
+    if undeclared:
+        raise ValueError(f"script {name} does not declare {', '.join(sorted(undeclared))}")
     flags = FLAGS.search(source)
     first = f"#!lua flags={flags.group(1)}\n" if flags else "#!lua\n"
-    parts = "".join(texts[part][1] for part in _used(source))
-    undeclared = {".".join(found) for found in KEY.findall(COMMENT.sub("", parts + source))} - set(head.names)
-    if undeclared:
-        raise ValueError(f"script {name} does not declare {sorted(undeclared)}")
-    return first + texts["typed"][1] + _locals(head) + parts + source
+    return first + texts["typed"] + _locals(head) + parts + source
 
 
 @cache
 def _head(name: str) -> Head:
-    texts = _texts()
-    heads = [texts[part][1] for part in (*_used(texts[name][1]), name)]
-    words = dict.fromkeys(word for text in heads for line in KEYS.findall(text) for word in line.split())
-    names = tuple(word for word in words if "." in word.removesuffix("..."))
-    readers = []
-    for word in names:
-        owner, _, key = word.partition(".")
-        held, where = (SHARD, word) if owner in ("trajectory", "turn") else (OWNERS.get(owner), key)
-        read = attrgetter(where.upper() if owner == "fabric" else where)
-        try:
-            read(held)
-        except AttributeError:
-            raise ValueError(f"script {name} declares {word}, and there is no such key in keys.py") from None
-        readers.append((type(held), read))
-    samples = [key for kind, read in readers for key in _listed(read(SAMPLES[kind]))]
-    if not _share_a_tag(samples):
-        raise ValueError(f"script {name} declares keys of several slots: {samples}")
-    return Head(names=names, extras=tuple(word for word in words if word not in names), readers=tuple(readers))
+    return head_of(name, _texts())
+
+
+def head_of(name: str, texts: Mapping[str, str]) -> Head:
+    """What a script declares.
+
+    Raises:
+        ValueError: a key that does not exist, or keys of several slots.
+    """
+    sources = [texts[part] for part in (*_used(texts[name]), name)]
+    words = dict.fromkeys(word for source in sources for line in KEYS.findall(source) for word in line.split())
+    found: dict[str, tuple[type, str, Any]] = {}  # name → its owner's type, how it is called there, an example
+    for word in words:
+        owner, dot, key = word.removesuffix("...").partition(".")
+        if dot:
+            held, path = (SHARD, word) if owner in ("trajectory", "turn") else (OWNERS.get(owner), key)
+            path = path.upper() if owner == "fabric" else path
+            try:
+                found[word] = type(held), path, attrgetter(path)(held)
+            except AttributeError:
+                raise ValueError(f"script {name} declares {word}, and there is no such key in keys.py") from None
+    examples = [value for *_, value in found.values()]
+    if not _share_a_tag([key for value in examples for key in ((value,) if isinstance(value, str) else value)]):
+        raise ValueError(f"script {name} declares keys of several slots: {', '.join(found)}")
+    extras = tuple(word for word in words if word not in found)
+    has_list = any(word.endswith("...") for word in extras)
+    return Head(
+        counts={word: None if isinstance(value, str) else len(value) for word, (*_, value) in found.items()},
+        readers=tuple(_readers(found.values())),
+        extras=extras,
+        extra_count=len(extras) - has_list,
+        has_list=has_list,
+    )
+
+
+def _readers(found: Iterable[tuple[type, str, Any]]) -> Iterator[tuple[type, Callable[[Any], tuple[str, ...]]]]:
+    """As few as possible: one reads all keys of an owner that stand together."""
+    for (kind, is_one), part in groupby(found, key=lambda each: (each[0], isinstance(each[2], str))):
+        paths = [path for _, path, _ in part]
+        if not is_one:
+            yield from ((kind, attrgetter(path)) for path in paths)
+        elif len(paths) > 1:
+            yield kind, attrgetter(*paths)
+        else:
+            yield kind, partial(_only, paths[0])
+
+
+def _only(path: str, owner: Any) -> tuple[str]:
+    """What attrgetter gives for two paths or more."""
+    return (attrgetter(path)(owner),)
 
 
 def _locals(head: Head) -> str:
     """Lua that gives the keys their names."""
     tables: dict[str, list[str]] = {}
-    count = 0
-    for word, (kind, read) in zip(head.names, head.readers, strict=True):
+    place = 1
+    for word, count in head.counts.items():
         owner, _, key = word.partition(".")
-        value = read(SAMPLES[kind])
-        places = [f"KEYS[{count + n}]" for n in range(1, len(_listed(value)) + 1)]
-        count += len(places)
-        text = f"{{{', '.join(places)}}}" if isinstance(value, tuple) else places[0]
+        places = [f"KEYS[{place + n}]" for n in range(count or 1)]
+        place += len(places)
+        text = places[0] if count is None else f"{{{', '.join(places)}}}"
         tables.setdefault(owner, []).append(f"{key} = {text}")
     lines = [f"local {owner} = {{{', '.join(fields)}}}\n" for owner, fields in tables.items()]
-    for n, extra in enumerate(head.extras, start=count + 1):
+    for n, extra in enumerate(head.extras, start=place):
         name = extra.removesuffix("...")
         rest = f"local {name} = {{}}\nfor n = {n}, #KEYS do {name}[n - {n - 1}] = KEYS[n] end\n"
         lines.append(rest if extra != name else f"local {name} = KEYS[{n}]\n")
     return "".join(lines)
 
 
-def _listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
 def _share_a_tag(keys: Sequence[str]) -> bool:
     tag = keys[0][: keys[0].index("}") + 1] if keys else ""
-    return all(map(str.startswith, keys, repeat(tag)))
+    return all(key.startswith(tag) for key in keys)
 
 
 def _used(source: str) -> list[str]:
@@ -221,20 +248,21 @@ def _used(source: str) -> list[str]:
 
 
 @cache
-def _texts() -> dict[str, tuple[str, str]]:
-    """The folder and the text of each file, by its name."""
+def _texts() -> dict[str, str]:
+    return {name: text for name, (_, text) in _files().items()}
+
+
+@cache
+def _files() -> dict[str, tuple[str, str]]:
+    """Each file's folder and text, by the file's name."""
     found: dict[str, tuple[str, str]] = {}
-    for folder, file in _files(files(__package__).joinpath("lua")):
-        name = file.name.removesuffix(".lua")
-        assert name not in found, f"two scripts are called {name}"
-        found[name] = (folder.name, file.read_text("utf-8"))
+    folders = [files(__package__).joinpath("lua")]
+    for folder in folders:
+        for each in folder.iterdir():
+            name = each.name.removesuffix(".lua")
+            if each.is_dir():
+                folders.append(each)  # the loop goes on to it
+            elif name != each.name:
+                assert name not in found, f"two scripts are called {name}"
+                found[name] = (folder.name, each.read_text("utf-8"))
     return found
-
-
-def _files(folder: Traversable) -> Iterator[tuple[Traversable, Traversable]]:
-    """The scripts in a folder and in those below it, each with the folder that it is in."""
-    for each in folder.iterdir():
-        if each.is_dir():
-            yield from _files(each)
-        elif each.name.endswith(".lua"):
-            yield folder, each

@@ -20,7 +20,7 @@ from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.ledger import Ledger
 from rollfab.workers.agent.keeper import Keeper
-from rollfab.workers.rollout import turn as workers_turn
+from rollfab.workers.rollout import turns as workers_turn
 from rollfab.workers.rollout.engine_watch import EngineWatch
 from rollfab.workers.rollout.lease import LeaseKeeper
 from rollfab.workers.rollout.turns import RunningTurns
