@@ -181,15 +181,14 @@ class RedisLeaseBoard(RedisLeases):
             await self._client.hset(ShardKeys(run.run_id, 0).run, "agreement", agreement.encode())
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:
-        keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.CLOCK]
         with translate():
-            run = await self._scripts.call("heartbeat", keys, [info.worker_id, info.encode()])
+            run = await self._scripts.call("heartbeat", [], [info.worker_id, info.encode()])
             if run is None or not NAME.match(run.decode("utf-8", "replace")):
                 return None
             if not await self._client.hexists(names.RUNS, run):
                 return None
             shard = ShardKeys(run.decode(), 0)
-            now_ms, raw = await self._scripts.call("read_lease", [shard.leases, shard.clock], [info.worker_id])
+            now_ms, raw = await self._scripts.call("read_lease", [shard], [info.worker_id])
         try:
             lease = lease_row(info.worker_id, run.decode(), raw, now_ms) if raw else None
         except WireError as error:  # the controller writes it anew
@@ -247,10 +246,10 @@ class RedisLeaseBoard(RedisLeases):
             said = lent_by_name(subject, said, rows.values()) if is_named_anew else said
             concerned = [name for name, info in rows.items() if concerns(subject, info)]
             facts = check_size("event lend.switched", dump_json(switch_facts(subject, said)), EVENT_BYTES_MAX)
-            keys = [names.LENDS, names.EVENTS, *map(names.lease_bell, concerned)]
+            bells = [names.lease_bell(name) for name in concerned]
             row = b"" if said.mode == CLEAR else said.encode()
             args: list[Argument] = [subject, row, facts, names.BELL_TTL_MS, names.EVENT_COUNT_MAX, *before]
-            return said if await self._scripts.call("set_lend", keys, args) else None
+            return said if await self._scripts.call("set_lend", bells, args) else None
 
     async def lends(self) -> dict[str, LendSetting]:
         with translate():
@@ -260,7 +259,7 @@ class RedisLeaseBoard(RedisLeases):
     async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
         subjects = subjects_of(worker_id, pool)
         with translate():
-            wall_ms, rows = await self._scripts.call("read_lends", [names.LENDS], subjects)
+            wall_ms, rows = await self._scripts.call("read_lends", [], subjects)
         said = zip(subjects, rows, strict=True)
         return {name: lend_row(raw) for name, raw in said if raw is not None}, int(wall_ms)
 
@@ -271,7 +270,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def set_sharing(self, report: SharingReport) -> None:
         with translate():
-            await self._scripts.call("set_sharing", [names.WORKERS, names.SHARING], [report.worker_id, report.encode()])
+            await self._scripts.call("set_sharing", [], [report.worker_id, report.encode()])
 
     async def sharing(self) -> dict[str, SharingReport]:
         with translate():

@@ -162,6 +162,14 @@ class JobKeys:
     suspects: str
 
 
+@dataclass(frozen=True, slots=True)
+class GroupKeys:
+    """Keys of one group."""
+
+    row: str
+    rollouts: str
+
+
 class ShardKeys:
     """Keys of shard `shard` of a run."""
 
@@ -188,6 +196,9 @@ class ShardKeys:
         ready = tuple(f"{self.base}:{kind}:ready:{urgency}" for urgency in range(URGENCY_COUNT))
         names = ("job", "record", "deadline", "held", "bell", "log", "suspects")
         return JobKeys(ready, *(f"{self.base}:{kind}:{name}" for name in names))
+
+    def of_group(self, group_id: str) -> GroupKeys:
+        return GroupKeys(self.group(group_id), self.rollouts(group_id))
 
     def group(self, group_id: str) -> str:
         return f"{self.base}:group:{group_id}"

@@ -49,9 +49,8 @@ class RedisLeases:
         self._seen: dict[bytes, tuple[bytes, WorkerInfo]] = {}  # what workers said at the last survey
 
     async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:
-        keys = [names.LEADER, names.LEASE_EPOCH, names.CLOCK]
         with translate():
-            return int(await self._scripts.call("lead", keys, [controller_id, process, duration_ms, int(is_new)]))
+            return int(await self._scripts.call("lead", [], [controller_id, process, duration_ms, int(is_new)]))
 
     async def open_term(self, term: int) -> None:
         with translate():
@@ -136,7 +135,7 @@ class RedisLeases:
         calls: list[Call] = [
             (
                 "assign",
-                [names.ASSIGNMENTS, names.lease_bell(worker_id), names.LEASE_EPOCH],
+                [names.lease_bell(worker_id)],
                 [term, worker_id, run_id, names.BELL_TTL_MS],
             )
             for worker_id, run_id in runs.items()
@@ -172,18 +171,15 @@ class RedisLeases:
         return _leases(run_id, rows, now_ms)
 
     async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:
-        keys = [names.WORKERS, names.HEARTBEATS, names.ASSIGNMENTS, names.SHARING, names.LEASE_EPOCH]
         wanted = set(worker_ids)
         # A name that is no UTF-8 is not written as it is shown: the rows are those that the last survey showed so.
         odd = [name for name in self._seen if _text(name) in wanted and _text(name).encode() != name]
         with translate():
-            return bool(await self._scripts.call("forget_workers", keys, [term, *worker_ids, *odd]))
+            return bool(await self._scripts.call("forget_workers", [], [term, *worker_ids, *odd]))
 
     async def set_plan(self, plan: LeasePlan) -> bool:
         with translate():
-            return bool(
-                await self._scripts.call("set_plan", [names.PLAN, names.LEASE_EPOCH], [plan.term, plan.encode()])
-            )
+            return bool(await self._scripts.call("set_plan", [], [plan.term, plan.encode()]))
 
     async def plan(self) -> LeasePlan | None:
         with translate():
@@ -193,7 +189,7 @@ class RedisLeases:
         calls: list[Call] = [
             (
                 "add_event",
-                [names.EVENTS],
+                [],
                 [kind, check_size(f"event {kind}", dump_json(dict(facts)), EVENT_BYTES_MAX), names.EVENT_COUNT_MAX],
             )
             for kind, facts in events
@@ -225,7 +221,7 @@ def _leases_call(keys: ShardKeys, term: int, changes: Sequence[LeaseChange]) -> 
         lease = change.lease
         args += [lease.worker_id, lease.lease_epoch, lease.slot_count, change.duration_ms or STANDING]
         args.append(int(change.is_end))
-    return ("set_leases", [keys.leases, keys.clock, keys.lease_term], args)
+    return ("set_leases", [keys], args)
 
 
 def _leases(run_id: str, rows: Mapping[bytes, bytes], now_ms: int) -> dict[str, Lease]:

@@ -32,14 +32,14 @@ from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held
 from .durability import Durability, call_durably
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER
 from .rows import BadRows, GroupFacts, given_up_row, letter_row, rollout_rows
-from .scripts import Call, Scripts
-from .shards import RunShards, ending_keys, rerun_keys, waking_keys
+from .scripts import Call, Owner, Scripts
+from .shards import RunShards
 from .status import unknown_run
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
 PENDING_COUNT = 64  # of these looked at together
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
-NO_RUN = -2  # queue/lua/push_group.lua: the run is not there
+NO_RUN = -2  # queue/lua/rollouts/push_group.lua: the run is not there
 LATE_COUNT = 64  # groups closed at their deadline by one call
 
 
@@ -78,11 +78,11 @@ class RedisRolloutStream:
 
     async def _push(self, calls: Sequence[Call]) -> list[Any]:
         """Answers in order; an error of ours where the round trip failed, so that nobody knows."""
-        by_run_key: dict[str, list[int]] = {}  # one barrier for each shard
-        for index, (_, names, _) in enumerate(calls):
-            by_run_key.setdefault(names[0] if self._durability != "memory" else "", []).append(index)
+        by_shard: dict[Owner, list[int]] = {}  # one barrier for each shard
+        for index, (_, owners, _) in enumerate(calls):
+            by_shard.setdefault(owners[0] if self._durability != "memory" else "", []).append(index)
         answers: list[Any] = [None] * len(calls)
-        for part in by_run_key.values():
+        for part in by_shard.values():
             wanted = [calls[index] for index in part]
             try:
                 with translate():
@@ -96,11 +96,8 @@ class RedisRolloutStream:
                 answers[index] = answer
         return answers
 
-    def _push_call(self, group: GroupPush) -> tuple[str, list[str], list[Any]]:
+    def _push_call(self, group: GroupPush) -> Call:
         keys = self._shards.of(group.group_id)
-        t = keys.trajectory
-        names = [keys.run, *waking_keys(keys, t), t.job, t.record, keys.counters, keys.group(group.group_id)]
-        names += [keys.late, keys.clock, keys.consumed, keys.dead]
         facts = dump_json({"task_id": group.task_id, "task": group.task})
         size = len(group.jobs)
         deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
@@ -108,7 +105,7 @@ class RedisRolloutStream:
         args.append(DEAD_COUNT_MAX)
         for job in group.jobs:
             args += [job.trajectory_id, job.encode()]
-        return "push_group", names, args
+        return "push_group", [keys, keys.of_group(group.group_id)], args
 
     def _verdict(self, answer: Any, gone: FabricError | None) -> bool | FabricError:
         """Whether the group was new, or why it is not in; `gone`: what to say where there is no such run."""
@@ -132,8 +129,7 @@ class RedisRolloutStream:
             while count >= TAKE_COUNT:
                 count = 0
                 with first_error, translate():
-                    names = [keys.completed, keys.consumers, keys.clock]
-                    count, is_unknown, *found = await self._scripts.call("beat_consumer", names, args)
+                    count, is_unknown, *found = await self._scripts.call("beat_consumer", [keys], args)
                     was_lost |= bool(is_unknown) and not is_new
                     namesakes.update(
                         dict.fromkeys(name.decode("utf-8", "replace").rpartition("/")[2] for name in found)
@@ -265,7 +261,7 @@ class RedisRolloutStream:
                     reason = too_stale(rollout.policy_version, head)
                     letter = given_up_row(run_id, "-", rollout.trajectory_id, raw, reason)
                     args += [rollout.trajectory_id, letter.encode()]
-            await self._scripts.call("rerun_stale", rerun_keys(keys, group_id), args)
+            await self._scripts.call("rerun_stale", [keys, keys.of_group(group_id)], args)
 
     async def _group(self, group_id: str, raw_facts: list[bytes], made: list[bytes], *, is_again: bool) -> Group:
         """A group of its hashes, each as fields and values in turn; a rollout that cannot be read is a failure."""
@@ -306,11 +302,10 @@ class RedisRolloutStream:
     async def acknowledge(self, delivery: Delivery) -> bool:
         keys = self._shards.all[delivery.shard]
         group_id = delivery.group.group_id
-        names = [keys.completed, keys.group(group_id), keys.rollouts(group_id), keys.trajectory.record]
         with translate():
             code = await self._scripts.call(
                 "acknowledge",
-                [*names, keys.run, keys.counters, keys.consumed, keys.trajectory.job, keys.clock],
+                [keys, keys.of_group(group_id)],
                 [delivery.entry_id, delivery.holder, group_id, CONSUMED_COUNT_MAX],
             )
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
@@ -321,17 +316,19 @@ class RedisRolloutStream:
     async def cancel(self, group_id: str) -> bool:
         keys = self._shards.of(group_id)
         with translate():
-            names = [*ending_keys(keys, group_id), keys.consumed, keys.clock]
-            return bool(await self._scripts.call("cancel_group", names, [group_id, CONSUMED_COUNT_MAX]))
+            code = await self._scripts.call(
+                "cancel_group", [keys, keys.of_group(group_id)], [group_id, CONSUMED_COUNT_MAX]
+            )
+        return bool(code)
 
     async def reap(self) -> int:
         closed, first_error = 0, FirstError()
         for keys in self._shards.all:
             with first_error, translate():
-                for name in await self._scripts.call("late_groups", [keys.late, keys.clock], [LATE_COUNT]):
+                for name in await self._scripts.call("late_groups", [keys], [LATE_COUNT]):
                     group_id = name.decode("utf-8", "replace")
                     with first_error, translate():  # one that cannot be closed keeps no other waiting
-                        closed += await self._scripts.call("close_group", ending_keys(keys, group_id), [group_id])
+                        closed += await self._scripts.call("close_group", [keys, keys.of_group(group_id)], [group_id])
         first_error.raise_it()
         return closed
 

@@ -36,7 +36,7 @@ from ..rules.queue.retries import (
 from .keys import ShardKeys
 from .rows import given_up_row, job_row
 from .scripts import Scripts
-from .shards import RunShards, ending_keys, rerun_keys, waking_keys
+from .shards import RunShards
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,6 @@ class RedisTrajectoryQueue:
         for keys in self._shards.in_turn():
             if want <= len(claims):
                 break
-            t = keys.trajectory
-            names = [*t.ready, t.job, t.record, t.deadline, t.held, t.log, keys.clock, keys.run, keys.completed]
             may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in claims))
             args: list[Any] = [
                 worker_id,
@@ -78,7 +76,7 @@ class RedisTrajectoryQueue:
                 SUSPECT_LOSS_COUNT,
             ]
             with first_error, translate():
-                answer = await self._scripts.call("claim", [*names, t.suspects], args)
+                answer = await self._scripts.call("claim", [keys, keys.trajectory], args)
                 for row in answer[1:]:
                     claim = await self._claim(worker_id, keys, row)
                     claims += [claim] if claim is not None else []
@@ -130,12 +128,11 @@ class RedisTrajectoryQueue:
         first_error = FirstError()
         for shard, part in by_shard.items():
             keys = self._shards.all[shard]
-            t = keys.trajectory
             args: list[Any] = [worker_id, self._claim_ms]
             for claim, log in part:
                 args += [claim.job.trajectory_id, claim.fence, log]
             with first_error, translate():
-                kept = await self._scripts.call("renew", [t.record, t.deadline, t.log, keys.clock], args)
+                kept = await self._scripts.call("renew", [keys, keys.trajectory], args)
                 lost += [claim.job.trajectory_id for (claim, _), is_kept in zip(part, kept, strict=True) if not is_kept]
         if not lost:
             first_error.raise_it()
@@ -150,9 +147,7 @@ class RedisTrajectoryQueue:
         reward = "" if rollout.reward is None else repr(float(rollout.reward))
         args += [worker_id, rollout.policy_version, reward, len(rollout.completion_ids)]
         with translate():
-            answer = await self._scripts.call(
-                "settle_trajectory", [*ending_keys(keys, rollout.group_id), keys.clock, keys.rewards], args
-            )
+            answer = await self._scripts.call("settle_trajectory", [keys, keys.of_group(rollout.group_id)], args)
         if not isinstance(answer, list):
             return bool(answer)
         with translate():
@@ -175,11 +170,10 @@ class RedisTrajectoryQueue:
         self, trajectory_id: str, fence: int, worker_id: str, duration_s: float, *, loss_max: int = 0
     ) -> ScoreClaim | None:
         keys, group_id = self._shards.of(trajectory_id), group_of(trajectory_id)
-        t = keys.trajectory
         with translate():
             code, *rest = await self._scripts.call(
                 "begin_score",
-                [t.record, t.deadline, keys.clock, keys.rollouts(group_id), keys.group(group_id)],
+                [keys, keys.of_group(group_id)],
                 [trajectory_id, fence, worker_id, int(duration_s * 1000), loss_max],
             )
         if code == 0:
@@ -191,11 +185,10 @@ class RedisTrajectoryQueue:
 
     async def lose_score(self, trajectory_id: str, fence: int, letter: DeadLetter) -> str:
         keys = self._shards.of(trajectory_id)
-        t = keys.trajectory
         with translate():
             code = await self._scripts.call(
                 "lose_score",
-                [t.record, t.deadline, keys.clock, keys.counters],
+                [keys],
                 [trajectory_id, fence, letter.worker_id, PROCESS_LOSS, SCORE_LOSS_MAX],
             )
         if code == 2:
@@ -213,9 +206,7 @@ class RedisTrajectoryQueue:
             keys = self._shards.all[shard]
             args: list[Any] = [int(duration_s * 1000), worker_id, *(word for row in part for word in row)]
             with translate():
-                kept = await self._scripts.call(
-                    "keep_scoring", [keys.trajectory.record, keys.trajectory.deadline, keys.clock], args
-                )
+                kept = await self._scripts.call("keep_scoring", [keys], args)
             gone += [name for (name, _), is_kept in zip(part, kept, strict=True) if not is_kept]
         return gone
 
@@ -230,7 +221,7 @@ class RedisTrajectoryQueue:
         with translate():
             code = await self._scripts.call(
                 "fail_trajectory",
-                rerun_keys(keys, group_id),
+                [keys, keys.of_group(group_id)],
                 [trajectory_id, fence, group_id, letter.encode(), attempt_max, rerun_max],
             )
         return {0: "lost", 2: "retry", 3: "dead"}[code]
@@ -238,11 +229,10 @@ class RedisTrajectoryQueue:
     async def release(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> None:
         for claim in claims:
             keys = self._shards.of(claim.job.trajectory_id)
-            t = keys.trajectory
             with translate():
                 await self._scripts.call(
                     "release",
-                    [*waking_keys(keys, t), t.record, t.deadline, t.held, t.log, keys.counters],
+                    [keys, keys.trajectory],
                     [worker_id, 0, claim.job.trajectory_id, claim.fence, b""],
                 )
 
@@ -251,11 +241,9 @@ class RedisTrajectoryQueue:
         scoring: list[tuple[str, int]] = []
         first_error = FirstError()
         for keys in self._shards.all:
-            t = keys.trajectory
             with first_error, translate():
-                names = [*waking_keys(keys, t), t.record, t.deadline, t.held, t.job, keys.counters, keys.clock]
                 limits = [BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms, self._score_ms, SCORE_LOSS_MAX]
-                rows = await self._scripts.call("reap", [*names, keys.turn.record], [worker_id, REAP_COUNT, *limits])
+                rows = await self._scripts.call("reap", [keys, keys.trajectory], [worker_id, REAP_COUNT, *limits])
                 scoring += [(name.decode(), fence) for what, name, fence, _ in rows if what == b"scoring"]
                 ready += sum(what == b"ready" for what, *_ in rows)
                 for what, name, fence, raw in rows:

@@ -25,8 +25,8 @@ from ..ports.queue import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, T
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from .keys import INBOX_TTL_MS, ShardKeys
 from .rows import is_job_name, shown_name, turn_row
-from .scripts import Scripts
-from .shards import RunShards, waking_keys
+from .scripts import Call, Scripts
+from .shards import RunShards
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +58,11 @@ class RedisTurnQueue:
         lost: list[str] = []
         for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
             keys = self._shards.all[shard]
-            u = keys.turn
             args: list[Any] = [agent_id]
             for push in part:
                 args += [push.trajectory_id, push.fence, push.job.turn_id, push.job.encode()]
-            names = [keys.trajectory.record, *waking_keys(keys, u), u.job, u.record]
             with translate():
-                codes = await self._scripts.call(
-                    "push_turns", [*names, keys.turn_agent, keys.turn_result, keys.inbox(agent_id)], args
-                )
+                codes = await self._scripts.call("push_turns", [keys, keys.inbox(agent_id)], args)
             lost += [push.trajectory_id for push, code in zip(part, codes, strict=True) if code == 0]
         return lost
 
@@ -126,15 +122,21 @@ class RedisTurnQueue:
         for keys in self._shards.in_turn():
             shard = self._shards.all.index(keys)
             may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
-            claiming = [worker_id, want - len(outcome.claims), self._claim_ms, lease_epoch, active_version]
+            claiming: list[Argument] = [
+                worker_id,
+                want - len(outcome.claims),
+                self._claim_ms,
+                lease_epoch,
+                active_version,
+            ]
             claiming += [may_be, 1, SUSPECT_LOSS_COUNT]
-            calls: list[Any] = []
+            calls: list[Call] = []
             if shard in settling:
                 calls.append(self._settle_call(worker_id, keys, settling[shard]))
             if shard in running:
                 calls.append(self._renew_call(worker_id, keys, running[shard]))
             if want > len(outcome.claims):
-                calls.append(("claim", self._claim_keys(keys), claiming))
+                calls.append(("claim", [keys, keys.turn], claiming))
             if calls:
                 with first_error, translate():
                     answers = await self._scripts.call_many(calls)
@@ -145,31 +147,25 @@ class RedisTurnQueue:
             first_error.raise_it()
         return outcome
 
-    def _claim_keys(self, keys: ShardKeys) -> list[str]:
-        u = keys.turn
-        return [*u.ready, u.job, u.record, u.deadline, u.held, u.log, keys.clock, keys.run, keys.leases, u.suspects]
-
-    def _settle_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnSettle]) -> Any:
-        u = keys.turn
-        names = [u.record, u.deadline, u.held, u.job, u.log, keys.turn_agent, keys.turn_result, keys.counters]
+    def _settle_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnSettle]) -> Call:
         args: list[Any] = [worker_id, INBOX_TTL_MS]
         inboxes: dict[str, int] = {}  # agent → which of the inbox keys is its
         for row in rows:
             job, result = row.claim.job, row.result
             inbox = inboxes.setdefault(job.agent_id, len(inboxes) + 1)
             args += [job.turn_id, row.claim.fence, job.agent_id, inbox, result.encode(), len(result.completion_ids)]
-        return "settle_turns", [*names, *map(keys.inbox, inboxes)], args
+        return "settle_turns", [keys, *map(keys.inbox, inboxes)], args
 
-    def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Any:
+    def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Call:
         args: list[Any] = [worker_id, self._claim_ms]
         for row in rows:
             args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
-        return "renew", [keys.turn.record, keys.turn.deadline, keys.turn.log, keys.clock], args
+        return "renew", [keys, keys.turn], args
 
     async def _read(
         self,
         worker_id: str,
-        calls: Sequence[Any],
+        calls: Sequence[Call],
         answers: Sequence[Any],
         settles: Sequence[TurnSettle],
         progress: Sequence[TurnProgress],
@@ -206,24 +202,20 @@ class RedisTurnQueue:
     async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
         for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
             keys = self._shards.all[shard]
-            u = keys.turn
             args: list[Any] = [worker_id, BLAME_COUNT_MAX if is_stalled else 0]
             for row in part:
                 args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
             with translate():
-                await self._scripts.call(
-                    "release", [*waking_keys(keys, u), u.record, u.deadline, u.held, u.log, keys.counters], args
-                )
+                await self._scripts.call("release", [keys, keys.turn], args)
 
     async def reap(self, worker_id: str) -> Reaped:
         ready, dead = 0, 0
         first_error = FirstError()
         for keys in self._shards.all:
-            u = keys.turn
             with first_error, translate():
                 rows = await self._scripts.call(
                     "reap",
-                    [*waking_keys(keys, u), u.record, u.deadline, u.held, u.job, keys.counters, keys.clock, u.log],
+                    [keys, keys.turn],
                     [worker_id, REAP_COUNT, BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms],
                 )
                 ready += sum(row[0] == b"ready" for row in rows)

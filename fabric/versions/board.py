@@ -4,7 +4,8 @@
   Offers and answers are keys with a time to live.
 - A holder's row that cannot be read is left out: whoever may write there may have written anything, and no weights
   depend on it.
-- Reports of damage are answers in a round that has no end: as few, and forgotten as they are (queue/lua/answer.lua).
+- Reports of damage are answers in a round that has no end: as few, and forgotten as they are
+  (queue/lua/weights/answer.lua).
 - Where a holder serves opens its weights to whoever knows it, so it has a key of its own, which fewer roles may read.
 """
 
@@ -58,15 +59,12 @@ class RedisWeightBoard:
         await self._hold(run_id, [holder_id, 0, b"", "", HOLDER_COUNT_MAX])
 
     async def _hold(self, run_id: str, args: list[Argument]) -> None:
-        keys = WeightKeys(run_id)
         with translate(self._client):
-            await self._scripts.call("hold", [keys.holders, keys.holding, keys.clock, keys.addresses], args)
+            await self._scripts.call("hold", [WeightKeys(run_id)], args)
 
     async def holders(self, run_id: str, *, addressed: bool = True) -> list[Holder]:
-        keys = WeightKeys(run_id)
-        names = [keys.holders, keys.holding, keys.clock, *([keys.addresses] if addressed else [])]
         with translate(self._client):
-            ids, rows, addresses = await self._scripts.call("holders", names, [])
+            ids, rows, addresses = await self._scripts.call("holders", [WeightKeys(run_id)], [int(addressed)])
         found = []
         for holder_id, row, address in zip(ids, rows, addresses or [None] * len(ids), strict=True):
             try:
@@ -79,10 +77,9 @@ class RedisWeightBoard:
 
     async def offer(self, run_id: str, data: bytes, ttl_s: float) -> None:
         check_size(f"an offer of run {run_id}", data, OFFER_BYTES_MAX)
-        keys = WeightKeys(run_id)
         with translate(self._client):
             args: list[Argument] = [data, int(ttl_s * 1000), ANNOUNCEMENT_COUNT_MAX]
-            await self._scripts.call("offer", [keys.offer, keys.announcements], args)
+            await self._scripts.call("offer", [WeightKeys(run_id)], args)
 
     async def offers(self, run_id: str) -> bytes | None:
         with translate(self._client):

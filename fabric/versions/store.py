@@ -26,7 +26,7 @@ from ..format.manifest import BROKER, Head, WeightManifest
 from ..ports.weights import Range
 from ..queue.keys import ShardKeys, WeightKeys
 from ..queue.rows import head_row, sending_rows, version_rows
-from ..queue.scripts import Argument
+from ..queue.scripts import Argument, Owner
 from ..rules.weights.chain import Link
 from ..rules.weights.publish import ALREADY, GRANTED, chunks_lost, refusal
 from .board import ANNOUNCEMENT_COUNT_MAX, RedisWeightBoard
@@ -47,7 +47,7 @@ class RedisWeightStore(RedisWeightBoard):
 
     async def open_publisher(self, run_id: str) -> int:
         with translate(self._client):
-            epoch, version = await self._scripts.call("open_publisher", [WeightKeys(run_id).head], [])
+            epoch, version = await self._scripts.call("open_publisher", [WeightKeys(run_id)], [])
         names = await self.held(run_id)
         held = await readable(self, run_id, names)
         lost = [
@@ -117,9 +117,7 @@ class RedisWeightStore(RedisWeightBoard):
         lost_count = await self._lost_count(chunk_keys) if needs_chunks else 0
         args: list[Argument] = [link.epoch, link.version, link.kind, link.base_version, manifest.pack()]
         with translate(self._client):
-            answer = await self._scripts.call(
-                "put_manifest", [keys.head, keys.manifests, keys.sending], [*args, int(not lost_count)]
-            )
+            answer = await self._scripts.call("put_manifest", [keys], [*args, int(not lost_count)])
         _require(answer, manifest)
         lost_count = lost_count or await self._keep(chunk_keys)
         if lost_count and needs_chunks:
@@ -129,10 +127,10 @@ class RedisWeightStore(RedisWeightBoard):
         keys, link = WeightKeys(manifest.run_id), manifest.link
         args: list[Argument] = [link.epoch, link.version, link.kind, link.base_version, ANNOUNCEMENT_COUNT_MAX]
         with translate(self._client):
-            answer = await self._scripts.call("advance_head", [keys.head, keys.manifests, keys.announcements], args)
+            answer = await self._scripts.call("advance_head", [keys], args)
             _require(answer, manifest)
             for shard in range(shard_count):
-                await self._scripts.call("set_head", [ShardKeys(manifest.run_id, shard).run], [link.version])
+                await self._scripts.call("set_head", [ShardKeys(manifest.run_id, shard)], [link.version])
 
     async def held(self, run_id: str) -> list[tuple[int, str]]:
         with translate(self._client):
@@ -182,10 +180,10 @@ class RedisWeightStore(RedisWeightBoard):
         wholes: list[Range] = [(index, 0, len(data)) for index, data in sorted(chunks.items())]
         for part in list(_batches(wholes)) or [[]]:
             indices = [index for index, _, _ in part]
-            names = [keys.head, keys.manifests, *(chunk_keys[index] for index in indices)]
+            owners: list[Owner] = [keys, *(chunk_keys[index] for index in indices)]
             args: list[Argument] = [epoch, manifest.field, packed, *(chunks[index] for index in indices)]
             with translate(self._client):
-                code, head_version, head_epoch = map(int, await self._scripts.call("mend", names, args))
+                code, head_version, head_epoch = map(int, await self._scripts.call("mend", owners, args))
             if code != GRANTED:
                 mine = replace(link, epoch=epoch)
                 raise refusal(code, manifest.run_id, mine, head_version=head_version, epoch=head_epoch)
@@ -196,12 +194,12 @@ class RedisWeightStore(RedisWeightBoard):
 
     async def _drop(self, run_id: str, link: Link, epoch: int, table: str, field: str) -> None:
         """Delete a version's chunks, and with the last of them its field of a hash."""
-        head, chunk_keys = WeightKeys(run_id).head, _chunk_keys(run_id, link)
+        keys, chunk_keys = WeightKeys(run_id), _chunk_keys(run_id, link)
         last = max(0, len(chunk_keys) - 1) // BATCH_COUNT * BATCH_COUNT
         for start in range(0, last + 1, BATCH_COUNT):
-            keys = [head, table, *chunk_keys[start : start + BATCH_COUNT]]
+            owners: list[Owner] = [keys, table, *chunk_keys[start : start + BATCH_COUNT]]
             with translate(self._client):
-                answer = await self._scripts.call("drop_version", keys, [epoch, field if start == last else ""])
+                answer = await self._scripts.call("drop_version", owners, [epoch, field if start == last else ""])
             code, head_version, head_epoch = (int(number) for number in answer)
             if code != GRANTED:
                 raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head_version, epoch=head_epoch)

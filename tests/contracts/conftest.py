@@ -15,7 +15,7 @@ from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import CLOCK
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
-from rollfab.fabric.queue.scripts import Call, Scripts
+from rollfab.fabric.queue.scripts import Call, Scripts, keys_of
 from rollfab.fabric.queue.shards import RunShards
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
@@ -44,7 +44,8 @@ def one_slot_per_script(monkeypatch: pytest.MonkeyPatch) -> None:
     call_many = Scripts.call_many
 
     async def checked(self: Scripts, calls: Sequence[Call]) -> list[Any]:
-        for name, keys, _ in calls:
+        for name, owners, _ in calls:
+            keys = keys_of(name, owners)
             slots = {key_slot(key.encode()) for key in keys}
             assert len(slots) == 1, f"script {name} touches {len(slots)} slots: {keys}"
         return await call_many(self, calls)
@@ -100,7 +101,7 @@ def on_redis(client: Any, run: RunConfig) -> World:
 
     async def set_head(version: int) -> None:
         for keys in RunShards(run.run_id, run.shard_count).all:
-            await Scripts(client).call("set_head", [keys.run], [version])
+            await Scripts(client).call("set_head", [keys], [version])
 
     async def set_clock_ahead(seconds: float) -> None:
         """To the broker it is all one whether its machine's time goes forward or what it remembers of it goes back."""

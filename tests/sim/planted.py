@@ -99,8 +99,8 @@ def settled_but_not_recorded() -> list[Patch]:
                 "  close(group_id, 'completed')\nend\nreturn 1",
                 "  close(group_id, 'completed')\n"
                 "  r.state, r.worker = 'claimed', ARGV[7]\n"
-                "  write_record(KEYS[1], id, r)\n"
-                "  redis.call('ZADD', KEYS[2], 0, id)\nend\nreturn 1",
+                "  write_record(trajectory.record, id, r)\n"
+                "  redis.call('ZADD', trajectory.deadline, 0, id)\nend\nreturn 1",
             )
         )
     ]
@@ -109,7 +109,7 @@ def settled_but_not_recorded() -> list[Patch]:
 @plant
 def result_delivered_once_only() -> list[Patch]:
     """A result that was lost on its way to the agent is not sent again."""
-    return [in_lua(("      redis.call('XADD', KEYS[11], '*', 'id', id, 'result', result)\n", ""))]
+    return [in_lua(("      redis.call('XADD', inbox, '*', 'id', id, 'result', result)\n", ""))]
 
 
 # ---- claims
@@ -256,7 +256,7 @@ def slots_not_counted() -> list[Patch]:
     def free_count(self: Any, ended_count: int = 0) -> int:
         return int(self._keeper.slot_count) if self._active_version() >= 0 else 0
 
-    uncounted = in_lua(("tonumber(slots) - whole(redis.call('HGET', KEYS[7], worker), 0))", "tonumber(slots))"))
+    uncounted = in_lua(("tonumber(slots) - whole(redis.call('HGET', jobs.held, worker), 0))", "tonumber(slots))"))
     return [uncounted, (RolloutWorker, "_free_count", free_count)]
 
 
@@ -316,7 +316,7 @@ def acknowledged_before_use() -> list[Patch]:
 @plant
 def push_not_idempotent() -> list[Patch]:
     """A group that was consumed is taken for a new one when it is pushed again."""
-    return [in_lua((" or redis.call('ZSCORE', KEYS[13], group_id) then", " then"))]
+    return [in_lua((" or redis.call('ZSCORE', shard.consumed, group_id) then", " then"))]
 
 
 @plant
@@ -336,10 +336,13 @@ def depth_not_lowered() -> list[Patch]:
     return [
         in_lua(
             (
-                "tally(KEYS[5], 'depth', -size)\n",
-                "",
+                "tally(shard.run, 'depth', -size)\ntally(shard.run, 'bytes', -whole(g[2], 0))",
+                "tally(shard.run, 'bytes', -whole(g[2], 0))",
             ),
-            ("tally(KEYS[17], 'depth', -size)\n", ""),
+            (
+                "tally(shard.run, 'depth', -size)\ntally(shard.counters, 'groups_cancelled', 1)",
+                "tally(shard.counters, 'groups_cancelled', 1)",
+            ),
         )
     ]
 

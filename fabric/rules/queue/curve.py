@@ -4,7 +4,7 @@
 - When there would be more than BUCKET_COUNT_MAX, the width doubles until half as many are left. So a rollout costs the
   same however long the run has lasted, and parts that were kept apart (shards) can be put together.
 
-Twin of queue/lua/use/curve.lua.
+Twin of queue/lua/jobs/use/curve.lua.
 """
 
 from __future__ import annotations

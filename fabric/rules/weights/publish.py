@@ -1,5 +1,5 @@
-"""Who may publish which version, and delete one. queue/lua/put_manifest.lua, queue/lua/advance_head.lua and
-queue/lua/drop_version.lua are the twins of these decisions.
+"""Who may publish which version, and delete one. In queue/lua/weights, put_manifest.lua, advance_head.lua and
+drop_version.lua are the twins of these decisions.
 
 - A publisher holds an epoch; the highest epoch is in charge, and every write of another is refused.
 - The head only moves up, and a delta only onto its base.

@@ -16,6 +16,7 @@ from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.queue import acl, keys
 from rollfab.fabric.queue.acl import RIGHTS, commands_of, user_name
 from rollfab.fabric.queue.keys import JobKeys, ShardKeys, WeightKeys
+from rollfab.fabric.queue.scripts import script_names
 from tests.support.brokers.guarded_broker import ADMIN, Guarded, guarded_broker
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
@@ -41,7 +42,7 @@ def broker(guarded: Guarded) -> Guarded:
 
 def test_every_script_belongs_to_a_role() -> None:
     given = {script for rights in RIGHTS.values() for script in rights.scripts.split()}
-    scripts = {path.stem for path in LUA.glob("*.lua")}
+    scripts = set(script_names())
     assert not scripts - given, f"say in RIGHTS (fabric/queue/acl.py) which roles call {sorted(scripts - given)}"
     assert not given - scripts, f"take these off RIGHTS, there are no such scripts: {sorted(given - scripts)}"
 

@@ -24,7 +24,7 @@ from rollfab.fabric.contract.records import (
 )
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim, TurnPush, TurnQueue, TurnSettle
-from rollfab.fabric.queue.scripts import load_script
+from rollfab.fabric.queue.scripts import load_script, script_names
 from rollfab.trainer.aio import AsyncRun
 from tests.support.brokers.redis_server import redis_server
 
@@ -144,8 +144,7 @@ async def test_a_refused_push_writes_nothing_and_says_what_to_do(ports: RedisFab
 
 def test_only_what_takes_work_in_is_refused_at_the_limit() -> None:
     refused = {"push_group", "put_manifest", "mend"}  # the last puts back what was lost
-    scripts = Path(__file__).parents[3] / "fabric" / "queue" / "lua"
-    found = {path.stem for path in scripts.glob("*.lua") if "allow-oom" not in load_script(path.stem).split("\n")[0]}
+    found = {name for name in script_names() if "allow-oom" not in load_script(name).split("\n")[0]}
     assert found == refused
 
 

@@ -1,41 +1,42 @@
--- Ending a trajectory, and with it perhaps its group. KEYS[1..19] as in drop.lua, which it needs before it.
+-- Ending a trajectory, and with it perhaps its group. Needs drop.lua before it.
+-- keys shard.completed shard.counters shard.late shard.open group.row
 -- Count one attempt as failed, or with a rerun_max as too stale; whether the trajectory may run again.
 local function spend_attempt(r, attempt_max, rerun_max)
   if rerun_max > 0 then
     r.rerun = r.rerun + 1
-    tally(KEYS[16], 'reruns', 1)
+    tally(shard.counters, 'reruns', 1)
     return r.rerun < rerun_max
   end
   r.attempt = r.attempt + 1
-  tally(KEYS[16], 'attempts_failed', 1)
+  tally(shard.counters, 'attempts_failed', 1)
   return r.attempt < attempt_max
 end
 
 -- Hand a group to the trainer, without what has not ended. `ended_by` is all, quorum or deadline.
 local function complete(group_id, ended_by)
-  local dropped = drop_unfinished(group_id, whole(redis.call('HGET', KEYS[13], 'size'), 0))
-  tally(KEYS[13], 'cancelled', dropped)
-  redis.call('HSET', KEYS[13], 'state', 'complete', 'ended_by', ended_by)
-  redis.call('HDEL', KEYS[18], group_id)
-  redis.call('ZREM', KEYS[19], group_id)
-  redis.call('XADD', KEYS[15], '*', 'group', group_id)
-  tally(KEYS[16], 'groups_completed', 1)
-  if dropped > 0 then tally(KEYS[16], 'trajectories_cancelled', dropped) end
+  local dropped = drop_unfinished(group_id, whole(redis.call('HGET', group.row, 'size'), 0))
+  tally(group.row, 'cancelled', dropped)
+  redis.call('HSET', group.row, 'state', 'complete', 'ended_by', ended_by)
+  redis.call('HDEL', shard.open, group_id)
+  redis.call('ZREM', shard.late, group_id)
+  redis.call('XADD', shard.completed, '*', 'group', group_id)
+  tally(shard.counters, 'groups_completed', 1)
+  if dropped > 0 then tally(shard.counters, 'trajectories_cancelled', dropped) end
 end
 
 -- Count one more of a group's trajectories as completed or failed; at its quorum, or with the last, it is complete.
 -- Where there is no such group, somebody made its trajectory up.
 local function close(group_id, outcome)
-  if redis.call('HEXISTS', KEYS[13], 'size') == 0 then return end
-  tally(KEYS[16], 'trajectories_' .. outcome, 1)
-  tally(KEYS[13], outcome, 1)
-  local g = redis.call('HMGET', KEYS[13], 'size', 'quorum', 'priority', 'completed', 'failed', 'cancelled')
+  if redis.call('HEXISTS', group.row, 'size') == 0 then return end
+  tally(shard.counters, 'trajectories_' .. outcome, 1)
+  tally(group.row, outcome, 1)
+  local g = redis.call('HMGET', group.row, 'size', 'quorum', 'priority', 'completed', 'failed', 'cancelled')
   local size, quorum, completed = whole(g[1], 0), whole(g[2], 1), whole(g[4], 0)
   if completed >= quorum then
     complete(group_id, quorum < size and 'quorum' or 'all')
   elseif completed + whole(g[5], 0) + whole(g[6], 0) >= size then
     complete(group_id, 'all')
   else
-    redis.call('HSET', KEYS[18], group_id, string.format('%d %d %d', whole(g[3], 1), quorum - completed, quorum))
+    redis.call('HSET', shard.open, group_id, string.format('%d %d %d', whole(g[3], 1), quorum - completed, quorum))
   end
 end

@@ -1,7 +1,8 @@
 -- Whether a consumer may end an entry of the completed stream: it holds it, or nobody does, as after a fail-over that
 -- lost the delivery. One that is gone from the stream was taken back, and whoever held it lost it then.
-local function may_end(completed, entry_id, consumer)
-  local held = redis.call('XPENDING', completed, 'trainer', entry_id, entry_id, 1)
+-- keys shard.completed
+local function may_end(entry_id, consumer)
+  local held = redis.call('XPENDING', shard.completed, 'trainer', entry_id, entry_id, 1)
   if held[1] then return held[1][2] == consumer end
-  return #redis.call('XRANGE', completed, entry_id, entry_id) > 0
+  return #redis.call('XRANGE', shard.completed, entry_id, entry_id) > 0
 end

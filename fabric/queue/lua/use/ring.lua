@@ -1,6 +1,7 @@
 -- Put jobs back on (or onto) their ready streams and wake idle workers. Needs record.lua before it.
--- `ready` = the streams of urgency 0 (first), 1, 2; `open` is the hash of open groups, "priority missing quorum".
+-- `kind` = the keys of trajectories or of turns; its `ready` are the streams of urgency 0 (first), 1, 2.
 -- BELL_COUNT_MAX is in queue/keys.py. Twin of the rule: rules/queue/priority.py.
+-- keys shard.open
 
 -- A job that was held before, or whose group is nearly complete, goes one class before its group's priority.
 local function urgency(row, was_held)
@@ -13,13 +14,13 @@ end
 
 local function group_of(id) return string.match(id, '^[^.]+') or id end
 
-local function make_ready(ready, bell, open, ids, was_held)
+local function make_ready(kind, ids, was_held)
   local rings, rows = {}, {}
   for n, id in ipairs(ids) do
-    local group = group_of(id)
-    if rows[group] == nil then rows[group] = redis.call('HGET', open, group) end
-    redis.call('XADD', ready[urgency(rows[group], was_held) + 1], '*', 'id', id)
+    local name = group_of(id)
+    if rows[name] == nil then rows[name] = redis.call('HGET', shard.open, name) end
+    redis.call('XADD', kind.ready[urgency(rows[name], was_held) + 1], '*', 'id', id)
     if n <= 64 then rings[n] = '1' end
   end
-  if #rings > 0 and redis.call('LPUSH', bell, unpack(rings)) > 64 then redis.call('LTRIM', bell, 0, 63) end
+  if #rings > 0 and redis.call('LPUSH', kind.bell, unpack(rings)) > 64 then redis.call('LTRIM', kind.bell, 0, 63) end
 end

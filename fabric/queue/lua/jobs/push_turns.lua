@@ -1,0 +1,41 @@
+-- push_turns(agent, then per turn: trajectory_id, fence, turn_id, job)
+-- Ask for turns of trajectories that this agent holds. A turn's fences go on from its trajectory's, so that no number
+-- is ever used twice, whatever is tried again.
+-- Returns per turn 1 pushed · 2 under way since an earlier agent: its result now comes here ·
+-- 3 settled already: its result is in the inbox · 0 the trajectory's claim is lost (nothing written)
+-- keys shard.turn_agent shard.turn_result trajectory.record turn.bell turn.job turn.ready turn.record inbox
+-- flags allow-oom
+-- use batch record ring
+local agent = ARGV[1]
+local trajectories, ids = {}, {}
+for i = 2, #ARGV, 4 do
+  trajectories[#trajectories + 1], ids[#ids + 1] = ARGV[i], ARGV[i + 2]
+end
+local owners, records = fetch_all(trajectory.record, trajectories), read_records(turn.record, ids)
+
+local answer, agents, jobs, fresh = {}, {}, {}, {}
+for n, id in ipairs(ids) do
+  local r = records[id]
+  answer[n] = 0
+  if is_held(owners[n], ARGV[4 * n - 1], agent) then
+    add_pair(agents, id, agent)
+    local result = r and r.state == 'settled' and redis.call('HGET', shard.turn_result, id)
+    if not r or (r.state == 'settled' and not result) then -- the latter: somebody took its result away
+      answer[n] = 1
+      records[id] = r or new_record(tonumber(ARGV[4 * n - 1]) * FENCES_PER_CLAIM)
+      records[id].state, records[id].worker = 'ready', '-'
+      fresh[#fresh + 1] = id
+      add_pair(jobs, id, ARGV[4 * n + 1])
+    elseif r.state == 'settled' then
+      answer[n] = 3
+      redis.call('XADD', inbox, '*', 'id', id, 'result', result)
+    else
+      answer[n] = 2
+    end
+  end
+end
+call_in_parts('HSET', shard.turn_agent, agents)
+call_in_parts('HSET', turn.job, jobs)
+write_records(turn.record, fresh, records)
+make_ready(turn, fresh, false)
+return answer

@@ -1,0 +1,17 @@
+-- renew(worker, claim_ms, then per job: id, fence, log | '')
+-- Extend claims, and save what their jobs have made so far.
+-- Returns per job 1 extended · 0 the claim is lost: drop the work
+-- keys shard.clock jobs.deadline jobs.log jobs.record
+-- flags allow-oom
+-- use batch record look time
+local worker, until_ms = ARGV[1], now_ms(shard.clock) + tonumber(ARGV[2])
+local answer = {}
+for i = 3, #ARGV, 3 do
+  local kept = is_held(redis.call('HGET', jobs.record, ARGV[i]), ARGV[i + 1], worker)
+  if kept then
+    redis.call('ZADD', jobs.deadline, until_ms, ARGV[i])
+    if ARGV[i + 2] ~= '' then redis.call('HSET', jobs.log, ARGV[i], ARGV[i + 2]) end
+  end
+  answer[#answer + 1] = kept and 1 or 0
+end
+return answer

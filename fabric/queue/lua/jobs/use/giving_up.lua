@@ -1,0 +1,21 @@
+-- What reap does to a job; ARGV is reap's.
+-- keys turn.record jobs.deadline jobs.held jobs.log jobs.record
+-- How far a job has come, and whether its worker was at it: a trajectory whose turn is under way only waits.
+local function look_at(id, r)
+  if not ARGV[6] then return redis.call('HSTRLEN', jobs.log, id), true end
+  local come, state = r.seen, 'settled'
+  while state == 'settled' do
+    local row = redis.call('HGET', turn.record, id .. '.' .. come)
+    state = row and string.match(row, '^%S+') or nil
+    if state == 'settled' then come = come + 1 end
+  end
+  return come, r.inside == 1 and state == nil
+end
+
+-- The reaper holds it from here on, and gives it up.
+local function keep_to_give_up(id, r, reaper, until_ms)
+  r.state, r.fence, r.worker = 'claimed', r.fence + 1, reaper
+  redis.call('ZADD', jobs.deadline, until_ms, id)
+  tally(jobs.held, reaper, 1)
+  write_record(jobs.record, id, r)
+end

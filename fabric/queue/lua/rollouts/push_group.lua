@@ -1,0 +1,45 @@
+-- push_group(group_id, size, quorum, priority, deadline_ms | 0, task, dead_count_max, then per trajectory: id, job)
+-- Take a group and all its trajectories in, once. At the broker's memory limit it is refused whole.
+-- Returns {1} taken · {0} known already · {-1, depth, depth_max, size} · {-2} no such run ·
+-- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
+-- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.open shard.run group.row trajectory.bell
+-- keys trajectory.job trajectory.ready trajectory.record
+-- use batch count record look time ring
+local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
+if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
+  tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
+  return {0}
+end
+
+local limits = redis.call('HMGET', shard.run, 'depth', 'depth_max', 'bytes', 'bytes_max')
+if not limits[2] then return {-2} end
+local depth, depth_max = whole(limits[1], 0), whole(limits[2], 0)
+local bytes, bytes_max = whole(limits[3], 0), whole(limits[4], 0)
+local dead_count = redis.call('HLEN', shard.dead)
+if depth + size > depth_max then return {-1, depth, depth_max, size} end
+if dead_count >= tonumber(ARGV[7]) then return {-3, dead_count, tonumber(ARGV[7])} end
+
+local ids, jobs, records, weight = {}, {}, {}, #task
+for i = 8, #ARGV, 2 do
+  ids[#ids + 1], records[ARGV[i]] = ARGV[i], new_record(0)
+  add_pair(jobs, ARGV[i], ARGV[i + 1])
+  weight = weight + #ARGV[i + 1]
+end
+if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
+
+tally(shard.run, 'depth', size)
+tally(shard.run, 'bytes', weight)
+redis.call('HSET', group.row, 'size', size, 'quorum', ARGV[3], 'priority', ARGV[4], 'completed', 0, 'failed', 0,
+  'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task)
+redis.call('HSET', shard.open, group_id, ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. ARGV[3])
+if ARGV[5] ~= '0' then
+  local deadline = now_ms(shard.clock) + tonumber(ARGV[5])
+  redis.call('ZADD', shard.late, deadline, group_id)
+  redis.call('HSET', group.row, 'deadline', deadline)
+end
+call_in_parts('HSET', trajectory.job, jobs)
+write_records(trajectory.record, ids, records)
+make_ready(trajectory, ids, false)
+tally(shard.counters, 'groups_submitted', 1)
+tally(shard.counters, 'trajectories_submitted', size)
+return {1}
