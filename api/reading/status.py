@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from rollfab import __version__
-
+from ... import __version__
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, FabricError
 from ...fabric.contract.records import WorkerInfo
