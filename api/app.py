@@ -28,6 +28,7 @@ from .reading.weights import WeightReader
 from .routes import events, health, lending, page, read
 from .routes.context import Context
 from .schemas.answers import Problem
+from .schemas.lending import LendRequest
 
 __all__ = ["ApiConfig", "make_app"]
 
@@ -54,7 +55,7 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
     """
     check_config(config)
     context = make_context(ports, config, clock or SystemClock())
-    app = FastAPI(
+    app = Api(
         title="rollfab",
         version=__version__,
         description=DESCRIPTION,
@@ -74,6 +75,18 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, config=config)
     return app
+
+
+class Api(FastAPI):
+    """FastAPI, with a description that says of every answer that it carries all of its fields, as it does."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The description; pydantic calls optional what has a default, though it is always written."""
+        document = super().openapi()
+        for name, schema in document["components"]["schemas"].items():
+            if name != LendRequest.__name__:
+                schema["required"] = list(schema["properties"])
+        return document
 
 
 def make_context(ports: Ports, config: ApiConfig, clock: Clock) -> Context:

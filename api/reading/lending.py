@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import LendSetting
 from ...fabric.rules.lending.terms import LendTerms, terms
 from ..schemas.answers import WorkerView
-from ..schemas.lending import LendingWorker, LendSettingView
+from ..schemas.base import shown
+from ..schemas.lending import LendingWorker
 
-__all__ = ["lending_worker", "setting_view", "terms_of", "value_of"]
+__all__ = ["lending_worker", "terms_of", "value_of"]
 
 
 def terms_of(info: WorkerInfo, lends: Mapping[str, LendSetting], minute: int) -> LendTerms | None:
     """What of a worker may be lent at this minute of the week; None: it is not a serving worker's to say."""
     return terms(lends, info.worker_id, info.pool, minute) if info.role == "serving" else None
-
-
-def setting_view(subject: str, setting: LendSetting) -> LendSettingView:
-    """What was said of one subject."""
-    return LendSettingView(subject=subject, **asdict(setting))
 
 
 def value_of(setting: LendSetting) -> str:
@@ -33,16 +28,5 @@ def value_of(setting: LendSetting) -> str:
 def lending_worker(worker: WorkerView) -> LendingWorker:
     """The part of a serving worker that is about lending."""
     assert worker.lend_terms is not None
-    return LendingWorker(
-        worker_id=worker.worker_id,
-        pool=worker.pool,
-        is_fresh=worker.is_fresh,
-        terms=worker.lend_terms,
-        slot_count=worker.lease.slot_count if worker.lease is not None else 0,
-        guard_state=worker.guard_state,
-        guard_reason=worker.guard_reason,
-        open_fraction=worker.open_fraction,
-        headroom_fraction=worker.headroom_fraction,
-        probe=worker.probe,
-        plan_reason=worker.plan_reason,
-    )
+    slot_count = worker.lease.slot_count if worker.lease is not None else 0
+    return shown(LendingWorker, worker, terms=worker.lend_terms, slot_count=slot_count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from ... import __version__
@@ -27,16 +27,15 @@ from ...fabric.rules.lending.lease import has_ended
 from ...fabric.rules.serving.tax import sharing_totals
 from ..access.config import ApiConfig
 from ..schemas.answers import BadRowView, LeaseView, Rates, RunView, Status, WorkerView
-from ..schemas.lending import SharingTotals
+from ..schemas.base import shown
+from ..schemas.lending import LendSettingView
 from ..schemas.weights import WeightsView
 from .events import EventTail
-from .lending import setting_view, terms_of, value_of
+from .lending import terms_of, value_of
 from .views import (
     COUNTERS,
     agreement_view,
-    cause_views,
     counters_of,
-    lease_view,
     readiness,
     reward_curve,
     sum_up,
@@ -169,7 +168,7 @@ class StatusReader:
         weights = await _for_each(sorted(survey.runs), self._read_weights)
         wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
         held = (lease for _, leases in sorted(survey.leases.items()) for lease in leases.values())
-        leases = [lease_view(lease) for lease in held if not has_ended(lease)]
+        leases = [shown(LeaseView, lease) for lease in held if not has_ended(lease)]
         facts = _WorkerFacts(
             lends=found.lends,
             leases=leases,
@@ -190,14 +189,14 @@ class StatusReader:
             leases=leases,
             weights=[each for each in weights if each is not None],
             lend_all=value_of(lends[ALL]) if ALL in lends else "observe",
-            lending=[setting_view(subject, setting) for subject, setting in sorted(lends.items())],
-            sharing=SharingTotals(**sharing_totals(reports.values())),
+            lending=[shown(LendSettingView, setting, subject=subject) for subject, setting in sorted(lends.items())],
+            sharing=sharing_totals(reports.values()),
             totals=totals(runs, workers),
             rates=_rates(self._runs.rates(now_s, ALL, counters)),
             rollouts_per_s_history=self._runs.history(ALL, "trajectories_completed"),
             tokens_per_s_history=self._runs.history(ALL, "tokens"),
             events=self._tail.newest(EVENT_COUNT),
-            bad_rows=[BadRowView(**asdict(row), step=row.step) for row in survey.bad_rows],
+            bad_rows=[shown(BadRowView, row) for row in survey.bad_rows],
         )
 
     async def _read_weights(self, run_id: str) -> WeightsView | None:
@@ -227,31 +226,17 @@ class StatusReader:
         return views
 
     def _run_view(self, status: RunStatus, causes: Sequence[Cause], now_s: float) -> RunView:
-        config = status.config
-        run_id = config.run_id
-        return RunView(
-            run_id=run_id,
-            model=config.model,
-            environment=config.environment,
-            reward=config.reward,
-            staleness=config.staleness,
-            weight=config.weight,
-            head_version=status.head_version,
-            depth=status.depth,
-            trajectory_count_max=config.trajectory_count_max,
-            memory_bytes=status.memory_bytes,
-            memory_bytes_max=config.memory_bytes_max,
-            trajectories=dict(status.trajectories),
-            turns=dict(status.turns),
-            groups_waiting=status.groups_waiting,
-            dead_count=status.dead_count,
-            counters=dict(status.counters),
+        run_id = status.config.run_id
+        return shown(
+            RunView,
+            status.config,
+            status,
             rates=_rates(self._runs.rates(now_s, run_id, status.counters)),
             rollouts_per_s_history=self._runs.history(run_id, "trajectories_completed"),
             training=self._tail.training(run_id),
             reward_curve=reward_curve(status.rewards, CURVE_COUNT),
             is_well=is_well(causes),
-            causes=cause_views(causes),
+            causes=causes,
             agreement=agreement_view(status.agreement) if status.agreement is not None else None,
         )
 

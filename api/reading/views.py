@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 
 from ...fabric.contract.agreement import Agreement
-from ...fabric.contract.records import Lease, WorkerInfo
-from ...fabric.format.manifest import WeightManifest
-from ...fabric.inspect.diagnosing import Cause
-from ...fabric.inspect.inspection import version_row
+from ...fabric.contract.records import WorkerInfo
 from ...fabric.ports.queue import RunStatus
 from ...fabric.rules.lending.terms import LendTerms
 from ...fabric.rules.queue.curve import FINITE_MAX, Curve, put_together
 from ..schemas.answers import (
-    AgreementAlarm,
-    AgreementFigures,
     AgreementView,
-    CauseView,
     LeaseView,
     Readiness,
     RewardPoint,
@@ -27,25 +20,11 @@ from ..schemas.answers import (
     WorkerAgreement,
     WorkerView,
 )
-from ..schemas.lending import LendTermsView
-from ..schemas.weights import WeightVersion
+from ..schemas.base import shown
 
 FRESH_MS = 3_000  # a heartbeat comes every second
 GENERATING = ("dedicated", "serving")
 COUNTERS = ("trajectories_completed", "turns_settled", "tokens")
-
-
-def lease_view(lease: Lease) -> LeaseView:
-    """A lease that has not ended."""
-    return LeaseView(
-        worker_id=lease.worker_id,
-        run_id=lease.run_id,
-        lease_epoch=lease.lease_epoch,
-        slot_count=lease.slot_count,
-        is_standing=lease.lease_until_ms is None,
-        lease_until_ms=lease.lease_until_ms,
-        remaining_ms=lease.remaining_ms,
-    )
 
 
 def worker_view(
@@ -59,51 +38,18 @@ def worker_view(
     plan_reason: str | None = None,
 ) -> WorkerView:
     """A worker with its terms (None: not a serving one) and its lease. heads: newest version of every run, or -1."""
-    return WorkerView(
-        worker_id=info.worker_id,
-        role=info.role,
-        state=info.state,
-        waits_for=info.waits_for,
-        error=info.error,
-        host=info.host,
-        pid=info.pid,
-        model=info.model,
-        run_id=info.run_id,
-        slot_count=info.slot_count,
-        running_count=info.running_count,
-        active_version=info.active_version,
-        token_count=info.token_count,
+    return shown(
+        WorkerView,
+        info,
         tokens_per_s=round(tokens_per_s, 2),
-        environments=list(info.environments),
-        rewards=list(info.rewards),
-        headroom_fraction=info.headroom_fraction,
-        engine=info.engine,
-        prefix_hit_fraction=info.prefix_hit_fraction,
-        wake_ms=info.wake_ms,
-        sleep_ms=info.sleep_ms,
-        sleep_note=info.sleep_note,
         versions_behind=versions_behind(info, heads),
-        stage_ms=info.stage_ms,
-        pause_ms=info.pause_ms,
-        payload_bytes=info.payload_bytes,
-        weights_note=info.weights_note,
         heartbeat_age_ms=age_ms,
         is_fresh=age_ms <= FRESH_MS,
         lend=None if found is None else found.text,
-        lend_terms=terms_view(found),
-        pool=info.pool,
-        guard_state=info.guard_state,
-        guard_reason=info.guard_reason,
-        open_fraction=info.open_fraction,
-        probe=info.probe,
+        lend_terms=found,
         plan_reason=plan_reason,
         lease=lease,
     )
-
-
-def terms_view(found: LendTerms | None) -> LendTermsView | None:
-    """What of a worker may be lent, as it is shown."""
-    return None if found is None else LendTermsView(**asdict(found))
 
 
 def versions_behind(info: WorkerInfo, heads: Mapping[str, int]) -> int | None:
@@ -115,22 +61,13 @@ def versions_behind(info: WorkerInfo, heads: Mapping[str, int]) -> int | None:
 def agreement_view(agreement: Agreement) -> AgreementView:
     """How workers and trainer agree."""
     blamed = {alarm.worker_id for alarm in agreement.alarms}
-    return AgreementView(
-        policy_version=agreement.policy_version,
+    return shown(
+        AgreementView,
+        agreement,
         rule=agreement.rule.name,
         difference_mean_limit=agreement.rule.difference_mean_limit,
-        fresh=AgreementFigures(**asdict(agreement.fresh)),
-        stale=AgreementFigures(**asdict(agreement.stale)),
-        trainer_not_finite_count=agreement.trainer_not_finite_count,
-        worker_count=agreement.worker_count,
-        workers=[WorkerAgreement(**asdict(row), is_over=row.worker_id in blamed) for row in agreement.workers],
-        alarms=[AgreementAlarm(**asdict(alarm)) for alarm in agreement.alarms],
+        workers=[shown(WorkerAgreement, row, is_over=row.worker_id in blamed) for row in agreement.workers],
     )
-
-
-def weight_version(manifest: WeightManifest) -> WeightVersion:
-    """What a manifest says, without its blocks; who holds it, and whether it is the head, is not known here."""
-    return WeightVersion(**version_row(manifest), is_head=False, holder_count=0)
 
 
 def readiness(workers: Iterable[WorkerView]) -> Readiness:
@@ -141,20 +78,10 @@ def readiness(workers: Iterable[WorkerView]) -> Readiness:
     return Readiness(is_ready=not missing, missing=missing)
 
 
-def cause_views(causes: Iterable[Cause]) -> list[CauseView]:
-    """Why a run does or does not move."""
-    return [CauseView(**asdict(cause)) for cause in causes]
-
-
 def run_readiness(run: RunView) -> RunReadiness:
     """What keeps one run from moving."""
-    missing = [f"{each.text}. {each.step}" if each.step else each.text for each in run.causes if is_bad(each)]
+    missing = [f"{each.text}. {each.step}" if each.step else each.text for each in run.causes if not each.is_well]
     return RunReadiness(run_id=run.run_id, is_ready=run.is_well, missing=missing, causes=run.causes)
-
-
-def is_bad(cause: CauseView) -> bool:
-    """Whether it has to be mended or to pass."""
-    return cause.kind in ("passing", "stuck")
 
 
 def totals(runs: Iterable[RunView], workers: Iterable[WorkerView]) -> Totals:

@@ -12,14 +12,15 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from ...fabric.format.manifest import Head
+from ...fabric.inspect.inspection import VersionFigures, version_figures
 from ...fabric.ports.weights import WeightStore
+from ..schemas.base import shown
 from ..schemas.weights import WeightsView, WeightVersion
-from .views import weight_version
 
 LEARN_COUNT = 16  # manifests per reading; each is up to some hundred kilobytes for a large model
 
 Name = tuple[int, str]
-Known = dict[Name, WeightVersion]
+Known = dict[Name, VersionFigures]
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class WeightReader:
             run = _Run(head.epoch, old=set(held) & (run.old | set(run.known)), published_bytes=run.published_bytes)
         missing = [name for name in reversed(held) if name not in run.known][: max(LEARN_COUNT, count)]
         found = zip(missing, await self._store.manifests(run_id, missing), strict=True)
-        fetched = {name: weight_version(manifest) for name, manifest in found if manifest is not None}
+        fetched = {name: version_figures(manifest) for name, manifest in found if manifest is not None}
         still_there = set(held)
         known = {name: version for name, version in {**run.known, **fetched}.items() if name in still_there}
         fresh_bytes = sum(version.payload_bytes for name, version in fetched.items() if name not in run.old)
@@ -85,6 +86,6 @@ def _held_bytes(known: Known, held: list[Name]) -> int | None:
     return sum(known[name].payload_bytes for name in held)
 
 
-def _shown(version: WeightVersion, head: Head, at: Counter[int]) -> WeightVersion:
+def _shown(version: VersionFigures, head: Head, at: Counter[int]) -> WeightVersion:
     is_head = version.version == head.version
-    return version.model_copy(update={"is_head": is_head, "holder_count": at[version.version]})
+    return shown(WeightVersion, version, is_head=is_head, holder_count=at[version.version])

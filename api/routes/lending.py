@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,9 +15,10 @@ from ...fabric.rules.lending.terms import CLEAR
 from ...fabric.rules.serving.tax import sharing_totals, with_taxes
 from ..access.auth import who
 from ..access.problems import Refused
-from ..reading.lending import lending_worker, setting_view, value_of
+from ..reading.lending import lending_worker, value_of
 from ..schemas.answers import Problem
-from ..schemas.lending import Lend, Lending, LendRequest, Plan, PlanView, Sharing, SharingTotals, SharingView
+from ..schemas.base import shown
+from ..schemas.lending import Lend, Lending, LendRequest, LendSettingView, Plan, Sharing, SharingView
 from .context import Context
 
 TAKEN_BACK_S = 1.0  # how long an answer waits for what workers give back
@@ -61,13 +61,12 @@ def router(context: Context) -> APIRouter:
         """What sharing devices with rollouts cost serving requests, and what it gave."""
         reports = await context.ports.board.sharing()
         rows = [SharingView(**with_taxes(report)) for _, report in sorted(reports.items())]
-        return Sharing(workers=rows, totals=SharingTotals(**sharing_totals(reports.values())))
+        return Sharing(workers=rows, totals=sharing_totals(reports.values()))
 
     @routes.get("/plan", tags=["read"])
     async def plan() -> Plan:
         """The capacity controller's newest plan, with a reason for every worker."""
-        found = await context.ports.board.plan()
-        return Plan(plan=None if found is None else PlanView.model_validate(asdict(found)))
+        return Plan(plan=await context.ports.board.plan())
 
     return routes
 
@@ -91,7 +90,7 @@ async def _switch(context: Context, subject: str, body: LendRequest, request: Re
         taken_ids=done.taken_ids,
         turn_count=done.turn_count,
         waiting={name: count for name, (count, _) in done.waiting.items()},
-        setting=None if setting.mode == CLEAR else setting_view(subject, setting),
+        setting=None if setting.mode == CLEAR else shown(LendSettingView, setting, subject=subject),
     )
 
 

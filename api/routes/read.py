@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
@@ -12,7 +11,6 @@ from ...fabric.rules.queue.curve import BUCKET_COUNT_MAX
 from ..reading.views import reward_curve
 from ..schemas.answers import (
     DeadLetters,
-    DeadLetterView,
     Leases,
     Problem,
     Runs,
@@ -55,8 +53,7 @@ def router(context: Context) -> APIRouter:
         """Trajectories of a run that were given up, with the reason and the traceback; no order is promised."""
         found = await context.ports.board.run_status(run_id)
         letters = await context.ports.rollouts(found.config).dead_letters(count)
-        views = [DeadLetterView(**asdict(letter)) for letter in letters]
-        return DeadLetters(dead_count=found.dead_count, dead_letters=views)
+        return DeadLetters(dead_count=found.dead_count, dead_letters=letters)
 
     @routes.get("/workers")
     async def workers() -> Workers:

@@ -1,11 +1,22 @@
-"""What the api answers: one model per noun, with units in the names. These are promises; fields are only added."""
+"""What the api answers, with units in the names. These are promises; fields are only added.
+
+A worker, a lease or a cause is the fabric's record, extended where the api knows more of it. A run is a selection: its
+config holds options and sampling, which a reader need not see.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .base import Model
-from .lending import LendSettingView, LendTermsView, SharingTotals
+from ...fabric.contract.agreement import Alarm, Figures, WorkerFigures
+from ...fabric.contract.records import DeadLetter, Lease, WorkerInfo
+from ...fabric.inspect.diagnosis import Cause
+from ...fabric.ports.queue import BadRow
+from ...fabric.rules.lending.terms import LendTerms
+from ...fabric.rules.serving.tax import SharingTotals
+from .base import Model, Shown
+from .lending import LendSettingView
 from .weights import WeightsView
 
 
@@ -35,24 +46,11 @@ class Readiness(Model):
     """What is not there, each with the next step; empty when ready."""
 
 
-class CauseView(Model):
-    """Why a run does or does not move."""
-
-    code: str
-    """In one word: docs/why.md lists all."""
-    kind: Literal["moves", "waits", "passing", "stuck"]
-    """Work moves; it waits for its trainer or its turn; it stands and this may pass; it stands until somebody acts."""
-    text: str
-    """One sentence."""
-    step: str
-    """What to do next; empty: nothing."""
-
-
 class RunReadiness(Readiness):
     """Whether the work of one run can flow. missing: the sentence and next step of every cause that is in the way."""
 
     run_id: str
-    causes: list[CauseView]
+    causes: list[Cause]
     """The most fundamental first; never empty."""
 
 
@@ -98,46 +96,12 @@ class Training(Model):
     """All that it said."""
 
 
-class AgreementFigures(Model):
-    """Some tokens: what the worker said of them, compared with what the trainer's model says. Nats."""
-
-    token_count: int
-    not_finite_count: int
-    """Tokens for which the worker gave NaN or infinity; in no other figure."""
-    logprob_difference_mean: float
-    """Of |trainer − worker|."""
-    logprob_difference_p99: float
-    logprob_difference_max: float
-    importance_sampling_ratio_mean: float
-    """Of exp(trainer − worker)."""
-    importance_sampling_ratio_min: float
-    importance_sampling_ratio_max: float
-    ratio_outside_fraction: float
-    """Of tokens, with a ratio below 1/2 or above 2."""
-    k3_kl: float
-    """Estimate of KL(worker ‖ trainer) per token."""
-
-
-class WorkerAgreement(AgreementFigures):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAgreement(Shown, WorkerFigures):
     """One worker's tokens of the version that was compared."""
 
-    worker_id: str
-    policy_version: int
     is_over: bool
     """It has an alarm."""
-
-
-class AgreementAlarm(Model):
-    """A figure over its limit."""
-
-    worker_id: str
-    """Empty: the trainer's own log-probabilities."""
-    figure: str
-    value: float
-    limit: float
-    policy_version: int
-    text: str
-    """What is wrong, and what to do."""
 
 
 class AgreementView(Model):
@@ -149,30 +113,23 @@ class AgreementView(Model):
     """float32, bfloat16, or the name of the trainer's own limits."""
     difference_mean_limit: float | None
     """On a worker's mean; null: none."""
-    fresh: AgreementFigures
+    fresh: Figures
     """Tokens which that version sampled: here both should agree."""
-    stale: AgreementFigures
+    stale: Figures
     """Tokens of other versions; what these differ by is what training changed."""
     trainer_not_finite_count: int
     worker_count: int
     workers: list[WorkerAgreement]
     """The worst first, at most 64."""
-    alarms: list[AgreementAlarm]
+    alarms: list[Alarm]
 
 
-class LeaseView(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseView(Shown, Lease):
     """The right to run up to `slot_count` turns of a run on a worker until a time."""
 
-    worker_id: str
-    run_id: str
-    lease_epoch: int
-    slot_count: int
-    is_standing: bool
+    is_standing: bool = field()
     """It holds until another lease replaces it."""
-    lease_until_ms: int | None
-    """By the clock of the run's shard, which no other agrees with; null when standing."""
-    remaining_ms: int | None
-    """When it was read; null when standing."""
 
 
 class RunView(Model):
@@ -216,75 +173,28 @@ class RunView(Model):
     """By version; at most 128 points here, at most 256 in /v1/runs/{run_id}."""
     is_well: bool
     """Nothing has to be mended, and nothing has to pass, before its work moves."""
-    causes: list[CauseView]
+    causes: list[Cause]
     """Why it does or does not move, the most fundamental first; never empty."""
     agreement: AgreementView | None = None
     """Null until a trainer compares (`run.compare`)."""
 
 
-class WorkerView(Model):
+@dataclass(frozen=True, kw_only=True)
+class WorkerView(Shown, WorkerInfo):
     """A worker as its last heartbeat described it, with what it may do."""
 
-    worker_id: str
-    role: str
-    state: str
-    """ready, loading, asleep or failed."""
-    waits_for: str | None = None
-    """What it needs before it can take a turn, though it is well: a lease, or weights of a run."""
-    error: str | None
-    host: str
-    pid: int
-    model: str | None
-    run_id: str | None
-    slot_count: int
-    running_count: int
-    active_version: int
-    """Policy version it generates with; -1: none."""
-    token_count: int
-    """Generated since it started."""
-    tokens_per_s: float
-    environments: list[str]
-    rewards: list[str]
-    """Reward functions that a reward worker offers."""
-    headroom_fraction: float | None
-    """Distance to the SLO on a serving worker; null where nothing is measured."""
-    engine: str | None
-    """What generates, with its version; null where nothing does."""
-    prefix_hit_fraction: float | None
-    """Of recent prompts' tokens, those found in the prefix cache; null while there were none."""
-    wake_ms: int | None
-    """What waking its engine took last; null: it never slept."""
-    sleep_ms: int | None
-    """What putting it to sleep took last."""
-    sleep_note: str | None
-    """Why its engine cannot sleep, where it was asked to."""
-    versions_behind: int | None = None
+    tokens_per_s: float = field()
+    """Over the last few seconds, as its heartbeats counted them."""
+    versions_behind: int | None
     """The head of its run less the version that it holds; null where it holds none, or nothing is published."""
-    stage_ms: int | None = None
-    """What fetching and checking the weights that it holds took, while it generated; null before the first."""
-    pause_ms: float | None = None
-    """What writing them took, while it did not generate."""
-    payload_bytes: int | None = None
-    """Of them, as they were fetched."""
-    weights_note: str | None = None
-    """What its engine cannot do as its run wishes when weights change."""
     heartbeat_age_ms: int
     is_fresh: bool
     """Its heartbeat is at most 3 s old."""
     lend: str | None
     """What the serving team allows now: on, observe, off or a slot limit; null where there is no team to ask."""
-    lend_terms: LendTermsView | None = None
+    lend_terms: LendTerms | None
     """The same in full, and why."""
-    pool: str = ""
-    """The serving workers that its team switches together."""
-    guard_state: str | None = None
-    """Of a serving worker's guard: open, narrow or shut; null: it has none."""
-    guard_reason: str | None = None
-    open_fraction: float | None = None
-    """Of the last seconds, in which its guard let rollouts run."""
-    probe: str | None = None
-    """By what its guard sees the serving engine."""
-    plan_reason: str | None = None
+    plan_reason: str | None
     """Why the capacity controller gives it what it does."""
     lease: LeaseView | None
 
@@ -313,14 +223,11 @@ class Totals(Model):
     running_count: int
 
 
-class BadRowView(Model):
+@dataclass(frozen=True, slots=True)
+class BadRowView(Shown, BadRow):
     """A row of the broker's tables that cannot be read, and is passed over."""
 
-    table: str
-    row: str
-    """Its name; empty: the whole table is of another type than it should be."""
-    problem: str
-    step: str
+    step: str = field()
     """The command that removes it."""
 
 
@@ -375,22 +282,9 @@ class Weights(Model):
     weights: list[WeightsView]
 
 
-class DeadLetterView(Model):
-    """A trajectory given up."""
-
-    trajectory_id: str
-    run_id: str
-    worker_id: str
-    reason: str
-    traceback: str
-    attempt: int
-    job: dict[str, Any]
-    """All that is needed to try it again."""
-
-
 class DeadLetters(Model):
     """Some of a run's dead letters."""
 
     dead_count: int
     """How many there are in all."""
-    dead_letters: list[DeadLetterView]
+    dead_letters: list[DeadLetter]

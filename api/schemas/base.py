@@ -1,11 +1,69 @@
-"""What every model of an answer is."""
+"""How answers are made of the fabric's records.
+
+- A record is shown as it is where the api has nothing to add: its fields, and the lines under them, are the promise.
+- Where the api knows more of it, a dataclass extends the record by that (`Shown`); `shown` makes one.
+- A model is the api's own: what envelopes, sums and derived figures are, and selections of what may be seen.
+"""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+V = TypeVar("V", bound="Model | Shown")
 
 
 class Model(BaseModel):
-    """Base of all answers; the line under a field is its description."""
+    """Base of the api's own answers; the line under a field is its description, also in the records that it holds."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class Shown:
+    """Base of a dataclass that extends a record: the lines under the record's fields describe them here, too.
+
+    A field that the record has as well, with a default or as a property, is declared with `= field()`: without it, the
+    record's would be its default.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Add what pydantic, which reads the class itself alone, has no description of."""
+        found = handler(schema)
+        properties = handler.resolve_ref_schema(found)["properties"]
+        for name, text in _descriptions(cls.__mro__[2]).items():
+            properties[name].setdefault("description", text)
+        return found
+
+
+def shown(cls: type[V], *records: Any, **more: Any) -> V:
+    """Make an answer of what records have under the names of its fields, and of what is said besides.
+
+    Args:
+        cls: a model, or a dataclass that extends a record.
+        records: a later one's value counts where several have a name.
+        more: further fields; counts before the records.
+    """
+    values = {name: getattr(record, name) for record in records for name in _names(cls) if hasattr(record, name)}
+    return cls(**{**values, **more})
+
+
+def _names(cls: Any) -> list[str]:
+    return list(cls.model_fields) if issubclass(cls, Model) else [each.name for each in fields(cls)]
+
+
+def _descriptions(record: type[Any]) -> dict[str, str]:
+    """The lines under a record's fields, and those of what it extends itself."""
+    found: dict[str, str] = {}
+    for base in reversed(record.__mro__):
+        if is_dataclass(base):
+            schema = TypeAdapter(list[base], config=Model.model_config).json_schema()  # type: ignore[valid-type]
+            rows = schema["$defs"][base.__name__]["properties"]
+            found |= {name: row["description"] for name, row in rows.items() if "description" in row}
+    return found

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
+from ...fabric.contract.lease_plan import LeasePlan
 from ...fabric.contract.limits import SLOT_COUNT_MAX
-from ...fabric.rules.lending.terms import TEXT_LENGTH_MAX, WINDOW_COUNT_MAX
-from .base import Model
+from ...fabric.contract.sharing import LendSetting, SharingReport
+from ...fabric.rules.lending.terms import TEXT_LENGTH_MAX, WINDOW_COUNT_MAX, LendTerms
+from ...fabric.rules.serving.tax import SharingTotals
+from .base import Model, Shown
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Slots = Annotated[StrictInt, Field(ge=0, le=SLOT_COUNT_MAX)]
 
 
-class LendTermsView(Model):
-    """What of a worker may be lent now: the strictest of all that was said."""
-
-    mode: str
-    """on; observe: measure what could be lent, and lend nothing; off."""
-    slot_count_max: int | None
-    compute_fraction_max: float | None
-    memory_fraction_max: float | None
-    reason: str
-    """Whose word decides, and why."""
-
-
-class LendSettingView(Model):
+@dataclass(frozen=True, kw_only=True)
+class LendSettingView(Shown, LendSetting):
     """What was said of a worker, a pool or all; null: no bound."""
 
     subject: str
     """A worker's id, pool:NAME, or * for all."""
-    mode: str
-    slot_count_max: int | None
-    compute_fraction_max: float | None
-    memory_fraction_max: float | None
-    hours: list[str]
-    """UTC; none: always."""
-    said_by: str
-    reason: str
-    said_at_ms: int
-    """By the broker's clock."""
-    names: list[str]
-    """Of * that is on: the pools and workers that it is said of; later ones observe."""
 
 
 class LendRequest(BaseModel):
@@ -116,7 +97,7 @@ class LendingWorker(Model):
     worker_id: str
     pool: str
     is_fresh: bool
-    terms: LendTermsView
+    terms: LendTerms
     slot_count: int
     """Of its lease; 0: none."""
     guard_state: str | None
@@ -134,20 +115,10 @@ class Lending(Model):
     workers: list[LendingWorker]
 
 
-class SharingView(Model):
+@dataclass(frozen=True, kw_only=True)
+class SharingView(Shown, SharingReport):
     """What sharing one device cost and gave, since its worker started."""
 
-    worker_id: str
-    since_s: float
-    """For how long it has measured."""
-    ttft_slo_ms: float
-    tpot_slo_ms: float
-    alone: dict[str, float]
-    """Serving requests in whose time no rollout computed: their number, latencies, and the part within objectives."""
-    shared: dict[str, float]
-    """The others."""
-    violation_count: int
-    """Of the latter, beyond an objective."""
     few: list[str]
     """P99s of too few requests, as alone.ttft_ms_p99: no request that was measured bounds them from above."""
     ttft_tax_p50: float | None
@@ -155,42 +126,6 @@ class SharingView(Model):
     ttft_tax_p99: float | None
     tpot_tax_p50: float | None
     tpot_tax_p99: float | None
-    lent_s: float
-    """Under a lease."""
-    computing_s: float
-    """Of that, with rollouts computing."""
-    could_lend_s: float
-    """While it only observed: time in which rollouts could have run."""
-    token_count: int
-    """Rollout tokens made."""
-    reclaim_count: int
-    reclaim_ms_p50: float
-    """From the guard's shutting to the end of the last rollout step."""
-    reclaim_ms_p99: float
-
-
-class SharingTotals(Model):
-    """All workers together."""
-
-    worker_count: int = 0
-    alone_request_count: int = 0
-    shared_request_count: int = 0
-    alone_attained_fraction: float | None = None
-    shared_attained_fraction: float | None = None
-    violation_count: int = 0
-    ttft_ms_p99_alone_worst: float | None = None
-    ttft_ms_p99_shared_worst: float | None = None
-    tpot_ms_p99_alone_worst: float | None = None
-    tpot_ms_p99_shared_worst: float | None = None
-    ttft_tax_p99_worst: float | None = None
-    """The highest of any worker's; percentiles of several cannot be added up."""
-    tpot_tax_p99_worst: float | None = None
-    lent_s: float = 0.0
-    computing_s: float = 0.0
-    could_lend_s: float = 0.0
-    token_count: int = 0
-    reclaim_count: int = 0
-    reclaim_ms_p99_worst: float | None = None
 
 
 class Sharing(Model):
@@ -200,40 +135,7 @@ class Sharing(Model):
     totals: SharingTotals
 
 
-class PlanRowView(Model):
-    """One worker's part of the plan."""
-
-    worker_id: str
-    role: str
-    slot_count: int
-    """0: none, for the reason."""
-    run_id: str | None
-    reason: str
-
-
-class RunDemandView(Model):
-    """What a run could use, and what it is given."""
-
-    run_id: str
-    open_count: int
-    """Trajectories queued or running."""
-    dedicated_count: int
-    """Slots."""
-    borrowed_count: int
-
-
-class PlanView(Model):
-    """The capacity controller's newest plan."""
-
-    controller_id: str
-    term: int
-    made_at_ms: int
-    """When it last changed, by the controller's clock."""
-    rows: list[PlanRowView]
-    runs: list[RunDemandView]
-
-
 class Plan(Model):
     """The plan, if a controller has made one."""
 
-    plan: PlanView | None
+    plan: LeasePlan | None

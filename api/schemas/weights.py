@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from .base import Model
+from dataclasses import dataclass
+
+from ...fabric.inspect.inspection import VersionFigures
+from .base import Model, Shown
 
 
-class WeightVersion(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion(Shown, VersionFigures):
     """One stored version."""
 
-    version: int
-    kind: str
-    """keyframe, delta, or jump-8 or jump-64: several deltas as one."""
-    base_version: int
-    """What a delta or a jump is applied to; -1 for a keyframe."""
-    payload_bytes: int
-    """What travels."""
-    dense_bytes: int
-    """What the full weights take."""
-    changed_count: int
-    element_count: int
-    chunk_count: int
-    density: float | None
-    """Changed elements as a fraction of all; null for a keyframe."""
-    bytes_per_changed: float | None
-    """Of the payload; null for a keyframe, or where nothing changed."""
-    dense_over_payload: float | None
-    """How many times smaller than the full weights; null where nothing travels."""
-    of_entropy_floor: float | None
-    """The entropy floor over the payload, as its publisher saw on a few blocks; null where it did not look."""
-    carrier: str
-    """What its chunks travelled by: broker or collective."""
     is_head: bool
     holder_count: int
     """Workers and relays that said they hold this version."""

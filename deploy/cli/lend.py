@@ -223,4 +223,4 @@ async def _log(ports: RedisFabric, count: int, limit: int) -> dict[str, Any]:
 async def _report(ports: RedisFabric) -> dict[str, Any]:
     reports = await ports.board.sharing()
     rows = [with_taxes(report) for _, report in sorted(reports.items())]
-    return {"workers": rows, "totals": sharing_totals(reports.values())}
+    return {"workers": rows, "totals": asdict(sharing_totals(reports.values()))}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from ...fabric.contract.errors import BrokerError, ConfigError, InputError, Wire
 from ...fabric.format.codec import Bits
 from ...fabric.format.layout import Layout
 from ...fabric.inspect.diff import TensorDiff, diff_tensor, diff_versions
-from ...fabric.inspect.inspection import Inspection, inspect_version, version_row
+from ...fabric.inspect.inspection import Inspection, inspect_version, version_figures
 from ...fabric.inspect.safetensors import NAMES, open_checkpoint
 from ...fabric.inspect.verify import Verified, verify
 from ...fabric.opened import RedisFabric
@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
 
 async def list_versions(store: WeightStore, run_id: str) -> list[dict[str, Any]]:
-    """Figures of every manifest into a version that can be read, oldest first: `version_row`, is_head and holder_count.
+    """Figures of every manifest into a version that can be read, oldest first, with is_head and holder_count.
 
     What the broker holds besides only leads receivers from older versions on.
     """
@@ -66,7 +66,7 @@ async def list_versions(store: WeightStore, run_id: str) -> list[dict[str, Any]]
     at = [holder.version for holder in await store.holders(run_id)]
     found = (await readable(store, run_id, names)).values()
     there = readable_versions(head.version, [manifest.link for manifest in found])
-    rows = [version_row(each) for each in found if each.version in there]
+    rows = [asdict(version_figures(each)) for each in found if each.version in there]
     return [
         {**row, "is_head": row["version"] == head.version, "holder_count": at.count(row["version"])} for row in rows
     ]

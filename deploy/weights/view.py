@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...fabric.format.manifest import BROKER
 from ...fabric.inspect.diff import TensorDiff
-from ...fabric.inspect.inspection import Inspection, version_row
+from ...fabric.inspect.inspection import Inspection, version_figures
 from ...fabric.inspect.verify import Verified
 
 ROWS_SHOWN_MAX = 24  # of tensors and chunks, the largest first; --json has all
@@ -53,7 +53,7 @@ def inspection_object(found: Inspection) -> dict[str, Any]:
     return {
         "run_id": manifest.run_id,
         "epoch": manifest.epoch,
-        **version_row(manifest),
+        **asdict(version_figures(manifest)),
         "codec": manifest.codec,
         "layout_digest": manifest.layout_digest,
         "cut_digest": manifest.cut_digest,

@@ -20,18 +20,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Some tokens, compared. k3_kl: k3 estimate of KL(worker ‖ trainer), nats per token, never below 0."""
+    """Some tokens: what the worker said of them, compared with what the trainer's model says. Nats."""
 
     token_count: int = 0
-    not_finite_count: int = 0  # of the worker's; not among token_count
+    not_finite_count: int = 0
+    """Tokens for which the worker gave NaN or infinity; in no other figure."""
     logprob_difference_mean: float = 0.0
+    """Of |trainer − worker|."""
     logprob_difference_p99: float = 0.0
     logprob_difference_max: float = 0.0
     importance_sampling_ratio_mean: float = 1.0
+    """Of exp(trainer − worker)."""
     importance_sampling_ratio_min: float = 1.0
     importance_sampling_ratio_max: float = 1.0
-    ratio_outside_fraction: float = 0.0  # of tokens, with a ratio below 1/2 or above 2
+    ratio_outside_fraction: float = 0.0
+    """Of tokens, with a ratio below 1/2 or above 2."""
     k3_kl: float = 0.0
+    """k3 estimate of KL(worker ‖ trainer) per token, never below 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +64,16 @@ class AlarmRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One figure over its limit. worker_id: who is to blame; empty: the trainer's own log-probabilities."""
+    """One figure over its limit."""
 
     worker_id: str
+    """Who is to blame; empty: the trainer's own log-probabilities."""
     figure: str
     value: float
     limit: float
     policy_version: int
     text: str
+    """What is wrong, and what to do."""
 
 
 def _parts(cls: Callable[..., T]) -> Callable[[list[Any]], tuple[T, ...]]:

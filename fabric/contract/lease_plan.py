@@ -33,28 +33,29 @@ class LeaseChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One worker's part: slot_count 0: none, for the reason."""
+    """One worker's part of the plan."""
 
     worker_id: str
     role: str
     slot_count: int
+    """0: none, for the reason."""
     run_id: str | None
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDemand:
-    """One run's demand. dedicated_count, borrowed_count: slots that it is given.
-
-    moved_at_ms: by the fabric's clock, when the controller last saw something come of it (a token, a turn, an end); 0:
-    not known.
-    """
+    """What a run could use, and what it is given."""
 
     run_id: str
     open_count: int
+    """Trajectories queued or running."""
     dedicated_count: int
+    """Slots."""
     borrowed_count: int
+    """Slots."""
     moved_at_ms: int = 0
+    """By the fabric's clock, when the controller last saw a token, a turn or an end of it; 0: not known."""
 
 
 def plan_rows(rows: list[Any]) -> tuple[PlanRow, ...]:
@@ -69,7 +70,7 @@ def demand_rows(rows: list[Any]) -> tuple[RunDemand, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LeasePlan(Record):
-    """A controller's plan. made_at_ms: since 1970, by the controller's clock, when it last changed."""
+    """A capacity controller's plan."""
 
     KIND: ClassVar[int] = 12
     NESTED: ClassVar[dict[str, Any]] = {"rows": plan_rows, "runs": demand_rows}
@@ -77,5 +78,6 @@ class LeasePlan(Record):
     controller_id: str
     term: int
     made_at_ms: int
+    """Since 1970, by the controller's clock, when it last changed."""
     rows: tuple[PlanRow, ...] = ()
     runs: tuple[RunDemand, ...] = ()

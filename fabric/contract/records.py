@@ -224,7 +224,7 @@ class Rollout(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetter(Record):
-    """A trajectory given up: why, and all that is needed to try it again."""
+    """A trajectory given up."""
 
     KIND: ClassVar[int] = 7
 
@@ -235,6 +235,7 @@ class DeadLetter(Record):
     traceback: str
     attempt: int
     job: dict[str, Any]
+    """All that is needed to try it again."""
 
 
 class Failure(NamedTuple):
@@ -275,57 +276,84 @@ class WorkerInfo(Record):
     }
 
     worker_id: str
-    role: str  # agent, dedicated, serving, reward, controller, trainer
+    role: str
+    """agent, dedicated, serving, reward, controller or trainer."""
     pid: int
     host: str
     model: str | None = None
-    slot_count: int = 0  # turns (rollout workers) or environments (agents) it can run at once
+    slot_count: int = 0
+    """Turns (rollout workers) or environments (agents) that it can run at once."""
     running_count: int = 0
     run_id: str | None = None
     active_version: int = -1
-    token_count: int = 0  # generated since it started
+    """Policy version it generates with; -1: none."""
+    token_count: int = 0
+    """Generated since it started."""
     environments: list[str] = field(default_factory=list)
-    rewards: list[str] = field(default_factory=list)  # reward functions that a reward worker offers
-    headroom_fraction: float | None = None  # serving workers: distance to the SLO, None where nothing is measured
-    # ready, loading (its engine, or its run's first weights), waiting (serving workers: for their serving engine),
-    # asleep (without a lease, until it gets one), failed
+    rewards: list[str] = field(default_factory=list)
+    """Reward functions that a reward worker offers."""
+    headroom_fraction: float | None = None
+    """Distance to the SLO on a serving worker; null where nothing is measured."""
     state: str = "ready"
+    """ready; loading (its engine, or its run's first weights); waiting (a serving worker, for its serving engine);
+    asleep (without a lease, until it gets one); failed."""
     error: str | None = None
-    engine: str | None = None  # what generates, with its version
-    prefix_hit_fraction: float | None = None  # of recent prompts' tokens, found in the prefix cache
-    wake_ms: int | None = None  # what waking its engine took last, or taking its KV memory again
+    engine: str | None = None
+    """What generates, with its version; null where nothing does."""
+    prefix_hit_fraction: float | None = None
+    """Of recent prompts' tokens, those found in the prefix cache; null while there were none."""
+    wake_ms: int | None = None
+    """What waking its engine, or taking its KV memory again, took last; null: it never slept."""
     sleep_ms: int | None = None
-    sleep_note: str | None = None  # why its engine cannot sleep or give its memory back, once it was asked to
-    head_version: int = -1  # of its run, as it knows it; it lags by head_version - active_version
-    stage_ms: int | None = None  # fetching and checking the weights that it holds took, while it generated
-    pause_ms: float | None = None  # writing them took, while it did not
-    payload_bytes: int | None = None  # of them, as they were fetched
-    weights_note: str | None = None  # why its weights are behind the head, or what its engine cannot do at a commit
-    pool: str = ""  # serving workers: the group of workers that its team switches together
-    guard_state: str | None = None  # serving workers: open, narrow, shut; None: it has no guard
+    """What putting it to sleep took last."""
+    sleep_note: str | None = None
+    """Why its engine cannot sleep or give its memory back, where it was asked to."""
+    head_version: int = -1
+    """Of its run, as it knows it."""
+    stage_ms: int | None = None
+    """What fetching and checking the weights that it holds took, while it generated; null before the first."""
+    pause_ms: float | None = None
+    """What writing them took, while it did not generate."""
+    payload_bytes: int | None = None
+    """Of them, as they were fetched."""
+    weights_note: str | None = None
+    """Why its weights are behind the head, or what its engine cannot do as its run wishes when they change."""
+    pool: str = ""
+    """The serving workers that its team switches together."""
+    guard_state: str | None = None
+    """Of a serving worker's guard: open, narrow or shut; null: it has none."""
     guard_reason: str | None = None
-    open_fraction: float | None = None  # of the last seconds, in which its guard let rollouts run
-    tokens_per_s: float | None = None  # rollout tokens, of late
-    probe: str | None = None  # by what its guard sees the serving engine
-    model_digest: str = ""  # of its model's files; empty: a preset, a hub name, or another machine's path
-    waits_for: str | None = None  # what it needs to take a turn, though it is well: a lease, weights of a run
+    open_fraction: float | None = None
+    """Of the last seconds, in which its guard let rollouts run."""
+    tokens_per_s: float | None = None
+    """Rollout tokens, of late."""
+    probe: str | None = None
+    """By what its guard sees the serving engine."""
+    model_digest: str = ""
+    """Of its model's files; empty: a preset, a hub name, or another machine's path."""
+    waits_for: str | None = None
+    """What it needs before it can take a turn, though it is well: a lease, or weights of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to run up to `slot_count` turns of one run on one worker until a time.
-
-    `lease_until_ms` is its shard's clock, and to be compared with no other; None: standing, until another lease
-    replaces it.
-    """
+    """The right to run up to `slot_count` turns of one run on one worker until a time."""
 
     worker_id: str
     run_id: str
     lease_epoch: int
     slot_count: int
+    """Turns that may run at once."""
     lease_until_ms: int | None
-    remaining_ms: int | None = None  # when it was read; 0: it had ended, None: standing
-    reason: str = ""
+    """By the clock of the run's shard, which no other agrees with; null: standing, until another lease replaces it."""
+    remaining_ms: int | None = None
+    """When it was read; 0: it had ended, null: standing."""
+    reason: str = field(default="", metadata={"exclude": True})  # the controller's; not written down, so never shown
+
+    @property
+    def is_standing(self) -> bool:
+        """Whether it holds until another lease replaces it."""
+        return self.lease_until_ms is None
 
 
 def check_reward(reward: Any, where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:

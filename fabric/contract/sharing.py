@@ -18,25 +18,26 @@ POOL = "pool:"  # prefix of a pool's name as a subject
 
 @dataclass(frozen=True, kw_only=True)
 class LendSetting(Record):
-    """What a serving team said about one subject: a worker's id, "pool:NAME", or "*".
-
-    mode: "on"; "observe" (measure and show what could be lent, lend nothing); "off" (also revokes, at once).
-    slot_count_max, compute_fraction_max (of the device's time), memory_fraction_max (of the KV cache): hard caps; None:
-    none. hours: when it may be lent, as "mon-fri 22:00-06:00" in UTC; none: always. names: of "*" that is on, the pools
-    ("pool:NAME") and workers without one that were known when it was said; "on" is said of these alone.
-    """
+    """What a serving team said about one subject: a worker's id, "pool:NAME", or "*"."""
 
     KIND: ClassVar[int] = 10
 
     mode: str
+    """on; observe: measure and show what could be lent, lend nothing; off: also revokes, at once."""
     slot_count_max: int | None = None
+    """A hard cap, as the next two; null: none."""
     compute_fraction_max: float | None = None
+    """Of the device's time."""
     memory_fraction_max: float | None = None
+    """Of the KV cache."""
     hours: list[str] = field(default_factory=list)
+    """When it may be lent, as "mon-fri 22:00-06:00" in UTC; none: always."""
     said_by: str = ""
     reason: str = ""
     said_at_ms: int = 0
+    """By the broker's clock."""
     names: list[str] = field(default_factory=list)
+    """Of * that is on: the pools ("pool:NAME") and workers without one that it is said of; later ones observe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +90,31 @@ class GuardView:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingReport(Record):
-    """What sharing one device cost and gave, since the worker started.
-
-    alone: serving requests in whose time no rollout computed here; shared: the others. lent_s: time under a lease;
-    computing_s: of it, in which rollouts computed. token_count: rollout tokens made. reclaim_ms_p99: from the moment
-    when the guard shut to the end of the last rollout step. violation_count: requests beyond an objective in `shared`.
-    """
+    """What sharing one device cost and gave, since its worker started."""
 
     KIND: ClassVar[int] = 11
     IGNORES_UNKNOWN: ClassVar[bool] = True
 
     worker_id: str
-    since_s: float = 0.0  # how long it has measured
+    since_s: float = 0.0
+    """For how long it has measured."""
     ttft_slo_ms: float = 0.0
     tpot_slo_ms: float = 0.0
-    alone: dict[str, float] = field(default_factory=dict)  # Latencies as a row
+    alone: dict[str, float] = field(default_factory=dict)
+    """Serving requests in whose time no rollout computed: their number, latencies, and the part within objectives."""
     shared: dict[str, float] = field(default_factory=dict)
+    """The others."""
     violation_count: int = 0
+    """Of the latter, beyond an objective."""
     lent_s: float = 0.0
+    """Under a lease."""
     computing_s: float = 0.0
-    could_lend_s: float = 0.0  # observe only: time in which the guard would have been open
+    """Of that, with rollouts computing."""
+    could_lend_s: float = 0.0
+    """While it only observed: time in which rollouts could have run."""
     token_count: int = 0
+    """Rollout tokens made."""
     reclaim_count: int = 0
     reclaim_ms_p50: float = 0.0
+    """From the guard's shutting to the end of the last rollout step."""
     reclaim_ms_p99: float = 0.0

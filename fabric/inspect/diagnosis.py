@@ -77,12 +77,16 @@ ROLLOUT_ROLES = ("dedicated", "serving")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a run does or does not move. code: one of CODES. text: one sentence. step: what to do next, or ""."""
+    """Why a run does or does not move."""
 
     code: str
+    """In one word: docs/why.md lists all."""
     kind: Kind
+    """Work moves; it waits for its trainer or its turn; it stands and this may pass; it stands until somebody acts."""
     text: str
+    """One sentence."""
     step: str = ""
+    """What to do next; empty: nothing."""
 
     @property
     def is_well(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..contract.errors import ChainBroken, DigestMismatch, VersionUnknown
 from ..format.codec import SPARSE, STEPS, VALUES
@@ -47,24 +46,52 @@ class Inspection:
         return self.floor.byte_count / self.manifest.payload_bytes if self.manifest.payload_bytes else None
 
 
-def version_row(manifest: WeightManifest) -> dict[str, Any]:
-    """What a manifest says of its size, as plain values. None: density, bytes_per_changed of a keyframe; not known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionFigures:
+    """What a manifest says of its size."""
+
+    version: int
+    kind: str
+    """keyframe, delta, or jump-8 or jump-64: several deltas as one."""
+    base_version: int
+    """What a delta or a jump is applied to; -1 for a keyframe."""
+    payload_bytes: int
+    """What travels."""
+    dense_bytes: int
+    """What the full weights take."""
+    chunk_count: int
+    changed_count: int
+    element_count: int
+    density: float | None
+    """Changed elements as a fraction of all; null for a keyframe."""
+    bytes_per_changed: float | None
+    """Of the payload; null for a keyframe, or where nothing changed."""
+    dense_over_payload: float | None
+    """How many times smaller than the full weights; null where nothing travels."""
+    of_entropy_floor: float | None
+    """The entropy floor over the payload, as its publisher saw on a few blocks; null where it did not look."""
+    carrier: str
+    """What its chunks travelled by: broker or collective."""
+
+
+def version_figures(manifest: WeightManifest) -> VersionFigures:
+    """What a manifest says of its size."""
     is_keyframe, changed_count = manifest.kind == KEYFRAME, manifest.changed_count
-    return {
-        "version": manifest.version,
-        "kind": manifest.kind,
-        "base_version": manifest.base_version,
-        "payload_bytes": manifest.payload_bytes,
-        "dense_bytes": manifest.dense_bytes,
-        "chunk_count": len(manifest.chunk_bytes),
-        "changed_count": changed_count,
-        "element_count": manifest.element_count,
-        "density": None if is_keyframe else manifest.density,
-        "bytes_per_changed": None if is_keyframe or not changed_count else manifest.payload_bytes / changed_count,
-        "dense_over_payload": manifest.dense_bytes / manifest.payload_bytes if manifest.payload_bytes else None,
-        "of_entropy_floor": manifest.of_entropy_floor or None,
-        "carrier": manifest.carrier,
-    }
+    return VersionFigures(
+        version=manifest.version,
+        kind=manifest.kind,
+        base_version=manifest.base_version,
+        payload_bytes=manifest.payload_bytes,
+        dense_bytes=manifest.dense_bytes,
+        chunk_count=len(manifest.chunk_bytes),
+        changed_count=changed_count,
+        element_count=manifest.element_count,
+        density=None if is_keyframe else manifest.density,
+        bytes_per_changed=None if is_keyframe or not changed_count else manifest.payload_bytes / changed_count,
+        dense_over_payload=manifest.dense_bytes / manifest.payload_bytes if manifest.payload_bytes else None,
+        of_entropy_floor=manifest.of_entropy_floor or None,
+        carrier=manifest.carrier,
+    )
 
 
 async def inspect_version(

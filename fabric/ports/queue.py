@@ -178,14 +178,12 @@ BAD_ROW_COUNT_MAX = 100  # shown at once: more of them would not be read by peop
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row of the broker's tables that cannot be read. Who looks passes over it; a person removes it.
-
-    table: "runs" of the fabric, "r1.0:counters" of a shard of run r1 (queue/keys.py). row: its name as it is shown;
-    empty: the whole table is of another type than it should be.
-    """
+    """A row of the broker's tables that cannot be read. Who looks passes over it; a person removes it."""
 
     table: str
+    """As "runs" of the fabric, or "r1.0:counters" of a shard of run r1."""
     row: str
+    """Its name as it is shown; empty: the whole table is of another type than it should be."""
     problem: str
 
     @property

@@ -51,13 +51,16 @@ WINDOW_COUNT_MAX = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendTerms:
-    """What holds for one worker now. Caps: None: none. The reason is for people."""
+    """What of a worker may be lent now: the strictest of all that was said."""
 
     mode: str
+    """on; observe: measure what could be lent, and lend nothing; off."""
     slot_count_max: int | None = None
+    """A cap, as the next two; null: none."""
     compute_fraction_max: float | None = None
     memory_fraction_max: float | None = None
     reason: str = ""
+    """Whose word decides, and why."""
 
     @property
     def may_lend(self) -> bool:

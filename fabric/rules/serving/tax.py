@@ -11,15 +11,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...contract.sharing import SharingReport
 
-__all__ = ["TAXES", "few", "quantile_ranks", "sharing_totals", "taxes", "with_taxes"]
+__all__ = ["TAXES", "SharingTotals", "few", "quantile_ranks", "sharing_totals", "taxes", "with_taxes"]
 
 TAXES = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")  # the latencies that are compared
 P99S = ("ttft_ms_p99", "tpot_ms_p99")
 SUMS = ("lent_s", "computing_s", "could_lend_s", "token_count", "violation_count", "reclaim_count")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingTotals:
+    """All workers together; null: there is nothing to tell it by."""
+
+    worker_count: int
+    alone_request_count: int
+    shared_request_count: int
+    alone_attained_fraction: float | None
+    shared_attained_fraction: float | None
+    violation_count: int
+    ttft_ms_p99_alone_worst: float | None
+    ttft_ms_p99_shared_worst: float | None
+    tpot_ms_p99_alone_worst: float | None
+    tpot_ms_p99_shared_worst: float | None
+    ttft_tax_p99_worst: float | None
+    """The highest of any worker's; percentiles of several cannot be added up."""
+    tpot_tax_p99_worst: float | None
+    lent_s: float
+    computing_s: float
+    could_lend_s: float
+    token_count: int
+    reclaim_count: int
+    reclaim_ms_p99_worst: float | None
 
 
 def taxes(report: SharingReport) -> dict[str, float | None]:
@@ -68,7 +94,7 @@ def quantile_ranks(count: int, fraction: float, confidence: float = 0.95) -> tup
     return low, high
 
 
-def sharing_totals(reports: Iterable[SharingReport]) -> dict[str, Any]:
+def sharing_totals(reports: Iterable[SharingReport]) -> SharingTotals:
     """All workers together: sums, attainment over all requests, and the highest of each worker's P99 tax."""
     reports = list(reports)
     found: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
@@ -85,8 +111,7 @@ def sharing_totals(reports: Iterable[SharingReport]) -> dict[str, Any]:
         known = [tax for report in reports if (tax := taxes(report)[name]) is not None]
         found[f"{name}_worst"] = max(known, default=None)
     found["reclaim_ms_p99_worst"] = max((r.reclaim_ms_p99 for r in reports if r.reclaim_count), default=None)
-    found["worker_count"] = len(reports)
-    return found
+    return SharingTotals(**found, worker_count=len(reports))
 
 
 def _tax(alone: Mapping[str, float], shared: Mapping[str, float], name: str) -> float | None:

@@ -22,8 +22,8 @@ def test_where_no_shared_request_had_a_second_token_there_is_no_tpot_tax() -> No
     report = SharingReport(worker_id="w", alone=ALONE, shared={**ALONE, "tpot_ms_p99": 0.0})
     assert taxes(report)["tpot_tax_p99"] is None
     totals = sharing_totals([report])
-    assert totals["tpot_tax_p99_worst"] is totals["tpot_ms_p99_shared_worst"] is None
-    assert totals["ttft_tax_p99_worst"] == 0.0
+    assert totals.tpot_tax_p99_worst is totals.tpot_ms_p99_shared_worst is None
+    assert totals.ttft_tax_p99_worst == 0.0
 
 
 def test_ranks_around_a_quantile_are_those_of_the_tables() -> None:
