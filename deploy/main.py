@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
-from collections.abc import Sequence
 from typing import Annotated
-from urllib.parse import parse_qsl
 
 import typer
 
@@ -20,6 +17,7 @@ from .. import __version__
 from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.text import printable
 from ..fabric.host.command import with_commands
+from .cli.arguments import refuse_secrets
 from .cli.exits import INTERRUPTED
 from .cli.logs import set_up_logs
 from .cli.options import (
@@ -28,15 +26,12 @@ from .cli.options import (
     AsJson,
     EngineName,
     EngineWords,
-    Name,
     NoNetwork,
     PassEnv,
     Port,
     Rewards,
     RunAs,
     Url,
-    need_seconds,
-    need_url,
 )
 from .cli.printing import Console, show
 from .cli.speech import say
@@ -187,137 +182,18 @@ def broker(
     raise typer.Exit(run_broker(data, port))
 
 
-@app.command()
-def controller(url: Url = None, name: Name = None) -> None:
-    """Run a capacity controller (several may run: one leads)."""
-    from .roles.run import RoleOptions, run_controller
-
-    run_controller(RoleOptions(url=need_url(url), name=name))
-
-
-@app.command()
-def agent(
-    url: Url = None,
-    name: Name = None,
-    environments: Annotated[int, typer.Option("--count", help="Environments at once.", min=1)] = 256,
-    timeout: Annotated[float, typer.Option(help="Seconds a reset or step may take.")] = 30.0,
-    memory: Annotated[int, typer.Option(help="MiB that each environment's process may write to.", min=64)] = 4096,
-    environment: Allowed = None,
-    reward: Rewards = None,
-    pass_env: PassEnv = None,
-    run_as: RunAs = None,
-    no_network: NoNetwork = False,
-    allow_hub: AllowHub = None,
-) -> None:
-    """Run an agent worker: drives environments on CPUs."""
-    from ..workers.environments.confinement import make_confinement
-    from .roles.run import RoleOptions, run_agent
-
-    options = RoleOptions(
-        url=need_url(url),
-        name=name,
-        environments=tuple(environment or ()),
-        rewards=tuple(reward or ()),
-        confinement=make_confinement(tuple(pass_env or ()), run_as=run_as, is_offline=no_network),
-    )
-    run_agent(
-        options,
-        environment_count=environments,
-        environment_timeout_s=need_seconds("--timeout", timeout),
-        environment_memory_bytes=memory << 20,
-        hub_names=tuple(allow_hub or ()),
-    )
-
-
-@app.command()
-def reward(
-    url: Url = None,
-    name: Name = None,
-    timeout: Annotated[float, typer.Option(help="Seconds one reward may take.")] = 20.0,
-    memory_mib: Annotated[
-        int, typer.Option("--memory", min=64, help="MiB that each process of a reward function may use.")
-    ] = 1024,
-    environment: Allowed = None,
-    reward: Rewards = None,
-    pass_env: PassEnv = None,
-    run_as: RunAs = None,
-    no_network: NoNetwork = False,
-) -> None:
-    """Run an rq worker: reward functions and housekeeping."""
-    from ..workers.environments.confinement import make_confinement
-    from .roles.run import RoleOptions, run_reward
-
-    options = RoleOptions(
-        url=need_url(url),
-        name=name,
-        environments=tuple(environment or ()),
-        rewards=tuple(reward or ()),
-        confinement=make_confinement(tuple(pass_env or ()), run_as=run_as, is_offline=no_network),
-    )
-    run_reward(options, reward_timeout_s=need_seconds("--timeout", timeout), memory_bytes_max=memory_mib << 20)
-
-
 def _register() -> None:
     """Commands that live in files of their own."""
     from . import bench
     from .cli import acl, data, lend, runs, status
     from .doctor import command as doctor
     from .replay import command as replay
-    from .roles import api, train, worker
+    from .roles import api, command, config, train
     from .weights import command as weights
 
-    for module in (worker, api, acl, status, lend, doctor, data, runs, weights, train, replay):
+    for module in (command, config, api, acl, status, lend, doctor, data, runs, weights, train, replay):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 
 
 _register()
-
-
-# ---------------------------------------------------------------- arguments
-#
-# No secret as an argument: every user of the machine sees arguments (`ps`), and the shell keeps them.
-
-
-SECRET = re.compile(r"passw(or)?d$|secret$|(^|[_-])api[_-]?key$|^(hf|auth|access|bearer)[_-]token$", re.IGNORECASE)
-INSTEAD = {"--api-key": "ROLLFAB_SERVER_KEY", "--hf-token": "HF_TOKEN"}
-
-
-def refuse_secrets(arguments: Sequence[str]) -> None:
-    """Refuse arguments that hold a password or a key: in a URL, or as the value of an option that is named like one.
-
-    Raises:
-        ConfigError: names the option and what to do instead. The text does not repeat the value.
-    """
-    option = ""
-    for place, word in enumerate(arguments):
-        name, has_value, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        option = name or option
-        following = value if has_value else "".join(arguments[place + 1 : place + 2])
-        if name and SECRET.search(name.removeprefix("--")) and following and not following.startswith("-"):
-            raise _refusal(name, "a secret", f"by the environment, {INSTEAD.get(name, 'or in a file')}")
-        if _has_secret(value):
-            raise _refusal(option or "an argument", "the password in a URL", "as ROLLFAB_URL, by the environment")
-        option = name if name and not has_value else ""
-
-
-def _refusal(option: str, what: str, instead: str) -> ConfigError:
-    return ConfigError(
-        f"{option} would show {what} to every user of this machine (`ps`), and to the shell's history: give it "
-        f"{instead}, which the user of a process alone can see",
-        option=option,
-    )
-
-
-def _has_secret(word: str) -> bool:
-    """Whether it is, or ends in, a URL with a user's part, or with a setting that is secret."""
-    scheme, found, rest = word.partition("://")
-    if not found:
-        return False
-    place, _, query = rest.partition("?")
-    # a password's own "/", "?" or "#" cuts a broker's URL too early: there the sign may stand anywhere
-    named = rest if re.search(r"(?i)(^|=)rediss?(\+\w+)?$", scheme) else re.split(r"[/?#]", rest, maxsplit=1)[0]
-    if "@" in named or (place.startswith("/") and "@" in query):
-        return True
-    settings = parse_qsl(query, keep_blank_values=True)
-    return any(SECRET.search(name) or _has_secret(value) for name, value in settings)

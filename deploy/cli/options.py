@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import typer
@@ -64,17 +63,6 @@ EngineWords = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option("--port", help="Port; 0 picks a free one.", min=0, max=65535)]
-
-
-def need_seconds(option: str, given: float) -> float:
-    """A time that can pass.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not (math.isfinite(given) and given > 0):
-        raise ConfigError(f"{option} is {given:g}: give a finite number of seconds above 0", setting=option)
-    return given
 
 
 def need_url(url: str | None) -> str:

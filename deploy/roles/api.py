@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ...api.access.config import ApiConfig, check_config
 from ...api.access.keys import add_key, drop_key, read_keys_file
-from ...fabric.contract.errors import ConfigError
-from ..cli.options import AsJson, Port, Url, need_url
+from ..cli.options import AsJson
 from ..cli.printing import show, show_json
 from ..cli.speech import say_nothing
+from .command import role_command
 
 KEYS_FILE = "rollfab-api.keys"
 
@@ -22,63 +21,13 @@ KeysFile = Annotated[Path, typer.Option("--file", envvar="ROLLFAB_KEYS_FILE", he
 def register(app: typer.Typer) -> None:
     """Add the command and those below it."""
     api = typer.Typer(help="Run the HTTP server: status, metrics, live page. Below it: its keys.")
-    api.callback(invoke_without_command=True)(_serve)
+    api.callback(invoke_without_command=True)(role_command("api"))
     keys = typer.Typer(no_args_is_help=True, help="Bearer keys: made here, kept as hashes.")
     keys.command("new")(_new)
     keys.command("ls")(_list)
     keys.command("drop")(_drop)
     api.add_typer(keys, name="keys")
     app.add_typer(api, name="api")
-
-
-def _serve(
-    context: typer.Context,
-    url: Url = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; anything but loopback needs keys.")] = "127.0.0.1",
-    port: Port = 8765,
-    keys: Annotated[
-        Path | None, typer.Option(envvar="ROLLFAB_KEYS_FILE", help="File of hashed keys; see `rollfab api keys new`.")
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="PEM file: speak https, with this certificate.")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="PEM file of its private key, if it is another.")] = None,
-    read_key: Annotated[
-        list[str] | None, typer.Option(envvar="ROLLFAB_READ_KEYS", help="sha256:<hex> of a key that may look.")
-    ] = None,
-    control_key: Annotated[
-        list[str] | None, typer.Option(envvar="ROLLFAB_CONTROL_KEYS", help="Likewise: may look and act.")
-    ] = None,
-) -> None:
-    """Run the HTTP server: status, metrics, live page."""
-    if context.invoked_subcommand is not None:
-        return
-    from .run import RoleOptions, run_api
-
-    for name, given in (("read_key", read_key), ("control_key", control_key)):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            _refuse_plain(name, given or [])
-    rows = [] if keys is None else read_keys_file(keys)
-    config = ApiConfig(
-        host=host,
-        port=port,
-        read_keys=(*(read_key or ()), *(row.hashed for row in rows if row.right == "read")),
-        control_keys=(*(control_key or ()), *(row.hashed for row in rows if row.right == "control")),
-        key_names=tuple((row.hashed, row.name) for row in rows),
-        tls_certificate=tls_cert,
-        tls_key=tls_key,
-    )
-    run_api(RoleOptions(url=need_url(url)), check_config(config))
-
-
-def _refuse_plain(name: str, given: list[str]) -> None:
-    """A key on the command line is seen by every user of the machine (`ps`); its hash is no secret."""
-    option = "--" + name.replace("_", "-")
-    if any(not key.startswith("sha256:") for key in given):
-        raise ConfigError(
-            f"{option} would show a key to every user of this machine (`ps`): give --keys FILE, which "
-            f"`rollfab api keys new NAME` writes, or sha256:<hex> of the key, or set ROLLFAB_{name.upper()}S",
-            option=option,
-        )
 
 
 def _new(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.models import check_model_name, is_preset
 from ...fabric.contract.text import did_you_mean
+from ...fabric.host.options import option
 from ...workers.engines.base import Engine
 from ..cli.printing import Console
 
@@ -27,32 +28,37 @@ SLOW = {"stall_s": 30.0, "first_token_s": 300.0}
 class EngineOptions:
     """What was asked for. None: not said, so the engine's own way."""
 
-    engine: str = "transformers"
-    """One of ENGINES."""
-    model: str = "tiny"
-    """Preset, path or hub name; with `server` the name that it serves."""
-    slot_count: int = 64
-    """Turns at once."""
-    context_tokens_max: int | None = None
-    """Most tokens of prompt and completion."""
-    seed: int | None = None
-    """Of sampling."""
-    device: str | None = None
-    """transformers only: torch's name."""
-    server: str | None = None
-    """vllm only: URL of a server to attach to."""
-    server_key: str | None = field(default=None, repr=False)
-    """vllm only: what that server asks for."""
-    log: str | None = None
-    """vllm only: file for its output; "-": where ours goes."""
-    words: tuple[str, ...] = ()
-    """vllm only: its own command-line words."""
-    adapter_rank: int | None = None
-    """vllm only: weights are a LoRA adapter of this rank."""
-    adapter_alpha: float | None = None
-    """vllm only: that adapter's scale times its rank."""
+    engine: str = option("transformers", "What generates: transformers or vllm.", choices=ENGINES)
+    model: str = option("", "Preset, path or hub name. Default: tiny.")
+    """With `server` the name that it serves."""
+    slot_count: int = option(64, "Turns it runs at once.", key="slots", least=1)
+    context_tokens_max: int | None = option(
+        None, "Longest context in tokens. Default: 512; the server's with --server.", key="context", least=2
+    )
+    seed: int | None = option(None, "Of sampling; default: fresh.")
+    device: str | None = option(None, "cpu, cuda, cuda:1 …; with vLLM set CUDA_VISIBLE_DEVICES.")
+    server: str | None = option(None, "vllm: attach to the OpenAI server at this URL.")
+    server_key: str | None = option(
+        None, "What that server asks for.", variables=("ROLLFAB_SERVER_KEY",), is_secret=True, is_variable_only=True
+    )
+    log: str | None = option(
+        None, "vllm: file for its output; - for where ours goes. Default: in ~/.local/state.", key="engine_log"
+    )
+    adapter_rank: int | None = option(None, "vllm: the run's weights are a LoRA adapter of this rank.", least=1)
+    adapter_alpha: float | None = option(None, "vllm: its scale times the rank. Default: the rank.")
+    words: tuple[str, ...] = option(
+        (),
+        "vllm: its own engine arguments, after `--`: `-- --tensor-parallel-size 2`; `-- --help` lists them.",
+        metavar="[-- WORD...]",
+        is_positional=True,
+    )
     guard: GuardConfig | None = None
     """It shares its device with a serving engine."""
+
+    def __post_init__(self) -> None:
+        """Name the model where nobody did, and only we choose it."""
+        if not self.model and self.server is None:
+            object.__setattr__(self, "model", "tiny")
 
     def for_transformers(self) -> TransformersConfig:
         """Settings of the embedded engine."""
@@ -115,6 +121,10 @@ def check_engine_options(options: EngineOptions) -> None:
     for is_wrong, what, why in rows:
         if is_wrong:
             raise ConfigError(f"{what} {why}", option=what)
+    if not options.model:
+        raise ConfigError(
+            "--server needs --model: the name that the server has for it, which is the model of the runs it works for"
+        )
     if not has_server:  # whose model may be called anything
         check_model_name(options.model)
 

@@ -16,30 +16,26 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...api.access.config import ApiConfig
+from ...api.access.config import check_config
 from ...fabric.broker.connection import open_broker
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
-from ...fabric.contract.ids import check_name, new_worker_id
-from ...fabric.contract.limits import WORLD_MEMORY_BYTES_MAX
 from ...fabric.contract.models import FoundModel, find_model
 from ...fabric.contract.records import WorkerInfo
-from ...fabric.contract.text import did_you_mean
 from ...fabric.opened import RedisFabric
 from ...workers.engines.base import Engine
-from ...workers.environments.confinement import UNASKED, Confinement, hide, say_what_lacks
+from ...workers.environments.confinement import hide, say_what_lacks
 from ..cli.exits import INTERRUPTED
 from ..cli.printing import Console
-from .engines import CONTEXT_TOKENS_MAX, EngineOptions, check_engine_options, new_engine, patience_of
+from .engines import CONTEXT_TOKENS_MAX, EngineOptions, new_engine, patience_of
+from .options import AgentOptions, ApiOptions, ForeignOptions, RewardOptions, RoleOptions, WorkerOptions
 
 if TYPE_CHECKING:
     from ...workers.environments.pool import PoolConfig
     from ...workers.rollout.config import RolloutConfig
-    from ...workers.rollout.weight_sources import SupplyOptions
     from ...workers.serving.options import ServingOptions
     from ...workers.serving.wiring import Sharing
 
@@ -50,30 +46,6 @@ LEFTOVERS_S = 1.0
 STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
 ANSWER_S = 3.0  # for its answer: with both sides of it less than a supervisor waits
 AWAY = "stopped; the broker did not answer meanwhile"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleOptions:
-    """What every role needs to know."""
-
-    url: str = field(repr=False)
-    """The broker, perhaps with a password."""
-    name: str | None = None
-    """The worker's id; default: made from role, host and process."""
-    environments: tuple[str, ...] = ()
-    """NAME=module:attr pairs that this process may import."""
-    rewards: tuple[str, ...] = ()
-    """NAME=module:attr pairs that this process may import."""
-    confinement: Confinement = UNASKED
-    """How environments and rewards are held in."""
-
-    def worker_id(self, role: str) -> str:
-        """The name this process goes by on the broker.
-
-        Raises:
-            ConfigError: the one given cannot be part of a key.
-        """
-        return check_name("worker", self.name or new_worker_id(role))
 
 
 def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: str) -> None:
@@ -161,14 +133,7 @@ def run_controller(options: RoleOptions) -> None:
     run_until_stopped(serve, options.url)
 
 
-def run_agent(
-    options: RoleOptions,
-    *,
-    environment_count: int,
-    environment_timeout_s: float,
-    environment_memory_bytes: int = WORLD_MEMORY_BYTES_MAX,
-    hub_names: tuple[str, ...] = (),
-) -> None:
+def run_agent(options: AgentOptions) -> None:
     """Drive environments."""
     from ...workers.agent.keeper import Elsewhere
     from ...workers.agent.loop_watchdog import watching
@@ -176,22 +141,24 @@ def run_agent(
     from ...workers.environments.pool import PoolConfig
     from ...workers.rewards.jobs import RewardAsker, open_queue, queue_of
 
+    confinement = options.foreign.confinement()
+
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("agent")
         clock = SystemClock()
         config = AgentConfig(
             worker_id=worker_id,
-            environment_count=environment_count,
-            environment_timeout_s=environment_timeout_s,
-            hub_names=hub_names,
+            environment_count=options.environment_count,
+            environment_timeout_s=options.timeout_s,
+            hub_names=options.hub_names,
         )
-        pool = PoolConfig(memory_bytes_max=environment_memory_bytes, confinement=options.confinement)
+        pool = PoolConfig(memory_bytes_max=options.memory_mib << 20, confinement=confinement)
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
             make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
         )
         async with (
-            _registry(options, pool) as registry,
+            _registry(options.foreign, pool) as registry,
             await RedisFabric.open(
                 options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
             ) as ports,
@@ -202,45 +169,25 @@ def run_agent(
                 await worker.run(stop)
 
     hide()
-    say_what_lacks(options.confinement)
+    say_what_lacks(confinement)
     run_until_stopped(serve, options.url)
 
 
-def run_worker(
-    options: RoleOptions,
-    *,
-    role: str,
-    engine: EngineOptions,
-    sleep_after_s: float | None = None,
-    supply: SupplyOptions | None = None,
-    serving: ServingOptions | None = None,
-    make_engine: Callable[[EngineOptions, str], Engine] = new_engine,
-) -> None:
+def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, str], Engine] = new_engine) -> None:
     """Generate turns under a lease.
 
     Args:
-        sleep_after_s: see RolloutConfig.
-        supply: where its weights come from.
-        serving: the serving engine that it shares its device with.
         make_engine: another engine than the options name, for a worker's id.
     """
-    from ...workers.rollout.weight_sources import place_of, weights_for
+    from ...workers.rollout.weight_sources import weights_for
     from ...workers.rollout.worker import RolloutWorker
-    from ...workers.serving.options import ServingOptions, check_serving_options
     from ...workers.serving.wiring import announce
 
-    if role not in ("dedicated", "serving"):
-        raise ConfigError(
-            f"role {role!r} is neither dedicated nor serving: {did_you_mean(role, ('dedicated', 'serving'))}"
-        )
-    worker_id, serving = options.worker_id(role), serving or ServingOptions()
-    check_engine_options(engine)
-    check_serving_options(role, serving, has_server=engine.server is not None)
-    if supply is not None and supply.listen:
-        place_of(supply)
+    worker_id, engine, serving = options.worker_id(options.role), options.engine, options.serving
+    options.check()
     sharing = _sharing(serving)
     made = _make(sharing, engine, lambda options: make_engine(options, worker_id))
-    config = _rollout_config(worker_id, role, engine, serving, sleep_after_s)
+    config = _rollout_config(worker_id, options)
 
     async def serve(stop: asyncio.Event) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -257,7 +204,9 @@ def run_worker(
                 await made.start()
             capacity_tokens = engine.slot_count * (config.context_tokens_max or 1)
             guard = sharing.attach(made, capacity_tokens) if sharing is not None else None
-            weights = await stack.enter_async_context(weights_for(ports.weights, worker_id, options.url, supply))
+            weights = await stack.enter_async_context(
+                weights_for(ports.weights, worker_id, options.url, options.supply)
+            )
             worker = RolloutWorker(
                 ports,
                 made,
@@ -269,28 +218,27 @@ def run_worker(
             )
             if sharing is not None:
                 await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
-            if role == "serving":
+            if options.role == "serving":
                 await stack.enter_async_context(_beside(announce(worker_id, serving, worker.keeper, sharing, _say)))
             await worker.run(stop)
 
     run_until_stopped(serve, options.url)
 
 
-def _rollout_config(
-    worker_id: str, role: str, engine: EngineOptions, serving: ServingOptions, sleep_after_s: float | None
-) -> RolloutConfig:
+def _rollout_config(worker_id: str, options: WorkerOptions) -> RolloutConfig:
     from ...workers.rollout.worker import RolloutConfig
 
+    engine, serving = options.engine, options.serving
     model = _model(engine)
     return RolloutConfig(
         worker_id=worker_id,
-        role=role,
+        role=options.role,
         model=model.name,
         model_digest=model.digest,
         slot_count=engine.slot_count,
         pool=serving.pool,
         is_observing=serving.is_observing,
-        sleep_after_s=sleep_after_s,
+        sleep_after_s=options.sleep_after_s,
         context_tokens_max=_context_tokens_max(engine),
         **patience_of(engine),
     )
@@ -372,18 +320,20 @@ def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def run_reward(options: RoleOptions, *, reward_timeout_s: float, memory_bytes_max: int) -> None:
+def run_reward(options: RewardOptions) -> None:
     """Compute rewards, and do housekeeping: jobs of rq."""
     from ...workers.rewards.jobs import RewardWorker, check_queue, open_queue
     from ...workers.rewards.scoring import RewardFunctions, Scoring, ScoringConfig
 
+    confinement = options.foreign.confinement()
+
     async def serve(stop: asyncio.Event) -> None:
-        worker_id, clock, registry = options.worker_id("reward"), SystemClock(), _registry(options)
+        worker_id, clock, registry = options.worker_id("reward"), SystemClock(), _registry(options.foreign)
         config = ScoringConfig(
             worker_id=worker_id,
-            timeout_s=reward_timeout_s,
-            memory_bytes_max=memory_bytes_max,
-            confinement=options.confinement,
+            timeout_s=options.timeout_s,
+            memory_bytes_max=options.memory_mib << 20,
+            confinement=confinement,
         )
         queue = open_queue(options.url)
         async with contextlib.AsyncExitStack() as stack:
@@ -396,13 +346,15 @@ def run_reward(options: RoleOptions, *, reward_timeout_s: float, memory_bytes_ma
             await RewardWorker(ports, scoring, queue, _info(worker_id, "reward"), clock).run(stop)
 
     hide()
-    say_what_lacks(options.confinement)
+    say_what_lacks(confinement)
     run_until_stopped(serve, options.url)
 
 
-def run_api(options: RoleOptions, config: ApiConfig) -> None:
+def run_api(options: ApiOptions) -> None:
     """Serve HTTP: status, metrics, live page."""
     from ...api.server import serve as serve_http
+
+    config = check_config(options.config())
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("api")
@@ -414,7 +366,7 @@ def run_api(options: RoleOptions, config: ApiConfig) -> None:
     run_until_stopped(serve, options.url)
 
 
-def _registry(options: RoleOptions, pool: PoolConfig | None = None) -> Any:
+def _registry(options: ForeignOptions, pool: PoolConfig | None = None) -> Any:
     from ...workers.environments.registry import Registry
 
     if options.environments or options.rewards:

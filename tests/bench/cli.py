@@ -131,14 +131,15 @@ def lent(
 ) -> None:
     """A serving worker whose guard decides as the bench switches."""
     from rollfab.deploy.roles.engines import EngineOptions
-    from rollfab.deploy.roles.run import RoleOptions
+    from rollfab.deploy.roles.options import WorkerOptions
     from rollfab.workers.serving.options import ServingOptions
 
     from .coserve.worker import run_lent
 
     engine = EngineOptions(engine="vllm", model=model, slot_count=slots, context_tokens_max=context, log="-")
     serving = ServingOptions(probe=str(probe), ttft_slo_ms=ttft, tpot_slo_ms=tpot)
-    run_lent(RoleOptions(url=need_url(url), name=name), engine=engine, serving=serving, switch=switch)
+    options = WorkerOptions(url=need_url(url), name=name, role="serving", engine=engine, serving=serving)
+    run_lent(options, switch=switch)
 
 
 @app.command("witness", hidden=True)
@@ -150,11 +151,9 @@ def witness(
     role: Annotated[str, typer.Option()] = "dedicated",
 ) -> None:
     """A rollout worker that records what its engine did."""
-    from rollfab.deploy.roles.run import RoleOptions
-
     from .witness import run_witness
 
-    run_witness(RoleOptions(url=need_url(url), name=name), role=role, slot_count=slots, directory=directory)
+    run_witness(need_url(url), name, role=role, slot_count=slots, directory=directory)
 
 
 @app.command("trainer", hidden=True)

@@ -23,7 +23,8 @@ from typing import Any
 import orjson
 
 from rollfab.deploy.roles.engines import EngineOptions
-from rollfab.deploy.roles.run import RoleOptions, run_worker
+from rollfab.deploy.roles.options import WorkerOptions
+from rollfab.deploy.roles.run import run_worker
 from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 from rollfab.workers.serving.options import ServingOptions
@@ -33,15 +34,16 @@ COUNT_BYTES = 8
 POOL = "bench"  # of serving workers, by which they are lent whenever they start
 
 
-def run_witness(options: RoleOptions, *, role: str, slot_count: int, directory: Path) -> None:
+def run_witness(url: str, name: str | None, *, role: str, slot_count: int, directory: Path) -> None:
     """Generate turns under a lease until told to stop, with the tiny preset; the record goes to `directory`."""
-    run_worker(
-        options,
+    options = WorkerOptions(
+        url=url,
+        name=name,
         role=role,
         engine=EngineOptions(model="tiny", slot_count=slot_count),
         serving=ServingOptions(pool=POOL if role == "serving" else ""),
-        make_engine=lambda engine, _: WitnessedEngine(engine.for_transformers(), directory),
     )
+    run_worker(options, make_engine=lambda engine, _: WitnessedEngine(engine.for_transformers(), directory))
 
 
 class WitnessedEngine(TransformersEngine):

@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import xxhash
@@ -24,7 +23,7 @@ from ...fabric.contract.errors import ConfigError
 from ...fabric.delivery.collective.addresses import node
 from ...fabric.delivery.collective.collected import CollectedStore
 from ...fabric.delivery.collective.receiver import CollectiveReceiver
-from ...fabric.delivery.node_cache import BUDGET_BYTES, ChunkCache, open_cache
+from ...fabric.delivery.node_cache import ChunkCache, open_cache
 from ...fabric.delivery.node_store import RelayedStore
 from ...fabric.delivery.relay_parents import Parents
 from ...fabric.delivery.relay_server import RelayServer
@@ -32,30 +31,10 @@ from ...fabric.format.manifest import Holder
 from ...fabric.ports.weights import WeightStore
 from ..engines.base import Engine
 from .peer_copies import PeerSource
+from .supply_options import SupplyOptions, place_of
 from .weights import WeightReceiver
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupplyOptions:
-    """How a worker takes part in the distribution of weights."""
-
-    is_shared: bool = True
-    """Whether the workers of this node share what they fetch, in shared memory."""
-    cache_bytes: int = BUDGET_BYTES
-    """The most of it."""
-    listen: str = ""
-    """HOST:PORT (port 0: a free one) to serve other nodes at; empty: nowhere. Weights travel in clear."""
-    public_host: str = ""
-    """How other nodes reach that host, where its own name is not how."""
-    region: str = ""
-    """Where this node is; between regions every chunk travels once."""
-    home_region: str = ""
-    """Where the broker is."""
-    believes_peers: bool = True
-    """Whether live weights of other workers are taken. Their sums guard against faults alone: a worker that
-    lies can make others of the same sums. Off, nothing is taken but chunks that the broker's manifest proves."""
 
 
 @asynccontextmanager
@@ -169,21 +148,3 @@ class WeightSupply:
         except OSError as error:
             raise ConfigError(f"weights cannot be served at {self._options.listen}: {error}") from error
         self._me = Holder(self._me.holder_id, -1, self._server.address, self._me.node, self._me.region)
-
-
-def place_of(options: SupplyOptions) -> tuple[str, int]:
-    """Host and port of `listen`.
-
-    Raises:
-        ConfigError: it is no place, or one that others could not find.
-    """
-    host, _, port = options.listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"weights cannot be served at {options.listen!r}: give HOST:PORT, port 0 for any")
-    if host in ("0.0.0.0", "::", "*") and not options.public_host:
-        raise ConfigError(
-            f"weights cannot be served at {options.listen!r} alone, as no other machine finds them there: name with"
-            " --weights-host how this one is reached"
-        )
-    return host, int(port)

@@ -8,30 +8,29 @@ from dataclasses import dataclass, field
 
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.ids import NAME
+from ...fabric.host.options import option
 from ...fabric.rules.serving.facts import Slo
-from .device.memory import MemoryOptions, check_memory_options
-from .device.priority import check_priority
-from .probes.scrape import target_of
+from .device.memory_options import MemoryOptions, check_memory_options
+from .device.priority import PRIORITIES, check_priority
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     """As it was asked for. None: not said."""
 
-    probe: str | None = None
-    """The page that the serving engine's plug-in writes, or the URL of a vLLM server whose /metrics are scraped."""
-    ttft_slo_ms: float | None = None
-    """Its team's objective for the 99th percentile of the time to the first token."""
-    tpot_slo_ms: float | None = None
-    """Its team's objective for the 99th percentile of the time per output token after the first."""
-    pool: str = ""
-    """The group of workers that the team switches together."""
-    priority: str | None = None
-    """yield, idle, low or normal; None: yield beside a serving engine."""
-    probe_user: str | None = None
-    """The user whose page is believed, beside root's and the worker's own: a name, or a number."""
-    is_observing: bool = False
-    """Nothing is ever lent; what could be is measured."""
+    probe: str | None = option(
+        None, "serving: what shows the serving engine: its ROLLFAB_PROBE page, or its http:// URL."
+    )
+    probe_user: str | None = option(None, "serving: user that runs the serving engine, if another one.")
+    ttft_slo_ms: float | None = option(None, "serving: its objective for P99 time to first token.", key="slo_ttft_ms")
+    tpot_slo_ms: float | None = option(None, "serving: its objective for P99 time per output token.", key="slo_tpot_ms")
+    pool: str = option("", "serving: the group of workers that its team switches together.")
+    priority: str | None = option(
+        None,
+        "serving: of rollouts on the device: yield, idle, low or normal. Default: yield, or else idle.",
+        choices=PRIORITIES,
+    )
+    is_observing: bool = option(False, "serving: lend nothing ever, show what could be lent.", key="observe")
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     """By what its KV memory is bounded."""
 
@@ -69,6 +68,8 @@ def check_serving_options(role: str, options: ServingOptions, *, has_server: boo
     Raises:
         ConfigError: the text says what to type instead.
     """
+    from .probes.scrape import target_of  # with what speaks to a server
+
     has_probe = options.probe is not None
     objectives = (("--slo-ttft-ms", options.ttft_slo_ms), ("--slo-tpot-ms", options.tpot_slo_ms))
     missing = [flag for flag, value in objectives if value is None]

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from rollfab.deploy.roles.engines import EngineOptions
-from rollfab.deploy.roles.run import RoleOptions, run_worker
+from rollfab.deploy.roles.options import WorkerOptions
+from rollfab.deploy.roles.run import run_worker
 from rollfab.workers.engines.base import Engine
 from rollfab.workers.engines.vllm.common.environment import import_vllm
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.serving.guarding.guard import GuardOrders
-from rollfab.workers.serving.options import ServingOptions
 
 POLICY = "tests.bench.coserve.policies:switched"
 SWITCHED = 1  # the first of the policies beside ours
@@ -26,10 +26,9 @@ class SwitchedDoor(LocalDoor):
         super().order(dataclasses.replace(orders, policy=SWITCHED))
 
 
-def run_lent(options: RoleOptions, *, engine: EngineOptions, serving: ServingOptions, switch: Path) -> None:
+def run_lent(options: WorkerOptions, *, switch: Path) -> None:
     """Generate turns under a lease, beside a serving engine, until told to stop."""
-    make_engine = partial(_make_engine, switch=switch)
-    run_worker(options, role="serving", engine=engine, serving=serving, make_engine=make_engine)
+    run_worker(options, make_engine=partial(_make_engine, switch=switch))
 
 
 def _make_engine(options: EngineOptions, _worker_id: str, *, switch: Path) -> Engine:

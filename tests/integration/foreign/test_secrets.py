@@ -20,8 +20,8 @@ import pytest
 
 from rollfab.api.access.config import ApiConfig
 from rollfab.api.access.keys import add_key, hash_key, new_key, read_keys_file
-from rollfab.deploy.main import refuse_secrets
-from rollfab.deploy.roles.run import RoleOptions
+from rollfab.deploy.cli.arguments import refuse_secrets
+from rollfab.deploy.roles.options import RoleOptions
 from rollfab.fabric.contract.errors import ConfigError
 from tests.support.brokers.redis_server import RedisServer, free_port, redis_server
 from tests.support.processes.fabric_processes import PYTHONPATH

@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ....fabric.contract.errors import ConfigError, EngineUnsupported
-from ....fabric.contract.text import did_you_mean
 from ....fabric.rules.serving.facts import ServingState
 from ....fabric.rules.serving.memory import MemoryFacts, MemoryRule, MemoryState, decide
 from ...engines.base import Engine
 from ...engines.vllm.common.environment import installed_version
 from .bounds import Bounds
 from .kvcached import Kvcached, KvcachedSegment, check_kvcached
+from .memory_options import MemoryOptions, check_memory_options
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("static", "release", "kvcached")
 HOLD = "memory"  # the reason for which the engine is paused
 
 
@@ -139,38 +137,6 @@ class KvRelease(StaticPartition):
         taken_s = await self._holder.take_kv()
         await self._engine.resume(HOLD)
         return taken_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """Which backend bounds the KV memory. The rest is for kvcached alone: its segment, bytes of KV for one token.
-
-    None: not said, and the backend is static.
-    """
-
-    backend: str | None = None
-    segment: str | None = None
-    token_bytes: int | None = None
-
-
-def check_memory_options(options: MemoryOptions) -> None:
-    """Refuse what does not go together. Raises ConfigError."""
-    backend, is_kvcached = options.backend or "static", options.backend == "kvcached"
-    if backend not in BACKENDS:
-        raise ConfigError(f"there is no memory backend {backend!r}: {did_you_mean(backend, BACKENDS)}")
-    for flag, value in (("--kvcached-segment", options.segment), ("--kvcached-token-bytes", options.token_bytes)):
-        if is_kvcached and not value:
-            raise ConfigError(
-                "memory backend kvcached needs the segment's name (--kvcached-segment, the engine's KVCACHED_IPC_NAME)"
-                " and the bytes of KV cache of one token in all layers (--kvcached-token-bytes)",
-                option=flag,
-            )
-        if value is not None and not is_kvcached:
-            raise ConfigError(f"{flag} is for --kv-memory kvcached", option=flag)
-    if options.token_bytes is not None and options.token_bytes < 1:
-        raise ConfigError(
-            f"--kvcached-token-bytes is {options.token_bytes}: a token needs memory", option="--kvcached-token-bytes"
-        )
 
 
 def check_backend(options: MemoryOptions, engine: Engine, vllm_version: Callable[[], str] | None = None) -> None:

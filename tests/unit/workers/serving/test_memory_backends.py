@@ -17,10 +17,10 @@ from rollfab.workers.serving.device.memory import (
     HOLD,
     KvBudget,
     KvRelease,
-    MemoryOptions,
     StaticPartition,
     open_backend,
 )
+from rollfab.workers.serving.device.memory_options import MemoryOptions
 from tests.support.queue.played_worker import PlayedEngine
 
 SERVING = ServingState(seen_at_s=0.0, kv_capacity_tokens=1000)

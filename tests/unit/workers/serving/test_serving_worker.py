@@ -15,7 +15,7 @@ from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.rules.serving.facts import ServingState, Slo, StepWork
 from rollfab.fabric.rules.serving.guard import GuardFacts, GuardRule, decide
 from rollfab.fabric.rules.serving.step_time import cold
-from rollfab.workers.serving.device.memory import MemoryOptions
+from rollfab.workers.serving.device.memory_options import MemoryOptions
 from rollfab.workers.serving.options import ServingOptions, check_serving_options
 from rollfab.workers.serving.probes.reader import ProbeReader
 from rollfab.workers.serving.probes.scrape import MetricsProbe, ScrapeOptions, target_of

@@ -1,0 +1,80 @@
+"""`rollfab config`: what a role would run by here, and where each value comes from."""
+
+from __future__ import annotations
+
+import os
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...fabric.broker.clients.url import mask_url
+from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.text import counted, did_you_mean
+from ...fabric.host.options import describe
+from ..cli.options import AsJson
+from ..cli.printing import show, show_json
+from .command import options_of, variables_of, warn_of_unknown_variables
+from .config_file import read_config
+from .options import TABLES
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    config = typer.Typer(no_args_is_help=True, help="The roles' settings: file, environment, defaults.")
+    config.command("show")(_show)
+    config.command("check")(_check)
+    app.add_typer(config, name="config")
+
+
+def _show(
+    context: typer.Context,
+    role: Annotated[str | None, typer.Argument(help="controller, agent, worker, reward or api. Default: all.")] = None,
+    config: Annotated[Path | None, typer.Option(envvar="ROLLFAB_CONFIG", help="The file.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Show what each role would run by, and where it comes from. Secrets are masked."""
+    if role is not None and role not in TABLES:
+        raise ConfigError(f"there is no role {role!r}: {did_you_mean(role, TABLES)}", option="role")
+    shown = {name: _effective(context, name, config) for name in ([role] if role else TABLES)}
+    if json:
+        show_json({name: rows for name, (_, rows) in shown.items()})
+        return
+    for name, (_, rows) in shown.items():
+        warn_of_unknown_variables(name)
+        for key, row in rows.items():
+            value = "not set" if row["value"] is None else dumps(row["value"], ensure_ascii=False)
+            show(f"{name}.{key} = {value}  ({row['from']})")
+
+
+def _check(context: typer.Context, file: Annotated[Path, typer.Argument(help="The file.")]) -> None:
+    """Say whether the roles that it has tables of would run by a file, with this environment."""
+    tables = read_config(file)
+    for role in tables:
+        options, _ = _effective(context, role, file)
+        try:
+            options.check()
+        except ConfigError as error:
+            raise ConfigError(f"{file}: [{role}] {error}", option=role) from error
+    count = sum(map(len, tables.values()))
+    show(f"{file} is right: {counted(count, 'setting')} of {', '.join(tables) or 'no role'}")
+
+
+def _effective(context: typer.Context, role: str, file: Path | None) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """What a role would run by if nothing were typed; and that by key, with where it comes from."""
+    root = context.find_root()
+    words = [] if file is None else ["--config", str(file)]
+    found = root.command.commands[role].make_context(role, words, parent=root)  # type: ignore[attr-defined]
+    options = options_of(role, found.params)
+    places, rows = {"DEFAULT": "default", "DEFAULT_MAP": str(file)}, {}
+    for each in describe(TABLES[role]):
+        variable = next((name for name in variables_of(each, role) if os.environ.get(name)), "default")
+        source, value = found.get_parameter_source(each.key), each.value_in(options)
+        whence = variable if source is None else places.get(source.name, variable)
+        rows[each.key] = {"value": _masked(each.key, value) if each.option.is_secret else value, "from": whence}
+    return options, rows
+
+
+def _masked(key: str, value: Any) -> Any:
+    return value if not value else mask_url(value) if key == "url" else "***"

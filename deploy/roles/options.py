@@ -1,0 +1,223 @@
+"""What each role runs by. The command line, its help, the file and the environment are read off these fields."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...api.access.config import ApiConfig, check_config
+from ...api.access.keys import read_keys_file
+from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.ids import check_name, new_worker_id
+from ...fabric.contract.text import did_you_mean
+from ...fabric.host.options import option
+from ...workers.rollout.supply_options import SupplyOptions, place_of
+from ...workers.serving.options import ServingOptions, check_serving_options
+from .engines import EngineOptions, check_engine_options
+
+if TYPE_CHECKING:
+    from ...workers.environments.confinement import Confinement
+
+ROLES = ("dedicated", "serving")
+
+
+def need_seconds(name: str, given: float) -> float:
+    """A time that can pass.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not (math.isfinite(given) and given > 0):
+        raise ConfigError(f"{name} is {given:g}: give a finite number of seconds above 0", setting=name)
+    return given
+
+
+def refuse_plain(name: str, given: tuple[str, ...]) -> None:
+    """A key that others can read is no key any more; its hash is no secret.
+
+    Raises:
+        ConfigError: it is no hash.
+    """
+    option = "--" + name.replace("_", "-")
+    if any(not key.startswith("sha256:") for key in given):
+        raise ConfigError(
+            f"{option} would show a key to every user of this machine (`ps`): give --keys FILE, which "
+            f"`rollfab api keys new NAME` writes, or sha256:<hex> of the key, or set ROLLFAB_{name.upper()}S",
+            option=option,
+        )
+
+
+TIMEOUT = partial(need_seconds, "--timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """What every role needs to know."""
+
+    url: str = option(
+        "",
+        "Broker: redis://, rediss://, unix://, or redis+sentinel://hosts/service; with a password: "
+        "\\[env: ROLLFAB_URL]",
+        variables=("ROLLFAB_URL",),
+        is_secret=True,
+    )
+    name: str | None = option(None, "Worker id. Default: made from role, host and process.")
+
+    def worker_id(self, role: str) -> str:
+        """The name this process goes by on the broker.
+
+        Raises:
+            ConfigError: the one given cannot be part of a key.
+        """
+        return check_name("worker", self.name or new_worker_id(role))
+
+    def check(self) -> None:
+        """Refuse what does not go together, before anything is started.
+
+        Raises:
+            ConfigError: the text says what to type instead.
+        """
+        self.worker_id("role")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignOptions:
+    """Which code of others a process may import, and how it is held in."""
+
+    environments: tuple[str, ...] = option(
+        (),
+        "NAME=module:attr, or NAME=/venv/bin/python:module:attr for one with its own packages. Repeatable.",
+        key="environment",
+    )
+    rewards: tuple[str, ...] = option(
+        (), "NAME=module:attr: a reward function this process may import. Repeatable.", key="reward"
+    )
+    passed: tuple[str, ...] = option(
+        (),
+        "A variable that environments and rewards get, besides PATH, HOME and such. Repeatable.",
+        key="pass_env",
+        metavar="NAME",
+    )
+    run_as: str | None = option(None, "Run environments and rewards as this user. Needs root.", metavar="USER")
+    is_offline: bool = option(
+        False, "Environments and rewards reach their own 127.0.0.1 only (Linux).", key="no_network"
+    )
+
+    def confinement(self) -> Confinement:
+        """How it is held in.
+
+        Raises:
+            ConfigError: this machine or user cannot do it.
+        """
+        from ...workers.environments.confinement import make_confinement
+
+        return make_confinement(self.passed, run_as=self.run_as, is_offline=self.is_offline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions(RoleOptions):
+    """What an agent runs by."""
+
+    environment_count: int = option(256, "Environments at once.", key="count", least=1)
+    timeout_s: float = option(30.0, "Seconds a reset or step may take.", key="timeout", check=TIMEOUT)
+    memory_mib: int = option(4096, "MiB that each environment's process may write to.", key="memory", least=64)
+    foreign: ForeignOptions = field(default_factory=ForeignOptions)
+    hub_names: tuple[str, ...] = option(
+        (),
+        "Hub names whose tokenizers agents may download for a run. Default: none. Repeatable.",
+        key="allow_hub",
+        metavar="'ORG/*'",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions(RoleOptions):
+    """What a reward worker runs by."""
+
+    timeout_s: float = option(20.0, "Seconds one reward may take.", key="timeout", check=TIMEOUT)
+    memory_mib: int = option(1024, "MiB that each process of a reward function may use.", key="memory", least=64)
+    foreign: ForeignOptions = field(default_factory=ForeignOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(RoleOptions):
+    """What a rollout worker runs by."""
+
+    role: str = option("dedicated", "dedicated or serving.", choices=ROLES)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    sleep_after_s: float | None = option(
+        None, "Seconds without a lease after which the engine gives its memory back.", key="sleep_after", least=0
+    )
+    supply: SupplyOptions = field(default_factory=SupplyOptions)
+    """Where its weights come from."""
+    serving: ServingOptions = field(default_factory=ServingOptions)
+    """The serving engine that it shares its device with."""
+
+    def check(self) -> None:
+        """Likewise, for all its parts."""
+        super().check()
+        if self.role not in ROLES:
+            raise ConfigError(f"role {self.role!r} is neither dedicated nor serving: {did_you_mean(self.role, ROLES)}")
+        check_engine_options(self.engine)
+        check_serving_options(self.role, self.serving, has_server=self.engine.server is not None)
+        if self.supply.listen:
+            place_of(self.supply)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiOptions(RoleOptions):
+    """What the api runs by."""
+
+    host: str = option("127.0.0.1", "Address to listen on; anything but loopback needs keys.")
+    port: int = option(8765, "Port; 0 picks a free one.", least=0, most=65535)
+    keys: str | None = option(
+        None, "File of hashed keys; see `rollfab api keys new`.", metavar="FILE", variables=("ROLLFAB_KEYS_FILE",)
+    )
+    tls_cert: str | None = option(None, "PEM file: speak https, with this certificate.")
+    tls_key: str | None = option(None, "PEM file of its private key, if it is another.")
+    read_keys: tuple[str, ...] = option(
+        (),
+        "sha256:<hex> of a key that may look.",
+        key="read_key",
+        variables=("ROLLFAB_READ_KEYS",),
+        is_secret=True,
+        check_open=partial(refuse_plain, "read_key"),
+    )
+    control_keys: tuple[str, ...] = option(
+        (),
+        "Likewise: may look and act.",
+        key="control_key",
+        variables=("ROLLFAB_CONTROL_KEYS",),
+        is_secret=True,
+        check_open=partial(refuse_plain, "control_key"),
+    )
+
+    def config(self) -> ApiConfig:
+        """Its settings, with the keys of the file."""
+        rows = [] if self.keys is None else read_keys_file(Path(self.keys))
+        return ApiConfig(
+            host=self.host,
+            port=self.port,
+            read_keys=(*self.read_keys, *(row.hashed for row in rows if row.right == "read")),
+            control_keys=(*self.control_keys, *(row.hashed for row in rows if row.right == "control")),
+            key_names=tuple((row.hashed, row.name) for row in rows),
+            tls_certificate=self.tls_cert,
+            tls_key=self.tls_key,
+        )
+
+    def check(self) -> None:
+        """Likewise, with the keys of its file."""
+        super().check()
+        check_config(self.config())
+
+
+TABLES: dict[str, type[RoleOptions]] = {
+    "controller": RoleOptions,
+    "agent": AgentOptions,
+    "worker": WorkerOptions,
+    "reward": RewardOptions,
+    "api": ApiOptions,
+}
