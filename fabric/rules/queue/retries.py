@@ -1,4 +1,4 @@
-"""When a job is given up, and in which words. Twin of queue/lua/use/suspect.lua.
+"""When a job is given up, and in which words. Twin of queue/lua/jobs/use/suspect.lua.
 
 A worker's death is not the fault of what it held. A job comes under suspicion only when it loses workers one after the
 other and never gets on; then it is a suspect, of which a worker holds one at a time. A worker that is lost with a
