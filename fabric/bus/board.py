@@ -47,7 +47,7 @@ from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row,
 from .scripts import Argument
 from .shards import RunShards
 from .status import details_of, queue_status, read_status, sum_up, unknown_run
-from .translate import held
+from .translate import answers_of, held
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class RedisLeaseBoard(RedisLeases):
             pipeline = self._client.pipeline(transaction=False)
             for keys in shards:
                 queue_status(pipeline, keys, has_rewards=True)
-            answers = await pipeline.execute(raise_on_error=False)
+            answers = await answers_of(pipeline)
             size = len(answers) // len(shards)
             parts = [answers[n * size : (n + 1) * size] for n in range(len(shards))]
             read = [read_status(part, keys, BadRows()) for part, keys in zip(parts, shards, strict=True)]
@@ -160,7 +160,7 @@ class RedisLeaseBoard(RedisLeases):
             pipeline.hscan(keys.dead, 0, count=1)
             pipeline.zrange(keys.consumers, 0, -1, withscores=True)
         with translate():
-            answers = await pipeline.execute(raise_on_error=False)  # a run that is being made or deleted has no stream
+            answers = await answers_of(pipeline)  # a run that is being made or deleted has no stream
             clocks = checked(await self._scripts.call_many([("clock", [keys.clock], []) for keys in shards]))
         lives = [
             {name for name, until_ms in rows if until_ms > now_ms}

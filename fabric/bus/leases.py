@@ -32,7 +32,7 @@ from .rows import BadRows, is_wrong_type, lease_row, plan_row, shown_name, worke
 from .scripts import Call, Scripts
 from .shards import RunShards
 from .status import queue_status, read_status, sum_up
-from .translate import held
+from .translate import answers_of, held
 
 __all__ = ["RedisLeases"]
 
@@ -65,7 +65,7 @@ class RedisLeases:
     async def survey(self, *, has_rewards: bool = False) -> Survey:
         bad = BadRows()
         with translate():
-            (runs,) = await self._client.pipeline(transaction=False).hgetall(names.RUNS).execute(raise_on_error=False)
+            (runs,) = await answers_of(self._client.pipeline(transaction=False).hgetall(names.RUNS))
             configs = list(bad.runs(bad.answer("runs", runs, {})).values())
             parts = [(config, keys) for config in configs for keys in _shards(config).all]
             pipeline = self._client.pipeline(transaction=False)
@@ -76,7 +76,7 @@ class RedisLeases:
                 pipeline.hgetall(keys.leases)
                 queue_status(pipeline, keys, has_rewards=has_rewards)
             # The clocks come after the heartbeats: an age below 0 is then a clock that went back.
-            answers = list(await pipeline.execute(raise_on_error=False))
+            answers = await answers_of(pipeline)
             clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]
             (now_ms, wall_ms), *shown = checked(await self._scripts.call_many([("clock", [key], []) for key in clocks]))
             infos, beats, assigned = (

@@ -19,7 +19,7 @@ from redis import exceptions
 from ..errors import BrokerError, BrokerFull, FabricError
 from .url import shown
 
-__all__ = ["PrimaryUnknown", "broker_name", "held", "name_of", "translate"]
+__all__ = ["PrimaryUnknown", "answers_of", "broker_name", "held", "name_of", "translate"]
 
 T = TypeVar("T")
 
@@ -166,6 +166,19 @@ async def held(reading: Awaitable[T], nothing: T) -> T:
         if "WRONGTYPE" not in str(error):
             raise
         return nothing
+
+
+async def answers_of(pipeline: Any) -> list[Any]:
+    """What the commands of a pipeline are answered, errors in their places.
+
+    An error's traceback would hold the frame that holds all answers, until Python looks for such circles: megabytes,
+    at every survey, where somebody put large rows and a key of another type.
+    """
+    answers: list[Any] = await pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            answer.__traceback__ = None
+    return answers
 
 
 def broker_name(client: redis.asyncio.Redis) -> str:

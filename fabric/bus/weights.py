@@ -29,7 +29,7 @@ from .cluster_client import ClusterClient
 from .keys import ShardKeys, WeightKeys
 from .rows import head_row, sending_rows, version_rows
 from .scripts import Argument
-from .translate import held, translate
+from .translate import answers_of, held, translate
 from .weight_board import ANNOUNCEMENT_COUNT_MAX, RedisWeightBoard
 
 PENDING_TTL_MS = 3_600_000  # longer than any publish takes, also one that waits for a broker's restart
@@ -161,7 +161,7 @@ class RedisWeightStore(RedisWeightBoard):
                 assert length > 0
                 batch.getrange(keys[chunk], start, start + length - 1)
             with translate(self._client):
-                found += [_text(answer) for answer in await batch.execute(raise_on_error=False)]
+                found += [_text(answer) for answer in await answers_of(batch)]
         return [data or None for data in found]  # Redis answers nothing for what is not there
 
     async def room_bytes(self) -> int | None:

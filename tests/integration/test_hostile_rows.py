@@ -14,8 +14,11 @@ from typer.testing import CliRunner
 from rollfab.api.events import EventTail
 from rollfab.commands.cli import app
 from rollfab.fabric.bus import keys
+from rollfab.fabric.bus.connection import open_broker
 from rollfab.fabric.bus.embedded import EmbeddedBroker
 from rollfab.fabric.bus.keys import ShardKeys, WeightKeys
+from rollfab.fabric.bus.rows import is_wrong_type
+from rollfab.fabric.bus.translate import answers_of
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.errors import BrokerError, WireError
 from rollfab.workers.controller import Controller, ControllerConfig
@@ -273,3 +276,14 @@ async def test_names_that_are_no_text_stop_neither_who_consumes_nor_who_lists_le
         assert (await consumer.beat("trainer", 60.0)).namesakes == ("\ufffd",)
         assert set(await api.fabric.board.leases("r1")) >= {"w\ufffd"}
         redis.delete(shard.consumers, shard.leases)
+
+
+async def test_an_error_among_a_pipelines_answers_holds_no_other_answer(url: str, redis: Redis) -> None:
+    client = await open_broker(url, client_name="tests")
+    redis.set("large", b"x" * 1000)
+    answer, error = await answers_of(client.pipeline(transaction=False).get("large").hgetall("large"))
+    assert len(answer) == 1000
+    assert is_wrong_type(error)
+    assert error.__traceback__ is None
+    redis.delete("large")
+    await client.aclose()
