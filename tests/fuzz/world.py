@@ -4,6 +4,7 @@ of its own, and a trainer. Good groups go through it, and whoever asks is told w
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import rollfab
 from rollfab.commands.status import snapshot, with_ports
 from rollfab.commands.supervisor import Supervisor
 from rollfab.fabric.bus.fabric import RedisFabric
+from rollfab.fabric.bus.keys import ShardKeys
 from rollfab.fabric.errors import FabricError
 from rollfab.fabric.ports import BadRow
 from rollfab.fabric.records import Group
@@ -72,9 +74,12 @@ class World:
         return [name for name, child in self.supervisor.children.items() if child.pid != self._pids[name]]
 
     def wait_for_all(self, limit_s: float) -> list[str]:
-        """Names of good groups that have not arrived by then."""
-        until_s = time.monotonic() + limit_s
+        """Names of good groups that do not arrive, though nothing has come for so long: neither they nor bad ones."""
+        until_s, least = time.monotonic() + limit_s, sys.maxsize
         while missing := [name for name in self.pushed if name not in self.arrived]:
+            waiting_count = len(missing) + self.broker.admin.xlen(ShardKeys(GOOD, 0).completed)
+            if waiting_count < least:
+                until_s, least = time.monotonic() + limit_s, waiting_count
             if time.monotonic() > until_s:
                 break
             self.take(PUSH_S)
