@@ -21,6 +21,7 @@ from rollfab.fabric.bus.rows import is_wrong_type
 from rollfab.fabric.bus.translate import answers_of
 from rollfab.fabric.clock import SystemClock
 from rollfab.fabric.errors import BrokerError, WireError
+from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller import Controller, ControllerConfig
 from tests.api_server import RUN, running_api
 
@@ -287,3 +288,38 @@ async def test_an_error_among_a_pipelines_answers_holds_no_other_answer(url: str
     assert error.__traceback__ is None
     redis.delete("large")
     await client.aclose()
+
+
+@pytest.mark.parametrize("record", [b"junk", b"ready 9 0 0 0 0 0 0 -", None])
+async def test_a_claim_whose_record_somebody_wrote_over_takes_no_slot_for_good(
+    url: str, redis: Redis, record: bytes | None
+) -> None:
+    async with running_api(url) as api:
+        # Given an agent that holds two trajectories, and somebody who writes over one of their records
+        run = replace(RUN, run_id="slots")
+        await api.fabric.board.create_run(run)
+        jobs, queue = ShardKeys("slots", 0).trajectory, api.fabric.trajectories(run)
+        await api.fabric.rollouts(run).push(make_groups([{}], 2, ["g1"]))
+        assert len(await queue.claim("agent-1", 2)) == 2
+        assert redis.hget(jobs.held, "agent-1") == b"2"
+        redis.hset(jobs.record, "g1.0", record) if record else redis.hdel(jobs.record, "g1.0")
+        redis.zadd(jobs.deadline, {"g1.0": 0})
+
+        # When somebody takes back what is not renewed
+        await queue.reap("agent-2")
+
+        # Then the agent holds the other one alone
+        assert redis.hgetall(jobs.held) == {b"agent-1": b"1"}
+        await api.fabric.board.delete_run("slots")
+
+
+async def test_suspects_that_somebody_made_up_hold_no_other_up(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        run = replace(RUN, run_id="suspects")
+        await api.fabric.board.create_run(run)
+        jobs, queue = ShardKeys("suspects", 0).trajectory, api.fabric.trajectories(run)
+        await api.fabric.rollouts(run).push(make_groups([{}], 1, ["g1"]))
+        redis.delete(jobs.ready[1])
+        redis.rpush(jobs.suspects, *(b"bad-%d\xff" % number for number in range(60)), "g1.0")
+        assert [claim.job.trajectory_id for claim in await queue.claim("agent-1", 1)] == ["g1.0"]
+        await api.fabric.board.delete_run("suspects")

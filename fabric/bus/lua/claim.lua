@@ -9,7 +9,7 @@
 -- Jobs whose record is gone or not ready (cancelled), and what is called as none is, are dropped here; one that cannot
 -- be read is left to the reaper.
 -- flags allow-oom
--- use batch count record look time limit
+-- use batch count record look time limit suspect
 local worker, want, claim_ms, now, class_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms(KEYS[9]), 3
 
 if ARGV[4] ~= '-' then
@@ -25,7 +25,7 @@ elseif must_wait_for_consumer(KEYS[10], KEYS[11]) then
   class_count = 1
 end
 local entries, ids, takes_suspect, suspect_loss = {}, {}, ARGV[6] == '1', tonumber(ARGV[8])
-if takes_suspect and want > 0 then ids[1] = redis.call('LPOP', KEYS[12]) or nil end
+if takes_suspect and want > 0 then ids[1] = next_suspect(KEYS[12], KEYS[5]) end
 for class = 1, class_count do
   if want > #ids then
     local read = redis.call('XREADGROUP', 'GROUP', 'workers', 'fabric', 'COUNT', want - #ids, 'NOACK',
