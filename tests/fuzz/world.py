@@ -95,12 +95,20 @@ class World:
         harmed = [name for name, group in self.arrived.items() if group.failures or len(group.rollouts) != 2]
         if harmed:
             found.append(f"{len(harmed)} good groups lost rollouts: {self.arrived[harmed[0]].failures}")
-        try:
-            self.named()
-            self.ask_api()
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody cannot look any more
-            found.append(f"looking failed: {type(error).__name__}: {error}")
-        return found
+        return [*found, *self._cannot_look(limit_s)]
+
+    def _cannot_look(self, limit_s: float) -> list[str]:
+        """Why status or api show nothing for so long; a broker that is busy for a moment is no finding."""
+        until_s = time.monotonic() + limit_s
+        while True:
+            try:
+                self.named()
+                self.ask_api()
+                return []
+            except Exception as error:  # noqa: BLE001 - whatever it is, somebody cannot look any more
+                if time.monotonic() > until_s:
+                    return [f"looking failed: {type(error).__name__}: {error}"]
+                time.sleep(1.0)
 
     def named(self) -> list[dict[str, Any]]:
         """Rows that the status names."""
