@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 
 from ..broker.clients.channel import checked
 from ..broker.clients.cluster_client import ClusterClient
+from ..broker.clients.translate import answers_of
 from ..broker.connection import translate
 from ..contract.agreement import Agreement
 from ..contract.errors import ConfigError, WireError
@@ -145,7 +146,7 @@ class RedisLeaseBoard(RedisLeases):
             pipeline = self._client.pipeline(transaction=False)
             for keys in shards:
                 queue_status(pipeline, keys, has_rewards=True)
-            answers = await pipeline.execute(raise_on_error=False)
+            answers = await answers_of(pipeline)
             size = len(answers) // len(shards)
             parts = [answers[n * size : (n + 1) * size] for n in range(len(shards))]
             read = [read_status(part, keys, BadRows()) for part, keys in zip(parts, shards, strict=True)]
@@ -159,7 +160,7 @@ class RedisLeaseBoard(RedisLeases):
             pipeline.hscan(keys.dead, 0, count=1)
             pipeline.zrange(keys.consumers, 0, -1, withscores=True)
         with translate():
-            answers = await pipeline.execute(raise_on_error=False)  # a run that is being made or deleted has no stream
+            answers = await answers_of(pipeline)  # a run that is being made or deleted has no stream
             clocks = checked(await self._scripts.call_many([("clock", [keys.clock], []) for keys in shards]))
         lives = [
             {name for name, until_ms in rows if until_ms > now_ms}

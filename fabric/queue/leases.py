@@ -17,6 +17,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..broker.clients.channel import checked
+from ..broker.clients.translate import answers_of
 from ..broker.connection import translate
 from ..contract.errors import RunUnknown
 from ..contract.lease_plan import LeaseChange, LeasePlan, term_of
@@ -61,7 +62,7 @@ class RedisLeases:
     async def survey(self, *, has_rewards: bool = False) -> Survey:
         bad = BadRows()
         with translate():
-            (runs,) = await self._client.pipeline(transaction=False).hgetall(names.RUNS).execute(raise_on_error=False)
+            (runs,) = await answers_of(self._client.pipeline(transaction=False).hgetall(names.RUNS))
             configs = list(bad.runs(bad.answer("runs", runs, {})).values())
             parts = [(config, keys) for config in configs for keys in _shards(config).all]
             pipeline = self._client.pipeline(transaction=False)
@@ -72,7 +73,7 @@ class RedisLeases:
                 pipeline.hgetall(keys.leases)
                 queue_status(pipeline, keys, has_rewards=has_rewards)
             # The clocks come after the heartbeats: an age below 0 is then a clock that went back.
-            answers = list(await pipeline.execute(raise_on_error=False))
+            answers = await answers_of(pipeline)
             clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]
             (now_ms, wall_ms), *shown = checked(await self._scripts.call_many([("clock", [key], []) for key in clocks]))
             infos, beats, assigned = (

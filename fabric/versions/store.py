@@ -19,7 +19,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..broker.clients.cluster_client import ClusterClient
-from ..broker.clients.translate import translate
+from ..broker.clients.translate import answers_of, translate
 from ..broker.clients.typed import is_wrong_type
 from ..contract.errors import BrokerError
 from ..format.manifest import BROKER, Head, WeightManifest
@@ -159,7 +159,7 @@ class RedisWeightStore(RedisWeightBoard):
                 assert length > 0
                 batch.getrange(keys[chunk], start, start + length - 1)
             with translate(self._client):
-                found += [_text(answer) for answer in await batch.execute(raise_on_error=False)]
+                found += [_text(answer) for answer in await answers_of(batch)]
         return [data or None for data in found]  # Redis answers nothing for what is not there
 
     async def room_bytes(self) -> int | None:

@@ -4,6 +4,7 @@ of its own, and a trainer. Good groups go through it, and whoever asks is told w
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Group
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import BadRow
+from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.trainer.client import Fabric, Run
 from tests.fuzz.tables import GOOD, VICTIM
 from tests.support.brokers.guarded_broker import Guarded, guarded_broker
@@ -72,9 +74,12 @@ class World:
         return [name for name, child in self.supervisor.children.items() if child.pid != self._pids[name]]
 
     def wait_for_all(self, limit_s: float) -> list[str]:
-        """Names of good groups that have not arrived by then."""
-        until_s = time.monotonic() + limit_s
+        """Names of good groups that do not arrive, though nothing has come for so long: neither they nor bad ones."""
+        until_s, least = time.monotonic() + limit_s, sys.maxsize
         while missing := [name for name in self.pushed if name not in self.arrived]:
+            waiting_count = len(missing) + self.broker.admin.xlen(ShardKeys(GOOD, 0).completed)
+            if waiting_count < least:
+                until_s, least = time.monotonic() + limit_s, waiting_count
             if time.monotonic() > until_s:
                 break
             self.take(PUSH_S)
@@ -90,12 +95,20 @@ class World:
         harmed = [name for name, group in self.arrived.items() if group.failures or len(group.rollouts) != 2]
         if harmed:
             found.append(f"{len(harmed)} good groups lost rollouts: {self.arrived[harmed[0]].failures}")
-        try:
-            self.named()
-            self.ask_api()
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody cannot look any more
-            found.append(f"looking failed: {type(error).__name__}: {error}")
-        return found
+        return [*found, *self._cannot_look(limit_s)]
+
+    def _cannot_look(self, limit_s: float) -> list[str]:
+        """Why status or api show nothing for so long; a broker that is busy for a moment is no finding."""
+        until_s = time.monotonic() + limit_s
+        while True:
+            try:
+                self.named()
+                self.ask_api()
+                return []
+            except Exception as error:  # noqa: BLE001 - whatever it is, somebody cannot look any more
+                if time.monotonic() > until_s:
+                    return [f"looking failed: {type(error).__name__}: {error}"]
+                time.sleep(1.0)
 
     def named(self) -> list[dict[str, Any]]:
         """Rows that the status names."""

@@ -19,7 +19,7 @@ from redis import exceptions
 from ...contract.errors import BrokerError, BrokerFull, FabricError
 from .url import shown
 
-__all__ = ["PrimaryUnknown", "broker_name", "name_of", "translate"]
+__all__ = ["PrimaryUnknown", "answers_of", "broker_name", "name_of", "translate"]
 
 # First match wins, so subclasses stand before their bases. {cause} is what the broker or the system said.
 REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
@@ -154,6 +154,19 @@ class translate:
     ) -> None:
         if isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.DataError):
             raise _ours(error, self._client) from _bare(error)
+
+
+async def answers_of(pipeline: Any) -> list[Any]:
+    """What the commands of a pipeline are answered, errors in their places.
+
+    An error's traceback would hold the frame that holds all answers, until Python looks for such circles: megabytes,
+    at every survey, where somebody put large rows and a key of another type.
+    """
+    answers: list[Any] = await pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            answer.__traceback__ = None
+    return answers
 
 
 def broker_name(client: redis.asyncio.Redis) -> str:

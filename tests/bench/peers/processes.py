@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+PACKAGE = Path(__file__).parent
 ARQ_REQUIREMENT = "arq>=0.26,<1"
 START_TIMEOUT_S = 20.0
 ROUND_TIMEOUT_S = 120.0
@@ -39,9 +40,9 @@ class Peer:
     def __init__(self, name: str, interpreter: Path, url: str) -> None:
         self.name = name
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
-        module = f"{__package__}.with_{name}"
+        module = f"{PACKAGE.name}.with_{name}"
         self._process = subprocess.Popen(
-            [str(interpreter), "-c", PROGRAM, str(_import_root()), module, url],
+            [str(interpreter), "-c", PROGRAM, str(PACKAGE.parent), module, url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -107,13 +108,6 @@ def start_peers(names: Sequence[str], url: str, *, may_install: bool) -> tuple[d
         except PeerFailed as error:
             reasons[name] = f"not run: {error}"
     return running, reasons
-
-
-def _import_root() -> Path:
-    """The directory that holds this program's umbrella package."""
-    umbrella = sys.modules[__name__.split(".", 1)[0]]
-    assert umbrella.__file__ is not None
-    return Path(umbrella.__file__).parents[1]
 
 
 def _interpreter(name: str, *, may_install: bool) -> Path:

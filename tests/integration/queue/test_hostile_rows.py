@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 from rollfab.api.reading.events import EventTail
 from rollfab.deploy.main import app
+from rollfab.fabric.broker.clients.translate import answers_of
+from rollfab.fabric.broker.clients.typed import is_wrong_type
+from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, WireError
@@ -21,6 +24,7 @@ from rollfab.fabric.contract.sharing import SharingReport
 from rollfab.fabric.contract.text import HARMFUL
 from rollfab.fabric.queue import keys
 from rollfab.fabric.queue.keys import ShardKeys, WeightKeys
+from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.fuzz.tables import SHARD_TABLES as FUZZED
 from tests.support.processes.api_server import RUN, running_api
@@ -394,3 +398,49 @@ async def test_names_that_are_no_text_stop_neither_who_consumes_nor_who_lists_le
         assert (await consumer.beat("trainer", 60.0)).namesakes == ("\ufffd",)
         assert set(await api.fabric.board.leases("r1")) >= {"w\ufffd"}
         redis.delete(shard.consumers, shard.leases)
+
+
+async def test_an_error_among_a_pipelines_answers_holds_no_other_answer(url: str, redis: Redis) -> None:
+    client = await open_broker(url, client_name="tests")
+    redis.set("large", b"x" * 1000)
+    answer, error = await answers_of(client.pipeline(transaction=False).get("large").hgetall("large"))
+    assert len(answer) == 1000
+    assert is_wrong_type(error)
+    assert error.__traceback__ is None
+    redis.delete("large")
+    await client.aclose()
+
+
+@pytest.mark.parametrize("record", [b"junk", b"ready 9 0 0 0 0 0 0 -", None])
+async def test_a_claim_whose_record_somebody_wrote_over_takes_no_slot_for_good(
+    url: str, redis: Redis, record: bytes | None
+) -> None:
+    async with running_api(url) as api:
+        # Given an agent that holds two trajectories, and somebody who writes over one of their records
+        run = replace(RUN, run_id="slots")
+        await api.fabric.board.create_run(run)
+        jobs, queue = ShardKeys("slots", 0).trajectory, api.fabric.trajectories(run)
+        await api.fabric.rollouts(run).push(make_groups([{}], 2, ["g1"]))
+        assert len(await queue.claim("agent-1", 2)) == 2
+        assert redis.hget(jobs.held, "agent-1") == b"2"
+        redis.hset(jobs.record, "g1.0", record) if record else redis.hdel(jobs.record, "g1.0")
+        redis.zadd(jobs.deadline, {"g1.0": 0})
+
+        # When somebody takes back what is not renewed
+        await queue.reap("agent-2")
+
+        # Then the agent holds the other one alone
+        assert redis.hgetall(jobs.held) == {b"agent-1": b"1"}
+        await api.fabric.board.delete_run("slots")
+
+
+async def test_suspects_that_somebody_made_up_hold_no_other_up(url: str, redis: Redis) -> None:
+    async with running_api(url) as api:
+        run = replace(RUN, run_id="suspects")
+        await api.fabric.board.create_run(run)
+        jobs, queue = ShardKeys("suspects", 0).trajectory, api.fabric.trajectories(run)
+        await api.fabric.rollouts(run).push(make_groups([{}], 1, ["g1"]))
+        redis.delete(jobs.ready[1])
+        redis.rpush(jobs.suspects, *(b"bad-%d\xff" % number for number in range(60)), "g1.0")
+        assert [claim.job.trajectory_id for claim in await queue.claim("agent-1", 1)] == ["g1.0"]
+        await api.fabric.board.delete_run("suspects")

@@ -7,7 +7,7 @@
 -- keys shard.clock shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log jobs.ready jobs.record
 -- keys jobs.suspects
 -- flags allow-oom
--- use batch count record look time limit
+-- use batch count record look time limit suspect
 local worker, want, claim_ms, now, class_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms(shard.clock), 3
 
 if ARGV[4] ~= '-' then
@@ -23,7 +23,7 @@ elseif must_wait_for_consumer() then
   class_count = 1
 end
 local entries, ids, takes_suspect, suspect_loss = {}, {}, ARGV[6] == '1', tonumber(ARGV[8])
-if takes_suspect and want > 0 then ids[1] = redis.call('LPOP', jobs.suspects) or nil end
+if takes_suspect and want > 0 then ids[1] = next_suspect(jobs.suspects, jobs.record) end
 for class = 1, class_count do
   if want > #ids then
     local read = redis.call('XREADGROUP', 'GROUP', 'workers', 'fabric', 'COUNT', want - #ids, 'NOACK',

@@ -19,3 +19,16 @@ local function keep_to_give_up(id, r, reaper, until_ms)
   tally(jobs.held, reaper, 1)
   write_record(jobs.record, id, r)
 end
+
+-- Count anew what each worker holds. A claim whose record somebody wrote over would take a slot of its worker for good.
+local function count_holds()
+  local ids, counts, lines = redis.call('ZRANGE', jobs.deadline, 0, -1), {}, {}
+  local records = read_records(jobs.record, ids)
+  for _, id in ipairs(ids) do
+    local r = records[id]
+    if r and r.state == 'claimed' then counts[r.worker] = (counts[r.worker] or 0) + 1 end
+  end
+  for worker, count in pairs(counts) do add_pair(lines, worker, count) end
+  redis.call('DEL', jobs.held)
+  call_in_parts('HSET', jobs.held, lines)
+end
