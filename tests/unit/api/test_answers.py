@@ -17,8 +17,8 @@ from rollfab.api.schemas.answers import BadRowView, LeaseView, Workers, WorkerVi
 from rollfab.api.schemas.base import shown
 from rollfab.fabric.contract.agreement import Agreement, AlarmRule, Figures, WorkerFigures
 from rollfab.fabric.contract.records import Lease, WorkerInfo
-from rollfab.fabric.memory.fabric import MemoryFabric
 from rollfab.fabric.ports.queue import BadRow
+from tests.standin.fabric import StandInFabric
 
 PROMISES = Path(__file__).parent / "promises.txt"
 INFO = WorkerInfo(worker_id="w1", role="serving", pid=1, host="box")
@@ -27,7 +27,7 @@ LEASE = Lease(worker_id="w1", run_id="r1", lease_epoch=7, slot_count=2, lease_un
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return make_app(MemoryFabric(), ApiConfig()).openapi()
+    return make_app(StandInFabric(), ApiConfig()).openapi()
 
 
 def type_text(schema: dict[str, Any]) -> str:

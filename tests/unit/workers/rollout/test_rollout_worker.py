@@ -1,4 +1,4 @@
-"""The rollout worker over memory ports: claims, leases and settling, with an engine that the test plays."""
+"""The rollout worker over the stand-in: claims, leases and settling, with an engine that the test plays."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from tests.support.queue.played_worker import WORKER, Stage, until
 
 
 async def test_slots_that_come_free_are_filled_in_the_exchange_that_hands_in() -> None:
-    # Given four turns for two slots
+    # Given six turns for two slots, on a broker that has run each script once
     stage = Stage()
-    await stage.ask(4)
+    await stage.ask(6)
     await stage.lease(1, 2)
     async with stage.worker():
         await until(lambda: len(stage.engine.token_counts) == 2)
+        stage.engine.end()
+        await until(lambda: sum(claimed for _, claimed in stage.turns.exchanges) == 4)
         stage.turns.exchanges.clear()
 
-        # When the first two end
+        # When two end
         stage.engine.end()
         await until(lambda: stage.engine.token_counts)
 
@@ -26,7 +28,8 @@ async def test_slots_that_come_free_are_filled_in_the_exchange_that_hands_in() -
         stage.engine.end()
         results = await stage.turns.results("a", 1.0)
         await until(lambda: stage.table.held == {})
-    assert [len(each.completion_ids) for each in results] == [3, 3]
+    assert results
+    assert {len(each.completion_ids) for each in results} == {3}
 
 
 async def test_what_a_failing_shard_did_not_take_is_handed_in_again() -> None:
