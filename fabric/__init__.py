@@ -1,4 +1,4 @@
-"""The contract and the queue: what travels, the rules, and every port on Redis and in memory."""
+"""What processes share: records, rules, ports, the broker and its queue, and weights and their ways."""
 
 if not __name__.startswith("rollfab."):
     raise ImportError("import this room as rollfab.fabric: under another name every class would exist twice")
