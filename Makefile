@@ -26,7 +26,7 @@ TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-vllm up check test test-fast test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
+.PHONY: help setup demo demo-vllm up check test test-all test-fast test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,7 +50,10 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check $(VLLM)/.done ## check, then every test, with real vLLM too
+test: check ## check, then every test that takes no more than ten seconds
+	$(PYTEST) tests -m "not slow" $(ARGS)
+
+test-all: check $(VLLM)/.done ## check, then every test: slow ones, a real browser and real vLLM too
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests $(ARGS)
 	$(PYTEST_VLLM_SHARED)
@@ -70,7 +73,7 @@ test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated r
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-fuzz: $(VENV)/.dev ## bad rows in every table that a role may write: make fuzz TOGETHER=12, make fuzz SECONDS_A_TABLE=30 TABLES="runs counters"
+fuzz: $(VENV)/.dev ## bad rows in every table that a role may write; TOGETHER=12 TABLES="runs"
 	@$(BIN)/python -m tests.fuzz.fuzz_tables $(if $(SECONDS_A_TABLE),--seconds $(SECONDS_A_TABLE)) $(if $(TOGETHER),--together $(TOGETHER)) $(TABLES)
 
 bench: $(if $(filter engine coserve,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers

@@ -21,7 +21,7 @@ from rollfab.trainer.publish.publisher import Publisher
 from tests.e2e.chromium import Browser, open_browser
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 
-pytestmark = pytest.mark.timeout(60)  # a browser's first start on a cold disk
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]  # a browser's first start on a cold disk
 
 CARD = "[data-run=r1]"
 WORKER = "[data-worker=serving-1]"
