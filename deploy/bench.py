@@ -20,10 +20,15 @@ class Benches(TyperGroup):
     """The commands of tests/bench/cli.py, loaded when one of them is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_found().list_commands(ctx))
+        return list(self._all())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _found().get_command(ctx, cmd_name)
+        return self._all().get(cmd_name)
+
+    def _all(self) -> dict[str, Any]:
+        if not self.commands:  # where the library looks for one of a like name
+            self.commands.update(_found().commands)
+        return dict(self.commands)
 
 
 def _found() -> Any:

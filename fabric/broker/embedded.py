@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 LOCK = "broker.lock"
 SOCKET_PATH_BYTES_MAX = 100  # sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero
 LOCK_WAIT_S = 5.0  # a server whose owner was just killed needs a moment to flush and let go of its directory
+DYING_S = 0.5  # a process that was killed may be seen for so long
 STOP_TIMEOUT_S = 10.0  # the last fsync on a busy disk
 PORT_ATTEMPT_COUNT = 5  # another process can take a free port between our looking and the server's bind
 
@@ -219,13 +220,14 @@ def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"the broker's data directory {directory} cannot be written: {error.strerror}") from error
     clock, pause = SystemClock(), threading.Event()
-    until_s = clock.now_s() + LOCK_WAIT_S
+    begun_s = clock.now_s()
     while True:
         previous = _read_lock(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if clock.now_s() > until_s or _lives(previous.get("owner_pid")):
+            waited_s = clock.now_s() - begun_s
+            if waited_s > LOCK_WAIT_S or (waited_s > DYING_S and _lives(previous.get("owner_pid"))):
                 os.close(lock)
                 raise _in_use(directory, previous) from None
             pause.wait(0.05)

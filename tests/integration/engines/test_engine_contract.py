@@ -1,5 +1,5 @@
-"""What every engine promises (workers/engines/base.py). Each environment runs the engines that it has: `make test-all` runs
-this file twice, with transformers and with real vLLM on a CPU.
+"""What every engine promises (workers/engines/base.py). Each environment runs the engines that it has: `make test-all`
+runs this file twice, with transformers and with real vLLM on a CPU.
 
 Weights are replaced by larger random ones, version 0: as initialised, a model says one token for ever. Tests share one
 engine, idle and at version 0 when each begins; its counts go on.
