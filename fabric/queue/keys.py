@@ -21,9 +21,8 @@ Fabric: tag {rf}
   rf:{rf}:lease_epoch       STRING the highest term, only grows: older ones write nothing. Never deleted.
   rf:{rf}:plan              STRING LeasePlan, the newest: for people. Rewritten by whoever leads. Never deleted.
   rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: for people to read.
-  rf:{rf}:clock             STRING "wall now": the clock of this tag, the broker's without its steps
-  (queue/lua/use/look.lua). rf:{rf}:lease_bell:<worker>  LIST one ring at most: this worker's lease may have changed.
-  TTL BELL_TTL_MS.
+  rf:{rf}:clock             STRING "wall now": the clock of this tag, the broker's without its steps (use/look.lua).
+  rf:{rf}:lease_bell:<worker>  LIST one ring at most: this worker's lease may have changed. TTL BELL_TTL_MS.
 
 Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:run            HASH   head_version, staleness, when_stale, depth (trajectories not yet consumed) and

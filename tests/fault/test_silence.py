@@ -28,6 +28,7 @@ from rollfab.fabric.contract.errors import NothingMoves, QueueFull
 from rollfab.fabric.contract.models import preset_shapes
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
+from rollfab.fabric.host.command import with_commands
 from rollfab.trainer.client import Run
 from tests.support.processes.fabric_processes import PYTHONPATH, Processes, processes, tiny_weights
 
@@ -160,9 +161,12 @@ def check(fabric: Watched, run: Run, code: str, caplog: pytest.LogCaptureFixture
     event = event_of(fabric, run, "run.stands")
     assert words in first["text"]
     assert (
-        error is not None and error.cause == code and first["text"] in error.message and first["step"] in error.message
+        error is not None
+        and error.cause == code
+        and with_commands(first["text"]) in error.message
+        and with_commands(first["step"]) in error.message
     )
-    assert len(said) == 1 and first["text"] in said[0] and first["step"] in said[0]
+    assert len(said) == 1 and with_commands(first["text"]) in said[0] and with_commands(first["step"]) in said[0]
     assert (event["code"], event["text"]) == (code, first["text"])
 
 

@@ -180,8 +180,8 @@ async def load() -> None:
 # torch hands gloo what it finds there, and gloo's parser believes every length in it. So a member's answer brings one
 # key, that of its own rank, and that in the form of our own: the members of a group run one build of torch.
 #
-#     gloo   u64 bytes of the host's name, name, u64 bytes of the address, address (its family first), u64 for each
-#     member
+#     gloo   u64 bytes of the host's name, name, u64 bytes of the address, address (its family first),
+#            u64 for each member
 
 
 U64, FAMILY = struct.Struct("<Q"), struct.Struct("<H")

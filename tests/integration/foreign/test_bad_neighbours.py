@@ -48,12 +48,12 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.redis]
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with processes(tmp_path_factory.mktemp("neighbours")) as fabric:
         names = {
-            "attacker": "attack_worlds:Attacker",
-            "neighbour": "attack_worlds:Neighbour",
-            "inside": "worlds:Walk",
-            "at-import": "attack_at_import:Anything",
+            "attacker": "tests.support.worlds.attack_worlds:Attacker",
+            "neighbour": "tests.support.worlds.attack_worlds:Neighbour",
+            "inside": "tests.support.worlds.worlds:Walk",
+            "at-import": "tests.support.worlds.attack_at_import:Anything",
         }
-        allowed = [word for name, target in names.items() for word in ("--environment", f"{name}=tests.{target}")]
+        allowed = [word for name, target in names.items() for word in ("--environment", f"{name}={target}")]
         fabric.start_roles(agent=[*allowed, "--timeout", f"{TIMEOUT_S:g}", "--memory", "1024"])
         yield fabric
 

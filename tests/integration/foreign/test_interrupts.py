@@ -266,7 +266,7 @@ def test_a_broker_of_one_s_own_ends_with_130_when_it_is_interrupted(tmp_path: Pa
 
 PATIENT = """
 from rollfab.__main__ import main
-from rollfab.fabric.bus import embedded
+from rollfab.fabric.broker import embedded
 
 embedded.LOCK_WAIT_S = 1e9
 main()
