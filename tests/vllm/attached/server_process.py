@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.bench.coserve.server import serve_forked
 
+ROOT = Path(__file__).parents[3]
 ARGUMENTS = (
     "--skip-tokenizer-init --dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864"
     " --max-model-len 256 --max-num-seqs 8 --host 127.0.0.1"
@@ -61,9 +62,14 @@ def served(model: Path, directory: Path, *arguments: str, **environment: str) ->
         port = free.getsockname()[1]
     command = [sys.executable, __file__, "--model", str(model), "--port", str(port), *ARGUMENTS, *arguments]
     log_path = directory / "server.log"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
+            command,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            start_new_session=True,
         )
     server = Server(f"http://127.0.0.1:{port}", log_path, process)
     try:
