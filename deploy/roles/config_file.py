@@ -25,6 +25,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "float": float,
     "bool": lambda word: SWITCHES[word.lower()],
 }
+CONFIG_BYTES_MAX = 1 << 20
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
@@ -35,6 +36,10 @@ def read_config(path: Path) -> Tables:
         ConfigError: names the file, the key, and what is wrong with it.
     """
     try:
+        size = path.stat().st_size
+        if not path.is_file() or size > CONFIG_BYTES_MAX:  # a pipe would be waited for, a device read without end
+            what = f"has {size:,} bytes, and may have {CONFIG_BYTES_MAX:,}" if path.is_file() else "is no regular file"
+            raise ConfigError(f"{path} {what}: name a TOML file", option="--config")
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", option="--config") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from rollfab.deploy.main import app
 from rollfab.deploy.roles import run
 from rollfab.deploy.roles.command import variables_of
+from rollfab.deploy.roles.config_file import CONFIG_BYTES_MAX
 from rollfab.deploy.roles.options import TABLES
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.host.options import describe, make
@@ -182,8 +184,16 @@ def test_a_file_that_is_wrong_is_refused_by_every_role_with_file_key_and_cause(
     assert started == []
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, started: list[Any]) -> None:
+def test_a_file_that_is_not_there_or_no_file_is_named(tmp_path: Path, started: list[Any]) -> None:
     assert f"{tmp_path}/none cannot be read" in refused("agent", "--config", f"{tmp_path}/none", "--url", "redis://h")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * (CONFIG_BYTES_MAX + 1))
+    for name, problem in {
+        "pipe": "is no regular file",
+        "large": "has 1,048,577 bytes",
+        ".": "is no regular file",
+    }.items():
+        assert problem in refused("agent", "--config", f"{tmp_path}/{name}", "--url", "redis://h")
 
 
 @pytest.mark.parametrize(
