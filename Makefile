@@ -51,11 +51,12 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 	$(BIN)/lint-imports
 
 test: check ## check, then every test that takes no more than ten seconds
-	$(PYTEST) tests -m "not slow" $(ARGS)
+	$(PYTEST) tests -m "not slow and not alone" $(ARGS)
 
 test-all: check $(VLLM)/.done ## check, then every test: slow ones, a real browser and real vLLM too
 	@tests/e2e/install_chromium.sh
-	$(PYTEST) tests $(ARGS)
+	$(PYTEST) tests -m "not alone" $(ARGS)
+	$(BIN)/python -m pytest tests -m alone $(ARGS)
 	$(PYTEST_VLLM_SHARED)
 	$(PYTEST_VLLM_ALONE)
 

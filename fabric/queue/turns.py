@@ -45,7 +45,6 @@ class RedisTurnQueue:
         self._scripts = Scripts(client)
         self._shards = RunShards(run.run_id, run.shard_count)
         self._claim_ms = claim_ms
-        self._positions: dict[str, bytes] = {}  # inbox → the last entry read
         self._taken: dict[str, list[bytes]] = {}  # inbox → entries read last time, deleted together with the next read
 
     def _by_shard(self, rows: Iterable[tuple[str, T]]) -> dict[int, list[T]]:
@@ -73,7 +72,6 @@ class RedisTurnQueue:
             rows = await self._read_inboxes(parts) if len(parts) > 1 else []  # a wait would bring the first one's alone
             rows = rows or await first_found([self._read_inboxes([part], *block) for part in parts])
         for name, entry_id, _ in rows:
-            self._positions[name] = entry_id
             self._taken.setdefault(name, []).append(entry_id)
         found: list[TurnResult] = []
         for _, _, fields in rows:
@@ -90,9 +88,9 @@ class RedisTurnQueue:
         """Entries of inboxes, those of each part by a read of its own; what was taken last time is deleted."""
         commands: list[Command] = []
         for names in parts:
-            after = [self._positions.get(name, b"0") for name in names]
             commands += [("XDEL", name, *self._taken[name]) for name in names if name in self._taken]
-            commands.append(("XREAD", "COUNT", RESULT_COUNT, *block, "STREAMS", *names, *after))
+            # From its beginning: an inbox that ended and began again after the time was set back has lower ids.
+            commands.append(("XREAD", "COUNT", RESULT_COUNT, *block, "STREAMS", *names, *[b"0"] * len(names)))
         answers = await self._scripts.channel.ask_alone(commands)
         inboxes = [name for names in parts for name in names]
         if any(map(is_wrong_type, answers)):  # what should wait there is gone; the next result makes it anew

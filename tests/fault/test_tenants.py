@@ -47,7 +47,7 @@ KEPT_FRACTION = 0.9
 QUIET_S = 2.0  # until all are at work
 LOOK_EVERY = 4  # attacks
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.alone, pytest.mark.redis, pytest.mark.timeout(300)]
 
 
 class Neighbourhood(Processes):

@@ -21,6 +21,7 @@ from tests.sim.policy import TEXT
 from tests.sim.roles import registry
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.standin.fabric import StandInFabric
+from tests.support.brokers.port_life import Life
 
 RUN = RunConfig(
     run_id="r1",
@@ -123,6 +124,22 @@ def test_a_group_whose_acknowledging_failed_is_acknowledged_when_the_program_goe
         assert fabric.tables_of("r1").depth == 0
 
     on_virtual_time(work())
+
+
+async def test_an_inbox_that_begins_again_after_the_time_was_set_back_is_read() -> None:
+    """Its entries have lower ids than those that were read before it ended."""
+    fabric = StandInFabric()
+
+    async def set_back() -> None:
+        await asyncio.sleep(0.2)
+        fabric.broker.set_ahead_s = -3600.0
+        for key in [key for key in fabric.broker.keys.held if b":inbox:" in key]:
+            fabric.broker.carry_out(["DEL", key])
+
+    turning = asyncio.create_task(set_back())
+    tally = await Life(fabric, RUN, pace_s=0.05).play(10, timeout_s=20)  # type: ignore[arg-type]
+    await turning
+    tally.check()
 
 
 def made(job: Any) -> Rollout:

@@ -21,7 +21,7 @@ os.environ.update(
 import pytest
 
 # In the other environment there is nothing to collect here; `make test-all` runs these in .venv-vllm, where there is.
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("vllm") else ["*test_*.py"]
 
 
 @pytest.hookimpl(tryfirst=True)
