@@ -6,6 +6,7 @@ shard that its id hashes to; claims visit shards in turn.
 
 from __future__ import annotations
 
+from ..contract.errors import WireError
 from ..contract.ids import group_of, shard_of
 from .keys import ShardKeys
 
@@ -26,6 +27,15 @@ class RunShards:
     def of(self, job_id: str) -> ShardKeys:
         """Keys of the shard of a group, trajectory or turn."""
         return self.all[self.index_of(job_id)]
+
+    def check(self, job_id: str, keys: ShardKeys) -> None:
+        """A job that lies in another shard than its own was made up: nobody who asks for it looks there.
+
+        Raises:
+            WireError: it does.
+        """
+        if self.of(job_id) is not keys:
+            raise WireError(f"it lies in shard {self.all.index(keys)} and belongs to shard {self.index_of(job_id)}")
 
     def in_turn(self) -> list[ShardKeys]:
         """All shards, starting one further each time, so that none is always served last."""

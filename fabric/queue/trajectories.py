@@ -89,6 +89,7 @@ class RedisTrajectoryQueue:
         raw_name, fence, attempt, loss, raw, snapshot = row
         try:
             job = job_row(raw_name, raw)
+            self._shards.check(job.trajectory_id, keys)
             turns = await self._settled_turns(keys, job.trajectory_id) if fence > 1 else ()
         except WireError as error:
             await self._give_up(worker_id, keys, raw_name, fence, raw, f"{GIVEN_UP['damaged']}: {error}")

@@ -138,9 +138,8 @@ class RedisTurnQueue:
             if calls:
                 with first_error, translate():
                     answers = await self._scripts.call_many(calls)
-                    await self._read(
-                        worker_id, calls, answers, settling.get(shard, []), running.get(shard, []), outcome
-                    )
+                    rows = settling.get(shard, []), running.get(shard, [])
+                    await self._read(worker_id, keys, calls, answers, *rows, outcome)
         if not outcome.claims and not outcome.lost:
             first_error.raise_it()
         return outcome
@@ -163,6 +162,7 @@ class RedisTurnQueue:
     async def _read(
         self,
         worker_id: str,
+        keys: ShardKeys,
         calls: Sequence[Call],
         answers: Sequence[Any],
         settles: Sequence[TurnSettle],
@@ -174,28 +174,49 @@ class RedisTurnQueue:
             if isinstance(answer, Exception):
                 continue
             if name == "claim":
-                await self._give_up(worker_id, _read_claims(answer, outcome))
+                await self._give_up(worker_id, keys, self._read_claims(keys, answer, outcome))
             elif name == "renew":
                 outcome.lost += [
                     row.claim.job.turn_id for row, is_kept in zip(progress, answer, strict=True) if not is_kept
                 ]
             else:
-                await self._read_settles(worker_id, settles, answer, outcome)
+                outcome.refused += await self._read_settles(worker_id, keys, settles, answer)
+                outcome.unsettled -= {row.claim.job.turn_id for row in settles}
         checked(list(answers))
 
+    def _read_claims(self, keys: ShardKeys, answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
+        """The claims of an answer; returns how those end whose turn cannot be read."""
+        code, *rows = answer
+        unread = []
+        if code == 0:
+            outcome.has_lease = False
+        elif code == -1:
+            outcome.behind = int(rows[0])
+        else:
+            for row in rows:
+                try:
+                    claim = _claim(row)
+                    self._shards.check(claim.job.turn_id, keys)
+                    outcome.claims.append(claim)
+                except WireError as error:
+                    log.warning("turn.unreadable", extra={"job_id": shown_name(row[0]), "error": str(error)})
+                    unread.append(_lost(row[0], row[1], row[4], str(error)))
+        return unread
+
     async def _read_settles(
-        self, worker_id: str, settles: Sequence[TurnSettle], answer: Sequence[Any], outcome: Exchange
-    ) -> None:
+        self, worker_id: str, keys: ShardKeys, settles: Sequence[TurnSettle], answer: Sequence[Any]
+    ) -> list[str]:
+        """The turns whose settling was refused, after results went after agents that had changed meanwhile."""
+        refused: list[str] = []
         for row, code in zip(settles, answer, strict=True):
             readdressed = row
             while isinstance(code, bytes) and code.isascii():  # another agent waits by now; each round follows one more
                 readdressed = _readdress(readdressed, code.decode())
-                call = self._settle_call(worker_id, self._shards.of(row.claim.job.turn_id), [readdressed])
                 with translate():
-                    code = (await self._scripts.call(*call))[0]
-            outcome.unsettled.discard(row.claim.job.turn_id)
+                    code = (await self._scripts.call(*self._settle_call(worker_id, keys, [readdressed])))[0]
             if code == 0:
-                outcome.refused.append(row.claim.job.turn_id)
+                refused.append(row.claim.job.turn_id)
+        return refused
 
     async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
         for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
@@ -219,36 +240,21 @@ class RedisTurnQueue:
                 ready += sum(row[0] == b"ready" for row in rows)
                 lost = [_lost(*row[1:]) for row in rows if row[0] in (b"lost", b"damaged")]
                 dead += len(lost)
-                await self._give_up(worker_id, lost)
+                await self._give_up(worker_id, keys, lost)
         first_error.raise_it()
         return Reaped(ready_count=ready, dead_count=dead)
 
-    async def _give_up(self, worker_id: str, lost: Sequence[TurnSettle]) -> None:
+    async def _give_up(self, worker_id: str, keys: ShardKeys, lost: Sequence[TurnSettle]) -> None:
+        """Settle turns in the shard where they are: one that was made up may be in any."""
         if lost:
-            await self.exchange(worker_id, settles=lost)
+            with translate():
+                answer = await self._scripts.call(*self._settle_call(worker_id, keys, lost))
+            await self._read_settles(worker_id, keys, lost, answer)
 
     async def wait(self, timeout_s: float) -> None:
         parts = self._scripts.apart([keys.turn.bell for keys in self._shards.all])
         with translate():
             await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
-
-
-def _read_claims(answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
-    """The claims of an answer; returns how those end whose turn cannot be read."""
-    code, *rows = answer
-    unread = []
-    if code == 0:
-        outcome.has_lease = False
-    elif code == -1:
-        outcome.behind = int(rows[0])
-    else:
-        for row in rows:
-            try:
-                outcome.claims.append(_claim(row))
-            except WireError as error:
-                log.warning("turn.unreadable", extra={"job_id": shown_name(row[0]), "error": str(error)})
-                unread.append(_lost(row[0], row[1], row[4], str(error)))
-    return unread
 
 
 def _claim(row: Sequence[Any]) -> TurnClaim:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from redis import Redis
 from typer.testing import CliRunner
@@ -20,10 +21,13 @@ from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, WireError
+from rollfab.fabric.contract.records import Sampling, TurnJob
 from rollfab.fabric.contract.sharing import SharingReport
 from rollfab.fabric.contract.text import HARMFUL
+from rollfab.fabric.ports.queue import TurnPush
 from rollfab.fabric.queue import keys
 from rollfab.fabric.queue.keys import ShardKeys, WeightKeys
+from rollfab.fabric.queue.shards import RunShards
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.fuzz.tables import SHARD_TABLES as FUZZED
@@ -386,6 +390,51 @@ async def test_jobs_that_somebody_made_up_end_and_make_no_group(url: str, redis:
         assert set(redis.hvals(shard.trajectory.held) + redis.hvals(shard.turn.held)) <= {b"0"}
         assert await api.fabric.rollouts(run).receive("trainer", 8, 0.1) == []
         await api.fabric.board.delete_run("made-up")
+
+
+@pytest.mark.parametrize("state", [b"ready 0 0 0 0 0 0 0 -", b"claimed 7 0 0 0 0 0 0 w0"])
+async def test_jobs_in_another_shard_than_their_own_end_there_and_harm_none_of_their_name(
+    url: str, redis: Redis, state: bytes
+) -> None:
+    run = replace(RUN, run_id="strays", shard_count=2)
+    shards = RunShards("strays", 2)
+    here = shards.of("g1")
+    (other,) = [keys for keys in shards.all if keys is not here]
+    async with running_api(url) as api:
+        # Given a trajectory and a turn that are under way, and the same ones in the other shard
+        await api.fabric.board.create_run(run)
+        trajectories, turns = api.fabric.trajectories(run), api.fabric.turns(run)
+        await api.fabric.rollouts(run).push(make_groups([{}], 1, ["g1"]))
+        job = redis.hget(here.trajectory.job, "g1.0")
+        (claim,) = await trajectories.claim("agent-1", 1)
+        asked = TurnJob(turn_id="g1.0.0", agent_id="agent-1", sampling=Sampling(), prompt_ids=np.arange(3, dtype="i4"))
+        await turns.push("agent-1", [TurnPush(trajectory_id="g1.0", fence=claim.fence, job=asked)])
+        for name, jobs, row in (("g1.0", other.trajectory, job), ("g1.0.0", other.turn, asked.encode())):
+            redis.hset(jobs.job, name, row)
+            redis.hset(jobs.record, name, state)
+            redis.zadd(jobs.deadline, {name: 0})
+            redis.xadd(jobs.ready[1], {"id": name})
+        for keys in shards.all:
+            redis.hset(keys.leases, "w1", b"1 64 0")
+
+        # When an agent and a worker look for work again and again
+        claims = []
+        for _ in range(20):
+            assert await trajectories.claim("agent-1", 8) == []
+            claims += (await turns.exchange("w1", want=8, lease_epoch=1)).claims
+            await trajectories.reap("agent-1")
+            await turns.reap("agent-1")
+            for jobs in (other.trajectory, other.turn):
+                for name in redis.zrange(jobs.deadline, 0, -1):
+                    redis.zadd(jobs.deadline, {name: 0})
+
+        # Then the good turn was claimed once and its agent heard of no other end, and nothing goes round in the other
+        assert [each.job.turn_id for each in claims] == ["g1.0.0"]
+        assert await turns.results("agent-1", 0.1) == []
+        assert redis.zcard(other.trajectory.deadline) == redis.zcard(other.turn.deadline) == 0
+        assert [redis.xlen(key) for jobs in (other.trajectory, other.turn) for key in jobs.ready] == [0] * 6
+        assert await trajectories.renew("agent-1", [claim]) == []
+        await api.fabric.board.delete_run("strays")
 
 
 async def test_names_that_are_no_text_stop_neither_who_consumes_nor_who_lists_leases(url: str, redis: Redis) -> None:
