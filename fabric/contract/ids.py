@@ -65,11 +65,6 @@ def group_of(job_id: str) -> str:
     return job_id.split(".", 1)[0]
 
 
-def trajectory_of(turn: str) -> str:
-    """The trajectory a turn belongs to."""
-    return turn.rsplit(".", 1)[0]
-
-
 def shard_of(group_id: str, shard_count: int) -> int:
     """The shard that holds a group and everything in it; stable across processes and versions."""
     return crc32(group_id.encode()) % shard_count

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollfab.deploy.replay.figures import Figure, percentile, split_cores
+from rollfab.deploy.replay.figures import percentile
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import FabricError
@@ -31,6 +31,7 @@ from rollfab.trainer.aio import AsyncFabric
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 from rollfab.workers.rollout.weights import WeightReceiver
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
+from tests.bench.measure import Figure, split_cores
 
 from .lively import lively_weights
 from .resume.asker import Asker

@@ -9,9 +9,23 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.records import Rollout, Span
-from rollfab.fabric.rules.queue.curve import BUCKET_COUNT_MAX, RewardBucket, bucket_of, put_together
+from rollfab.fabric.rules.queue.curve import BUCKET_COUNT_MAX, RewardBucket, put_together
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import group_of_size, letter_of, rollout_of
+
+
+def bucket_of(version: int, reward: float, token_count: int) -> RewardBucket:
+    """One rollout's."""
+    return RewardBucket(
+        version=version,
+        width=1,
+        count=1,
+        reward_sum=reward,
+        reward_square_sum=reward * reward,
+        reward_min=reward,
+        reward_max=reward,
+        token_sum=token_count,
+    )
 
 
 async def complete(world: World, group_id: str, rewards: list[float], version: int, *, is_scored: bool = True) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rollfab.deploy.replay.figures import child_pids
 from rollfab.fabric.contract.errors import ConfigError
 from tests.bench.alone import alone
 from tests.bench.coserve.main import QUICK, measure
+from tests.bench.measure import child_pids
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 pytestmark = pytest.mark.alone

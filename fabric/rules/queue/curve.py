@@ -50,20 +50,6 @@ class RewardBucket:
 Curve = tuple[RewardBucket, ...]
 
 
-def bucket_of(version: int, reward: float, token_count: int) -> RewardBucket:
-    """One rollout's."""
-    return RewardBucket(
-        version=version,
-        width=1,
-        count=1,
-        reward_sum=reward,
-        reward_square_sum=reward * reward,
-        reward_min=reward,
-        reward_max=reward,
-        token_sum=token_count,
-    )
-
-
 def put_together(parts: Iterable[RewardBucket], count_max: int = BUCKET_COUNT_MAX) -> Curve:
     """One curve of buckets of any widths, by version, at most `count_max` (of at least 2)."""
     parts = tuple(parts)

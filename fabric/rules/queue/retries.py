@@ -1,4 +1,4 @@
-"""When a job is given up, and in which words. Twin of queue/lua/jobs/use/suspect.lua.
+"""When a job is given up, and in which words. queue/lua/jobs/use/suspect.lua counts.
 
 A worker's death is not the fault of what it held. A job comes under suspicion only when it loses workers one after the
 other and never gets on; then it is a suspect, of which a worker holds one at a time. A worker that is lost with a
@@ -41,46 +41,9 @@ def lost_turn(turn_id: str) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Suspicion:
-    """What speaks against a job.
-
-    loss: workers lost with it since it last got on. blame: those among them that nothing else is to blame for.
-    seen: how far it had come by the last one: turns settled of a trajectory, bytes of a turn's log.
-    """
-
-    loss: int = 0
-    blame: int = 0
-    seen: int = 0
-
-
 def is_suspect(loss: int) -> bool:
     """Whether a worker holds only one such job at a time."""
     return loss >= SUSPECT_LOSS_COUNT
-
-
-def after_loss(known: Suspicion, come: int, *, could_be_it: bool) -> Suspicion:
-    """What is known of a job when its worker is lost.
-
-    Args:
-        known: what was known before.
-        come: how far the job has come by now.
-        could_be_it: it was the worker's to run just then: not a trajectory that waits for its turn, nor one whose
-            environment has a process of its own.
-    """
-    was_suspect = is_suspect(known.loss)
-    if come != known.seen:
-        known, was_suspect = Suspicion(seen=come), False
-    if not could_be_it:
-        return known
-    return Suspicion(known.loss + 1, known.blame + was_suspect, come)
-
-
-def after_stall(known: Suspicion, come: int) -> Suspicion:
-    """What is known of a job that makes no progress at a worker that lives: that is evidence by itself."""
-    if come != known.seen:
-        known = Suspicion(seen=come)
-    return Suspicion(known.loss + 1, known.blame + 1, come)
 
 
 def too_stale(policy_version: int, head_version: int) -> str:

@@ -60,11 +60,6 @@ class Arrivals:
         known = 1.0 - math.exp(-age / SLOW_S)  # what of a thirty-second average can have been seen yet
         return self.fast_per_s * math.exp(-passed / FAST_S), self.slow_per_s * math.exp(-passed / SLOW_S) / known
 
-    def burst_factor(self, now_s: float) -> float:
-        """How many times more requests arrive now than over the last half minute; 1 without any."""
-        fast, slow = self.rates(now_s)
-        return fast / slow if slow > 0 else 1.0
-
     @property
     def dispersion(self) -> float:
         """Variance of counts per second over their mean, [1, 16]."""

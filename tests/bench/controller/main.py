@@ -26,7 +26,7 @@ from typing import Any
 from redis import Redis
 
 from rollfab.deploy.local.supervisor import Supervisor
-from rollfab.deploy.replay.figures import Report, number, percentile, run_bench, show
+from rollfab.deploy.replay.figures import Report, number, percentile, show
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError
@@ -40,6 +40,7 @@ from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts,
 from rollfab.fabric.rules.lending.terms import lent_by_name
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.controller.demand import Census
+from tests.bench.measure import run_bench
 
 from .stage import MODEL, RUN_COUNT, SLOT_COUNT, Stage, run_config, stirred, worker_infos
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from rollfab.deploy.replay.figures import Figure, percentile
+from rollfab.deploy.replay.figures import percentile
 from rollfab.deploy.replay.records import Outcome
 from rollfab.deploy.replay.report import p99_interval
 from rollfab.fabric.rules.serving.facts import Slo
+from tests.bench.measure import Figure
 
 ALONE, ORACLE = "alone", "oracle"
 P99 = 0.99

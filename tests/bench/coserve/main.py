@@ -21,9 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollfab.deploy.replay.figures import Report, run_bench
+from rollfab.deploy.replay.figures import Report
 from rollfab.fabric.contract.errors import ConfigError, EngineUnsupported
 from rollfab.fabric.rules.serving.facts import Slo
+from tests.bench.measure import run_bench
 
 from ..alone import alone
 from .arms import SLICES_MAX, Load, Rounds, interleaved

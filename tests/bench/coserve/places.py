@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from rollfab.deploy.replay.figures import child_pids, process_title
 from rollfab.fabric.contract.errors import FabricError
+from tests.bench.measure import child_pids, process_title
 
 DEVICE, HOST = 0, 1
 NORMAL, LOW, IDLE = "normal", "low", "idle"

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollfab.deploy.replay.figures import child_pids, process_cpu_s, process_title
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Group
 from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.workers.engines.vllm.common.config import VllmConfig
+from tests.bench.measure import child_pids, process_cpu_s, process_title
 
 from ..overhead.arms import CONTEXT_TOKENS, GROUP_SIZE, SEED, SLOT_COUNT, Round, WholeFabric, Workload
 from ..remote import Remote

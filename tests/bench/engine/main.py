@@ -18,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollfab.deploy.replay.figures import Report, alternate, number, run_bench, show
+from rollfab.deploy.replay.figures import Report, number, show
 from rollfab.fabric.contract.errors import EngineUnsupported
+from tests.bench.measure import alternate, run_bench
 
 from ..lively import lively_weights
 from ..overhead.arms import CONTEXT_TOKENS, GROUP_SIZE, SEED, SLOT_COUNT

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollfab.deploy.local.supervisor import Supervisor
-from rollfab.deploy.replay.figures import process_cpu_s
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
 from rollfab.fabric.contract.records import Group, Int32, Sampling
@@ -29,6 +28,7 @@ from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.trainer.client import Fabric, Run, connect
 from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
+from tests.bench.measure import process_cpu_s
 
 from ..worlds import observation
 

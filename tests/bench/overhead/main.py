@@ -13,7 +13,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollfab.deploy.replay.figures import Figure, Report, alternate, number, run_bench, show
+from rollfab.deploy.replay.figures import Report, number, show
+from tests.bench.measure import Figure, alternate, run_bench
 
 from .arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, EngineAlone, Round, WholeFabric, Workload
 

@@ -18,20 +18,12 @@ from typing import Any
 
 import redis
 
-from rollfab.deploy.replay.figures import (
-    Figure,
-    Report,
-    alternate,
-    number,
-    percentile,
-    process_cpu_s,
-    show,
-    split_cores,
-)
+from rollfab.deploy.replay.figures import Report, number, percentile, show
 from rollfab.fabric.broker.connection import mask_url, resolve_url
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import ConfigError, FabricError
 from rollfab.fabric.opened import RedisFabric
+from tests.bench.measure import Figure, alternate, process_cpu_s, split_cores
 
 from ..peers.processes import Peer, PeerFailed, start_peers
 from ..peers.rounds import PAYLOAD_BYTES

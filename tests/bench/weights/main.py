@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rollfab.deploy.replay.figures import Report, run_bench
+from rollfab.deploy.replay.figures import Report
+from tests.bench.measure import run_bench
 
 from ..remote import Remote
 from . import live as weights_live

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollfab.deploy.replay.figures import Figure, Report
+from rollfab.deploy.replay.figures import Report
+from tests.bench.measure import Figure
 
 from .chain import LAG, Chain
 from .codec import Measured, headline

@@ -9,8 +9,9 @@ import json
 import pytest
 import redis
 
-from rollfab.deploy.replay.figures import Figure, alternate, percentile
+from rollfab.deploy.replay.figures import percentile
 from rollfab.fabric.broker.embedded import EmbeddedBroker
+from tests.bench.measure import Figure, alternate
 from tests.bench.queue.life import Shape
 from tests.bench.queue.limit import record
 from tests.bench.queue.main import QUICK, bench_queue, measure

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rollfab.deploy.replay.figures import Figure
 from rollfab.fabric.contract.errors import FabricError
+from tests.bench.measure import Figure
 from tests.bench.weights.baselines import Codec, baselines
 from tests.bench.weights.chain import JOIN_COUNT, LAG
 from tests.bench.weights.codec import Model, floor_bytes, measure_code, ours

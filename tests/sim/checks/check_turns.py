@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rollfab.fabric.contract.ids import trajectory_of
 from rollfab.fabric.contract.records import Float32, Int32, Span, TokenLog, TurnJob, TurnResult
 from rollfab.fabric.ports.queue import Exchange, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.queue.turns import CLAIM_MS
@@ -98,7 +97,7 @@ class TurnChecker:
 
     def forget(self, trajectory_id: str) -> None:
         """A trajectory's attempt has ended."""
-        for name in [name for name in self.turns if trajectory_of(name) == trajectory_id]:
+        for name in [name for name in self.turns if name.rpartition(".")[0] == trajectory_id]:
             del self.turns[name]
 
     def results_of(self, trajectory_id: str) -> list[TurnResult]:

@@ -1,9 +1,11 @@
 -- Put jobs back on (or onto) their ready streams and wake idle workers. Needs record.lua before it.
 -- `kind` = the keys of trajectories or of turns; its `ready` are the streams of urgency 0 (first), 1, 2.
--- BELL_COUNT_MAX is in queue/keys.py. Twin of the rule: rules/queue/priority.py.
+-- BELL_COUNT_MAX is in queue/keys.py.
 -- keys shard.open
 
--- A job that was held before, or whose group is nearly complete, goes one class before its group's priority.
+-- The class in which a job waits; a lower one is served first. One class before its group's priority is what somebody
+-- had begun already (its prefix may still be cached, and its group is older), and what belongs to a group with at most a
+-- quarter of its quorum missing: a group is of use only when it is complete.
 local function urgency(row, was_held)
   local priority, missing, quorum = string.match(row or '', '^([012]) (%-?%d+) (%d+)$')
   if not priority then priority, missing, quorum = 1, 1, 1 end

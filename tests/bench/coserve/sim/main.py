@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rollfab.deploy.replay.figures import Report, number, run_bench, show
+from rollfab.deploy.replay.figures import Report, number, show
 from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.replay.scale import at_rate, window
 from rollfab.deploy.replay.traces import load_trace
 from rollfab.fabric.rules.serving.guard import GuardRule
+from tests.bench.measure import run_bench
 
 from .arms import Foresight, Guarded, IdleOnly, RoseRules, ServingAlone, Unguarded
 from .engine import COST_MODEL_ERROR, ROLLOUT_8B, SERVING_7B

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
-from rollfab.fabric.contract.ids import check_name, group_of, shard_of, trajectory_id, trajectory_of, turn_id
+from rollfab.fabric.contract.ids import check_name, group_of, shard_of, trajectory_id, turn_id
 from rollfab.fabric.contract.records import Span, TokenLog
 from rollfab.workers.engines.base import Generation
 from rollfab.workers.rollout.turns import merge
@@ -43,7 +43,7 @@ def test_a_worker_that_made_nothing_leaves_the_log_as_it_was() -> None:
 
 def test_parents_are_read_off_names() -> None:
     turn = turn_id(trajectory_id("g", 3), 11)
-    assert (turn, trajectory_of(turn), group_of(turn)) == ("g.3.11", "g.3", "g")
+    assert (turn, group_of(turn)) == ("g.3.11", "g")
     assert shard_of("g", 8) == shard_of(group_of(turn), 8)
 
 

@@ -1,4 +1,4 @@
--- What speaks against a job whose worker was lost, or at which a worker stalled. Twin of the rule: rules/queue/retries.py.
+-- What speaks against a job whose worker was lost, or at which a worker stalled.
 local function clear(r)
   r.loss, r.blame, r.seen = 0, 0, 0
 end
