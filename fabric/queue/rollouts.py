@@ -38,6 +38,7 @@ from .status import unknown_run
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
 PENDING_COUNT = 64  # of these looked at together
+DROP_COUNT = 500  # entries looked at behind one of no group
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
 NO_RUN = -2  # queue/lua/rollouts/push_group.lua: the run is not there
 LATE_COUNT = 64  # groups closed at their deadline by one call
@@ -228,10 +229,11 @@ class RedisRolloutStream:
             found_answers = await self._scripts.channel.ask_many(commands)
             answers = checked([[] if is_wrong_type(each) else each for each in found_answers])
         found: list[Delivery] = []
+        gone: dict[int, list[bytes]] = {}
         for row, facts, made, head in zip(rows, answers[::3], answers[1::3], answers[2::3], strict=True):
             shard, entry_id, group_id = row
             if not facts:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
-                await self._drop(shard, entry_id)
+                gone.setdefault(shard, []).append(entry_id)
                 continue
             if b"ended_by" not in facts[::2]:  # read from a primary that is gone: the new one has it open, and ends it
                 continue
@@ -244,6 +246,8 @@ class RedisRolloutStream:
                 continue
             self._in_hand.add((shard, entry_id))
             found.append(delivery)
+        for shard, entry_ids in gone.items():
+            await self._drop(shard, entry_ids)
         return found
 
     def _stale(self, group: Group, head: int) -> list[Rollout]:
@@ -293,11 +297,22 @@ class RedisRolloutStream:
             if record and record.startswith(b"failed ")
         )
 
-    async def _drop(self, shard: int, entry_id: bytes) -> None:
-        name = self._shards.all[shard].completed
-        commands = [("XACK", name, CONSUMER_GROUP_TRAINER, entry_id), ("XDEL", name, entry_id)]
+    async def _drop(self, shard: int, entry_ids: Sequence[bytes]) -> None:
+        """Remove entries of groups that are gone, and those behind them: somebody may have made up thousands."""
+        keys, ask = self._shards.all[shard], self._scripts.channel.ask_many
+        look: Command = ("XREAD", "COUNT", DROP_COUNT, "STREAMS", keys.completed, entry_ids[-1])
         with translate():
-            checked([each for each in await self._scripts.channel.ask_many(commands) if not is_wrong_type(each)])
+            behind = stream_entries(checked([None if is_wrong_type(each) else each for each in await ask([look])])[0])
+            groups = [b"".join(fields[1:2]).decode("utf-8", "replace") for _, _, fields in behind]
+            asked: list[Command] = [("EXISTS", keys.group(name)) for name in groups]
+            held = checked(await ask(asked))
+            dropped = [
+                *entry_ids,
+                *(entry_id for (_, entry_id, _), is_held in zip(behind, held, strict=True) if not is_held),
+            ]
+            ack: Command = ("XACK", keys.completed, CONSUMER_GROUP_TRAINER, *dropped)
+            answers = await ask([ack, ("XDEL", keys.completed, *dropped)])
+            checked([each for each in answers if not is_wrong_type(each)])
 
     async def acknowledge(self, delivery: Delivery) -> bool:
         keys = self._shards.all[delivery.shard]

@@ -30,6 +30,7 @@ from rollfab.fabric.queue.keys import ShardKeys, WeightKeys
 from rollfab.fabric.queue.shards import RunShards
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller.controller import Controller, ControllerConfig
+from tests.contracts.test_queue import rollout_of
 from tests.fuzz.tables import SHARD_TABLES as FUZZED
 from tests.support.processes.api_server import RUN, running_api
 
@@ -435,6 +436,30 @@ async def test_jobs_in_another_shard_than_their_own_end_there_and_harm_none_of_t
         assert [redis.xlen(key) for jobs in (other.trajectory, other.turn) for key in jobs.ready] == [0] * 6
         assert await trajectories.renew("agent-1", [claim]) == []
         await api.fabric.board.delete_run("strays")
+
+
+async def test_a_group_behind_thousands_that_somebody_made_up_comes_after_a_few_calls(url: str, redis: Redis) -> None:
+    run = replace(RUN, run_id="behind", shard_count=1)
+    async with running_api(url) as api:
+        # Given entries of no group, some of them no text, before and between those of two good groups
+        await api.fabric.board.create_run(run)
+        rollouts, trajectories = api.fabric.rollouts(run), api.fabric.trajectories(run)
+        await rollouts.beat("trainer", 60.0)
+        completed = ShardKeys("behind", 0).completed
+        for group in ("g1", "g2"):
+            for number in range(1500):
+                redis.xadd(
+                    completed, {"group": b"bad-%d\xff" % number} if number % 2 else {"else": "", "x": f"{number}"}
+                )
+            await rollouts.push(make_groups([{}], 1, [group]))
+            (claim,) = await trajectories.claim("agent-1", 1)
+            await trajectories.settle(claim, rollout_of(claim, 1.0), is_scored=True)
+
+        # When a trainer takes one at a time, then both come, in order and once
+        found = [await rollouts.receive("trainer", 1, 0.1) for _ in range(14)]
+        assert [delivery.group.group_id for deliveries in found for delivery in deliveries] == ["g1", "g2"]
+        assert redis.xlen(completed) == 2
+        await api.fabric.board.delete_run("behind")
 
 
 async def test_names_that_are_no_text_stop_neither_who_consumes_nor_who_lists_leases(url: str, redis: Redis) -> None:
