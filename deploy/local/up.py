@@ -53,7 +53,7 @@ GONE = ("unreachable", "resolve", "timeout", "lost")  # reasons for which nobody
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What to start."""
+    """The roles to start, and their options."""
 
     url: str | None = field(repr=False)
     model: str

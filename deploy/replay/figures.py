@@ -1,4 +1,4 @@
-"""What every bench shares: rounds that alternate, medians with their spread, the machine, and the report.
+"""Shared by every bench: rounds that alternate, medians with their spread, the machine, and the report.
 
 - Arms are measured in turn, A B A B …, so that what else the machine does hits all alike; only ratios between arms of
   one run mean anything.
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a bench found, for programs. Values are numbers, texts, None, and lists and dicts of them."""
+    """The findings of a bench, for programs. Values are numbers, texts, None, and lists and dicts of them."""
 
     name: str
     params: dict[str, Any]
@@ -102,7 +102,7 @@ def number(value: float) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What ran it: a ratio of two runs on different machines means nothing."""
+    """Describe the machine: a ratio of two runs on different machines means nothing."""
     return {
         "processor": _processor(),
         "core_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -164,7 +164,7 @@ def child_pids(pid: int) -> list[int]:
 
 
 def process_title(pid: int) -> str:
-    """What `ps` shows of a process; empty where the system does not say."""
+    """The title that `ps` shows of a process; empty where the system does not say."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:

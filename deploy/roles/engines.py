@@ -26,7 +26,7 @@ SLOW = {"stall_s": 30.0, "first_token_s": 300.0}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What was asked for. None: not said, so the engine's own way."""
+    """The engine's options as typed. None: not typed, so the engine chooses."""
 
     engine: str = option("transformers", f"What generates: {' or '.join(ENGINES)}.", choices=ENGINES)
     model: str = option("", "Preset, path or hub name. Default: tiny.")

@@ -43,7 +43,7 @@ def lost_turn(turn_id: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What speaks against a job.
+    """The evidence against a job.
 
     loss: workers lost with it since it last got on. blame: those among them that nothing else is to blame for.
     seen: how far it had come by the last one: turns settled of a trajectory, bytes of a turn's log.
@@ -60,7 +60,7 @@ def is_suspect(loss: int) -> bool:
 
 
 def after_loss(known: Suspicion, come: int, *, could_be_it: bool) -> Suspicion:
-    """What is known of a job when its worker is lost.
+    """Add to the evidence that a job's worker was lost.
 
     Args:
         known: what was known before.
@@ -77,7 +77,7 @@ def after_loss(known: Suspicion, come: int, *, could_be_it: bool) -> Suspicion:
 
 
 def after_stall(known: Suspicion, come: int) -> Suspicion:
-    """What is known of a job that makes no progress at a worker that lives: that is evidence by itself."""
+    """Add to the evidence that a job made no progress at a worker that lives: that speaks by itself."""
     if come != known.seen:
         known = Suspicion(seen=come)
     return Suspicion(known.loss + 1, known.blame + 1, come)
