@@ -90,7 +90,7 @@ class Api(FastAPI):
 
 
 def make_context(ports: Ports, config: ApiConfig, clock: Clock) -> Context:
-    """What the routes share."""
+    """Make the context that the routes share."""
     tail = EventTail(ports.board, clock)
     weights = WeightReader(ports.weights)
     status = StatusReader(ports, tail=tail, weights=weights, config=config, clock=clock)

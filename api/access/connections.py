@@ -38,7 +38,7 @@ PHRASES = {408: b"Request Timeout", 503: b"Service Unavailable"}
 
 
 def bounded_protocol(limits: ApiConfig) -> type[asyncio.Protocol]:
-    """What uvicorn makes of each connection."""
+    """Make the protocol that uvicorn runs for each connection."""
 
     return type("Protocol", (BoundedProtocol,), {"limits": limits})
 

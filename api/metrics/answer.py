@@ -209,7 +209,7 @@ TAXES = (("ttft_tax_p99_worst", "ttft"), ("tpot_tax_p99_worst", "tpot"))
 
 
 def sharing_metrics(status: Status) -> Iterator[Metric]:
-    """What serving teams allow, what guards do, and what it cost and gave."""
+    """Yield the metrics of sharing: terms of serving teams, guards, costs and gains."""
     live = [worker for worker in status.workers if worker.role == "serving" and worker.is_fresh]
     yield from _states(live)
     yield from _open(live)

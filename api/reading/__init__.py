@@ -1,1 +1,1 @@
-"""What the api answers with: read from the broker once for all who ask, and made into models."""
+"""Reads the broker once for all who ask, and makes the api's models of it."""

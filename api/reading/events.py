@@ -72,7 +72,7 @@ class EventTail:
         return list(islice((event for event in reversed(self._ring) if event.kind != TRAINER_STEP), count))
 
     def training(self, run_id: str) -> Training | None:
-        """What the run's trainer reported last."""
+        """The last report of the run's trainer."""
         return self._steps.get(run_id)
 
     async def stream(self, after: str | None, keep_alive_s: float) -> AsyncIterator[list[EventView]]:

@@ -15,7 +15,7 @@ __all__ = ["lending_worker", "terms_of", "value_of"]
 
 
 def terms_of(info: WorkerInfo, lends: Mapping[str, LendSetting], minute: int) -> LendTerms | None:
-    """What of a worker may be lent at this minute of the week; None: it is not a serving worker's to say."""
+    """The terms of a worker at this minute of the week; None if it is no serving worker."""
     return terms(lends, info.worker_id, info.pool, minute) if info.role == "serving" else None
 
 

@@ -55,7 +55,7 @@ Out = TypeVar("Out")
 
 
 class Ports(Fabric, Protocol):
-    """What the api asks of a broker: the queues, the board and the weights."""
+    """The ports that the api reads: the queues, the board and the weights."""
 
     @property
     def weights(self) -> WeightStore: ...
@@ -63,7 +63,7 @@ class Ports(Fabric, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _WorkerFacts:
-    """What is said of workers elsewhere. minute: of the week, by the broker machine's time, as workers count hours."""
+    """Facts about workers from other tables. minute: of the week, by the broker machine's time, as workers count."""
 
     lends: Mapping[str, LendSetting]
     leases: list[LeaseView]

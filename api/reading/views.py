@@ -71,7 +71,7 @@ def agreement_view(agreement: Agreement) -> AgreementView:
 
 
 def readiness(workers: Iterable[WorkerView]) -> Readiness:
-    """What is missing for work to flow, on a broker that answers."""
+    """Say what is missing for work to flow, on a broker that answers."""
     missing = []
     if not any(worker.role == "controller" and worker.is_fresh for worker in workers):
         missing.append("no controller has been heard of for 3 s, so no lease is given: start one (rollfab controller)")
@@ -79,7 +79,7 @@ def readiness(workers: Iterable[WorkerView]) -> Readiness:
 
 
 def run_readiness(run: RunView) -> RunReadiness:
-    """What keeps one run from moving."""
+    """Say what keeps one run from moving."""
     missing = [f"{each.text}. {each.step}" if each.step else each.text for each in run.causes if not each.is_well]
     return RunReadiness(run_id=run.run_id, is_ready=run.is_well, missing=missing, causes=run.causes)
 

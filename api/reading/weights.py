@@ -25,7 +25,7 @@ Known = dict[Name, VersionFigures]
 
 @dataclass(slots=True)
 class _Run:
-    """What is known of a run. old: held when we began to look, or read by then."""
+    """The manifests known of a run. old: held when we began to look, or read by then."""
 
     epoch: int
     known: Known = field(default_factory=dict)

@@ -48,7 +48,7 @@ def router(context: Context) -> APIRouter:
         last_event_id: Annotated[str | None, Header()] = None,
         after: Annotated[str | None, Query(description="where there is no Last-Event-ID; 0: all that is kept")] = None,
     ) -> StreamingResponse:
-        """What happens, as it happens; after `Last-Event-ID` where one is given, else from now on."""
+        """Stream events as they happen, after `Last-Event-ID` where one is given, else from now on."""
         nonlocal reader_count
         start = last_event_id or after
         if start is not None and not EVENT_ID.match(start):

@@ -58,7 +58,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/sharing", tags=["read"])
     async def sharing() -> Sharing:
-        """What sharing devices with rollouts cost serving requests, and what it gave."""
+        """Show what sharing devices with rollouts cost serving requests, and what it gave."""
         reports = await context.ports.board.sharing()
         rows = [SharingView(**with_taxes(report)) for _, report in sorted(reports.items())]
         return Sharing(workers=rows, totals=sharing_totals(reports.values()))

@@ -29,5 +29,5 @@ def router(_: Context) -> APIRouter:
 
 
 def static_files() -> StaticFiles:
-    """What the pages load."""
+    """Serve the files that the pages load."""
     return StaticFiles(directory=STATIC)

@@ -1,1 +1,1 @@
-"""What the api answers, as models."""
+"""The api's answers, as models."""

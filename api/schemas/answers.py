@@ -1,4 +1,4 @@
-"""What the api answers, with units in the names. These are promises; fields are only added.
+"""The api's answers, with units in the names. These are promises; fields are only added.
 
 A worker, a lease or a cause is the fabric's record, extended where the api knows more of it. A run is a selection: its
 config holds options and sampling, which a reader need not see.
@@ -85,7 +85,7 @@ class RewardPoint(Model):
 
 
 class Training(Model):
-    """What a run's trainer last reported."""
+    """The last report of a run's trainer."""
 
     time_ms: int
     """When, by the broker's wall clock."""

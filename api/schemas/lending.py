@@ -1,4 +1,4 @@
-"""What the api says of lending: what serving teams said, what it comes to, what it cost and gave, and the plan."""
+"""The api's models of lending: settings of serving teams, their outcome, costs and gains, and the plan."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Slots = Annotated[StrictInt, Field(ge=0, le=SLOT_COUNT_MAX)]
 
 @dataclass(frozen=True, kw_only=True)
 class LendSettingView(Shown, LendSetting):
-    """What was said of a worker, a pool or all; null: no bound."""
+    """The setting of a worker, a pool or all; null: no bound."""
 
     subject: str
     """A worker's id, pool:NAME, or * for all."""
 
 
 class LendRequest(BaseModel):
-    """What a serving team says. What is left out stays as it is; a bound of null is taken away."""
+    """A serving team's change. A field that is left out stays as it is; a bound of null is taken away."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -117,7 +117,7 @@ class Lending(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class SharingView(Shown, SharingReport):
-    """What sharing one device cost and gave, since its worker started."""
+    """Costs and gains of sharing one device, since its worker started."""
 
     few: list[str]
     """P99s of too few requests, as alone.ttft_ms_p99: no request that was measured bounds them from above."""
@@ -129,7 +129,7 @@ class SharingView(Shown, SharingReport):
 
 
 class Sharing(Model):
-    """What a serving team decides on."""
+    """The figures that a serving team decides on."""
 
     workers: list[SharingView]
     totals: SharingTotals

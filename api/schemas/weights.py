@@ -1,4 +1,4 @@
-"""What the api says of weights."""
+"""The api's models of weights."""
 
 from __future__ import annotations
 

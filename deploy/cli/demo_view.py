@@ -1,4 +1,4 @@
-"""What the demo knows and shows: one state, drawn as a table, and at the end as a summary and a curve."""
+"""Keeps and draws the demo's state: one state, drawn as a table, and at the end as a summary and a curve."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DemoState:
             self.say(f"{facts['worker_id']} is silent and forgotten")
 
     def waits_for(self) -> str:
-        """What keeps the first step from being seen."""
+        """Say what keeps the first step from being seen."""
         working = {row["role"] for row in self.seen["workers"] if row["state"] != "loading"}
         starting = [role for role in ROLE_ORDER if role not in working]
         if starting:

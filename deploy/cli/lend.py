@@ -163,7 +163,7 @@ def _user() -> str:
 
 
 async def _status(ports: RedisFabric) -> dict[str, Any]:
-    """What was said, and what it comes to on every serving worker."""
+    """Read the settings, and their outcome on every serving worker."""
     board = ports.board
     lends, workers = await board.lends(), await board.workers()
     leases = {name: each for run in await board.runs() for name, each in (await board.leases(run)).items()}

@@ -1,4 +1,4 @@
-"""What `rollfab lend` shows, as tables."""
+"""Draws the tables of `rollfab lend`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["draw_log", "draw_report", "draw_status"]
 
 
 def draw_status(seen: dict[str, Any]) -> Group:
-    """What was said, what a switch just did, and what it comes to on every serving worker."""
+    """Draw the settings, what a switch just did, and the outcome on every serving worker."""
     said = [Text(f"{subject_text(subject)}: {_setting(row)}") for subject, row in seen["lends"].items()]
     if not said:
         said = [
@@ -36,7 +36,7 @@ def draw_status(seen: dict[str, Any]) -> Group:
 
 
 def _switched(row: dict[str, Any]) -> list[str]:
-    """What the switch came to: who may lend, and what was given back."""
+    """Say who may lend after the switch, and what was given back."""
     whom, may_lend = row["worker_ids"], row["lending_ids"]
     lines = [f"{subject_text(row['subject'])}, now: {counted(len(may_lend), 'worker')} of {len(whom)} may lend"]
     if row["taken_ids"]:
@@ -115,7 +115,7 @@ def _how(facts: dict[str, Any]) -> str:
 
 
 def draw_report(seen: dict[str, Any]) -> Group:
-    """What serving requests saw with rollouts and without, and what rollouts got: a table for each worker."""
+    """Draw a table for each worker: requests with rollouts and without, and what rollouts got."""
     parts = [part for row in seen["workers"] for part in (_requests(row), Text(_given(row)), Text(""))]
     return Group(*parts, Text(_verdict(seen["totals"], [name for row in seen["workers"] for name in row["few"]])))
 

@@ -79,7 +79,7 @@ def _short(value: Any) -> str:
 
 
 def plain_lines(text: str) -> list[str]:
-    """What a log says to a person: its lines without what is only noted, and without time, level and logger."""
+    """The lines of a log for people: without mere notes, and without time, level and logger."""
     found = []
     for line in text.splitlines():
         stamped = STAMPED.fullmatch(line)

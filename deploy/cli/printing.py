@@ -20,7 +20,7 @@ class Console(rich.console.Console):
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As in the library, with every text made printable."""
+        """Render as the library does, with every text made printable."""
         for segment in super().render(renderable, options):
             is_plain = segment.control or not HARMFUL.search(segment.text)
             yield segment if is_plain else Segment(printable(segment.text), segment.style)

@@ -55,7 +55,7 @@ async def snapshot(ports: RedisFabric) -> dict[str, Any]:
 
 
 def bad_row(row: BadRow) -> dict[str, Any]:
-    """As plain values."""
+    """A bad row as plain values."""
     return {**asdict(row), "step": row.step}
 
 
@@ -207,7 +207,7 @@ def _reward_lines(runs: list[dict[str, Any]]) -> list[Table]:
 
 
 def _engine(worker: dict[str, Any]) -> Text:
-    """What generates, how much of its prompts it had in its cache, and how it sleeps."""
+    """Name the engine, its share of cached prompts, and how it sleeps."""
     lines = [worker["engine"] or ""]
     if worker["prefix_hit_fraction"] is not None:
         lines.append(f"{worker['prefix_hit_fraction']:.0%} of prompts cached")

@@ -1,1 +1,1 @@
-"""What this machine has of what the roles need."""
+"""Finds out what this machine has of what the roles need."""

@@ -1,4 +1,4 @@
-"""What the GPUs of this machine do, as NVML tells: the only place that imports pynvml.
+"""Reads from NVML what the GPUs of this machine do: the only place that imports pynvml.
 
 - No NVML, no driver, no permission, a GPU that is lost: normal cases. Each becomes a note; nothing here raises.
 - A figure that a GPU does not tell is None, and a note says why, unless that is the rule for its kind.

@@ -1,4 +1,4 @@
-"""What `rollfab doctor` says of vLLM: whether it is there, whole, of the version we are tested with, and can start.
+"""Tells whether vLLM is there, whole, of the version that we are tested with, and can start: `rollfab doctor`.
 
 - Read from the metadata of installed packages; vLLM itself is only imported in a process of its own, with a time limit.
 - vLLM is optional. Once it is installed, what is wrong with it counts as broken.
@@ -28,7 +28,7 @@ TRANSFORMERS = "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is looked at; tests give one of their own.
+    """The machine that is looked at; tests give one of their own.
 
     Attributes:
         packages: name → installed distribution.
@@ -75,7 +75,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def examine_vllm(*, has_gpu: bool) -> list[Finding]:
-    """Of this machine."""
+    """Examine the vLLM of this machine."""
     machine = this_machine(has_gpu=has_gpu)
     findings = list(look(machine))
     return [*findings, try_import(machine.python)] if machine.names else findings

@@ -1,4 +1,4 @@
-"""What `rollfab up` sees of its broker: which processes are there, and whether it answers at all.
+"""Watches the broker of `rollfab up`: which processes are there, and whether it answers at all.
 
 A thread asks, so that a frozen broker holds up nobody, and says so once for each silence, and when it is over.
 """

@@ -38,7 +38,7 @@ SLOT_COUNT = 32  # fewer than trajectories in flight, so that lending shows
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the demo does."""
+    """The demo's options."""
 
     environment: str
     steps: int | None
@@ -51,7 +51,7 @@ class DemoOptions:
 
 @dataclass
 class Script:
-    """What is done on purpose, by the share of training that has passed."""
+    """Lends, takes back and kills on purpose, by the share of training that has passed."""
 
     lend_on_at: float = 0.15
     kill_at: float = 0.4

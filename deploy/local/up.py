@@ -53,7 +53,7 @@ GONE = ("unreachable", "resolve", "timeout", "lost")  # reasons for which nobody
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What to start."""
+    """The roles to start, and their options."""
 
     url: str | None = field(repr=False)
     model: str
@@ -101,10 +101,11 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
         for index in range(count):
             name = f"{role}-{index}"
             words = ["--role", role, "--model", options.model, "--slots", str(options.slot_count)]
+            words += ["--engine", options.engine]
             words += ["--pool", POOL] if role == "serving" else []
             if options.engine == "vllm":
                 log = supervisor.log_directory / f"{name}.vllm.log"
-                words += ["--engine", "vllm", "--engine-log", str(log), "--", *options.engine_words]
+                words += ["--engine-log", str(log), "--", *options.engine_words]
             supervisor.add(name, ["worker", *words], environment=place)
     supervisor.add("reward", ["reward", *allowed], environment=place)
     keys = f"{os.environ.get(CONTROL_KEYS, '')} {hash_key(options.api_key) if options.api_key else ''}".strip()

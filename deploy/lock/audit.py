@@ -29,7 +29,7 @@ def accepted(text: str) -> list[str]:
 
 
 def ask(lock: Path, ignored: list[str]) -> list[dict[str, object]] | None:
-    """What pip-audit found for each pin in a lock file, or None without an answer from PyPI.
+    """Ask pip-audit about each pin in a lock file; None without an answer from PyPI.
 
     Raises:
         SystemExit: pip-audit failed in another way.

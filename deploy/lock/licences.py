@@ -58,7 +58,7 @@ PARTS = re.compile(r"[() ]*(?: AND | OR )[() ]*")
 
 
 def licence_of(metadata: dict[str, object]) -> str:
-    """What a package says of its licence, shortly; "unknown" if nothing that fits a line."""
+    """The licence that a package states, in short; "unknown" if it states nothing that fits a line."""
     if expression := metadata.get("license_expression"):
         return str(expression)
     classifiers = [str(each) for each in metadata.get("classifier") or []]  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ PLAIN = Manner()
 
 
 async def find_server(url: str, model: str | None = None, api_key: str | None = None) -> Server:
-    """What a server serves. model: one of its names; None: its first.
+    """Find the model that a server serves. model: one of its names; None: its first.
 
     Raises:
         ConfigError: the URL is none, or the server has no such model.
@@ -248,7 +248,7 @@ class _Asker:
 
 
 def _shortcoming(stream: TokenStream, told: Told, arrival: Arrival) -> tuple[str, str]:
-    """What is wrong with an answer that came to its end."""
+    """Say what is wrong with an answer that came to its end."""
     if told.error:
         return "server", told.error
     if not stream.is_done:
@@ -259,7 +259,7 @@ def _shortcoming(stream: TokenStream, told: Told, arrival: Arrival) -> tuple[str
 
 
 def raise_file_limit() -> None:
-    """As many connections at once as this system allows a process."""
+    """Allow as many connections at once as this system allows a process."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -325,7 +325,7 @@ class TokenStream:
         self._last = event
 
     def told(self) -> Told:
-        """What has come, events without tokens left out."""
+        """Tell what has come, events without tokens left out."""
         times, last = self._times[:], _parsed(self._last)
         usage = last.get("usage") or {}
         if times and not last.get("choices"):

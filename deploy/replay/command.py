@@ -107,7 +107,7 @@ def _promised(limit_ms: float | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """What to replay, where, and what was promised there."""
+    """The load to replay, the server, and the objectives promised there."""
 
     trace: str
     url: str = field(repr=False)
@@ -245,7 +245,7 @@ class Shaping:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is sent. arrivals: within [0, span_s), in order; notes: how it differs from what was recorded."""
+    """The requests to send. arrivals: within [0, span_s), in order; notes: how it differs from what was recorded."""
 
     arrivals: list[Arrival]
     span_s: float

@@ -17,7 +17,7 @@ from ..cli.printing import Console
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a bench found, for programs. Values are numbers, texts, None, and lists and dicts of them."""
+    """The findings of a bench, for programs. Values are numbers, texts, None, and lists and dicts of them."""
 
     name: str
     params: dict[str, Any]
@@ -46,7 +46,7 @@ def number(value: float) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What ran it: a ratio of two runs on different machines means nothing."""
+    """Describe the machine: a ratio of two runs on different machines means nothing."""
     return {
         "processor": _processor(),
         "core_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

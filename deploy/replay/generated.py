@@ -37,7 +37,7 @@ class Generator(Protocol):
         ...
 
     def mean_per_s(self, start_s: float, duration_s: float) -> float:
-        """As observed."""
+        """The observed rate in a window."""
         ...
 
     def draw(self, start_s: float, duration_s: float, factor: float, seed: int) -> list[Arrival]:
@@ -64,7 +64,7 @@ class Curve:
         return rates
 
     def mean_per_s(self, start_s: float, duration_s: float) -> float:
-        """Of the curve."""
+        """The curve's mean rate in a window."""
         return float(self._seconds(start_s, duration_s).mean())
 
     def draw(self, start_s: float, duration_s: float, factor: float, seed: int) -> list[Arrival]:

@@ -36,7 +36,7 @@ class Bodies(Protocol):
         ...
 
     def body(self, index: int, arrival: Arrival) -> bytes:
-        """Of the request with that number."""
+        """The body of the request with that number."""
         ...
 
 
@@ -62,7 +62,7 @@ class TokenPrompts:
     opens_empty: bool = False
 
     def body(self, index: int, arrival: Arrival) -> bytes:
-        """Of the request with that number."""
+        """The body of the request with that number."""
         start = index * STRIDE % POOL_TOKENS
         marks = [index // self.vocabulary_size**place % self.vocabulary_size for place in range(MARK_TOKENS)]
         ids = (marks + self.pool[start : start + arrival.prompt_tokens])[: arrival.prompt_tokens]
@@ -79,7 +79,7 @@ class ChatPrompts:
     opens_empty: bool = True
 
     def body(self, index: int, arrival: Arrival) -> bytes:
-        """Of the request with that number."""
+        """The body of the request with that number."""
         start = index * STRIDE % POOL_TOKENS
         text = f"{index} {' '.join(self.words[start : start + arrival.prompt_tokens])}"
         return orjson.dumps({"messages": [{"role": "user", "content": text}], **_common(self.model, arrival)})

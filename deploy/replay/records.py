@@ -1,4 +1,4 @@
-"""What is replayed and what came of it: one Arrival and one Outcome per request.
+"""Records of a replay: one Arrival and one Outcome per request.
 
 - Times are seconds since the replay began.
 - An outcome of a request that was not answered in full names the kind of its error; what it has by then stays told.
@@ -35,7 +35,7 @@ def no_gaps() -> array[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
         arrival: when it was due and how long it is.
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def outcome_row(outcome: Outcome) -> dict[str, Any]:
-    """As JSON has it."""
+    """An outcome as a row for JSON."""
     row = {name: getattr(outcome, name) for name in Outcome.__slots__}
     arrival = outcome.arrival
     return {

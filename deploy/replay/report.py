@@ -1,4 +1,4 @@
-"""What a replay showed: latencies as the client saw them, what was promised and kept, and how good the client was.
+"""Reports a replay: latencies as the client saw them, what was promised and kept, and how good the client was.
 
 - TTFT counts from the scheduled arrival. TPOT is a request's mean; TBT is of single gaps between events.
 - Nothing games the attainment: a request that failed has missed every promise. Percentiles are of those that have the
@@ -133,7 +133,7 @@ def _gaps(outcomes: Sequence[Outcome]) -> Floats:
 
 
 def _without_interval(values: Floats) -> Spread:
-    """Of gaps: a bootstrap over millions of them would take minutes, and they are anything but independent."""
+    """The spread of gaps: to bootstrap millions would take minutes, and they are anything but independent."""
     if not len(values):
         return spread(values, seed=0)
     p50, p90, p99 = (float(by_rank(values, fraction)) for fraction in (0.5, 0.9, 0.99))

@@ -25,7 +25,7 @@ TRIALS, DRAWS = 4, 16  # to know the peak of a shape; to choose from with the ri
 
 
 def window(arrivals: Sequence[Arrival], start_s: float, duration_s: float) -> list[Arrival]:
-    """What arrives in [start_s, start_s + duration_s), its times since start_s."""
+    """Arrivals in [start_s, start_s + duration_s), its times since start_s."""
     end_s = start_s + duration_s
     return [replace(each, at_s=each.at_s - start_s) for each in arrivals if start_s <= each.at_s < end_s]
 
@@ -153,7 +153,7 @@ def placed(rates: Floats, count: int, span_s: float, dice: np.random.Generator) 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a load is like: requests per second, counted in seconds of their own.
+    """The shape of a load: requests per second, counted in seconds of their own.
 
     Attributes:
         count: requests.
@@ -170,12 +170,12 @@ class Load:
 
     @classmethod
     def of(cls, arrivals: Sequence[Arrival], span_s: float) -> Load:
-        """Of arrivals within [0, span_s)."""
+        """The load of arrivals within [0, span_s)."""
         return cls.of_times(np.array([each.at_s for each in arrivals]), span_s)
 
     @classmethod
     def of_times(cls, times: Floats, span_s: float) -> Load:
-        """Of times within [0, span_s)."""
+        """The load of times within [0, span_s)."""
         counts = np.bincount(times.astype(int), minlength=math.ceil(span_s))
         mean = float(counts.mean()) if len(times) else 0.0
         if not mean:

@@ -33,7 +33,7 @@ GENERATED_S = 3600.0  # how much is made when no duration is given
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is wanted of a trace.
+    """The part that is wanted of a trace.
 
     Attributes:
         start_s, duration_s: of the trace's own time; None: to its end, or an hour of one that is made.
@@ -133,7 +133,7 @@ def _npz(data: bytes) -> Generator:
 
 
 def _lengths(part: Part) -> list[Arrival]:
-    """Of a trace that names them itself.
+    """The lengths of a trace that names them itself.
 
     Raises:
         ConfigError: that one is a curve too.
@@ -223,7 +223,7 @@ def read_csv(text: str) -> list[Arrival]:
 
 
 def _seconds(text: str) -> float:
-    """Of seconds, or of a date with its time."""
+    """Parse seconds, or a date with its time."""
     try:
         return float(text)
     except ValueError:

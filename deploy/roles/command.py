@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 
 def role_command(role: str) -> Callable[..., None]:
-    """What typer makes the command of."""
+    """Make the function that typer makes the command of."""
 
     def command(call: typer.Context, **given: Any) -> None:
         if call.invoked_subcommand is not None:

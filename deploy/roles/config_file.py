@@ -59,7 +59,7 @@ def read_config(path: Path) -> Tables:
 
 
 def fault_of(key: str, value: Any, known: Mapping[str, Described]) -> str:
-    """What is wrong with a setting of a table with known keys; empty: nothing. A secret is not repeated."""
+    """Say what is wrong with a setting of a table with known keys; empty: nothing. No secret is repeated."""
     values = value if isinstance(value, list) else [value]
     words = [each for each in values if isinstance(each, str)]
     secret = find_secret(("--" + key.replace("_", "-"), *words))

@@ -26,9 +26,9 @@ SLOW = {"stall_s": 30.0, "first_token_s": 300.0}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What was asked for. None: not said, so the engine's own way."""
+    """The engine's options as typed. None: not typed, so the engine chooses."""
 
-    engine: str = option("transformers", "What generates: transformers or vllm.", choices=ENGINES)
+    engine: str = option("transformers", f"What generates: {' or '.join(ENGINES)}.", choices=ENGINES)
     model: str = option("", "Preset, path or hub name. Default: tiny.")
     """With `server` the name that it serves."""
     slot_count: int = option(64, "Turns it runs at once.", key="slots", least=1)

@@ -1,4 +1,4 @@
-"""What each role runs by. The command line, its help, the file and the environment are read off these fields."""
+"""The options of each role. The command line, its help, the file and the environment are read off these fields."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TIMEOUT = partial(need_seconds, "--timeout")
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
-    """What every role needs to know."""
+    """Options of every role."""
 
     url: str = option(
         "",
@@ -119,7 +119,7 @@ class ForeignOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions(RoleOptions):
-    """What an agent runs by."""
+    """Options of an agent."""
 
     environment_count: int = option(256, "Environments at once.", key="count", least=1)
     timeout_s: float = option(30.0, "Seconds a reset or step may take.", key="timeout", check=TIMEOUT)
@@ -135,7 +135,7 @@ class AgentOptions(RoleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions(RoleOptions):
-    """What a reward worker runs by."""
+    """Options of a reward worker."""
 
     timeout_s: float = option(20.0, "Seconds one reward may take.", key="timeout", check=TIMEOUT)
     memory_mib: int = option(1024, "MiB that each process of a reward function may use.", key="memory", least=64)
@@ -144,7 +144,7 @@ class RewardOptions(RoleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(RoleOptions):
-    """What a rollout worker runs by."""
+    """Options of a rollout worker."""
 
     role: str = option("dedicated", "dedicated or serving.", choices=ROLES)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -169,7 +169,7 @@ class WorkerOptions(RoleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ApiOptions(RoleOptions):
-    """What the api runs by."""
+    """Options of the api."""
 
     host: str = option("127.0.0.1", "Address to listen on; anything but loopback needs keys.")
     port: int = option(8765, "Port; 0 picks a free one.", least=0, most=65535)

@@ -302,7 +302,7 @@ def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[
 
 
 def _model(engine: EngineOptions) -> FoundModel:
-    """What runs call its model. A server may stand elsewhere: what is no path here may be one there."""
+    """The name that runs use for its model. A server may stand elsewhere: no path here may be a path there."""
     try:
         return find_model(engine.model)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What `rollfab weights` prints: tables for people, plain objects for programs."""
+"""Draws `rollfab weights`: tables for people, plain objects for programs."""
 
 from __future__ import annotations
 

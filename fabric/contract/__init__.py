@@ -1,1 +1,1 @@
-"""What travels and what it is called: records, their binary form, errors, names, bounds, and the clock."""
+"""The common words of all processes: records, their binary form, errors, names, bounds, and the clock."""

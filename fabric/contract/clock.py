@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What a component may know about time."""
+    """All that a component may know about time."""
 
     def now_s(self) -> float:
         """Monotonic seconds; only differences mean anything."""

@@ -34,7 +34,7 @@ UNITS: dict[str, tuple[float, float]] = {
 
 
 class Judgement(NamedTuple):
-    """What fields of certain types mean. fault: what is wrong with them, or an empty string. By the field's index:
+    """The verdict on fields of certain types. fault: what is wrong, or an empty string. By the field's index:
     holders hold many of one plain type; bounds are a number's least and most; words are all that a text may be.
     """
 

@@ -46,7 +46,7 @@ def new_worker_id(kind: str) -> str:
 
 
 def new_process_id() -> str:
-    """What tells processes of one name apart: 32 random bits."""
+    """Make 32 random bits that tell processes of one name apart."""
     return secrets.token_hex(4)
 
 

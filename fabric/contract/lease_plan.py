@@ -45,7 +45,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDemand:
-    """What a run could use, and what it is given."""
+    """The slots that a run could use, and those that it is given."""
 
     run_id: str
     open_count: int
@@ -64,7 +64,7 @@ def plan_rows(rows: list[Any]) -> tuple[PlanRow, ...]:
 
 
 def demand_rows(rows: list[Any]) -> tuple[RunDemand, ...]:
-    """As plan_rows."""
+    """Demands of plain values as they arrive in metadata."""
     return tuple(RunDemand(**row) for row in rows)
 
 

@@ -162,7 +162,7 @@ UNSAID = ("transformers_version",)  # of config.json: which library wrote it doe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
-    """What a model's name means here. digest: of its files; "": it has none that could be read here."""
+    """The model that a name means here. digest: of its files; "": it has none that could be read here."""
 
     name: str
     digest: str = ""
@@ -199,7 +199,7 @@ def find_model(name: str) -> FoundModel:
 
 
 def _digest(place: Path) -> str:
-    """Of what makes a model's architecture and its tokens, 16 hex digits; "" where there is no config.json."""
+    """Digest the files that make a model's architecture and tokens, 16 hex digits; "" where there is no config.json."""
     try:
         config = json.loads((place / "config.json").read_bytes())
         found = hashlib.sha256()

@@ -73,7 +73,7 @@ def sampling_from(row: dict[str, Any]) -> Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Record):
-    """What a run is: fixed when the run is created."""
+    """The settings of a run: fixed when the run is created."""
 
     KIND: ClassVar[int] = 1
     BOUNDS: ClassVar[dict[str, Bound]] = {
@@ -265,7 +265,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo(Record):
-    """What a worker says of itself with every heartbeat."""
+    """A worker's report on itself, sent with every heartbeat."""
 
     KIND: ClassVar[int] = 8
     IGNORES_UNKNOWN: ClassVar[bool] = True  # workers are upgraded one by one, and every side reads every worker

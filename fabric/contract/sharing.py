@@ -18,7 +18,7 @@ POOL = "pool:"  # prefix of a pool's name as a subject
 
 @dataclass(frozen=True, kw_only=True)
 class LendSetting(Record):
-    """What a serving team said about one subject: a worker's id, "pool:NAME", or "*"."""
+    """A serving team's setting for one subject: a worker's id, "pool:NAME", or "*"."""
 
     KIND: ClassVar[int] = 10
 
@@ -66,7 +66,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardView:
-    """What a guard sees and does now.
+    """A guard's view and verdict of now.
 
     state: "open" (rollouts may run all their tokens), "narrow" (some), "shut" (none), "silent" (it has not been heard
     of, so whether they run is not known). shut_s: for how long it has been
@@ -90,7 +90,7 @@ class GuardView:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingReport(Record):
-    """What sharing one device cost and gave, since its worker started."""
+    """Costs and gains of sharing one device, since its worker started."""
 
     KIND: ClassVar[int] = 11
     IGNORES_UNKNOWN: ClassVar[bool] = True

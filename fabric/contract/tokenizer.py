@@ -16,7 +16,7 @@ from .records import Int32
 
 
 class Tokenizer(Protocol):
-    """What an environment may ask of a model's tokenizer."""
+    """The calls that an environment may make of a model's tokenizer."""
 
     @property
     def vocabulary_size(self) -> int:

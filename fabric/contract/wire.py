@@ -1,4 +1,4 @@
-"""What travels: one binary form for every record.
+"""Encodes and decodes every record in one binary form.
 
     offset  size  content
     0       2     b"rf"

@@ -106,7 +106,7 @@ def is_well(causes: Sequence[Cause]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What was read of the whole fabric at one moment, for the diagnosis of any of its runs.
+    """The whole fabric as it was read at one moment, for the diagnosis of any of its runs.
 
     workers: with the age of the last heartbeat, ms; below 0: it lies in the future. leases: by run, then by worker.
     terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
@@ -582,7 +582,7 @@ def _run_full(view: _View) -> Iterator[Cause]:
 
 
 def _bad_rows(view: _View) -> Iterator[Cause]:
-    """Of the run's own tables, or of the fabric's: another run's are nothing to it."""
+    """Name bad rows of the run's own tables and the fabric's; those of other runs do not concern it."""
     own = f"{view.config.run_id}."
     found = [each for each in view.scene.bad_rows if "." not in each.table or each.table.startswith(own)]
     if not found or not view.open_count:

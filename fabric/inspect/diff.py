@@ -1,4 +1,4 @@
-"""What differs between two states of the weights, tensor by tensor: how many elements, by how many steps, how far.
+"""Compares two states of the weights, tensor by tensor: how many elements differ, by how many steps, how far.
 
 - Compared are stored bits: -0 and 0 differ, and so do two payloads of NaN.
 - A step is a distance in the integer pattern of the element, without its sign; it says how a delta codes.
@@ -108,7 +108,7 @@ def numbers(dtype: str, bits: Bits) -> NDArray[np.float64]:
 
 
 def _e4m3fn() -> NDArray[np.float64]:
-    """What each of the 256 patterns means: 4 bits of exponent with bias 7, 3 of mantissa, no infinity, one NaN."""
+    """The value of each of the 256 patterns: 4 bits of exponent with bias 7, 3 of mantissa, no infinity, one NaN."""
     patterns = np.arange(128)
     exponent, mantissa = patterns >> 3, (patterns & 7) / 8
     positive = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))

@@ -20,7 +20,7 @@ from ..ports.weights import WeightStore
 
 @dataclass(frozen=True, slots=True)
 class Wound:
-    """What is wrong with a version in the store. is_listed: its manifest is there and right. chunks: wrong ones."""
+    """The damage to a version in the store. is_listed: its manifest is there and right. chunks: wrong ones."""
 
     manifest: WeightManifest
     is_listed: bool

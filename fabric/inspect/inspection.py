@@ -1,4 +1,4 @@
-"""What a version is made of: its blocks by mode and by tensor, and how near it comes to the entropy floor.
+"""Takes a version apart: its blocks by mode and by tensor, and how near it comes to the entropy floor.
 
 Every block is fetched, checked and decoded; the weights themselves are not needed.
 """
@@ -48,7 +48,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFigures:
-    """What a manifest says of its size."""
+    """The sizes that a manifest states."""
 
     version: int
     kind: str
@@ -75,7 +75,7 @@ class VersionFigures:
 
 
 def version_figures(manifest: WeightManifest) -> VersionFigures:
-    """What a manifest says of its size."""
+    """Read the sizes that a manifest states."""
     is_keyframe, changed_count = manifest.kind == KEYFRAME, manifest.changed_count
     return VersionFigures(
         version=manifest.version,

@@ -22,7 +22,7 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switched:
-    """What a switch came to.
+    """The outcome of a switch.
 
     worker_ids: live serving workers that it concerns; lending_ids: those of them that may lend now. taken_ids: those
     that ran turns and may lend no more; turn_count: turns that ran there, by their last heartbeats. waiting: those that

@@ -46,7 +46,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Verified:
-    """What was looked at, and what is wrong with it.
+    """The manifests that were looked at, and their faults.
 
     Attributes:
         checked: manifests whose state was reached and compared. unreached: nothing held leads to their base, or their

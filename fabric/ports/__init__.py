@@ -1,1 +1,1 @@
-"""What the rest of the system may ask of a broker."""
+"""The calls that the rest of the system may make of a broker."""

@@ -93,7 +93,7 @@ class TurnProgress:
 
 @dataclass(slots=True)
 class Exchange:
-    """What one round trip of a rollout worker brought.
+    """The answer to one round trip of a rollout worker.
 
     claims: new turns. lost: ids whose claim is gone (abort them). refused: ids whose settling was stale. unsettled: to
     be handed in again. has_lease: False: the broker knows no such lease. behind: head, for weights too old to claim.
@@ -109,7 +109,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """What a reaper took back. scoring: reward jobs to be asked for again, as (trajectory_id, fence)."""
+    """The jobs that a reaper took back. scoring: reward jobs to be asked for again, as (trajectory_id, fence)."""
 
     ready_count: int = 0
     scoring: tuple[tuple[str, int], ...] = ()
@@ -188,7 +188,7 @@ class BadRow:
 
     @property
     def step(self) -> str:
-        """What removes it."""
+        """The command that removes it."""
         if self.table == "runs" and NAME.match(self.row):
             return f"rollfab runs rm --yes -- {quote(self.row)}"
         return " ".join(["rollfab rows rm --", quote(self.table), *([quote(self.row)] if self.row else [])])
@@ -221,7 +221,7 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDetails:
-    """What a run's numbers do not say: who consumes, and why one of its dead letters died (None: there is none)."""
+    """Details beside a run's numbers: who consumes, and why one of its dead letters died (None: there is none)."""
 
     consumers: tuple[Consumer, ...] = ()
     dead_reason: str | None = None
@@ -433,11 +433,11 @@ class LeaseBoard(Protocol):
         ...
 
     async def run_details(self, run: RunConfig) -> RunDetails:
-        """What the run's numbers do not say."""
+        """Read the details beside the run's numbers."""
         ...
 
     async def memory_bytes(self) -> tuple[int, int]:
-        """What the broker holds and what it may hold (0: no limit); of a cluster, of the fullest node."""
+        """Bytes that the broker holds and may hold (0: no limit); of a cluster, of the fullest node."""
         ...
 
     async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
@@ -496,7 +496,7 @@ class LeaseBoard(Protocol):
     async def end_lease(self, lease: Lease) -> None: ...
     async def leases(self, run_id: str) -> dict[str, Lease]: ...
     async def set_lend(self, subject: str, value: LendSetting | str) -> None:
-        """What the serving team says of a worker, a pool ("pool:NAME") or all ("*"), until it says otherwise.
+        """Set the serving team's word on a worker, a pool ("pool:NAME") or all ("*"), until it says otherwise.
 
         The workers that it concerns are woken at once, whoever leads or does not, and the switch is an event: all of
         it, or nothing. A word is understood too: "on", "observe", "off", "clear" (nothing is said of it any more), or
@@ -515,7 +515,7 @@ class LeaseBoard(Protocol):
         ...
 
     async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
-        """What was said that concerns one worker, and the broker machine's time in ms since 1970."""
+        """Read the settings that concern one worker, and the broker machine's time in ms since 1970."""
         ...
 
     async def wall_ms(self) -> int:

@@ -74,7 +74,7 @@ class WeightBoard(Protocol):
         ...
 
     async def damages(self, run_id: str) -> list[Damage]:
-        """What was reported and not cleared, by version and kind."""
+        """Damage reported and not cleared, by version and kind."""
         ...
 
     async def clear_damages(self, run_id: str, damages: Sequence[Damage]) -> None:

@@ -25,7 +25,7 @@ RISK_LEVELS = 5  # of headroom times openness: finer ones would only reorder wor
 
 
 def plan(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: CapacityRule) -> list[Grant]:
-    """What every worker should serve now, in the order given."""
+    """Decide what every worker should serve now, in the order given."""
     ordered = sorted(workers, key=_order)
     by_model: dict[tuple[str, str], list[WorkerFacts]] = {}
     for worker in ordered:
@@ -286,7 +286,7 @@ STAY_FRACTION = 0.9  # of a worker's slots: how much needier another run must be
 def settle(
     owed: Mapping[str, float], grants: Sequence[Grant], runs: Sequence[RunFacts], passed_s: float, rule: CapacityRule
 ) -> dict[str, float]:
-    """What every run is owed after `grants` were in force for `passed_s`, in slot-seconds.
+    """Count what every run is owed after `grants` were in force for `passed_s`, in slot-seconds.
 
     Of the slots that served runs of a model with work, each of these was due a share by weight. What all runs of a
     model are owed adds up to nothing, so one that comes new, or comes back, starts level; and no debt exceeds two

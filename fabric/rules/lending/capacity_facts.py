@@ -1,4 +1,4 @@
-"""What the capacity plan is made of and what it says: supply, demand, bounds and grants as plain records.
+"""Facts and outcome of the capacity plan: supply, demand, bounds and grants as plain records.
 
 - Durations are seconds unless the name says otherwise; speeds are tokens per second of one busy slot.
 - A fact that nobody measured is None, and is never taken for bad news about a dedicated worker.

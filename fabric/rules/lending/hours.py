@@ -23,7 +23,7 @@ Window = tuple[int, int]  # minutes of the week [start, end); an end beyond the 
 
 
 def minute_of_week(wall_ms: int) -> int:
-    """Of a time in ms since 1970, UTC; 0 is Monday, 00:00."""
+    """The minute of the week of a time in ms since 1970, UTC; 0 is Monday, 00:00."""
     return (wall_ms // 60_000 + EPOCH_DAY * DAY_MINUTES) % WEEK_MINUTES
 
 

@@ -1,4 +1,4 @@
-"""What is left of a lease.
+"""Counts how much is left of a lease.
 
 Every shard has a clock of its own, and they drift apart: what is left is counted once, where a lease is read, by the
 clock of the shard that it was read from.

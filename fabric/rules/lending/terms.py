@@ -1,4 +1,4 @@
-"""What a serving team allows: of all that it said, how much of a worker may be lent at this minute.
+"""Decides from all that a serving team said how much of a worker may be lent at this minute.
 
 - The strictest word holds: off before observe before on; the smallest of each cap; hours to which all agree.
 - Nothing said at all is observe: nothing is lent before a team says so, and what could be lent is measured.
@@ -51,7 +51,7 @@ WINDOW_COUNT_MAX = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendTerms:
-    """What of a worker may be lent now: the strictest of all that was said."""
+    """How much of a worker may be lent now: the strictest of all that was said."""
 
     mode: str
     """on; observe: measure what could be lent, and lend nothing; off."""
@@ -74,7 +74,7 @@ class LendTerms:
 
 
 def terms(settings: Mapping[str, LendSetting], worker_id: str, pool: str, minute_of_week: int) -> LendTerms:
-    """What of a worker may be lent at this minute of the week (0: Monday, 00:00 UTC).
+    """Decide how much of a worker may be lent at this minute of the week (0: Monday, 00:00 UTC).
 
     Args:
         settings: what was said, by subject; those of other subjects are passed over.
@@ -104,7 +104,7 @@ def subjects_of(worker_id: str, pool: str) -> tuple[str, ...]:
 
 
 def lent_by_name(subject: str, said: LendSetting, infos: Iterable[WorkerInfo]) -> LendSetting:
-    """What is said, with the names of those whom "on" for all is said of now: pools, and workers that are in none."""
+    """Replace "on" for all by the names that it means now: pools, and workers that are in none."""
     is_lent = subject == ALL and said.mode == "on"
     serving = [info for info in infos if info.role == "serving"] if is_lent else []
     return replace(said, names=sorted({f"{POOL}{each.pool}" if each.pool else each.worker_id for each in serving}))
@@ -133,7 +133,7 @@ def setting_of(subject: str, value: LendSetting | str) -> LendSetting:
 
 
 def changed(before: LendSetting | None, changes: Mapping[str, Any]) -> LendSetting:
-    """What is said of a subject after `changes` to some of its fields.
+    """The setting of a subject after `changes` to some of its fields.
 
     Caps and hours stay until they are changed themselves: a team that takes everything back and lends again later
     finds the bounds that it had set. Where nothing was said, a bound alone lends nothing.

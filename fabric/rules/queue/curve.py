@@ -33,7 +33,7 @@ class RewardBucket:
 
     @property
     def reward_mean(self) -> float:
-        """Of its rollouts."""
+        """The mean reward of its rollouts."""
         return self.reward_sum / self.count
 
     @property

@@ -21,7 +21,7 @@ class Rest(Enum):
 
 
 class Move(Enum):
-    """What to do now."""
+    """The change to make now."""
 
     STAY = "stay"
     SLEEP = "sleep"
@@ -39,7 +39,7 @@ class ActivationRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationFacts:
-    """What the worker sees. idle_s: since it last had a lease or something to do. quiet_s: since the last change ended.
+    """The worker's facts. idle_s: since it last had a lease or something to do. quiet_s: since the last change ended.
 
     is_in_use: a run is being served, or the engine owes something. failure_count: changes in a row that failed.
     """

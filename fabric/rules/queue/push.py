@@ -78,7 +78,7 @@ def waiting(entry_count: int, depth: int, claimed_count: int) -> int:
 
 
 def outcome(answers: Mapping[str, bool | FabricError], doubtful: Sequence[str] = ()) -> list[bool]:
-    """What a push of several groups returns.
+    """The answer to a push of several groups.
 
     Args:
         answers: by group, in the order of the push: whether it was new, or why it is not in.

@@ -1,4 +1,4 @@
-"""What a serving engine is doing, as a probe saw it, and what its team has promised: plain records for the rules.
+"""A serving engine's state, as a probe saw it, and its team's promises: plain records for the rules.
 
 - Times are seconds of the machine's monotonic clock, which all its processes share.
 - TTFT counts from a request's arrival, its wait included. TPOT is a request's mean over its tokens after the first.
@@ -36,7 +36,7 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What one engine step computes: prompt tokens, sequences that decode, and tokens that all of them attend to."""
+    """The work of one engine step: prompt tokens, sequences that decode, and tokens that all of them attend to."""
 
     prefill_tokens: int = 0
     decode_count: int = 0

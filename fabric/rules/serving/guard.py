@@ -42,7 +42,7 @@ class GuardRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardFacts:
-    """What a decision is made of.
+    """The facts that a decision rests on.
 
     state: None: there is no probe. serving, rollout: step-time models of the two engines. reserve_s: of serving work
     that may arrive while a step runs. work: what the rollout engine would compute in its next step, if it could.
@@ -59,7 +59,7 @@ class GuardFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What may run in the next rollout step. step_tokens: None: all; 0: nothing. room_s: what was left for it.
+    """The tokens that may run in the next rollout step. step_tokens: None: all; 0: none. room_s: the time left for it.
 
     headroom_fraction: distance to the SLO of the request nearest to it, without this step, [0, 1].
     may_try: nothing fits, but a small step may be tried if there was none for long: what is thought of rollout steps is
@@ -91,7 +91,7 @@ class _Room:
 
 
 def decide(facts: GuardFacts, rule: GuardRule) -> Allowance:
-    """What may run now."""
+    """Decide what may run now."""
     state = facts.state
     if state is None:
         return Allowance(step_tokens=0, reason="there is no probe")

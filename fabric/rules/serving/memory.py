@@ -40,7 +40,7 @@ class MemoryRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """What is known at one moment.
+    """The facts of one moment.
 
     serving_used of serving_capacity: of the serving engine's KV cache, in any one unit; a capacity of 0: not known.
     rollout_tokens: KV that rollouts hold, None: not known; of rollout_capacity_tokens, which their engine has.
@@ -63,7 +63,7 @@ class MemoryFacts:
 
     @property
     def serving_fraction(self) -> float | None:
-        """Of its KV cache, what the serving engine holds; None: not known."""
+        """The share of its KV cache that the serving engine holds; None: not known."""
         return self.serving_used / self.serving_capacity if self.serving_capacity > 0 else None
 
 

@@ -36,7 +36,7 @@ class RefitRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """What predicts an engine's steps, and what refits it. Only `predict` and `refit` need to know its parts."""
+    """Predicts an engine's steps, and holds what refits it. Only `predict` and `refit` need to know its parts."""
 
     prices: Prices
     margin: float = 1.0

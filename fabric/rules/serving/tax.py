@@ -1,4 +1,4 @@
-"""What rollouts cost the serving requests they shared a device with: what a serving team decides on.
+"""Computes what rollouts cost the serving requests beside them: a serving team decides on it.
 
 - A tax is shared over alone less one: 0.05 is 5 % slower. Without requests on both sides there is none to tell,
   nor of TPOT where none of them had a second token.

@@ -1,4 +1,4 @@
-"""What carries a version's chunks: the broker, or a collective of the receivers that are there.
+"""Decides what carries a version's chunks: the broker, or a collective of the receivers that are there.
 
 - The broker is the ordinary way: it serves whoever comes, whenever they come. A collective reaches only those who are
   there now, so it is chosen where the broker would be the dearer or no way, and never when nobody is there.

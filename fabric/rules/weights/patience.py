@@ -16,7 +16,7 @@ FAIR_BYTES_PER_S = 1 << 20  # a link between regions that gives less is no way f
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What is left at a time, in seconds; below 0: the last wait took more than there was."""
+    """The patience left at a time, in seconds; below 0: the last wait took more than there was."""
 
     at_s: float
     left_s: float = LOST_S_MAX
@@ -26,7 +26,7 @@ class Patience:
         return self._left_s(now_s) > 0
 
     def after(self, now_s: float, waited_s: float, byte_count: int = 0) -> Patience:
-        """What is left after a wait that has just ended, and brought so many bytes."""
+        """The patience left after a wait that has just ended and brought so many bytes."""
         return Patience(now_s, self._left_s(now_s) - max(0.0, waited_s - byte_count / FAIR_BYTES_PER_S))
 
     def _left_s(self, now_s: float) -> float:

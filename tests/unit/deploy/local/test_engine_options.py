@@ -58,6 +58,19 @@ def test_a_real_model_on_a_cpu_is_waited_for_longer():
     assert patience_of(EngineOptions(model="org/name"))["first_token_s"] > 20
 
 
+@pytest.mark.parametrize("engine", ["transformers", "of-tomorrow"])
+def test_up_names_the_engine_to_every_worker(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    added: dict[str, list[str]] = {}
+    monkeypatch.setattr(Supervisor, "add", lambda self, name, words, **_: added.__setitem__(name, list(words)))
+    options = UpOptions(
+        url=None, model="tiny", dedicated=1, serving=1, agents=0, slot_count=4, data="", port=1, engine=engine
+    )
+    start_roles(Supervisor(tmp_path), "unix:///x", options)
+    for words in (added["dedicated-0"], added["serving-0"]):
+        assert words[words.index("--engine") + 1] == engine
+        assert "--engine-log" not in words and "--" not in words
+
+
 def test_up_gives_every_worker_its_engine_its_words_and_a_log_beside_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
