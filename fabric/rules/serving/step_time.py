@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from .facts import StepSample, StepWork
 
 Prices = tuple[float, float, float, float]  # seconds: a step, per prompt token, per sequence, per token attended to
+STEP_S_MIN = 1e-9  # of a prediction: what is measured is divided by it
 Sums = tuple[float, ...]  # of products of two features, by row: 16, relative to the step's predicted time
 
 
@@ -83,7 +84,7 @@ def refit(model: StepModel, sample: StepSample, rule: RefitRule = USUAL) -> Step
         return model
     if sample.is_shared:
         return _interfered(model, sample, rule)
-    expected = max(_alone(model.prices, sample.work), 1e-9)
+    expected = _alone(model.prices, sample.work)
     ratio = sample.duration_s / expected
     if model.sample_count < rule.cold_count:
         return _warmed(_learned(model, sample.work, expected, ratio, rule), sample, rule)
@@ -103,12 +104,13 @@ def refit(model: StepModel, sample: StepSample, rule: RefitRule = USUAL) -> Step
 
 def _alone(prices: Prices, work: StepWork) -> float:
     base, prefill, decode, context = prices
-    return base + prefill * work.prefill_tokens + decode * work.decode_count + context * work.context_tokens
+    found = base + prefill * work.prefill_tokens + decode * work.decode_count + context * work.context_tokens
+    return max(found, STEP_S_MIN)
 
 
 def _interfered(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
     """A shared step tells how much slower than alone it was; one that is far off counts as twice the ratio so far."""
-    ratio = sample.duration_s / max(_alone(model.prices, sample.work), 1e-9)
+    ratio = sample.duration_s / _alone(model.prices, sample.work)
     ratio = min(max(ratio, 1.0), 2.0 * model.interference)
     count = model.shared_count + 1
     gain = max(rule.interference_gain, 1.0 / count)
@@ -119,7 +121,7 @@ def _interfered(model: StepModel, sample: StepSample, rule: RefitRule) -> StepMo
 def _warmed(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
     """While cold: raise the margin until no step seen so far would be predicted too short."""
     seen = (*model.seen, sample)
-    margin = max(1.0, *(each.duration_s / max(_alone(model.prices, each.work), 1e-9) for each in seen))
+    margin = max(1.0, *(each.duration_s / _alone(model.prices, each.work) for each in seen))
     return replace(model, seen=seen if model.sample_count < rule.cold_count else (), margin=margin)
 
 

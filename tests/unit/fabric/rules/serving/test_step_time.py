@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollfab.fabric.rules.serving.facts import StepSample, StepWork
@@ -63,7 +63,13 @@ def test_a_cold_model_learns_an_engine_within_fifty_steps(seed: int) -> None:
     assert sorted(errors[50:])[int(0.95 * 350)] < 0.2
 
 
+def shortest(decode_count: int, duration_s: float) -> StepSample:
+    work = StepWork(prefill_tokens=0, decode_count=decode_count, context_tokens=0)
+    return StepSample(work=work, duration_s=duration_s, is_shared=False)
+
+
 @given(st.lists(SAMPLES, min_size=1, max_size=RULE.cold_count))
+@example([shortest(0, 0.0), shortest(0, 1.2e-38), shortest(6, 0.0078125)])  # prices of nearly 0 were predicted by
 def test_a_cold_model_predicts_nothing_below_what_it_saw(samples: list[StepSample]) -> None:
     # Given
     model, seen = CAUTIOUS, []
