@@ -141,8 +141,8 @@ def test_on_the_machine_a_worker_that_is_taken_over_learns_its_own_secrets_alone
         secrets.write_text("".join(f"{name} {password}\n" for name, password in passwords.items()))
         keys, shown = directory / "rollfab-api.keys", directory / "shown"
         for path, mode in ((keys, 0o600), (shown, 0o644)):
-            path.touch(mode)
             path.write_text(canary())
+            path.chmod(mode)
         own = canary()
         with guarded_broker(directory) as broker, Supervisor(directory / "logs") as supervisor:
             for role in ("controller", "agent", "reward"):
