@@ -42,9 +42,11 @@ class Rows:
     table: Table
     written: int = 0
     refused: int = 0
+    timed_out: int = 0
 
     def __str__(self) -> str:
-        return f"{self.table!s:32} {self.written:6} rows written, {self.refused:5} refused"
+        late = f", {self.timed_out} timed out" if self.timed_out else ""
+        return f"{self.table!s:32} {self.written:6} rows written, {self.refused:5} refused{late}"
 
 
 @dataclass
@@ -101,6 +103,10 @@ def _write(at: World, rows: Rows, seed: int, pace_s: float, is_over: threading.E
                 rows.written += 1
             except redis.exceptions.ResponseError:
                 rows.refused += 1
+            except (
+                redis.exceptions.TimeoutError
+            ):  # the machine has too much to do; whether the fabric lives is seen below
+                rows.timed_out += 1
             number += 1
 
 
