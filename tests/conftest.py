@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_client_is_left_open() -> Iterator[None]:
+    """See that a module closes its clients: one whose broker is gone tries again for ever, with `random` in its pauses.
+
+    Hypothesis, in a later module, takes that for a strategy with dice of its own.
+    """
+    yield
+    until_s = time.monotonic() + 5.0
+    while (left := [each.name for each in threading.enumerate() if each.name == "rollfab-client"]) and (
+        time.monotonic() < until_s
+    ):
+        time.sleep(0.05)
+    assert not left, f"{len(left)} clients of rollfab were not closed"

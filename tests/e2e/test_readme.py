@@ -60,17 +60,20 @@ def test_the_trainer_of_the_readme_runs(fabric_up: str, capsys: pytest.CaptureFi
     source = snippet("Bring your own trainer")
     assert "first + 100)" in source
     names: dict[str, Any] = {}
+    opened: list[rollfab.Fabric] = []
     # When it is run as it stands, twice
     for _ in range(2):
         exec(compile(source.replace("first + 100)", "first + 3)"), "README.md", "exec"), names)
         # Then both steps learnt
         assert capsys.readouterr().out.count("mean reward") == 2
+        opened.append(names["fabric"])
     with rollfab.connect() as fabric:
         run = fabric.run("my-run")
         assert run.head_version() == 5
         assert run.status().counters["groups_consumed"] == 32
         assert set(run.weights()) == {name for name, _ in names["model"].named_parameters()}
-    names["fabric"].close()
+    for fabric in opened:
+        fabric.close()
 
 
 @pytest.mark.slow
