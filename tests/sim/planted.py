@@ -118,7 +118,7 @@ def result_delivered_once_only() -> list[Patch]:
 @plant
 def turn_claims_not_renewed() -> list[Patch]:
     """A worker does not say that it still runs its turns."""
-    return [(RunningTurns, "renewals", lambda self, ended: [])]
+    return [(RunningTurns, "_renewals", lambda self, ended: [])]
 
 
 @plant
