@@ -26,7 +26,8 @@ from ..fabric.host.forks import Home
 from ..fabric.ports.queue import RunStatus
 from ..fabric.versions.reader import Weights
 from . import aio
-from .ledger import TAKEOVER_S, Submission
+from .groups import TAKEOVER_S, Submission
+from .groups import Groups as AsyncGroups
 from .publish.report import PublishReport
 from .publish.tensors import ComparesOn, pairs_of
 
@@ -351,10 +352,10 @@ class Run:
 class Groups:
     """Completed groups; acknowledged one by one in a plain loop, all together at the end of a `with` block.
 
-    See `aio.Groups`.
+    See `groups.Groups`.
     """
 
-    def __init__(self, loop: _Loop, groups: aio.Groups) -> None:
+    def __init__(self, loop: _Loop, groups: AsyncGroups) -> None:
         self._loop = loop
         self._groups = groups
 

@@ -6,9 +6,17 @@ The error of a helper ends its owner, at the owner's next `check`: never in the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from types import TracebackType
 from typing import Any
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Have tasks end, and wait for that; their errors are nobody's."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Helpers:
@@ -17,11 +25,16 @@ class Helpers:
     def __init__(self, *work: Coroutine[Any, Any, None]) -> None:
         self._tasks = [asyncio.create_task(each) for each in work]
 
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended a helper."""
+        ended = (task.exception() for task in self._tasks if task.done() and not task.cancelled())
+        return next((error for error in ended if error is not None), None)
+
     def check(self) -> None:
         """Raise the error of a helper that failed."""
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
+        if (error := self.error) is not None:
+            raise error
 
     def cancel(self) -> None:
         """Have all of them end."""
@@ -30,8 +43,7 @@ class Helpers:
 
     async def end(self) -> None:
         """Have all of them end, and wait for that."""
-        self.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
     async def __aenter__(self) -> Helpers:
         return self

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -118,29 +119,28 @@ class RedisTurnQueue:
         settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
         running = self._by_shard((row.claim.job.turn_id, row) for row in progress)
         for keys in self._shards.in_turn():
-            shard = self._shards.all.index(keys)
-            may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
-            claiming: list[Argument] = [
-                worker_id,
-                want - len(outcome.claims),
-                self._claim_ms,
-                lease_epoch,
-                active_version,
-            ]
-            claiming += [may_be, 1, SUSPECT_LOSS_COUNT]
-            calls: list[Call] = []
-            if shard in settling:
-                calls.append(self._settle_call(worker_id, keys, settling[shard]))
-            if shard in running:
-                calls.append(self._renew_call(worker_id, keys, running[shard]))
-            if want > len(outcome.claims):
-                calls.append(("claim", [keys, keys.turn], claiming))
-            if calls:
-                with first_error, translate():
-                    answers = await self._scripts.call_many(calls)
-                    await self._read(
-                        worker_id, calls, answers, settling.get(shard, []), running.get(shard, []), outcome
-                    )
+            shard, want_here = self._shards.all.index(keys), want - len(outcome.claims)
+            calls: dict[str, Call] = {}  # by script, in the order in which they are run
+            if ended := settling.get(shard):
+                calls["settle_turns"] = self._settle_call(worker_id, keys, ended)
+            if kept := running.get(shard):
+                calls["renew"] = self._renew_call(worker_id, keys, kept)
+            if want_here > 0:
+                may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
+                terms: list[Argument] = [worker_id, want_here, self._claim_ms, lease_epoch, active_version, may_be, 1]
+                calls["claim"] = "claim", [keys, keys.turn], [*terms, SUSPECT_LOSS_COUNT]
+            with first_error, translate():
+                answers = await self._scripts.call_many(list(calls.values())) if calls else []
+                answer_of = dict(zip(calls, answers, strict=True))
+                # The claims first: they are told of once. What is refused is raised after all else was read.
+                if (claimed := _made(answer_of.get("claim"))) is not None:
+                    await self._give_up(worker_id, _read_claims(claimed, outcome))
+                if (renewed := _made(answer_of.get("renew"))) is not None:
+                    rows = zip(kept or (), renewed, strict=True)
+                    outcome.lost += [row.claim.job.turn_id for row, is_kept in rows if not is_kept]
+                if (settled := _made(answer_of.get("settle_turns"))) is not None:
+                    await self._read_settles(worker_id, ended or (), settled, outcome)
+                checked(answers)
         if not outcome.claims and not outcome.lost:
             first_error.raise_it()
         return outcome
@@ -160,42 +160,20 @@ class RedisTurnQueue:
             args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
         return "renew", [keys, keys.turn], args
 
-    async def _read(
-        self,
-        worker_id: str,
-        calls: Sequence[Call],
-        answers: Sequence[Any],
-        settles: Sequence[TurnSettle],
-        progress: Sequence[TurnProgress],
-        outcome: Exchange,
-    ) -> None:
-        """The claims first: they are told of once. What is refused is raised after all else was read."""
-        for (name, *_), answer in reversed(list(zip(calls, answers, strict=True))):
-            if isinstance(answer, Exception):
-                continue
-            if name == "claim":
-                await self._give_up(worker_id, _read_claims(answer, outcome))
-            elif name == "renew":
-                outcome.lost += [
-                    row.claim.job.turn_id for row, is_kept in zip(progress, answer, strict=True) if not is_kept
-                ]
-            else:
-                await self._read_settles(worker_id, settles, answer, outcome)
-        checked(list(answers))
-
     async def _read_settles(
         self, worker_id: str, settles: Sequence[TurnSettle], answer: Sequence[Any], outcome: Exchange
     ) -> None:
+        """The code of each row: 1 settled, 0 refused, or the name of the agent that waits by now."""
         for row, code in zip(settles, answer, strict=True):
-            readdressed = row
-            while isinstance(code, bytes) and code.isascii():  # another agent waits by now; each round follows one more
+            readdressed, name = row, row.claim.job.turn_id
+            while isinstance(code, bytes) and code.isascii():  # each round follows one agent more
                 readdressed = _readdress(readdressed, code.decode())
-                call = self._settle_call(worker_id, self._shards.of(row.claim.job.turn_id), [readdressed])
                 with translate():
+                    call = self._settle_call(worker_id, self._shards.of(name), [readdressed])
                     code = (await self._scripts.call(*call))[0]
-            outcome.unsettled.discard(row.claim.job.turn_id)
+            outcome.unsettled.discard(name)
             if code == 0:
-                outcome.refused.append(row.claim.job.turn_id)
+                outcome.refused.append(name)
 
     async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
         for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
@@ -233,6 +211,11 @@ class RedisTurnQueue:
             await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
 
 
+def _made(answer: Any) -> Any:
+    """A script's answer; None: it was not asked, or refused."""
+    return None if isinstance(answer, Exception) else answer
+
+
 def _read_claims(answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
     """The claims of an answer; returns how those end whose turn cannot be read."""
     code, *rows = answer
@@ -266,10 +249,7 @@ def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:
 
 
 def _readdress(row: TurnSettle, agent_id: str) -> TurnSettle:
-    job = row.claim.job
-    moved = TurnJob(turn_id=job.turn_id, agent_id=agent_id, sampling=job.sampling, prompt_ids=job.prompt_ids)
-    claim = TurnClaim(job=moved, fence=row.claim.fence, loss=row.claim.loss, log=row.claim.log)
-    return TurnSettle(claim=claim, result=row.result)
+    return replace(row, claim=replace(row.claim, job=replace(row.claim.job, agent_id=agent_id)))
 
 
 def _lost(raw_name: bytes, fence: int, raw: bytes | None, problem: str = "") -> TurnSettle:
