@@ -23,6 +23,7 @@ from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.records import Group, RunConfig
 from ..fabric.host.forks import Home
+from ..fabric.host.helpers import end_all
 from ..fabric.ports.queue import RunStatus
 from ..fabric.versions.reader import Weights
 from . import aio
@@ -171,10 +172,7 @@ class _Loop:
 
 
 async def _end_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end_all(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
 
 class Fabric:

@@ -1,6 +1,6 @@
 """Tasks that run beside their owner: begun together, watched in one place, and ended with it.
 
-The error of a helper ends its owner, at the owner's next `check`: never in the middle of what it does.
+The error of a helper ends its owner, at the owner's next `check` or at the end: never in the middle of what it does.
 """
 
 from __future__ import annotations
@@ -52,3 +52,5 @@ class Helpers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.end()
+        if kind is None:
+            self.check()

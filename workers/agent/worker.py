@@ -49,13 +49,14 @@ class AgentWorker:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """`elsewhere`: how the keeper gets a thread of its own; None: it shares this loop and `fabric`."""
+        self.places = Places(config.environment_count)  # shared between the runs
         self._parts = AgentParts(
             fabric=fabric,
             registry=registry,
             config=config,
             clock=clock,
             ask_reward=ask_reward,
-            places=Places(config.environment_count),
+            places=self.places,
             quarantine=Quarantine(),
             room=Room(SNAPSHOTS_BYTES_MAX),
         )
@@ -89,7 +90,7 @@ class AgentWorker:
         for name, agent in list(self._agents.items()):
             if name not in runs or agent.has_died() or not agent.follow(runs[name]):
                 await self._agents.pop(name).close()
-                self._parts.places.leave(name)
+                self.places.leave(name)
         self._tokenizers.keep(runs)
         for name, config in runs.items():
             if config.environment not in self._parts.registry.offered():
@@ -99,7 +100,7 @@ class AgentWorker:
                 if tokenizer is None:
                     continue
                 self._agents[name] = RunAgent(self._parts, config, tokenizer)
-            self._parts.places.join(name, config.weight)
+            self.places.join(name, config.weight)
 
     def _say(self) -> WorkerInfo:
         """What the keeper says of us, from its own thread."""
