@@ -62,6 +62,14 @@ class RunningTurns:
     def __len__(self) -> int:
         return len(self._turns)
 
+    def check_integrity(self) -> None:
+        """Assert what holds whenever nobody is in the middle of a call."""
+        turns = self._turns.values()
+        assert list(self._turns) == [turn.request_id for turn in turns]
+        assert len({turn.claim.job.turn_id for turn in turns}) == len(turns), "two claims of one turn"
+        assert self._out_count == sum(turn.back is not None for turn in turns)
+        assert not any(turn.is_stalled and turn.back is None for turn in turns)
+
     def sizes(self) -> list[TurnSize]:
         """Of those that the engine still runs, in the order in which they were begun."""
         return [self._turns[name].size(self._options.context_tokens_max) for name in self._unfinished()]

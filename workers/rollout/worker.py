@@ -95,6 +95,10 @@ class RolloutWorker:
         self._is_asking = False
         self._asks_from_s = 0.0
 
+    def check_integrity(self) -> None:
+        """Assert that its turns are in order: see `RunningTurns`."""
+        self._running.check_integrity()
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then give everything back.
 
