@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import (
@@ -45,6 +45,10 @@ from .publish.tensors import ComparesOn, pairs_of
 from .publishing import AnyPublisher, make_publisher
 from .waiting import Waiting
 
+OFFERED = {  # error; what; by whom; how to offer one
+    "environment": (EnvironmentUnknown, "environment", "agent worker", "an agent with `rollfab agent --environment"),
+    "reward": (RewardUnknown, "reward function", "reward worker", "a reward worker with `rollfab reward --reward"),
+}
 HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mended, and how often it looks
 
 
@@ -101,12 +105,12 @@ class AsyncFabric:
                 return self._open(existing)
             config = replace(existing, **settings)
         else:
-            await self._check_environment(environment)
+            await self._check_offered("environment", environment)
             settings |= await self._model(model)
             config = RunConfig(run_id=run_id, environment=environment, **settings)
         check_run(config)
         if config.reward is not None and (existing is None or existing.reward != config.reward):
-            await self._check_reward(config.reward)
+            await self._check_offered("reward", config.reward)
         return self._open(await self._ports.board.create_run(config))
 
     def _open(self, config: RunConfig) -> AsyncRun:
@@ -114,37 +118,15 @@ class AsyncFabric:
         self._opened.append(run)
         return run
 
-    async def _check_environment(self, name: str) -> None:
-        offered = set(installed("rollfab.environments"))
+    async def _check_offered(self, kind: Literal["environment", "reward"], name: str) -> None:
+        error, what, who, start = OFFERED[kind]
+        offered = set(installed(f"rollfab.{kind}s"))
         for info, _ in (await self._ports.board.workers()).values():
-            offered.update(info.environments)
+            offered.update(getattr(info, f"{kind}s"))
         if name not in offered:
-            raise EnvironmentUnknown(
-                f"environment {name!r} is offered by no agent worker and not installed here: "
-                + did_you_mean(
-                    name,
-                    offered,
-                    f"If it is your own, start an agent with `rollfab agent --environment {name}=module:attr` "
-                    "(`rollfab up` takes the same option)",
-                ),
-                environment=name,
-            )
-
-    async def _check_reward(self, name: str) -> None:
-        offered = set(installed("rollfab.rewards"))
-        for info, _ in (await self._ports.board.workers()).values():
-            offered.update(info.rewards)
-        if name not in offered:
-            raise RewardUnknown(
-                f"reward function {name!r} is offered by no reward worker and not installed here: "
-                + did_you_mean(
-                    name,
-                    offered,
-                    "If it is your own, start a reward worker with "
-                    f"`rollfab reward --reward {name}=module:attr` (`rollfab up` takes the same option)",
-                ),
-                reward=name,
-            )
+            advice = f"If it is your own, start {start} {name}=module:attr` (`rollfab up` takes the same option)"
+            text = f"{what} {name!r} is offered by no {who} and not installed here: "
+            raise error(text + did_you_mean(name, offered, advice), **{kind: name})
 
     async def _model(self, name: Any) -> dict[str, str]:
         """The settings that name a model. A path of another machine will do where a worker holds it by that name."""

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -155,10 +155,7 @@ class RedisTurnQueue:
         return "settle_turns", [keys, *map(keys.inbox, inboxes)], args
 
     def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Call:
-        args: list[Any] = [worker_id, self._claim_ms]
-        for row in rows:
-            args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
-        return "renew", [keys, keys.turn], args
+        return "renew", [keys, keys.turn], [worker_id, self._claim_ms, *_progress(rows)]
 
     async def _read_settles(
         self, worker_id: str, settles: Sequence[TurnSettle], answer: Sequence[Any], outcome: Exchange
@@ -178,11 +175,9 @@ class RedisTurnQueue:
     async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
         for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
             keys = self._shards.all[shard]
-            args: list[Any] = [worker_id, BLAME_COUNT_MAX if is_stalled else 0]
-            for row in part:
-                args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
+            blame_max = BLAME_COUNT_MAX if is_stalled else 0
             with translate():
-                await self._scripts.call("release", [keys, keys.turn], args)
+                await self._scripts.call("release", [keys, keys.turn], [worker_id, blame_max, *_progress(part)])
 
     async def reap(self, worker_id: str) -> Reaped:
         ready, dead = 0, 0
@@ -209,6 +204,11 @@ class RedisTurnQueue:
         parts = self._scripts.apart([keys.turn.bell for keys in self._shards.all])
         with translate():
             await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
+
+
+def _progress(rows: Sequence[TurnProgress]) -> Iterator[Argument]:
+    for row in rows:
+        yield from (row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b"")
 
 
 def _made(answer: Any) -> Any:

@@ -219,7 +219,8 @@ class Episode:
 
     async def _rollout(self, last: Step) -> Rollout:
         info = await self._dump("info", last.info, INFO_BYTES_MAX)
-        job, tokens, rewards = self._claim.job, self._transcript.tokens(), self._transcript.rewards
+        job, rewards = self._claim.job, self._transcript.rewards
+        ids, logprobs, mask = self._transcript.tokens()
         return Rollout(
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
@@ -231,9 +232,9 @@ class Episode:
             seed=job.seed,
             spans=tuple(self._transcript.spans),
             prompt_ids=self._transcript.prompt_ids,
-            completion_ids=tokens.ids,
-            logprobs=tokens.logprobs,
-            completion_mask=tokens.mask,
+            completion_ids=ids,
+            logprobs=logprobs,
+            completion_mask=mask,
             info={**load_json(info), "rewards": rewards},
         )
 

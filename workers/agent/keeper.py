@@ -73,6 +73,16 @@ class KeeperConfig:
     hung_s: float
 
 
+async def patiently(work: Callable[[], Awaitable[None]], clock: Clock) -> None:
+    """Do some work again and again, whatever becomes of the broker."""
+    while True:
+        try:
+            await work()
+        except (BrokerError, WireError) as error:  # away, or with rows that cannot be read
+            log.warning("agent.broker_lost", extra={"error": str(error)})
+            await clock.sleep(BROKER_PAUSE_S)
+
+
 class Keeper:
     """Keeps what one agent worker holds.
 
@@ -115,13 +125,11 @@ class Keeper:
             await thread.end()
 
     async def _serve_elsewhere(self, elsewhere: Elsewhere) -> None:
-        while True:
-            try:
-                async with await elsewhere.open_fabric() as fabric:
-                    await self._serve(fabric, elsewhere.make_ask_reward())
-            except (BrokerError, WireError) as error:
-                log.warning("agent.broker_lost", extra={"error": str(error)})
-                await self._clock.sleep(BROKER_PAUSE_S)
+        async def serve() -> None:
+            async with await elsewhere.open_fabric() as fabric:
+                await self._serve(fabric, elsewhere.make_ask_reward())
+
+        await patiently(serve, self._clock)
 
     async def _serve(self, fabric: Fabric, ask_reward: AskReward) -> None:
         async with Helpers(self._beat(fabric), self._look()) as helpers:
@@ -149,7 +157,7 @@ class Keeper:
                     (lambda part=part: self._renew(fabric, part)),
                     (lambda part=part: self._reap(fabric, part, ask_reward)),
                 )
-                self._keeping[name] = part, Helpers(*map(self._patiently, work))
+                self._keeping[name] = part, Helpers(*(patiently(each, self._clock) for each in work))
 
     # ---- is the agent's loop alive?
 
@@ -181,14 +189,6 @@ class Keeper:
             except (BrokerError, WireError) as error:
                 log.warning("agent.heartbeat_failed", extra={"error": str(error)})
             await self._clock.sleep(BEAT_S)
-
-    async def _patiently(self, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await work()
-            except (BrokerError, WireError) as error:
-                log.warning("agent.broker_lost", extra={"error": str(error)})
-                await self._clock.sleep(BROKER_PAUSE_S)
 
     async def _renew(self, fabric: Fabric, part: Kept) -> None:
         trajectories = fabric.trajectories(part.run)

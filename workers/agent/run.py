@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from ...fabric.contract.clock import Clock
-from ...fabric.contract.errors import BrokerError, ClaimLost, FabricError, WireError
+from ...fabric.contract.errors import BrokerError, ClaimLost, FabricError
 from ...fabric.contract.records import RunConfig
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.host.helpers import Helpers, end_all
@@ -23,7 +23,7 @@ from ..environments.failures import dead_letter
 from ..environments.registry import Registry
 from ..environments.room import Room
 from .episode import Episode, Limits, TurnCaller
-from .keeper import AskReward
+from .keeper import AskReward, patiently
 from .slots import Places, Quarantine
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class RunAgent:
         again_s, turns = parts.config.ask_again_s, parts.fabric.turns(run)
         caller = TurnCaller(self._worker_id, turns, self._trajectories, parts.quarantine, ask_again_s=again_s)
         self._caller = caller
-        self._helpers = Helpers(*map(self._patiently, (self._claim, caller.push, caller.receive)))
+        self._helpers = Helpers(*(patiently(work, parts.clock) for work in (self._claim, caller.push, caller.receive)))
 
     @property
     def run(self) -> RunConfig:
@@ -120,14 +120,6 @@ class RunAgent:
             await self._trajectories.release(self._worker_id, held)
         except FabricError as error:
             log.warning("agent.left_without_saying", extra={"error": str(error)})
-
-    async def _patiently(self, loop: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await loop()
-            except (BrokerError, WireError) as error:  # away, or with rows that cannot be read
-                log.warning("agent.broker_lost", extra={"error": str(error)})
-                await self._parts.clock.sleep(0.5)
 
     # ---- the loops
 

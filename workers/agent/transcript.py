@@ -8,21 +8,11 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from ...fabric.contract.records import Float32, Int32, Span, TurnResult, UInt8
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Everything after the prompt: ids int32 (T,), logprobs float32 (T,), 0 where the mask, uint8 (T,), is 0."""
-
-    ids: Int32
-    logprobs: Float32
-    mask: UInt8
 
 
 class Transcript:
@@ -70,9 +60,9 @@ class Transcript:
         """16 hexadecimal digits."""
         return str(self._digest.hexdigest())
 
-    def tokens(self) -> Tokens:
-        """All that came after the prompt."""
-        return Tokens(_joined(self._ids, np.int32), _joined(self._logprobs, np.float32), _joined(self._mask, np.uint8))
+    def tokens(self) -> tuple[Int32, Float32, UInt8]:
+        """All that came after the prompt: ids, logprobs and mask, each (T,); logprobs are 0 where the mask is."""
+        return _joined(self._ids, np.int32), _joined(self._logprobs, np.float32), _joined(self._mask, np.uint8)
 
     def _add(self, ids: Int32, logprobs: Float32, mask: int) -> None:
         self._digest.update(ids.tobytes())

@@ -97,7 +97,8 @@ class RunningTurns:
         Raises:
             EngineError: the engine is gone.
         """
-        self._check_engine()
+        if any(each.finish_reason == "error" for each in self._done):
+            self._engine.stats()  # where the engine failed and not the request, no turn pays for it with an attempt
         settles = self._settles()
         outcome = await queue.exchange(
             self._options.worker_id,
@@ -145,15 +146,6 @@ class RunningTurns:
                 self._done.append(Generation(request_id=turn.request_id, finish_reason="error", error=str(error)))
                 self._wake()
         return sizes
-
-    def _check_engine(self) -> None:
-        """Tell a request that failed from an engine that did: no turn may pay for the latter with an attempt.
-
-        Raises:
-            EngineError: the engine is gone.
-        """
-        if any(each.finish_reason == "error" for each in self._done):
-            self._engine.stats()
 
     def _settles(self) -> dict[str, TurnSettle]:
         """The handing in of what has ended; what is no longer ours to hand in is left out."""

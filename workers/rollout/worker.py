@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, FabricError, WireError
@@ -243,15 +244,13 @@ class RolloutWorker:
 
     async def _leave(self) -> None:
         await self._readiness.close()
-        for step in (self._give_back, self._stop_receiving, self._forget):
+        forget = partial(self._fabric.board.forget_worker, self._config.worker_id)
+        for step in (self._give_back, self._stop_receiving, forget):
             try:
                 await step()
             except FabricError as error:
                 log.warning("worker.left_without_saying", extra={"error": str(error)})
         self._running.watch.close()
-
-    async def _forget(self) -> None:
-        await self._fabric.board.forget_worker(self._config.worker_id)
 
     # ---- weights
 
