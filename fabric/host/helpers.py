@@ -36,13 +36,8 @@ class Helpers:
         if (error := self.error) is not None:
             raise error
 
-    def cancel(self) -> None:
-        """Have all of them end."""
-        for task in self._tasks:
-            task.cancel()
-
     async def end(self) -> None:
-        """Have all of them end, and wait for that."""
+        """End all of them."""
         await end_all(self._tasks)
 
     async def __aenter__(self) -> Helpers:

@@ -184,11 +184,8 @@ class RedisTurnQueue:
         first_error = FirstError()
         for keys in self._shards.all:
             with first_error, translate():
-                rows = await self._scripts.call(
-                    "reap",
-                    [keys, keys.turn],
-                    [worker_id, REAP_COUNT, BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms],
-                )
+                limits = [BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms]
+                rows = await self._scripts.call("reap", [keys, keys.turn], [worker_id, REAP_COUNT, *limits])
                 ready += sum(row[0] == b"ready" for row in rows)
                 lost = [_lost(*row[1:]) for row in rows if row[0] in (b"lost", b"damaged")]
                 dead += len(lost)

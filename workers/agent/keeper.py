@@ -16,6 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from ...fabric.contract.clock import Clock
@@ -84,14 +85,7 @@ async def patiently(work: Callable[[], Awaitable[None]], clock: Clock) -> None:
 
 
 class Keeper:
-    """Keeps what one agent worker holds.
-
-    Args:
-        config: settings.
-        clock: for its pauses.
-        say: what the agent says of itself, or None while it has nothing to say.
-        kept: its runs by name, looked at again and again.
-    """
+    """Keeps what one agent worker holds. kept: its runs by name, looked at again and again."""
 
     def __init__(
         self,
@@ -137,26 +131,23 @@ class Keeper:
                 while True:
                     for each in (helpers, *(found for _, found in self._keeping.values())):
                         each.check()
-                    self._follow(fabric, ask_reward)
+                    await self._follow(fabric, ask_reward)
                     await self._clock.sleep(FOLLOW_S)
             finally:
                 keeping, self._keeping = self._keeping, {}
                 for _, each in keeping.values():
                     await each.end()
 
-    def _follow(self, fabric: Fabric, ask_reward: AskReward) -> None:
+    async def _follow(self, fabric: Fabric, ask_reward: AskReward) -> None:
         """Keep the runs that are served now, and no others."""
         kept = dict(self._kept())
         for name, (part, helpers) in list(self._keeping.items()):
             if kept.get(name) is not part:
                 del self._keeping[name]
-                helpers.cancel()
+                await helpers.end()
         for name, part in kept.items():
             if name not in self._keeping:
-                work = (
-                    (lambda part=part: self._renew(fabric, part)),
-                    (lambda part=part: self._reap(fabric, part, ask_reward)),
-                )
+                work = (partial(self._renew, fabric, part), partial(self._reap, fabric, part, ask_reward))
                 self._keeping[name] = part, Helpers(*(patiently(each, self._clock) for each in work))
 
     # ---- is the agent's loop alive?

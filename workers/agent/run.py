@@ -113,9 +113,8 @@ class RunAgent:
     async def close(self) -> None:
         """Stop, and give back what is unfinished."""
         held = list(self.claims.values())
-        self._helpers.cancel()
-        await end_all(self._episodes.values())
         await self._helpers.end()
+        await end_all(self._episodes.values())
         try:
             await self._trajectories.release(self._worker_id, held)
         except FabricError as error:
@@ -227,12 +226,5 @@ class RunAgent:
         except FabricError as trouble:
             log.error("agent.fail_failed", extra={"job_id": claim.job.trajectory_id, "error": str(trouble)})
             return
-        log.warning(
-            "agent.attempt_failed",
-            extra={
-                "job_id": claim.job.trajectory_id,
-                "attempt": claim.attempt,
-                "outcome": outcome,
-                "reason": letter.reason,
-            },
-        )
+        facts = {"job_id": claim.job.trajectory_id, "attempt": claim.attempt, "outcome": outcome}
+        log.warning("agent.attempt_failed", extra={**facts, "reason": letter.reason})
