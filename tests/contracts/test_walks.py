@@ -2,8 +2,14 @@
 
 The program is the real one, in one process: a trainer's client, a controller, an agent and a rollout worker with the
 transformers engine, on the stand-in broker. tests/support/walk.py says what counts: the files that keep a record of it
-while anybody waits, and to which other files each hands it. Behind the broker's ports (scripts, connections) and behind
-an engine's `generate` it is known as bytes, and as a record of the engine's own: the walk ends at these two doors.
+while anybody waits, and to which other files each hands it.
+
+- The walk ends at two doors: behind the broker's ports (scripts, connections) a trajectory is bytes, and behind an
+  engine's `generate` a record of the engine's own.
+- `trainer/client.py` and `trainer/aio.py` are faces before it: they pass tasks in and groups out, and keep neither.
+- The environment scores, and is replayed when an agent dies. A snapshot goes from episode.py straight to
+  fabric/queue/trajectories.py, and a reward function is a visit to workers/rewards.
+- Work in threads is not looked into: the bytes of weights are made and read there.
 """
 
 from __future__ import annotations
