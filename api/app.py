@@ -18,6 +18,7 @@ from fastapi.security import HTTPBearer
 
 from .. import __version__
 from ..fabric.contract.clock import Clock, SystemClock
+from ..fabric.host.helpers import end_all
 from .access.auth import Guard
 from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
@@ -107,9 +108,7 @@ def _lifespan(context: Context) -> Callable[[FastAPI], AbstractAsyncContextManag
             yield
         finally:
             context.tail.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
 
     return lifespan
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from ..fabric.contract.errors import ConfigError
+from ..fabric.host.helpers import Helpers
 from .access.config import ApiConfig, check_config, is_loopback
 from .access.connections import bounded_protocol
 from .app import make_app
@@ -57,12 +58,8 @@ async def serve(
         )
         _load_tls(settings, config)
         server = _Server(settings, on_started=lambda: on_ready(url) if on_ready else None)
-        stopping = asyncio.create_task(_stop_when(stop, server, app.state.context.tail.close))
-        try:
+        async with Helpers(_stop_when(stop, server, app.state.context.tail.close)):
             await server.serve(sockets=[listening])
-        finally:
-            stopping.cancel()
-            await asyncio.gather(stopping, return_exceptions=True)
     log.info("api.stopped", extra={"url": url})
 
 

@@ -11,19 +11,16 @@ This is the one implementation, asynchronous; client.py is the same surface for 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import (
     ConfigError,
     EnvironmentUnknown,
-    FabricError,
-    QueueFull,
     RewardUnknown,
     RunUnknown,
     VersionUnknown,
@@ -37,22 +34,22 @@ from ..fabric.contract.text import did_you_mean
 from ..fabric.host.entry_points import installed
 from ..fabric.host.forks import Home
 from ..fabric.opened import RedisFabric
-from ..fabric.ports.queue import Delivery, GroupPush, RunStatus
-from ..fabric.rules.queue.push import never_fits
+from ..fabric.ports.queue import RunStatus
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
-from .ledger import TAKEOVER_S, Hand, Ledger, Submission
+from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .publish.report import PublishReport
 from .publish.tensors import ComparesOn, pairs_of
 from .publishing import AnyPublisher, make_publisher
 from .waiting import Waiting
 
-PUSH_RETRY_S = 0.1
+OFFERED = {  # error; what; by whom; how to offer one
+    "environment": (EnvironmentUnknown, "environment", "agent worker", "an agent with `rollfab agent --environment"),
+    "reward": (RewardUnknown, "reward function", "reward worker", "a reward worker with `rollfab reward --reward"),
+}
 HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mended, and how often it looks
-ANSWER_S = 2.0  # a push that is cancelled is waited for so long, to say what it took in
-POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
 
 
 class AsyncFabric:
@@ -108,12 +105,12 @@ class AsyncFabric:
                 return self._open(existing)
             config = replace(existing, **settings)
         else:
-            await self._check_environment(environment)
+            await self._check_offered("environment", environment)
             settings |= await self._model(model)
             config = RunConfig(run_id=run_id, environment=environment, **settings)
         check_run(config)
         if config.reward is not None and (existing is None or existing.reward != config.reward):
-            await self._check_reward(config.reward)
+            await self._check_offered("reward", config.reward)
         return self._open(await self._ports.board.create_run(config))
 
     def _open(self, config: RunConfig) -> AsyncRun:
@@ -121,37 +118,15 @@ class AsyncFabric:
         self._opened.append(run)
         return run
 
-    async def _check_environment(self, name: str) -> None:
-        offered = set(installed("rollfab.environments"))
+    async def _check_offered(self, kind: Literal["environment", "reward"], name: str) -> None:
+        error, what, who, start = OFFERED[kind]
+        offered = set(installed(f"rollfab.{kind}s"))
         for info, _ in (await self._ports.board.workers()).values():
-            offered.update(info.environments)
+            offered.update(getattr(info, f"{kind}s"))
         if name not in offered:
-            raise EnvironmentUnknown(
-                f"environment {name!r} is offered by no agent worker and not installed here: "
-                + did_you_mean(
-                    name,
-                    offered,
-                    f"If it is your own, start an agent with `rollfab agent --environment {name}=module:attr` "
-                    "(`rollfab up` takes the same option)",
-                ),
-                environment=name,
-            )
-
-    async def _check_reward(self, name: str) -> None:
-        offered = set(installed("rollfab.rewards"))
-        for info, _ in (await self._ports.board.workers()).values():
-            offered.update(info.rewards)
-        if name not in offered:
-            raise RewardUnknown(
-                f"reward function {name!r} is offered by no reward worker and not installed here: "
-                + did_you_mean(
-                    name,
-                    offered,
-                    "If it is your own, start a reward worker with "
-                    f"`rollfab reward --reward {name}=module:attr` (`rollfab up` takes the same option)",
-                ),
-                reward=name,
-            )
+            advice = f"If it is your own, start {start} {name}=module:attr` (`rollfab up` takes the same option)"
+            text = f"{what} {name!r} is offered by no {who} and not installed here: "
+            raise error(text + did_you_mean(name, offered, advice), **{kind: name})
 
     async def _model(self, name: Any) -> dict[str, str]:
         """The settings that name a model. A path of another machine will do where a worker holds it by that name."""
@@ -200,7 +175,6 @@ class AsyncRun:
         self.config = config
         self._publisher: AnyPublisher | None = None
         self._ledger = Ledger(ports.rollouts(config), run_id=config.run_id, open_ledgers=open_ledgers)
-        self._hand = Hand(self._ledger)
         self._waiting = Waiting(ports.board, config.run_id)
         self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
 
@@ -259,63 +233,8 @@ class AsyncRun:
     ) -> list[str]:
         """As `submit`; how far it came is noted in `submission`, for a caller that is interrupted meanwhile."""
         self._home.check()
-        groups = make_groups(tasks, group_size, group_ids, **wishes)
-        submission.group_ids = [group.group_id for group in groups]
-        try:
-            await self._hand.acknowledge()
-            self._check_sizes(groups)
-            deadline_s = asyncio.get_running_loop().time() + timeout_s
-            for start in range(0, len(groups), 64):
-                await self._push(groups[start : start + 64], deadline_s, submission)
-        except FabricError as error:
-            raise submission.explain(error) from error
-        except BaseException as error:
-            submission.note_on(error)
-            raise
-        return submission.group_ids
-
-    def _check_sizes(self, groups: Sequence[GroupPush]) -> None:
-        """Refuse, before the first write, what would never fit."""
-        limit = self.config.trajectory_count_max // self.config.shard_count
-        largest = max((len(group.jobs) for group in groups), default=0)
-        if largest > limit:
-            raise never_fits(self.run_id, limit, largest)
-
-    async def _push(self, groups: list[GroupPush], deadline_s: float, submission: Submission) -> None:
-        refused_at_s: float | None = None
-        while True:
-            try:
-                await self._push_once(groups, submission)
-                return
-            except QueueFull as error:
-                is_hopeless = error.facts.get("need", 0) > error.facts["limit"]
-                now_s = asyncio.get_running_loop().time()
-                if is_hopeless or now_s >= deadline_s:
-                    raise
-                refused_at_s = refused_at_s or now_s
-                self._waiting.tell_refusal(now_s - refused_at_s, error)
-                await asyncio.sleep(PUSH_RETRY_S)
-
-    async def _push_once(self, groups: list[GroupPush], submission: Submission) -> None:
-        """Push, and note what is in. A push under way is waited for when this is cancelled: its answer says what is."""
-        names = [group.group_id for group in groups]
-        push = asyncio.ensure_future(self._ledger.push(groups))
-        try:
-            await asyncio.shield(push)
-            submission.note_taken(names)
-        except FabricError as error:
-            submission.note_error(error, names)
-            raise
-        except asyncio.CancelledError:
-            submission.note_doubtful(names)
-            await asyncio.wait((push,), timeout=ANSWER_S)
-            if not push.done():
-                push.cancel()
-            elif (found := push.exception()) is None:
-                submission.note_taken(names)
-            elif isinstance(found, FabricError):
-                submission.note_sure(found)
-            raise
+        submission.begin(make_groups(tasks, group_size, group_ids, **wishes))
+        return await submission.push(self._ledger, self.config, self._waiting, timeout_s)
 
     def groups(
         self,
@@ -352,7 +271,7 @@ class AsyncRun:
         check_view(consumer, takeover)
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
         refilled = None if refill is None else Refill(tasks=iter(refill))
-        return Groups(self._ledger, self._hand, view, refilled, waiting=self._waiting)
+        return Groups(self._ledger, view, refilled, waiting=self._waiting)
 
     async def publish(
         self,
@@ -386,7 +305,7 @@ class AsyncRun:
         """
         self._home.check()
         named = pairs_of(named) if group is None else named  # else a rank that fails here would leave others waiting
-        await self._hand.acknowledge()
+        await self._ledger.go_on()
         if self._publisher is None:
             self._publisher = make_publisher(self._ports.weights, self.config, group, compares_on)
         report = await self._publisher.publish(named, version, keyframe=keyframe)
@@ -466,128 +385,6 @@ class AsyncRun:
         """The run in numbers."""
         self._home.check()
         return await self._ports.board.run_status(self.run_id)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """Which groups a loop wants, and how long it waits for each."""
-
-    timeout: float | None
-    consumer: str
-    count: int | None
-    keep: Keep
-    takeover: float = TAKEOVER_S
-
-
-class Groups:
-    """Completed groups of a run, in either of two ways. `ended_why` says why the iteration ended.
-
-    `async for group in run.groups()`: each is acknowledged once the program goes on, that is with the next group or
-    the next call on the run. A body that raises and ends the process leaves its group to be delivered again.
-
-    `async with run.groups(count=16) as groups`: one transaction. All that were received inside are acknowledged
-    when the block ends without an exception; otherwise all of them come again, marked `redelivered`.
-    """
-
-    def __init__(
-        self, ledger: Ledger, hand: Hand, view: View, refill: Refill | None = None, *, waiting: Waiting
-    ) -> None:
-        self._home = Home()
-        self._waiting = waiting
-        self._ledger = ledger
-        self._hand = hand
-        self._view = view
-        self._refill = refill
-        self._left = view.count
-        self._held: list[Delivery] | None = None
-        self.dropped_count = 0
-        self.ended_why = ""
-
-    def __aiter__(self) -> Groups:
-        return self
-
-    async def __anext__(self) -> Group:
-        self._home.check()
-        await self._hand.acknowledge()
-        if self._left == 0:
-            self.ended_why = f"all {self._view.count} groups came"
-            raise StopAsyncIteration
-        delivery = await self._receive()
-        if delivery is None:
-            raise StopAsyncIteration
-        if self._left is not None:
-            self._left -= 1
-        if self._held is None:
-            self._hand.take(delivery)
-        else:
-            self._held.append(delivery)
-        return delivery.group
-
-    async def _receive(self) -> Delivery | None:
-        loop = asyncio.get_running_loop()
-        timeout_s = math.inf if self._view.timeout is None else self._view.timeout
-        begun_s = loop.time()
-        while True:
-            waited_s = loop.time() - begun_s
-            left_s = min(POLL_S, timeout_s - waited_s, self._waiting.look_in_s(waited_s))
-            found = await self._ledger.receive(self._view.consumer, max(left_s, 0.001), takeover_s=self._view.takeover)
-            if found is not None:
-                self._waiting.forget()
-                if self._is_wanted(found):
-                    return found
-                await self._drop(found)
-                begun_s = loop.time()
-                continue
-            waited_s = loop.time() - begun_s
-            if waited_s >= timeout_s:
-                self.ended_why = await self._waiting.why(waited_s, timeout_s)
-                return None
-            if not self._waiting.look_in_s(waited_s):
-                await self._waiting.tell(waited_s)
-
-    def _is_wanted(self, delivery: Delivery) -> bool:
-        try:
-            return self._view.keep(delivery.group)
-        except BaseException:
-            self._ledger.put_back(delivery)
-            raise
-
-    async def _drop(self, delivery: Delivery) -> None:
-        """Replace a group that is not wanted, then forget it; in this order, so that nothing is lost in between."""
-        try:
-            await self._replace(delivery.group)
-            await self._ledger.acknowledge(delivery)
-        except BaseException:
-            self._ledger.put_back(delivery)
-            raise
-        self.dropped_count += 1
-
-    async def _replace(self, group: Group) -> None:
-        task = None if self._refill is None else next(self._refill.tasks, None)
-        if self._refill is not None and task is not None:
-            size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
-            quorum = len(group.rollouts) if group.ended_by == "quorum" else None
-            name = self._refill.name_of(group.group_id)
-            await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
-
-    async def __aenter__(self) -> Groups:
-        self._home.check()
-        await self._hand.acknowledge()
-        self._held = []
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        held, self._held = self._held or [], None
-        if error is None:
-            answers = await asyncio.gather(*map(self._ledger.acknowledge, held), return_exceptions=True)
-            for answer in answers:  # all have ended, so none is still at it when the caller goes on
-                if isinstance(answer, BaseException):
-                    raise answer
-        else:
-            for delivery in held:
-                self._ledger.put_back(delivery)
 
 
 async def connect(url: str | None = None, *, client_name: str = "trainer") -> AsyncFabric:

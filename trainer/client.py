@@ -23,10 +23,12 @@ from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.records import Group, RunConfig
 from ..fabric.host.forks import Home
+from ..fabric.host.helpers import end_all
 from ..fabric.ports.queue import RunStatus
 from ..fabric.versions.reader import Weights
 from . import aio
-from .ledger import TAKEOVER_S, Submission
+from .groups import TAKEOVER_S, Submission
+from .groups import Groups as AsyncGroups
 from .publish.report import PublishReport
 from .publish.tensors import ComparesOn, pairs_of
 
@@ -170,10 +172,7 @@ class _Loop:
 
 
 async def _end_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end_all(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
 
 class Fabric:
@@ -351,10 +350,10 @@ class Run:
 class Groups:
     """Completed groups; acknowledged one by one in a plain loop, all together at the end of a `with` block.
 
-    See `aio.Groups`.
+    See `groups.Groups`.
     """
 
-    def __init__(self, loop: _Loop, groups: aio.Groups) -> None:
+    def __init__(self, loop: _Loop, groups: AsyncGroups) -> None:
         self._loop = loop
         self._groups = groups
 

@@ -16,7 +16,7 @@ from ...fabric.opened import RedisFabric
 from ...fabric.ports.queue import GroupPush
 from ...fabric.rules.queue.push import no_such_run
 from ...trainer.client import connect
-from ...trainer.ledger import TAKEOVER_S
+from ...trainer.groups import TAKEOVER_S
 from .options import AsJson, Url, need_url
 from .printing import show, show_json
 from .speech import say_nothing

@@ -22,6 +22,7 @@ import aiohttp
 import orjson
 
 from ...fabric.contract.errors import ConfigError, EngineError
+from ...fabric.host.helpers import end_all
 from .prompts import Bodies, Endpoint, new_bodies
 from .records import INTERRUPTED, Arrival, Outcome, no_gaps
 
@@ -171,7 +172,7 @@ class _Replay:
                 await self._drain(stopping)
             self._asker.reason = INTERRUPTED if stopping.done() else "unfinished"
         finally:
-            await _cancelled([sending, stopping, *self._asks])
+            await end_all([sending, stopping, *self._asks])
         return [each.result() for each in self._asks if not each.cancelled()]
 
     async def _send(self, arrivals: Sequence[Arrival]) -> None:
@@ -187,12 +188,6 @@ class _Replay:
         answered = asyncio.ensure_future(asyncio.gather(*self._asks, return_exceptions=True))
         waited: set[asyncio.Future[Any]] = {answered, stopping}
         await asyncio.wait(waited, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass

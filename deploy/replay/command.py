@@ -21,6 +21,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...fabric.contract.errors import ConfigError, InputError
+from ...fabric.host.helpers import Helpers
 from ..cli.exits import INTERRUPTED
 from ..cli.options import AsJson
 from ..cli.printing import Console, show
@@ -196,13 +197,9 @@ async def _replayed(load: Workload, server: Server, manner: Manner) -> tuple[lis
     tally = Tally()
     with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C then ends it without a report
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, tally.stop.set)
-    showing = asyncio.create_task(_show(tally, load))
     began_cpu_s = time.process_time()
-    try:
+    async with Helpers(_show(tally, load)):
         outcomes = await replay(load.arrivals, server.url, server.model, manner=manner, tally=tally)
-    finally:
-        showing.cancel()
-        await asyncio.gather(showing, return_exceptions=True)
     return outcomes, time.process_time() - began_cpu_s, tally.stop.is_set()
 
 

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.models import FoundModel, find_model
 from ...fabric.contract.records import WorkerInfo
+from ...fabric.host.helpers import Helpers
 from ...fabric.opened import RedisFabric
 from ...workers.engines.base import Engine
 from ...workers.environments.confinement import hide, say_what_lacks
@@ -219,7 +220,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
             if sharing is not None:
                 await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
             if options.role == "serving":
-                await stack.enter_async_context(_beside(announce(worker_id, serving, worker.keeper, sharing, _say)))
+                await stack.enter_async_context(Helpers(announce(worker_id, serving, worker.keeper, sharing, _say)))
             await worker.run(stop)
 
     run_until_stopped(serve, options.url)
@@ -267,20 +268,8 @@ async def _told_of(ports: RedisFabric, config: RolloutConfig, sharing: Sharing |
         reason = trouble or "the rollout engine is starting"
         return dataclasses.replace(told, guard_state="shut", guard_reason=reason)
 
-    async with _beside(_beat(ports, tell)):
+    async with Helpers(_beat(ports, tell)):
         yield
-
-
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """It runs while the block does."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def _sharing(serving: ServingOptions) -> Sharing | None:
@@ -382,7 +371,7 @@ def _info(worker_id: str, role: str) -> WorkerInfo:
 async def _beating(ports: RedisFabric, tell: Callable[[], WorkerInfo]) -> AsyncIterator[None]:
     """Say once a second that this process lives, and how, while the block runs."""
     try:
-        async with _beside(_beat(ports, tell)):
+        async with Helpers(_beat(ports, tell)):
             yield
     finally:
         await _forget(ports, tell().worker_id)

@@ -65,16 +65,8 @@ class RedisTrajectoryQueue:
             if want <= len(claims):
                 break
             may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in claims))
-            args: list[Any] = [
-                worker_id,
-                want - len(claims),
-                self._claim_ms,
-                "-",
-                0,
-                may_be,
-                int(is_inside),
-                SUSPECT_LOSS_COUNT,
-            ]
+            args: list[Any] = [worker_id, want - len(claims), self._claim_ms, "-", 0, may_be, int(is_inside)]
+            args.append(SUSPECT_LOSS_COUNT)
             with first_error, translate():
                 answer = await self._scripts.call("claim", [keys, keys.trajectory], args)
                 for row in answer[1:]:

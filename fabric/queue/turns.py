@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -118,28 +119,29 @@ class RedisTurnQueue:
         settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
         running = self._by_shard((row.claim.job.turn_id, row) for row in progress)
         for keys in self._shards.in_turn():
-            shard = self._shards.all.index(keys)
-            may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
-            claiming: list[Argument] = [
-                worker_id,
-                want - len(outcome.claims),
-                self._claim_ms,
-                lease_epoch,
-                active_version,
-            ]
-            claiming += [may_be, 1, SUSPECT_LOSS_COUNT]
-            calls: list[Call] = []
-            if shard in settling:
-                calls.append(self._settle_call(worker_id, keys, settling[shard]))
-            if shard in running:
-                calls.append(self._renew_call(worker_id, keys, running[shard]))
-            if want > len(outcome.claims):
-                calls.append(("claim", [keys, keys.turn], claiming))
-            if calls:
-                with first_error, translate():
-                    answers = await self._scripts.call_many(calls)
-                    rows = settling.get(shard, []), running.get(shard, [])
-                    await self._read(worker_id, keys, calls, answers, *rows, outcome)
+            shard, want_here = self._shards.all.index(keys), want - len(outcome.claims)
+            calls: dict[str, Call] = {}  # by script, in the order in which they are run
+            if ended := settling.get(shard):
+                calls["settle_turns"] = self._settle_call(worker_id, keys, ended)
+            if kept := running.get(shard):
+                calls["renew"] = self._renew_call(worker_id, keys, kept)
+            if want_here > 0:
+                may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
+                terms: list[Argument] = [worker_id, want_here, self._claim_ms, lease_epoch, active_version, may_be, 1]
+                calls["claim"] = "claim", [keys, keys.turn], [*terms, SUSPECT_LOSS_COUNT]
+            with first_error, translate():
+                answers = await self._scripts.call_many(list(calls.values())) if calls else []
+                answer_of = dict(zip(calls, answers, strict=True))
+                # The claims first: they are told of once. What is refused is raised after all else was read.
+                if (claimed := _made(answer_of.get("claim"))) is not None:
+                    await self._give_up(worker_id, keys, self._read_claims(keys, claimed, outcome))
+                if (renewed := _made(answer_of.get("renew"))) is not None:
+                    rows = zip(kept or (), renewed, strict=True)
+                    outcome.lost += [row.claim.job.turn_id for row, is_kept in rows if not is_kept]
+                if (settled := _made(answer_of.get("settle_turns"))) is not None:
+                    outcome.refused += await self._read_settles(worker_id, keys, ended or (), settled)
+                    outcome.unsettled -= {row.claim.job.turn_id for row in ended or ()}
+                checked(answers)
         if not outcome.claims and not outcome.lost:
             first_error.raise_it()
         return outcome
@@ -154,35 +156,7 @@ class RedisTurnQueue:
         return "settle_turns", [keys, *map(keys.inbox, inboxes)], args
 
     def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Call:
-        args: list[Any] = [worker_id, self._claim_ms]
-        for row in rows:
-            args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
-        return "renew", [keys, keys.turn], args
-
-    async def _read(
-        self,
-        worker_id: str,
-        keys: ShardKeys,
-        calls: Sequence[Call],
-        answers: Sequence[Any],
-        settles: Sequence[TurnSettle],
-        progress: Sequence[TurnProgress],
-        outcome: Exchange,
-    ) -> None:
-        """The claims first: they are told of once. What is refused is raised after all else was read."""
-        for (name, *_), answer in reversed(list(zip(calls, answers, strict=True))):
-            if isinstance(answer, Exception):
-                continue
-            if name == "claim":
-                await self._give_up(worker_id, keys, self._read_claims(keys, answer, outcome))
-            elif name == "renew":
-                outcome.lost += [
-                    row.claim.job.turn_id for row, is_kept in zip(progress, answer, strict=True) if not is_kept
-                ]
-            else:
-                outcome.refused += await self._read_settles(worker_id, keys, settles, answer)
-                outcome.unsettled -= {row.claim.job.turn_id for row in settles}
-        checked(list(answers))
+        return "renew", [keys, keys.turn], [worker_id, self._claim_ms, *_progress(rows)]
 
     def _read_claims(self, keys: ShardKeys, answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
         """The claims of an answer; returns how those end whose turn cannot be read."""
@@ -206,11 +180,11 @@ class RedisTurnQueue:
     async def _read_settles(
         self, worker_id: str, keys: ShardKeys, settles: Sequence[TurnSettle], answer: Sequence[Any]
     ) -> list[str]:
-        """The turns whose settling was refused, after results went after agents that had changed meanwhile."""
+        """The turns whose settling was refused. A code is 1 settled, 0 refused, or the agent that waits by now."""
         refused: list[str] = []
         for row, code in zip(settles, answer, strict=True):
             readdressed = row
-            while isinstance(code, bytes) and code.isascii():  # another agent waits by now; each round follows one more
+            while isinstance(code, bytes) and code.isascii():  # each round follows one agent more
                 readdressed = _readdress(readdressed, code.decode())
                 with translate():
                     code = (await self._scripts.call(*self._settle_call(worker_id, keys, [readdressed])))[0]
@@ -221,22 +195,17 @@ class RedisTurnQueue:
     async def release(self, worker_id: str, progress: Sequence[TurnProgress], *, is_stalled: bool = False) -> None:
         for shard, part in self._by_shard((row.claim.job.turn_id, row) for row in progress).items():
             keys = self._shards.all[shard]
-            args: list[Any] = [worker_id, BLAME_COUNT_MAX if is_stalled else 0]
-            for row in part:
-                args += [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
+            blame_max = BLAME_COUNT_MAX if is_stalled else 0
             with translate():
-                await self._scripts.call("release", [keys, keys.turn], args)
+                await self._scripts.call("release", [keys, keys.turn], [worker_id, blame_max, *_progress(part)])
 
     async def reap(self, worker_id: str) -> Reaped:
         ready, dead = 0, 0
         first_error = FirstError()
         for keys in self._shards.all:
             with first_error, translate():
-                rows = await self._scripts.call(
-                    "reap",
-                    [keys, keys.turn],
-                    [worker_id, REAP_COUNT, BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms],
-                )
+                limits = [BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, self._claim_ms]
+                rows = await self._scripts.call("reap", [keys, keys.turn], [worker_id, REAP_COUNT, *limits])
                 ready += sum(row[0] == b"ready" for row in rows)
                 lost = [_lost(*row[1:]) for row in rows if row[0] in (b"lost", b"damaged")]
                 dead += len(lost)
@@ -257,6 +226,16 @@ class RedisTurnQueue:
             await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
 
 
+def _progress(rows: Sequence[TurnProgress]) -> Iterator[Argument]:
+    for row in rows:
+        yield from (row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b"")
+
+
+def _made(answer: Any) -> Any:
+    """A script's answer; None: it was not asked, or refused."""
+    return None if isinstance(answer, Exception) else answer
+
+
 def _claim(row: Sequence[Any]) -> TurnClaim:
     name, fence, _, loss, raw, made = row
     return TurnClaim(job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made))
@@ -272,10 +251,7 @@ def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:
 
 
 def _readdress(row: TurnSettle, agent_id: str) -> TurnSettle:
-    job = row.claim.job
-    moved = TurnJob(turn_id=job.turn_id, agent_id=agent_id, sampling=job.sampling, prompt_ids=job.prompt_ids)
-    claim = TurnClaim(job=moved, fence=row.claim.fence, loss=row.claim.loss, log=row.claim.log)
-    return TurnSettle(claim=claim, result=row.result)
+    return replace(row, claim=replace(row.claim, job=replace(row.claim.job, agent_id=agent_id)))
 
 
 def _lost(raw_name: bytes, fence: int, raw: bytes | None, problem: str = "") -> TurnSettle:

@@ -20,6 +20,7 @@ from rollfab.fabric.queue.shards import RunShards
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from tests.standin.broker import Broker, DirectClient
+from tests.standin.tables import RunTables
 from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
 
 
@@ -80,6 +81,8 @@ async def world(request: pytest.FixtureRequest, run: RunConfig) -> AsyncIterator
     client = await empty_broker(request)
     await RedisLeaseBoard(client).create_run(run)
     yield on_redis(client, run)
+    if request.param == "stand-in":
+        RunTables(client.broker, run.run_id).check_integrity()
     await client.aclose()
 
 

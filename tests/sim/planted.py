@@ -18,7 +18,7 @@ from rollfab.fabric.queue import scripts
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
-from rollfab.trainer.ledger import Ledger
+from rollfab.trainer.groups import Ledger
 from rollfab.workers.agent.keeper import Keeper
 from rollfab.workers.rollout import turns as workers_turn
 from rollfab.workers.rollout.engine_watch import EngineWatch
@@ -118,7 +118,7 @@ def result_delivered_once_only() -> list[Patch]:
 @plant
 def turn_claims_not_renewed() -> list[Patch]:
     """A worker does not say that it still runs its turns."""
-    return [(RunningTurns, "renewals", lambda self, ended: [])]
+    return [(RunningTurns, "_renewals", lambda self, ended: [])]
 
 
 @plant

@@ -83,9 +83,11 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
         return WeightReceiver(link.weights, run_id, engine, options=RECEIVER, clock=world.clock)
 
     await engine.start()
+    worker = world.rollouts[name] = RolloutWorker(link, engine, config, world.clock, make_receiver=make_receiver)
     try:
-        await RolloutWorker(link, engine, config, world.clock, make_receiver=make_receiver).run(stop)
+        await worker.run(stop)
     finally:
+        world.rollouts.pop(name, None)
         world.engines.pop(name, None)
         await engine.close()
 

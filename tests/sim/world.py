@@ -20,6 +20,7 @@ from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.workers.agent.worker import AgentWorker
+from rollfab.workers.rollout.worker import RolloutWorker
 from tests.sim import roles
 from tests.sim.checks.check_capacity import CapacityChecker
 from tests.sim.checks.check_end import check_end, check_idle
@@ -85,6 +86,7 @@ class World:
         self.links: dict[str, Link] = {}
         self.agents: dict[str, AgentWorker] = {}
         self.engines: dict[str, FakeEngine] = {}
+        self.rollouts: dict[str, RolloutWorker] = {}
         self.tasks = {f"g{number}": {"number": number} for number in range(options.group_count)}
         if options.kills:
             self.tasks["g0"] |= {"killer_seed": crc32(KILLER.encode()), "kills_at": options.seed % 2}
@@ -172,6 +174,7 @@ class World:
         """A process is gone at once; another one of its role is started after a while."""
         self._main.pop(process.name, None)
         self.engines.pop(process.name, None)
+        self.rollouts.pop(process.name, None)
         self.agents.pop(process.name, None)
         process.kill()
         if not process.is_replaced:
@@ -227,6 +230,9 @@ class World:
             await asyncio.sleep(STATUS_S)
             try:
                 self.capacity.check_status(await self.fabric.board.run_status(roles.RUN_ID))
+                self._fabric("integrity").tables_of(roles.RUN_ID).check_integrity()
+                for worker in self.rollouts.values():
+                    worker.check_integrity()
                 self.capacity.check_standing({name: engine.standing_s for name, engine in self.engines.items()})
             except RunUnknown:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -41,14 +42,14 @@ class _Tables:
         self._broker = broker
 
     def _hash(self, key: str) -> dict[str, bytes]:
-        return {name.decode(): value for name, value in self._broker.keys.make(key.encode(), Hash).items()}
+        return {name.decode(): value for name, value in (self._broker.keys.get(key.encode(), Hash) or {}).items()}
 
     def _scores(self, key: str) -> dict[str, float]:
-        return {name.decode(): score for name, score in self._broker.keys.make(key.encode(), SortedSet).items()}
+        return {name.decode(): score for name, score in (self._broker.keys.get(key.encode(), SortedSet) or {}).items()}
 
     def _entries(self, key: str) -> list[list[bytes]]:
-        stream = self._broker.keys.make(key.encode(), Stream)
-        return [stream.entries[entry] for entry in stream.ids]
+        stream = self._broker.keys.get(key.encode(), Stream)
+        return [stream.entries[entry] for entry in stream.ids] if stream is not None else []
 
     def _do(self, *command: Any) -> Any:
         return self._broker.carry_out(command)
@@ -82,6 +83,22 @@ class JobTables(_Tables):
     def ready(self) -> list[str]:
         """Jobs that wait, the most urgent first."""
         return [fields[1].decode() for key in self._keys.ready for fields in self._entries(key)]
+
+    def check_integrity(self) -> None:
+        """Assert what holds between any two scripts: no job is lost, counted twice, or remembered after its end."""
+        states: dict[str, set[str]] = {}
+        for name, record in self.records.items():
+            states.setdefault(record.state, set()).add(name)
+        ready, claimed = states.get("ready", set()), states.get("claimed", set())
+        waiting = {*self.ready, *(name.decode() for name in self._do("LRANGE", self._keys.suspects, 0, -1))}
+        assert ready <= waiting, f"ready, and in no queue: {ready - waiting}"
+        watched = claimed | states.get("scoring", set())
+        assert self.deadlines.keys() == watched, f"with a deadline or a claim alone: {self.deadlines.keys() ^ watched}"
+        held = Counter(record.worker for record in self.records.values() if record.state == "claimed")
+        assert self.held == held, f"claims are counted as {self.held}, and are {dict(held)}"
+        unfinished = ready | claimed
+        assert unfinished <= self._hash(self._keys.job).keys(), "a job that is not over has no text"
+        assert self.logs.keys() <= unfinished, f"logs of what is over: {self.logs.keys() - unfinished}"
 
     def expire(self, name: str) -> None:
         """Its claim ends now."""
@@ -144,6 +161,24 @@ class RunTables(_Tables):
     @property
     def consumed(self) -> set[str]:
         return set(self._scores(self.keys.consumed))
+
+    def check_integrity(self) -> None:
+        """Assert what holds between any two scripts: see `JobTables`; and the totals are those of the groups."""
+        self.trajectories.check_integrity()
+        self.turns.check_integrity()
+        groups = {name: self._hash(self.keys.group(name)) for name in self.groups}
+        for total in ("depth", "bytes"):
+            counted = int(self._do("HGET", self.keys.run, total) or 0)
+            sums = sum(int(group["size" if total == "depth" else total]) for group in groups.values())
+            assert counted == sums, f"{total} is counted as {counted}, and is {sums}"
+        is_open = {name for name, group in groups.items() if group["state"] == b"open"}
+        assert self._hash(self.keys.open).keys() == is_open, "groups are open that are not"
+        known = {name.rpartition(".")[0] for name in self.trajectories.records}
+        assert known <= groups.keys(), f"trajectories of no group: {known - groups.keys()}"
+        asked = {name.rpartition(".")[0] for name in self.turns.records}
+        ended = {name for name, each in self.trajectories.records.items() if each.state in ("completed", "failed")}
+        left = asked - (self.trajectories.records.keys() - ended)
+        assert not left, f"turns of trajectories that are over: {left}"
 
     def end_lease(self, worker_id: str) -> None:
         """Its time is over; the row is still there."""

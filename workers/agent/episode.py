@@ -15,15 +15,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
-import xxhash
 
-from ...fabric.contract.errors import EnvironmentFailed, FabricError, InputError, PayloadTooLarge, WireError
+from ...fabric.contract.errors import (
+    BrokerError,
+    ClaimLost,
+    EnvironmentFailed,
+    FabricError,
+    InputError,
+    PayloadTooLarge,
+    WireError,
+)
 from ...fabric.contract.ids import turn_id
 from ...fabric.contract.limits import (
     INFO_BYTES_MAX,
@@ -35,27 +41,26 @@ from ...fabric.contract.limits import (
 )
 from ...fabric.contract.records import (
     NO_IDS,
-    Float32,
     Int32,
     Rollout,
     RunConfig,
     Sampling,
-    Span,
     TurnJob,
     TurnResult,
-    UInt8,
     check_reward,
     sum_rewards,
 )
 from ...fabric.contract.seeds import turn_seed
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import check_size, dump_json, load_json
-from ...fabric.ports.queue import TrajectoryClaim
+from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
 from ..environments.base import Environment, Observation, Recovery, Step, as_error, show, time_limit
 from ..environments.failures import reason_of, traceback_of
 from ..environments.isolated import IsolatedEnvironment
 from ..environments.registry import Registry
 from ..environments.room import Room
+from .slots import Quarantine
+from .transcript import Transcript
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +86,96 @@ class Limits:
     """For snapshots, shared by all episodes of the agent."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A turn that is asked for; `answer` is None when the trajectory's claim is lost."""
+
+    push: TurnPush
+    answer: asyncio.Future[TurnResult | None]
+
+
+class TurnCaller:
+    """What the episodes of one run ask of the broker: the next turn, and to keep a snapshot.
+
+    Turns that are asked for in one round of the event loop go in one call; each result comes to whoever waits for it.
+    """
+
+    def __init__(
+        self,
+        agent_id: str,
+        turns: TurnQueue,
+        trajectories: TrajectoryQueue,
+        quarantine: Quarantine,
+        *,
+        ask_again_s: float,
+    ) -> None:
+        """`push` and `receive` are to run, for ever, as long as anybody asks."""
+        self._agent_id = agent_id
+        self._turns = turns
+        self._trajectories = trajectories
+        self._quarantine = quarantine
+        self._ask_again_s = ask_again_s
+        self._waiting: dict[str, _Call] = {}  # by turn
+        self._asked: list[_Call] = []
+        self._has_asked = asyncio.Event()
+
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
+        """The result of a turn. Raises ClaimLost."""
+        push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
+        call = self._waiting[job.turn_id] = _Call(push, asyncio.get_running_loop().create_future())
+        try:
+            while not call.answer.done():
+                self._asked.append(call)
+                self._has_asked.set()
+                await asyncio.wait([call.answer], timeout=self._ask_again_s)
+        finally:
+            call.answer.cancel()  # if it still waits to be pushed, its answer could not be told from a later claim's
+            if self._waiting.get(job.turn_id) is call:  # not, when a later claim asks for the same turn
+                del self._waiting[job.turn_id]
+        result = call.answer.result()
+        if result is None:
+            raise _lost(claim)
+        self._quarantine.clear(claim)
+        return result
+
+    async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
+        """Keep a snapshot for the next agent. Raises ClaimLost."""
+        if not await self._trajectories.save(self._agent_id, claim, snapshot):
+            raise _lost(claim)
+
+    async def push(self) -> None:
+        """Hand to the broker what is asked for; for ever. Raises BrokerError: what was asked for still is."""
+        while True:
+            await self._has_asked.wait()
+            await asyncio.sleep(0)
+            self._has_asked.clear()
+            asked, self._asked = [call for call in self._asked if not call.answer.done()], []
+            if not asked:
+                continue
+            try:
+                lost = await self._turns.push(self._agent_id, [call.push for call in asked])
+            except BrokerError:
+                self._asked = [*asked, *self._asked]
+                self._has_asked.set()
+                raise
+            for call in asked:
+                if call.push.trajectory_id in lost and not call.answer.done():
+                    call.answer.set_result(None)
+
+    async def receive(self) -> None:
+        """Bring results to whoever waits for them; for ever."""
+        while True:
+            for result in await self._turns.results(self._agent_id, 1.0):
+                call = self._waiting.get(result.turn_id)
+                if call is not None and not call.answer.done():
+                    call.answer.set_result(result)
+
+
+def _lost(claim: TrajectoryClaim) -> ClaimLost:
+    name = claim.job.trajectory_id
+    return ClaimLost(f"trajectory {name} is held by someone else now", job_id=name, fence=claim.fence)
+
+
 class Episode:
     """Runs one claimed trajectory."""
 
@@ -91,15 +186,13 @@ class Episode:
         registry: Registry,
         tokenizer: Tokenizer,
         limits: Limits,
-        ask: Callable[[TurnJob], Awaitable[TurnResult]],
-        save: Callable[[bytes], Awaitable[None]],
+        caller: TurnCaller,
     ) -> None:
         self._run = run
         self._claim = claim
         self._registry = registry
         self._limits = limits
-        self._ask = ask
-        self._save = save
+        self._caller = caller
         self._tokenizer = tokenizer
         self._transcript = Transcript()
         self._texts: list[str] = []
@@ -126,7 +219,8 @@ class Episode:
 
     async def _rollout(self, last: Step) -> Rollout:
         info = await self._dump("info", last.info, INFO_BYTES_MAX)
-        job, tokens, rewards = self._claim.job, self._transcript.tokens(), self._transcript.rewards
+        job, rewards = self._claim.job, self._transcript.rewards
+        ids, logprobs, mask = self._transcript.tokens()
         return Rollout(
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
@@ -138,9 +232,9 @@ class Episode:
             seed=job.seed,
             spans=tuple(self._transcript.spans),
             prompt_ids=self._transcript.prompt_ids,
-            completion_ids=tokens.ids,
-            logprobs=tokens.logprobs,
-            completion_mask=tokens.mask,
+            completion_ids=ids,
+            logprobs=logprobs,
+            completion_mask=mask,
             info={**load_json(info), "rewards": rewards},
         )
 
@@ -226,7 +320,7 @@ class Episode:
             context_digest=self._transcript.digest(),
         )
         check_prompt(job.turn_id, len(job.prompt_ids))
-        result = await self._ask(job)
+        result = await self._caller.ask(self._claim, job)
         if result.finish_reason == "error":
             raise FabricError(f"turn {job.turn_id} failed: {result.error}")
         step = await self._apply(world, result)
@@ -261,7 +355,7 @@ class Episode:
                 "texts": self._texts,
                 "rewards": self._transcript.rewards,
             }
-            await self._save(await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
+            await self._caller.save(self._claim, await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
 
     # ---- the record
 
@@ -403,82 +497,3 @@ async def _contain(work: Callable[[], Awaitable[T]]) -> T:
         if task is not None and task.cancelling():
             raise
         raise as_error(error) from error
-
-
-# ---------------------------------------------------------------- transcript
-#
-# One trajectory's tokens as they come, what made them, and a digest of all that led to a turn.
-#
-# - The tokens are one growing sequence: the prompt, then turns (mask 1) and observations (mask 0) in their order.
-# - `digest` covers every token and every reward so far. A turn is asked for under it and its result carries it, so a
-#   trajectory that is continued elsewhere is known to have come to the very context its turns were made in.
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Everything after the prompt: ids int32 (T,), logprobs float32 (T,), 0 where the mask, uint8 (T,), is 0."""
-
-    ids: Int32
-    logprobs: Float32
-    mask: UInt8
-
-
-class Transcript:
-    """What was said so far in one trajectory."""
-
-    def __init__(self) -> None:
-        self.prompt_ids: Int32 = np.zeros(0, np.int32)
-        self.spans: list[Span] = []
-        self.rewards: list[float] = []
-        self._ids: list[Int32] = []
-        self._logprobs: list[Float32] = []
-        self._mask: list[UInt8] = []
-        self._length = 0
-        self._known_ids: Int32 | None = None  # the prompt and the first `_known_count` parts of `_ids`
-        self._known_count = 0
-        self._digest = xxhash.xxh3_64()
-
-    def begin(self, prompt_ids: Int32) -> None:
-        """The first observation."""
-        self.prompt_ids = prompt_ids
-        self._digest.update(prompt_ids.tobytes())
-
-    def add_turn(self, result: TurnResult) -> None:
-        """What the policy wrote."""
-        start = self._length
-        self._add(result.completion_ids, result.logprobs, 1)
-        self.spans += [Span(start + s.start, start + s.end, s.worker_id, s.policy_version) for s in result.spans]
-
-    def add_step(self, reward: float, ids: Int32) -> None:
-        """What the environment gave for it, and the observation, which may be empty."""
-        self.rewards.append(reward)
-        # Six digits: another world pays otherwise, another machine may only add up in another order.
-        self._digest.update(struct.pack("<I", len(ids)) + f"{reward:.6g} ".encode())
-        self._add(ids, np.zeros(len(ids), np.float32), 0)
-
-    def context(self) -> Int32:
-        """All tokens so far. What was put together for the last turn is only added to."""
-        known, parts = self._known_ids, self._ids[self._known_count :]
-        if known is None or parts:
-            known = self._known_ids = np.concatenate((self.prompt_ids if known is None else known, *parts))
-            self._known_count = len(self._ids)
-        return known
-
-    def digest(self) -> str:
-        """16 hexadecimal digits."""
-        return str(self._digest.hexdigest())
-
-    def tokens(self) -> Tokens:
-        """All that came after the prompt."""
-        return Tokens(_joined(self._ids, np.int32), _joined(self._logprobs, np.float32), _joined(self._mask, np.uint8))
-
-    def _add(self, ids: Int32, logprobs: Float32, mask: int) -> None:
-        self._digest.update(ids.tobytes())
-        self._ids.append(ids)
-        self._logprobs.append(logprobs)
-        self._mask.append(np.full(len(ids), mask, np.uint8))
-        self._length += len(ids)
-
-
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)

@@ -16,12 +16,14 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, FirstError, WireError
 from ...fabric.contract.records import RunConfig, WorkerInfo
-from ...fabric.ports.queue import Fabric, TrajectoryClaim
+from ...fabric.host.helpers import Helpers
+from ...fabric.ports.queue import Fabric, TrajectoryQueue
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +42,16 @@ class AskReward(Protocol):
 class Kept(Protocol):
     """What is kept of an agent's part that serves one run; read from the keeper's thread."""
 
-    claims: dict[str, TrajectoryClaim]
-
     @property
     def run(self) -> RunConfig:
         """The run as it is now."""
         ...
 
-    def lose(self, trajectory_ids: list[str], fences: Mapping[str, int]) -> None:
+    async def renew(self, trajectories: TrajectoryQueue) -> dict[str, int]:
+        """Renew what is held; returns the claims that are lost: trajectory and fence."""
+        ...
+
+    def lose(self, lost: Mapping[str, int]) -> None:
         """End the episodes whose claims are lost; called in the agent's own loop."""
         ...
 
@@ -70,15 +74,18 @@ class KeeperConfig:
     hung_s: float
 
 
-class Keeper:
-    """Keeps what one agent worker holds.
+async def patiently(work: Callable[[], Awaitable[None]], clock: Clock) -> None:
+    """Do some work again and again, whatever becomes of the broker."""
+    while True:
+        try:
+            await work()
+        except (BrokerError, WireError) as error:  # away, or with rows that cannot be read
+            log.warning("agent.broker_lost", extra={"error": str(error)})
+            await clock.sleep(BROKER_PAUSE_S)
 
-    Args:
-        config: settings.
-        clock: for its pauses.
-        say: what the agent says of itself, or None while it has nothing to say.
-        kept: its runs by name, looked at again and again.
-    """
+
+class Keeper:
+    """Keeps what one agent worker holds. kept: its runs by name, looked at again and again."""
 
     def __init__(
         self,
@@ -95,18 +102,14 @@ class Keeper:
         self._agent_loop: asyncio.AbstractEventLoop | None = None  # where it is not our own
         self._has_turned = threading.Event()
         self._missed_count = 0
-        self._keeping: dict[str, tuple[Kept, list[asyncio.Task[None]]]] = {}
+        self._keeping: dict[str, tuple[Kept, Helpers]] = {}
 
     @contextlib.asynccontextmanager
     async def keeping(self, fabric: Fabric, ask_reward: AskReward, elsewhere: Elsewhere | None) -> Any:
         """Keep while the block lasts; yields what raises the keeper's error, should it have died."""
         if elsewhere is None:
-            task = asyncio.create_task(self._serve(fabric, ask_reward))
-            try:
-                yield lambda: task.result() if task.done() else None
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            async with Helpers(self._serve(fabric, ask_reward)) as helpers:
+                yield helpers.check
             return
         self._agent_loop = asyncio.get_running_loop()
         thread = _Thread(lambda: self._serve_elsewhere(elsewhere))
@@ -116,45 +119,36 @@ class Keeper:
             await thread.end()
 
     async def _serve_elsewhere(self, elsewhere: Elsewhere) -> None:
-        while True:
-            try:
-                async with await elsewhere.open_fabric() as fabric:
-                    await self._serve(fabric, elsewhere.make_ask_reward())
-            except (BrokerError, WireError) as error:
-                log.warning("agent.broker_lost", extra={"error": str(error)})
-                await self._clock.sleep(BROKER_PAUSE_S)
+        async def serve() -> None:
+            async with await elsewhere.open_fabric() as fabric:
+                await self._serve(fabric, elsewhere.make_ask_reward())
+
+        await patiently(serve, self._clock)
 
     async def _serve(self, fabric: Fabric, ask_reward: AskReward) -> None:
-        tasks = [asyncio.create_task(work) for work in (self._beat(fabric), self._look())]
-        try:
-            while True:
-                for task in (*tasks, *(each for _, loops in self._keeping.values() for each in loops)):
-                    if task.done():
-                        task.result()
-                self._follow(fabric, ask_reward)
-                await self._clock.sleep(FOLLOW_S)
-        finally:
-            tasks += [each for _, loops in self._keeping.values() for each in loops]
-            self._keeping.clear()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with Helpers(self._beat(fabric), self._look()) as helpers:
+            try:
+                while True:
+                    for each in (helpers, *(found for _, found in self._keeping.values())):
+                        each.check()
+                    await self._follow(fabric, ask_reward)
+                    await self._clock.sleep(FOLLOW_S)
+            finally:
+                keeping, self._keeping = self._keeping, {}
+                for _, each in keeping.values():
+                    await each.end()
 
-    def _follow(self, fabric: Fabric, ask_reward: AskReward) -> None:
+    async def _follow(self, fabric: Fabric, ask_reward: AskReward) -> None:
         """Keep the runs that are served now, and no others."""
         kept = dict(self._kept())
-        for name, (part, loops) in list(self._keeping.items()):
+        for name, (part, helpers) in list(self._keeping.items()):
             if kept.get(name) is not part:
                 del self._keeping[name]
-                for task in loops:
-                    task.cancel()
+                await helpers.end()
         for name, part in kept.items():
             if name not in self._keeping:
-                work = (
-                    (lambda part=part: self._renew(fabric, part)),
-                    (lambda part=part: self._reap(fabric, part, ask_reward)),
-                )
-                self._keeping[name] = part, [asyncio.create_task(self._patiently(each)) for each in work]
+                work = (partial(self._renew, fabric, part), partial(self._reap, fabric, part, ask_reward))
+                self._keeping[name] = part, Helpers(*(patiently(each, self._clock) for each in work))
 
     # ---- is the agent's loop alive?
 
@@ -187,30 +181,16 @@ class Keeper:
                 log.warning("agent.heartbeat_failed", extra={"error": str(error)})
             await self._clock.sleep(BEAT_S)
 
-    async def _patiently(self, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await work()
-            except (BrokerError, WireError) as error:
-                log.warning("agent.broker_lost", extra={"error": str(error)})
-                await self._clock.sleep(BROKER_PAUSE_S)
-
     async def _renew(self, fabric: Fabric, part: Kept) -> None:
         trajectories = fabric.trajectories(part.run)
         while True:
             await self._clock.sleep(self._config.renew_s)
-            held = list(part.claims.values())
-            if held and not self.is_hung:
-                lost = await trajectories.renew(self._config.worker_id, held)
-                if lost:
-                    self._tell(part, lost, {claim.job.trajectory_id: claim.fence for claim in held})
-
-    def _tell(self, part: Kept, lost: list[str], fences: Mapping[str, int]) -> None:
-        if self._agent_loop is None:
-            part.lose(lost, fences)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._agent_loop.call_soon_threadsafe(part.lose, lost, fences)
+            lost = {} if self.is_hung else await part.renew(trajectories)
+            if lost and self._agent_loop is None:
+                part.lose(lost)
+            elif lost and self._agent_loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._agent_loop.call_soon_threadsafe(part.lose, lost)
 
     async def _reap(self, fabric: Fabric, part: Kept, ask_reward: AskReward) -> None:
         run = part.run

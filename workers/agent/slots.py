@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
+from ...fabric.ports.queue import TrajectoryClaim
+from ...fabric.rules.queue.retries import is_suspect
 from ...fabric.rules.queue.share import Sharer, more
 
 
@@ -82,3 +85,27 @@ class Places:
 
     def _least_served(self) -> float:
         return min((run.served for run in self._runs.values() if run.may_have_work), default=0.0)
+
+
+class Quarantine:
+    """The one place for a suspect; from when a suspect may be asked for until it has got on, or ended."""
+
+    def __init__(self) -> None:
+        self._holder: tuple[str, int] | None = None  # trajectory and fence; ("", 0): one is asked for
+
+    def take(self) -> bool:
+        """Whether a suspect may be asked for now; then `hold` is called with what came."""
+        if self._holder is not None:
+            return False
+        self._holder = ("", 0)
+        return True
+
+    def hold(self, claims: Sequence[TrajectoryClaim]) -> None:
+        """Of what was claimed, the suspect stays in the place."""
+        suspects = ((claim.job.trajectory_id, claim.fence) for claim in claims if is_suspect(claim.loss))
+        self._holder = next(suspects, None)
+
+    def clear(self, claim: TrajectoryClaim) -> None:
+        """It has got on, or ended."""
+        if self._holder == (claim.job.trajectory_id, claim.fence):
+            self._holder = None

@@ -34,6 +34,7 @@ from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.limits import MIB
 from ...fabric.contract.records import WorkerInfo
+from ...fabric.host.helpers import end_all
 from ...fabric.ports.queue import Fabric
 from .scoring import Scoring
 
@@ -302,9 +303,7 @@ class RewardWorker:
                     task.result()
         finally:
             self._is_stopping.set()
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+            await end_all(work)
             with contextlib.suppress(FabricError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._fabric.board.forget_worker(self._info.worker_id)

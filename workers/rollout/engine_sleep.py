@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError, EngineTimeout, EngineUnsupported
+from ...fabric.host.helpers import end_all
 from ...fabric.rules.queue.engine_sleep import ActivationFacts, ActivationRule, Move, Rest, decide
 
 MEMORY_AFTER_S = 2.0  # a lease that flickers, or a switch pressed twice, unmaps nothing
@@ -222,8 +223,7 @@ class Activation:
     async def close(self) -> None:
         """Wait for no change any more."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])
 
     async def _change(self, move: Move) -> None:
         try:

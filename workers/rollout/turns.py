@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Span, TokenLog, TurnResult
-from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
+from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
 from ...fabric.rules.queue.retries import is_suspect
 from ..engines.base import Engine, Generation, GenerationRequest
@@ -62,16 +62,78 @@ class RunningTurns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    @property
-    def has_suspect(self) -> bool:
-        """Whether a suspect is among them (fabric/rules/queue/retries.py): then no other is taken."""
-        return any(is_suspect(turn.claim.loss) for turn in self._turns.values())
+    def check_integrity(self) -> None:
+        """Assert what holds whenever nobody is in the middle of a call."""
+        turns = self._turns.values()
+        assert list(self._turns) == [turn.request_id for turn in turns]
+        assert len({turn.claim.job.turn_id for turn in turns}) == len(turns), "two claims of one turn"
+        assert self._out_count == sum(turn.back is not None for turn in turns)
+        assert not any(turn.is_stalled and turn.back is None for turn in turns)
 
     def sizes(self) -> list[TurnSize]:
         """Of those that the engine still runs, in the order in which they were begun."""
         return [self._turns[name].size(self._options.context_tokens_max) for name in self._unfinished()]
 
-    def start(self, claims: Iterable[TurnClaim]) -> list[TurnSize]:
+    # ---- what the broker is told, and tells
+
+    async def exchange(
+        self,
+        queue: TurnQueue,
+        free: Callable[[int], int],
+        *,
+        lease_epoch: int,
+        active_version: int,
+        may_mix_versions: bool,
+    ) -> tuple[bool, list[TurnSize]]:
+        """One round trip: hand in all that has ended, keep what runs, take what is ready and begin it.
+
+        Args:
+            free: turns that may be asked for, once so many of those that run have been handed in: the slots which that
+                frees are asked for in the same round trip.
+
+        Returns:
+            Whether the broker knows of our lease, and what each turn that was begun may need.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        if any(each.finish_reason == "error" for each in self._done):
+            self._engine.stats()  # where the engine failed and not the request, no turn pays for it with an attempt
+        settles = self._settles()
+        outcome = await queue.exchange(
+            self._options.worker_id,
+            settles=list(settles.values()),
+            progress=self._renewals(settles),
+            want=free(len(settles)),
+            lease_epoch=lease_epoch,
+            active_version=active_version,
+            takes_suspect=not any(is_suspect(turn.claim.loss) for turn in self._turns.values()),
+        )
+        self._forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
+        await self._drop({*outcome.lost, *(claim.job.turn_id for claim in outcome.claims)})
+        claims = outcome.claims if may_mix_versions else [_of_version(each, active_version) for each in outcome.claims]
+        return outcome.has_lease, self._start(claims)
+
+    async def give_back(self, queue: TurnQueue) -> None:
+        """Every turn back to its queue, with its tokens; what ended by itself is handed in."""
+        await self.take_out()
+        settles = self._settles()
+        if settles:
+            await queue.exchange(self._options.worker_id, settles=list(settles.values()))
+            self._forget(settles)
+        await self.hand_back(queue)
+
+    async def hand_back(self, queue: TurnQueue) -> None:
+        """Give back what was taken out; again in the next round, if the broker cannot be reached now."""
+        for blames in (False, True) if self._out_count else ():
+            turns = self._turns.items()
+            back = {name: each.back for name, each in turns if each.back is not None and each.is_stalled == blames}
+            if back:
+                await queue.release(self._options.worker_id, list(back.values()), is_stalled=blames)
+                self._forget(back)
+                log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": blames})
+
+    def _start(self, claims: Iterable[TurnClaim]) -> list[TurnSize]:
         """Begin turns that were claimed just now; returns what each may need."""
         now, sizes = self._clock.now_s(), []
         for claim in claims:
@@ -85,18 +147,7 @@ class RunningTurns:
                 self._wake()
         return sizes
 
-    def check_engine(self) -> None:
-        """Tell a request that failed from an engine that did: no turn may pay for the latter with an attempt.
-
-        Raises:
-            EngineError: the engine is gone.
-        """
-        if any(each.finish_reason == "error" for each in self._done):
-            self._engine.stats()
-
-    # ---- what to tell the broker
-
-    def settles(self) -> dict[str, TurnSettle]:
+    def _settles(self) -> dict[str, TurnSettle]:
         """The handing in of what has ended; what is no longer ours to hand in is left out."""
         found = {}
         for each in self._done:
@@ -105,7 +156,7 @@ class RunningTurns:
                 found[each.request_id] = turn.settle(each)
         return found
 
-    def renewals(self, ended: Container[str]) -> list[TurnProgress]:
+    def _renewals(self, ended: Container[str]) -> list[TurnProgress]:
         """Claims to be renewed now, except those `ended`; with their tokens where there are new."""
         now, log_s = self._clock.now_s(), self._options.log_s
         turns = self._turns.items()
@@ -120,14 +171,7 @@ class RunningTurns:
             self._wake()
         return [each.renewal(made.get(name), now) for name, each in due.items()]
 
-    def returns(self, *, is_stalled: bool) -> dict[str, TurnProgress]:
-        """What was taken out and is to be given back, by request id."""
-        if not self._out_count:
-            return {}
-        turns = self._turns.items()
-        return {name: each.back for name, each in turns if each.back is not None and each.is_stalled == is_stalled}
-
-    def forget(self, names: Iterable[str]) -> None:
+    def _forget(self, names: Iterable[str]) -> None:
         """The broker knows: these are no longer ours."""
         for name in names:
             turn = self._turns.pop(name, None)
@@ -136,7 +180,7 @@ class RunningTurns:
 
     # ---- turns that end before their time
 
-    async def drop(self, turn_ids: Container[str]) -> None:
+    async def _drop(self, turn_ids: Container[str]) -> None:
         """Stop turns whose claim is lost: cancelled, taken over, or asked for anew while the old one still ran.
 
         What they made goes too: a later claim of the same turn must never be settled with it.
@@ -144,7 +188,7 @@ class RunningTurns:
         lost = [name for name, each in self._turns.items() if each.claim.job.turn_id in turn_ids]
         if not lost:
             return
-        self.forget(lost)
+        self._forget(lost)
         log.info("worker.claims_lost", extra={"turn_count": len(lost)})
         await self.watch.abort(lost)
 
@@ -320,6 +364,15 @@ class RunningTurn:
         """It goes on elsewhere, from what it made here; None: the engine told nothing, and what was saved counts."""
         log = None if made is None else merge(self.claim.log, made, self.worker_id)
         self.back, self.is_stalled = TurnProgress(claim=self.claim, log=log), is_stalled
+
+
+def _of_version(claim: TurnClaim, version: int) -> TurnClaim:
+    """The claim, without tokens that may not be mixed with those of our version."""
+    if claim.log is None or all(span.policy_version == version for span in claim.log.spans):
+        return claim
+    facts = {"job_id": claim.job.turn_id, "token_count": len(claim.log.completion_ids), "policy_version": version}
+    log.info("worker.log_dropped", extra=facts)
+    return replace(claim, log=None)
 
 
 # ---------------------------------------------------------------- spans

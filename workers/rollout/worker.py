@@ -22,15 +22,16 @@ health (turns.py, engine_watch.py), a listener at the doorbell, and a receiver t
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, FabricError, WireError
 from ...fabric.contract.records import RunConfig, WorkerInfo
-from ...fabric.ports.queue import Exchange, Fabric, TurnClaim, TurnQueue
+from ...fabric.host.helpers import Helpers
+from ...fabric.ports.queue import Fabric, TurnQueue
 from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
 from ..engines.base import Engine
@@ -95,6 +96,10 @@ class RolloutWorker:
         self._is_asking = False
         self._asks_from_s = 0.0
 
+    def check_integrity(self) -> None:
+        """Assert that its turns are in order: see `RunningTurns`."""
+        self._running.check_integrity()
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then give everything back.
 
@@ -102,23 +107,20 @@ class RolloutWorker:
             EngineError: the engine died; its turns were given back.
         """
         keeper, running = self._keeper, self._running
-        own = (self._listen, self._follow_run)
-        loops = (running.collect, running.look, *own, keeper.beat, keeper.listen, keeper.watch)
-        helpers = [asyncio.create_task(work()) for work in loops]
+        loops = [running.collect, running.look, self._listen, self._follow_run]
+        loops += [keeper.beat, keeper.listen, keeper.watch]
         if self._yielding.has_guard:
-            helpers.append(asyncio.create_task(self._yielding.follow(self._wake.set)))
+            loops.append(lambda: self._yielding.follow(self._wake.set))
         try:
-            while not stop.is_set():
-                _raise_finished(helpers)
-                try:
-                    await self._turn_over()
-                except (BrokerError, WireError) as error:
-                    log.warning("worker.broker_lost", extra={"error": str(error)})
-                    await self._clock.sleep(self._config.poll_s)
+            async with Helpers(*(loop() for loop in loops)) as helpers:
+                while not stop.is_set():
+                    helpers.check()
+                    try:
+                        await self._turn_over()
+                    except (BrokerError, WireError) as error:
+                        log.warning("worker.broker_lost", extra={"error": str(error)})
+                        await self._clock.sleep(self._config.poll_s)
         finally:
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
             await self._leave()
 
     async def _turn_over(self) -> None:
@@ -130,10 +132,10 @@ class RolloutWorker:
         await self._part_with_standing()
         await self._part_with_overdue()
         await self._part_with_yielding()
-        await self._hand_back(self._turns)
+        await self._running.hand_back(self._turns)
         try:
             self._is_asking = True
-            await self._take(await self._exchange(self._turns))
+            await self._exchange(self._turns)
         finally:
             self._is_asking = False
         if not self._running:
@@ -147,30 +149,18 @@ class RolloutWorker:
         timer.cancel()
         self._wake.clear()
 
-    async def _exchange(self, turns: TurnQueue) -> Exchange:
-        """Hand in all that has ended; the slots which that frees are asked for in the same round trip."""
-        self._running.check_engine()
-        settles = self._running.settles()
-        lease = self._keeper.lease
-        outcome = await turns.exchange(
-            self._config.worker_id,
-            settles=list(settles.values()),
-            progress=self._running.renewals(settles),
-            want=self._free_count(len(settles)),
+    async def _exchange(self, turns: TurnQueue) -> None:
+        lease, version = self._keeper.lease, self._active_version()
+        has_lease, begun = await self._running.exchange(
+            turns,
+            self._free_count,
             lease_epoch=lease.lease_epoch if lease else 0,
-            active_version=self._active_version(),
-            takes_suspect=not self._running.has_suspect,
+            active_version=version,
+            may_mix_versions=self._run is None or self._run.may_mix_versions,
         )
-        self._running.forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
-        return outcome
-
-    async def _take(self, outcome: Exchange) -> None:
-        """Do as an exchange says."""
-        if not outcome.has_lease:
+        if not has_lease:
             self._keeper.doubt()
-        taken = {claim.job.turn_id for claim in outcome.claims}
-        await self._running.drop({*outcome.lost, *taken})
-        self._yielding.note_begun(self._running.start([self._fitting(claim) for claim in outcome.claims]))
+        self._yielding.note_begun(begun)
 
     # ---- leases
 
@@ -213,12 +203,7 @@ class RolloutWorker:
         if self._turns is None or not self._running:
             return
         self._mute()
-        await self._running.take_out()
-        settles = self._running.settles()
-        if settles:
-            await self._turns.exchange(self._config.worker_id, settles=list(settles.values()))
-            self._running.forget(settles)
-        await self._hand_back(self._turns)
+        await self._running.give_back(self._turns)
 
     async def _part_with_standing(self) -> None:
         """What makes no tokens here must not wait for it."""
@@ -246,15 +231,6 @@ class RolloutWorker:
             self._mute()
             await self._running.take_out(names)
 
-    async def _hand_back(self, turns: TurnQueue) -> None:
-        """Give back what was taken out; again in the next round, if the broker cannot be reached now."""
-        for is_stalled in (False, True):
-            back = self._running.returns(is_stalled=is_stalled)
-            if back:
-                await turns.release(self._config.worker_id, list(back.values()), is_stalled=is_stalled)
-                self._running.forget(back)
-                log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": is_stalled})
-
     def _mute(self) -> None:
         """Stop listening at the doorbell: the ring for what we give back is for others."""
         self._has_room.clear()
@@ -268,15 +244,13 @@ class RolloutWorker:
 
     async def _leave(self) -> None:
         await self._readiness.close()
-        for step in (self._give_back, self._stop_receiving, self._forget):
+        forget = partial(self._fabric.board.forget_worker, self._config.worker_id)
+        for step in (self._give_back, self._stop_receiving, forget):
             try:
                 await step()
             except FabricError as error:
                 log.warning("worker.left_without_saying", extra={"error": str(error)})
         self._running.watch.close()
-
-    async def _forget(self) -> None:
-        await self._fabric.board.forget_worker(self._config.worker_id)
 
     # ---- weights
 
@@ -335,17 +309,6 @@ class RolloutWorker:
             log.warning("worker.turns_overdue", extra={"turn_count": len(self._running)})
             self._is_overdue = True
             self._wake.set()
-
-    def _fitting(self, claim: TurnClaim) -> TurnClaim:
-        """The claim, without tokens that may not be mixed with those of our version."""
-        version = self._active_version()
-        if self._run is None or self._run.may_mix_versions or claim.log is None:
-            return claim
-        if all(span.policy_version == version for span in claim.log.spans):
-            return claim
-        facts = {"job_id": claim.job.turn_id, "token_count": len(claim.log.completion_ids), "policy_version": version}
-        log.info("worker.log_dropped", extra=facts)
-        return dataclasses.replace(claim, log=None)
 
     def _free_count(self, ended_count: int = 0) -> int:
         """Turns that may be asked for, once `ended_count` of those that count as running have been handed in."""
@@ -406,10 +369,3 @@ def _at_commit(run: RunConfig) -> AtCommit:
     """Where turns finish there are none left to keep or compute again; only prefixes may be kept."""
     is_keeping = run.turns_at_commit == "keep" or (run.turns_finish and run.may_reuse_prefix)
     return AtCommit(turns="keep" if is_keeping else "recompute", may_reuse_prefix=run.may_reuse_prefix)
-
-
-def _raise_finished(tasks: list[asyncio.Task[None]]) -> None:
-    """Let a helper's error end the worker instead of leaving it half alive."""
-    for task in tasks:
-        if task.done():
-            task.result()

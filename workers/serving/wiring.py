@@ -26,6 +26,7 @@ from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, ConfigError, EngineError, EngineUnsupported
 from ...fabric.contract.records import Lease
 from ...fabric.contract.sharing import GuardView, SharingReport
+from ...fabric.host.helpers import Helpers
 from ...fabric.ports.queue import LeaseBoard
 from ...fabric.rules.lending.terms import LendTerms
 from ...fabric.rules.serving.facts import Slo
@@ -201,13 +202,10 @@ class Sharing:
             measured=guard.sharing,
             token_count=lambda: engine.stats().token_count,
         )
-        tasks = [asyncio.create_task(self._follow(guard, keeper)), asyncio.create_task(sender.run())]
         try:
-            yield
+            async with Helpers(self._follow(guard, keeper), sender.run()):
+                yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             with suppress(EngineError):
                 guard.order(GuardOrders())
 

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import redis.asyncio
 from redis import exceptions
 
+from ...host.helpers import end_all
 from .channel import Channel
 from .pools import Pools
 from .routes import SLOT_COUNT
 from .url import Address, shown
 
-__all__ = ["Topology", "end_all", "first_answer"]
+__all__ = ["Topology", "first_answer"]
 
 log = logging.getLogger(__name__)
 
@@ -134,10 +135,3 @@ async def first_answer(asked: Sequence[Coroutine[Any, Any, T]]) -> T:
                 raise done.pop().exception() or AssertionError
     finally:
         await end_all(tasks)
-
-
-async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and see it end: it gives back its connections."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from .topology import end_all
+from ...host.helpers import end_all
 
 __all__ = ["first_found"]
 

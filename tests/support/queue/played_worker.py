@@ -285,6 +285,7 @@ class Stage:
         task = asyncio.create_task(worker.run(stop))
         try:
             yield task
+            worker.check_integrity()
         finally:
             stop.set()
             await asyncio.gather(task, return_exceptions=True)

@@ -11,10 +11,10 @@ import pytest
 
 from rollfab.fabric.contract.errors import InputError, QueueFull
 from rollfab.fabric.contract.records import Group, RunConfig
-from rollfab.trainer.aio import AsyncRun, Groups, View
+from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
-from rollfab.trainer.ledger import Hand, Ledger
+from rollfab.trainer.groups import Groups, Ledger, View
 from rollfab.trainer.waiting import Waiting
 from tests.standin.fabric import StandInFabric
 from tests.support.queue.rollouts import rollout_of
@@ -57,7 +57,7 @@ async def settle(fabric: StandInFabric, rewards: dict[str, float]) -> None:
 
 
 def groups_of(fabric: StandInFabric, ledger: Ledger, view: View, refill: Refill | None = None) -> Groups:
-    return Groups(ledger, Hand(ledger), view, refill, waiting=Waiting(fabric.board, "r1"))
+    return Groups(ledger, view, refill, waiting=Waiting(fabric.board, "r1"))
 
 
 async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -> None:

@@ -11,9 +11,9 @@ from rollfab.fabric.contract.errors import BrokerError
 from rollfab.fabric.contract.records import Rollout, RunConfig
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
-from rollfab.trainer import ledger as module
+from rollfab.trainer import groups as module
 from rollfab.trainer.checks import make_groups
-from rollfab.trainer.ledger import Ledger
+from rollfab.trainer.groups import Ledger
 from rollfab.workers.environments.failures import dead_letter
 from tests.standin.fabric import StandInFabric
 from tests.support.queue.rollouts import rollout_of

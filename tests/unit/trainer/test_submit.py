@@ -16,7 +16,7 @@ from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.ports.queue import GroupPush
 from rollfab.fabric.queue import rollouts
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
-from rollfab.trainer import ledger
+from rollfab.trainer import groups as module
 from rollfab.trainer.aio import AsyncRun
 from tests.standin.fabric import StandInFabric
 
@@ -187,7 +187,7 @@ async def test_wherever_a_submit_is_cancelled_its_note_says_what_is_in(monkeypat
 
 
 async def test_what_was_refused_is_not_pushed_later_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PUSH_AGAIN_S", 0.0)
+    monkeypatch.setattr(module, "PUSH_AGAIN_S", 0.0)
     fabric, run = await open_run(replace(RUN, trajectory_count_max=100))
     await refused(fabric, run, QueueFull)
     await fabric.board.create_run(RUN)

@@ -46,7 +46,7 @@ async def turn_with(stage: Stage, log: TokenLog) -> str:
 async def test_tokens_of_another_version_are_dropped_only_where_they_may_not_be_mixed(
     run: object, versions: tuple[int, ...], kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "rollfab.workers.rollout.worker")
+    caplog.set_level(logging.INFO, "rollfab.workers.rollout.turns")
     stage = Stage(run)  # type: ignore[arg-type]
     name = await turn_with(stage, log_of(*versions))
     await stage.lease(1, 1)

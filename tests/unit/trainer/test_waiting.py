@@ -11,10 +11,9 @@ import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, NothingMoves
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.trainer.aio import Groups, View
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import find_filter
-from rollfab.trainer.ledger import Hand, Ledger
+from rollfab.trainer.groups import Groups, Ledger, View
 from rollfab.trainer.waiting import SAY_AGAIN_S, Waiting
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.standin.fabric import StandInFabric
@@ -38,7 +37,7 @@ class Stage:
     def groups(self, timeout: float | None) -> Groups:
         ledger = Ledger(self.fabric.rollouts(RUN))
         view = View(timeout=timeout, consumer="trainer", count=None, keep=find_filter(None))
-        return Groups(ledger, Hand(ledger), view, waiting=self.waiting)
+        return Groups(ledger, view, waiting=self.waiting)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

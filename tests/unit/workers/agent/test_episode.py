@@ -48,7 +48,7 @@ class Broker:
         if self.event_count in self.kills:
             raise Killed
 
-    async def ask(self, job: TurnJob) -> TurnResult:
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
         self.live()
         first = self.asked.setdefault(job.turn_id, job)  # a turn that is under way stays the one it is
         assert job.sampling == first.sampling
@@ -59,7 +59,7 @@ class Broker:
         self.live()
         return self.settled[int(job.turn_id.rsplit(".", 1)[1])]
 
-    async def save(self, snapshot: bytes) -> None:
+    async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
         self.live()
         self.snapshot = snapshot
         self.live()
@@ -102,7 +102,7 @@ def run_through(kind: str, options: dict[str, Any], broker: Broker) -> Rollout:
             sampling={"seed": RUN_SEED},
         )
         limits = Limits(agent_id="a", call_timeout_s=5.0)
-        return await Episode(config, broker.claim(), REGISTRY, TEXT, limits, broker.ask, broker.save).run()
+        return await Episode(config, broker.claim(), REGISTRY, TEXT, limits, broker).run()  # type: ignore[arg-type]
 
     for life in range(LIFE_COUNT_MAX):
         try:
@@ -225,7 +225,7 @@ def test_rewards_of_steps_that_overflow_are_named_with_their_environment(kind: s
 
 
 def _keep(broker: Broker, snapshot: bytes) -> Any:
-    async def save(_: bytes) -> None:
+    async def save(claim: TrajectoryClaim, _: bytes) -> None:
         broker.snapshot = snapshot
 
     return save
@@ -235,7 +235,7 @@ def test_a_result_made_in_another_context_is_not_taken() -> None:
     # Given a broker that answers with a turn of some other trajectory
     broker = Broker()
 
-    async def mixed_up(job: TurnJob) -> TurnResult:
+    async def mixed_up(claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
         return made(
             TurnJob(
                 turn_id=job.turn_id,
@@ -273,4 +273,5 @@ def test_rewards_that_differ_in_their_last_digits_are_the_same() -> None:
 def _live_once(script: list[list[Any]], broker: Broker) -> Rollout:
     config = RunConfig(run_id="r", model="tiny", environment="replay", environment_options={"script": script})
     limits = Limits(agent_id="a", call_timeout_s=5.0)
-    return asyncio.run(Episode(config, broker.claim(), REGISTRY, TEXT, limits, broker.ask, broker.save).run())
+    episode = Episode(config, broker.claim(), REGISTRY, TEXT, limits, broker)  # type: ignore[arg-type]
+    return asyncio.run(episode.run())

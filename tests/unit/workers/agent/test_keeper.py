@@ -32,8 +32,12 @@ class Part:
         self.claims = {"g.0": TrajectoryClaim(job=job, worker_id="a", fence=1, attempt=0, loss=0)}
         self.lost: list[str] = []
 
-    def lose(self, trajectory_ids: list[str], fences: Any) -> None:
-        self.lost += trajectory_ids
+    async def renew(self, trajectories: Any) -> dict[str, int]:
+        held = list(self.claims.values())
+        return dict.fromkeys(await trajectories.renew("a", held), held[0].fence)
+
+    def lose(self, lost: Any) -> None:
+        self.lost += lost
 
 
 class Stage:
@@ -106,13 +110,13 @@ async def test_what_is_lost_is_told_in_the_agent_s_own_loop(monkeypatch: pytest.
     async def lose(*_: Any) -> list[str]:
         return ["g.0"]
 
-    stage.part.lose = lambda ids, fences: loops.append((asyncio.get_running_loop(), ids, fences))  # type: ignore[method-assign]
+    stage.part.lose = lambda lost: loops.append((asyncio.get_running_loop(), lost))  # type: ignore[method-assign]
     async with stage.kept():
         monkeypatch.setattr(RedisTrajectoryQueue, "renew", lose)
         async with asyncio.timeout(20):
             while not loops:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-    assert loops[0] == (asyncio.get_running_loop(), ["g.0"], {"g.0": 1})
+    assert loops[0] == (asyncio.get_running_loop(), {"g.0": 1})
 
 
 # ---- a call's time limit

@@ -46,7 +46,7 @@ async def start_episode(name: str, registry: Registry) -> None:
     facts: dict[str, Any] = {"worker_id": "a"} if "worker_id" in TrajectoryClaim.__slots__ else {}
     claim = TrajectoryClaim(job=job, fence=1, attempt=0, loss=0, **facts)
     limits = Limits(agent_id="a", call_timeout_s=10.0)
-    await Episode(run, claim, registry, CharTokenizer(), limits, None, None).run()  # type: ignore[arg-type]
+    await Episode(run, claim, registry, CharTokenizer(), limits, None).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["Blocking", "BlockingInline"])

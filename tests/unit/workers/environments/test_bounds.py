@@ -41,18 +41,18 @@ class Inside(Environment):
         return SAYS["snapshot"]()  # type: ignore[no-any-return]
 
 
-async def ask(job: TurnJob) -> TurnResult:
-    return TurnResult(
-        turn_id=job.turn_id,
-        finish_reason="length",
-        spans=(Span(0, 1, "w", 0),),
-        completion_ids=np.full(1, 7, np.int32),
-        logprobs=np.zeros(1, np.float32),
-    )
+class Caller:
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
+        return TurnResult(
+            turn_id=job.turn_id,
+            finish_reason="length",
+            spans=(Span(0, 1, "w", 0),),
+            completion_ids=np.full(1, 7, np.int32),
+            logprobs=np.zeros(1, np.float32),
+        )
 
-
-async def save(snapshot: bytes) -> None:
-    raise AssertionError("it was too large to be saved")
+    async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
+        raise AssertionError("it was too large to be saved")
 
 
 async def play(monkeypatch: pytest.MonkeyPatch, **says: Callable[[], Any]) -> Rollout:
@@ -62,7 +62,7 @@ async def play(monkeypatch: pytest.MonkeyPatch, **says: Callable[[], Any]) -> Ro
     limits = Limits(agent_id="a", call_timeout_s=20.0)
     registry = Registry([f"inside={__name__}:Inside"])
     registry.make("inside")  # known, so that no process need be asked where it runs
-    return await Episode(config, claim, registry, CharTokenizer(), limits, ask, save).run()
+    return await Episode(config, claim, registry, CharTokenizer(), limits, Caller()).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Tasks that run beside their owner: begun together, watched in one place, and ended with it.
+
+The error of a helper ends its owner, at the owner's next `check` or at the end: never in the middle of what it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from types import TracebackType
+from typing import Any
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Have tasks end, and wait for that; their errors are nobody's."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Helpers:
+    """The helpers of one owner: `async with Helpers(self._beat(), self._listen()) as helpers`."""
+
+    def __init__(self, *work: Coroutine[Any, Any, None]) -> None:
+        self._tasks = [asyncio.create_task(each) for each in work]
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended a helper."""
+        ended = (task.exception() for task in self._tasks if task.done() and not task.cancelled())
+        return next((error for error in ended if error is not None), None)
+
+    def check(self) -> None:
+        """Raise the error of a helper that failed."""
+        if (error := self.error) is not None:
+            raise error
+
+    async def end(self) -> None:
+        """End all of them."""
+        await end_all(self._tasks)
+
+    async def __aenter__(self) -> Helpers:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.end()
+        if kind is None:
+            self.check()
