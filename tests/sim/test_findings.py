@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from rollfab.fabric.contract.errors import BrokerError
-from rollfab.fabric.contract.records import Rollout, RunConfig
+from rollfab.fabric.contract.records import Lease, Rollout, RunConfig
+from rollfab.fabric.ports.queue import TurnClaim, TurnSettle
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
+from tests.contracts.test_queue import result_of
 from tests.sim.environment import KINDS
 from tests.sim.policy import TEXT
 from tests.sim.roles import registry
@@ -140,6 +143,52 @@ async def test_an_inbox_that_begins_again_after_the_time_was_set_back_is_read() 
     tally = await Life(fabric, RUN, pace_s=0.05).play(10, timeout_s=20)  # type: ignore[arg-type]
     await turning
     tally.check()
+
+
+def test_a_run_that_nobody_generates_for_lets_others_have_places() -> None:
+    async def work() -> None:
+        # Given an agent whose places are all held by a run without any worker, and runs that come later
+        clock = VirtualClock(asyncio.get_running_loop())
+        fabric = StandInFabric(clock)
+        runs = [dataclasses.replace(RUN, run_id=name) for name in ("alone", "good", "idle")]
+        await fabric.board.create_run(runs[0])
+        await fabric.rollouts(runs[0]).push(make_groups([{"number": 1}], 8, ["g"]))
+        config = AgentConfig(worker_id="a", environment_count=4)
+        agent = AgentWorker(fabric, registry(), config, clock, ask_reward=rewards)
+        stop = asyncio.Event()
+        task = asyncio.create_task(agent.run(stop))
+        await asyncio.sleep(2.0)
+        assert agent.running_count == 4
+        for run in runs[1:]:
+            await fabric.board.create_run(run)
+        await fabric.rollouts(runs[1]).push(make_groups([{"number": 1}], 6, ["g"]))
+
+        # When a worker serves one of these
+        done = asyncio.create_task(serve(fabric, runs[1], 6))
+        await asyncio.wait_for(done, 300.0)
+
+        # Then the first run has its places again, nothing of it failed, and its share went to nobody without work
+        await asyncio.sleep(40.0)
+        assert agent.running_count == 4
+        await asyncio.wait_for(serve(fabric, runs[0], 8), 300.0)
+        assert await fabric.rollouts(runs[0]).dead_letters(8) == []
+        stop.set()
+        await task
+
+    on_virtual_time(work())
+
+
+async def serve(fabric: StandInFabric, run: RunConfig, count: int) -> None:
+    """Generate turns of a run until so many are settled."""
+    turns, settled = fabric.turns(run), 0
+    lease = Lease(worker_id="w1", run_id=run.run_id, lease_epoch=1, slot_count=8, lease_until_ms=None)
+    await fabric.board.set_lease(lease, None)
+    claims: list[TurnClaim] = []
+    while settled < count:
+        ends = [TurnSettle(claim=claim, result=result_of(claim.job.turn_id)) for claim in claims]
+        found = await turns.exchange("w1", settles=ends, want=8, lease_epoch=1)
+        settled, claims = settled + len(ends), found.claims
+        await asyncio.sleep(0.1)
 
 
 def made(job: Any) -> Rollout:

@@ -116,12 +116,15 @@ class TurnCaller:
         self._quarantine = quarantine
         self._ask_again_s = ask_again_s
         self._waiting: dict[str, _Call] = {}  # by turn
+        self._silent_since_s = 0.0  # on the event loop's clock; while any is waited for
         self._asked: list[_Call] = []
         self._has_asked = asyncio.Event()
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
         """The result of a turn. Raises ClaimLost."""
         push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
+        if not self._waiting:
+            self._hear()
         call = self._waiting[job.turn_id] = _Call(push, asyncio.get_running_loop().create_future())
         try:
             while not call.answer.done():
@@ -137,6 +140,16 @@ class TurnCaller:
             raise _lost(claim)
         self._quarantine.clear(claim)
         return result
+
+    def unanswered(self, for_s: float) -> set[str]:
+        """The trajectories that wait for a turn, if no turn of any has come for so long. Counts anew from then on."""
+        if not self._waiting or asyncio.get_running_loop().time() < self._silent_since_s + for_s:
+            return set()
+        self._hear()
+        return {call.push.trajectory_id for call in self._waiting.values()}
+
+    def _hear(self) -> None:
+        self._silent_since_s = asyncio.get_running_loop().time()
 
     async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
         """Keep a snapshot for the next agent. Raises ClaimLost."""
@@ -166,6 +179,7 @@ class TurnCaller:
         """Bring results to whoever waits for them; for ever."""
         while True:
             for result in await self._turns.results(self._agent_id, 1.0):
+                self._hear()
                 call = self._waiting.get(result.turn_id)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(result)

@@ -28,6 +28,7 @@ from .slots import Places, Quarantine
 
 log = logging.getLogger(__name__)
 
+STALL_S = 30.0  # without a turn from anybody: what is above a run's share is for others then
 WAIT_S = 0.5  # longest wait for work, or for a place: the safety net below the doorbell
 
 
@@ -168,6 +169,22 @@ class RunAgent:
             claim = self.claims.get(name)
             if claim is not None and claim.fence == fence and (name, fence) not in self._settling:
                 self._episodes[name].cancel()
+
+    async def give_back(self, count: int) -> None:
+        """Let go of `count` trajectories, if nobody has generated a turn of this run for long: others have work.
+
+        The last ones that were claimed, which are the least far. Whoever claims them next goes on where they are.
+        """
+        waiting = self._caller.unanswered(STALL_S)
+        chosen = [claim for name, claim in self.claims.items() if name in waiting][-count:]
+        if not chosen:
+            return
+        log.info("agent.places_given_back", extra={"run_id": self._run.run_id, "count": len(chosen)})
+        await end_all([self._episodes[claim.job.trajectory_id] for claim in chosen])
+        try:
+            await self._trajectories.release(self._worker_id, chosen)
+        except FabricError as error:  # their claims end by themselves
+            log.warning("agent.broker_lost", extra={"error": str(error)})
 
     # ---- one trajectory
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.rules.queue.retries import is_suspect
-from ...fabric.rules.queue.share import Sharer, more
+from ...fabric.rules.queue.share import Sharer, more, owed
 
 
 class Places:
@@ -51,6 +51,10 @@ class Places:
         count = more(self._total, list(self._runs.values()), run_id)
         self._runs[run_id] = dataclasses.replace(run, held=run.held + count)
         return count
+
+    def owed(self) -> dict[str, int]:
+        """Places that runs are to give back if they do not get on, by run: see share.py."""
+        return owed(self._total, list(self._runs.values()))
 
     def used(self, run_id: str, taken: int, used: int) -> None:
         """Of the places taken, so many are used: fewer means that the run has no more work."""

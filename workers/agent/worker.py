@@ -101,6 +101,9 @@ class AgentWorker:
                     continue
                 self._agents[name] = RunAgent(self._parts, config, tokenizer)
             self.places.join(name, config.weight)
+        for name, count in self.places.owed().items():
+            if name in self._agents:
+                await self._agents[name].give_back(count)
 
     def _say(self) -> WorkerInfo:
         """What the keeper says of us, from its own thread."""

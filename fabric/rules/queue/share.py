@@ -1,7 +1,8 @@
 """How the places of one agent worker are shared between runs: by weight, and whole to whoever needs them alone.
 
 - A run that has no work waiting keeps what it holds and claims nothing; the others divide the rest by weight. Nothing
-  is taken away: a run above its share falls back to it as its trajectories end.
+  is taken away from a run that gets on: above its share it falls back to it as its trajectories end. One whose turns
+  nobody generates gives back what is above its share.
 - Nobody's place stays empty while a run has work for it.
 - Where places cannot be divided, the run that has been served least for its weight goes first: with one place for two
   runs they take turns.
@@ -30,6 +31,19 @@ def more(total: int, runs: Sequence[Sharer], run_id: str) -> int:
     free = total - sum(run.held for run in runs)
     own = next(run for run in runs if run.run_id == run_id)
     return max(0, min(free, entitled(total, runs)[run_id] - own.held))
+
+
+def owed(total: int, runs: Sequence[Sharer]) -> dict[str, int]:
+    """Places that runs above their share are to give back, if they do not get on, to those that have too few; by run.
+
+    A run that holds none gets one at first: whether it has work is not known before.
+    """
+    due = entitled(total, runs)
+    hungry = [run for run in runs if run.may_have_work and run.held < due[run.run_id]]
+    need = sum(due[run.run_id] - run.held if run.held else 1 for run in hungry)
+    need -= max(0, total - sum(run.held for run in runs))
+    over = {run.run_id: run.held - due[run.run_id] for run in runs if run.held > due[run.run_id]}
+    return {name: min(surplus, need) for name, surplus in over.items()} if need > 0 else {}
 
 
 def entitled(total: int, runs: Sequence[Sharer]) -> dict[str, int]:

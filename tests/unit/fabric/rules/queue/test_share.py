@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.queue.share import Sharer, entitled, more
+from rollfab.fabric.rules.queue.share import Sharer, entitled, more, owed
 from rollfab.workers.agent.slots import Places
 
 
@@ -22,6 +22,13 @@ def test_a_run_alone_may_take_everything() -> None:
 def test_a_run_above_its_share_takes_no_more_while_another_has_work() -> None:
     runs = [sharer("a", 90), sharer("b")]
     assert (more(100, runs, "a"), more(100, runs, "b")) == (0, 10)
+
+
+def test_a_run_above_its_share_owes_one_place_to_who_has_none_and_all_of_its_surplus_to_who_has_work() -> None:
+    assert owed(100, [sharer("a", 100), sharer("b")]) == {"a": 1}
+    assert owed(100, [sharer("a", 99), sharer("b", 1)]) == {"a": 49}
+    assert owed(100, [sharer("a", 100), sharer("b", work=False)]) == {}
+    assert owed(100, [sharer("a", 60), sharer("b", 30)]) == {"a": 10}  # ten more are free
 
 
 def test_places_are_divided_by_weight() -> None:
