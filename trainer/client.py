@@ -27,7 +27,7 @@ from ..fabric.ports.queue import RunStatus
 from ..fabric.versions.reader import Weights
 from . import aio
 from .ledger import TAKEOVER_S, Submission
-from .publish.report import PublishReport
+from .publish.publisher import PublishReport
 from .publish.tensors import ComparesOn, pairs_of
 
 T = TypeVar("T")

@@ -48,9 +48,11 @@ class _Trainer:
 
     async def open(self, run_id: str, kind: str = "fsdp") -> Answer:
         """A new model and a publisher of a run. kind: see `_build`."""
-        from rollfab.trainer.publish.rank_lead import ShardedPublisher
+        import torch.distributed as dist
 
-        self.publisher = ShardedPublisher(self.store, run_id, timeout_s=TIMEOUT_S, thread_count=1)
+        from rollfab.trainer.publish.publisher import Publisher
+
+        self.publisher = Publisher(self.store, run_id, group=dist.group.WORLD, timeout_s=TIMEOUT_S, thread_count=1)
         self.model, self.optimizer = _build(kind)
         self.extra = None
         return {}

@@ -24,13 +24,14 @@ from rollfab.fabric.contract.errors import (
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Holder, WeightManifest
 from rollfab.fabric.rules.weights.chain import DELTA, GRACE_COUNT, JUMPS, KEYFRAME
+from rollfab.fabric.rules.weights.publish import VERSION_MAX
 from rollfab.fabric.versions.held import readable
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.fabric.versions.stage import Stage, commit
 from rollfab.trainer.publish import upkeep
-from rollfab.trainer.publish.publisher import VERSION_MAX, Publisher
-from rollfab.trainer.publish.tensors import collect_bits
+from rollfab.trainer.publish.publisher import Publisher
+from rollfab.trainer.publish.tensors import collect
 from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, published, small_model, train
 
 
@@ -100,7 +101,7 @@ async def test_what_was_fetched_can_be_published_again(
 
 
 def test_tensors_on_the_host_are_not_copied(model: torch.nn.Module) -> None:
-    _, bits = collect_bits(model.named_parameters())
+    bits = collect(model.named_parameters()).bits
 
     for name, parameter in model.named_parameters():
         assert bits[name].ctypes.data == parameter.data_ptr()

@@ -4,53 +4,24 @@
   those that wait for it are told.
 - Answers go through a second group: gloo closes all connections of a group in which somebody waited too long.
 - After a loss nothing is sent any more; the job starts again, as every job of torch.distributed must.
-- Messages are records (fabric/contract/wire.py), never pickles. Weights do not travel here.
+- What is said is messages.py's.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from ...fabric.contract.errors import WeightError
-from ...fabric.contract.wire import Record
+from .messages import MESSAGE_BYTES_MAX, RankMessage
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES_MAX = 64 << 20  # rows of every block of a rank: as many bytes as a manifest may have
 LATE_FACTOR = 2.0  # an answer comes after rank 0 has waited for all others, and done its own part
-
-
-def _no_rows() -> NDArray[np.int64]:
-    return np.zeros(0, dtype=np.int64)
-
-
-def _no_numbers() -> NDArray[np.uint64]:
-    return np.zeros(0, dtype=np.uint64)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RankMessage(Record):
-    """facts: plain values. rows: int64, regions or blocks. numbers: uint64, digests and sums."""
-
-    KIND: ClassVar[int] = 21
-    ARRAYS: ClassVar[dict[str, str]] = {"rows": "i8", "numbers": "u8"}
-
-    facts: dict[str, Any]
-    rows: NDArray[np.int64] = field(default_factory=_no_rows)
-    numbers: NDArray[np.uint64] = field(default_factory=_no_numbers)
-
-    @classmethod
-    def bytes_max(cls) -> int:
-        """As large as a manifest."""
-        return MESSAGE_BYTES_MAX
 
 
 class RankExchange:
