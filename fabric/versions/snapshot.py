@@ -42,10 +42,9 @@ from ..format.manifest import (
     chunk_digest,
     chunk_hash,
 )
-from ..format.regions import Region, cut, cut_digest
+from ..format.regions import Region, cut, cut_digest, cut_region
 from ..rules.weights.chain import DELTA, KEYFRAME
 from .entropy import sampled_ratio
-from .rank_plan import cut_region
 from .scatter import scatter
 
 CHUNK_BYTES = 1 << 20  # a chunk is closed when it reaches this; brokers and clients move 1 to 4 MiB best (measured)

@@ -28,7 +28,7 @@ class RankExchange:
     """The messages of one rank. Every rank of the group makes one at the same point of its program.
 
     Args:
-        group: of the ranks that publish together; None: all.
+        group: of the ranks that publish together.
         timeout_s: how long rank 0 waits for a rank.
 
     Attributes:
@@ -37,23 +37,20 @@ class RankExchange:
         lost: why nothing can be said any more; empty while all is well.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         self.rank = dist.get_rank(group)
-        self.size = len(ranks)
+        self._ranks = dist.get_process_group_ranks(group)
+        self.size = len(self._ranks)
         self.sent_bytes = 0
-        self._ranks = ranks
         self._timeout_s = timeout_s
         self.lost = ""
         self._lost_ranks: set[int] = set()
-        self._up = self._new(group, timeout_s)
-        self._down = self._new(group, timeout_s * LATE_FACTOR)
+        self._up = self._new(timeout_s)
+        self._down = self._new(timeout_s * LATE_FACTOR)
 
-    def _new(self, group: dist.ProcessGroup | None, timeout_s: float) -> Any:
-        is_part = group is not None
-        return dist.new_group(
-            self._ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=is_part
-        )
+    def _new(self, timeout_s: float) -> Any:
+        limit = timedelta(seconds=timeout_s)
+        return dist.new_group(self._ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
 
     def send(self, message: RankMessage) -> None:
         """Rank 0 gets a message. If it waits no longer, its answer says why, so that is not this call's to say."""

@@ -22,14 +22,6 @@ from ...fabric.versions.snapshot import Prepared
 MESSAGE_BYTES_MAX = 64 << 20  # as many as a manifest may have
 
 
-def _no_rows() -> NDArray[np.int64]:
-    return np.zeros(0, dtype=np.int64)
-
-
-def _no_data() -> NDArray[np.uint8]:
-    return np.zeros(0, dtype=np.uint8)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankMessage(Record):
     """facts: plain values. rows: int64, boxes. data: a packed manifest."""
@@ -38,8 +30,8 @@ class RankMessage(Record):
     ARRAYS: ClassVar[dict[str, str]] = {"rows": "i8", "data": "u1"}
 
     facts: dict[str, Any]
-    rows: NDArray[np.int64] = field(default_factory=_no_rows)
-    data: NDArray[np.uint8] = field(default_factory=_no_data)
+    rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    data: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     @classmethod
     def bytes_max(cls) -> int:

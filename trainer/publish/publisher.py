@@ -158,9 +158,8 @@ class Publisher:
                 self._ranks.parts = None
 
     async def _publish(self, version: int, layout: Layout, *, wants_keyframe: bool) -> PublishReport:
-        await self._open(layout, version)
+        await self._open(layout, version, is_lost=await self._has_lost_head())
         await self._check_layout(layout)
-        await self._mind_a_lost_head()
         if self._pending is not None:
             await self._send(*self._pending, is_repeated=True)
             await self._check_layout(layout)
@@ -173,18 +172,13 @@ class Publisher:
         prepared, report = await self._prepare(version)
         prepared = await self._carrying.carry(prepared)
         await self._send(prepared, report)
-        beside = await self._upkeep.tend(prepared, self._epoch, wants_keyframe=wants_keyframe)
-        return replace(report, keyframe_bytes=beside.keyframe_bytes, jump_bytes=beside.jump_bytes)
+        keyframe_bytes, jump_bytes = await self._upkeep.tend(prepared, self._epoch, wants_keyframe=wants_keyframe)
+        return replace(report, keyframe_bytes=keyframe_bytes, jump_bytes=jump_bytes)
 
     def _forget(self) -> None:
         """The next version is a keyframe, which needs nothing before it."""
         self._ranks.forget()
         self._pending = self._report = None
-
-    @property
-    def rank_bytes(self) -> int:
-        """What this rank has sent to other ranks so far."""
-        return self._ranks.sent_bytes
 
     def start(self) -> None:
         """Look after what is published, in a task of the running loop, until `close`; rank 0 does, for all."""
@@ -196,13 +190,30 @@ class Publisher:
         await self._healing.close()
         await self._carrying.close()
 
-    async def _open(self, layout: Layout, version: int) -> None:
+    async def _has_lost_head(self) -> bool:
+        """A broker that lost its last writes (a replica took over) may lack what we built on."""
+        if self._ranks.version < 0:
+            return False
+        head = await self._store.head(self._run_id)
+        if head.epoch != self._epoch or head.version >= self._ranks.version:
+            return False
+        facts = {"run_id": self._run_id, "head_version": head.version, "policy_version": self._ranks.version}
+        log.warning("weights.head_went_back", extra=facts)
+        self._forget()
+        return True
+
+    async def _open(self, layout: Layout, version: int, *, is_lost: bool) -> None:
         """Take charge of the run, once, and learn what is published.
 
         What would be refused is refused before: a stray call must not put the run's living publisher out of charge.
+
+        Args:
+            is_lost: begin anew, without what is there. In a new epoch, or receivers that hold a lost version take the
+                next one of its number for the same.
         """
-        if self._epoch:
+        if self._epoch and not is_lost:
             return
+        self._epoch = 0
         published = await self._store.head(self._run_id)
         if version <= published.version:
             raise not_newer(self._run_id, version, published.version)
@@ -216,7 +227,8 @@ class Publisher:
         self._upkeep.begin(manifests)
         self._layout = next((item.tensors for item in manifests if item.version == head.version), None)
         self._ranks.forget()
-        if self._layout is not None and self._layout.digest == layout.digest and self._ranks.is_alone:
+        is_same = self._layout is not None and self._layout.digest == layout.digest
+        if is_same and not is_lost and self._ranks.is_alone:
             await self._resume(head)
         self._epoch = epoch
 
@@ -240,22 +252,6 @@ class Publisher:
             log.warning("weights.not_resumed", extra={"run_id": self._run_id, "error": str(error)})
             return
         await self._ranks.resume(manifest.tensors, bits, head.version)
-
-    async def _mind_a_lost_head(self) -> None:
-        """A broker that lost its last writes (a replica took over) may lack what we built on: begin anew from here."""
-        if self._ranks.version < 0:
-            return
-        head = await self._store.head(self._run_id)
-        if head.epoch != self._epoch or head.version >= self._ranks.version:
-            return
-        facts = {"run_id": self._run_id, "head_version": head.version, "policy_version": self._ranks.version}
-        log.warning("weights.head_went_back", extra=facts)
-        self._forget()
-        self._epoch = 0
-        # A new epoch, or receivers that hold a lost version take the next one of its number for the same.
-        epoch = await self._store.open_publisher(self._run_id)
-        self._upkeep.begin(await self._held())
-        self._epoch = epoch
 
     async def _check_version(self, version: int) -> PublishReport | None:
         """Require a version above the head; returns the report when just this was published before."""
@@ -299,18 +295,15 @@ class Publisher:
         )
         return prepared, report
 
-    async def _is_head(self, manifest: WeightManifest) -> bool:
-        """Whether it is out already; its chunks, written again, would be for a time only."""
-        head = await self._store.head(self._run_id)
-        return (head.version, head.moved_by) == (manifest.version, manifest.epoch)
-
     async def _send(self, prepared: Prepared, report: PublishReport, *, is_repeated: bool = False) -> None:
         """Chunks, manifest, head; then the copies follow. Every part may be repeated."""
         manifest = prepared.manifest
         # Until it is known that the head has moved: the next publish repeats this version first, which is harmless.
         self._pending = (prepared, report)
         try:
-            if manifest.carrier == BROKER and not (is_repeated and await self._is_head(manifest)):
+            head = await self._store.head(self._run_id) if is_repeated else Head()
+            # The chunks of what is out already, written again, would be for a time only.
+            if manifest.carrier == BROKER and (head.version, head.moved_by) != (manifest.version, manifest.epoch):
                 await self._ranks.put(prepared)
             await self._store.put_manifest(manifest)
             await self._store.advance_head(manifest, self._shard_count)

@@ -89,11 +89,6 @@ class Ranks:
         """Whether this rank's copy is all there is: others listen only while they publish."""
         return self._size == 1
 
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent to other ranks so far."""
-        return 0 if self._exchange is None else self._exchange.sent_bytes
-
     async def hello(self, named: Named, version: int) -> RankMessage:
         """What this rank begins a publish with: its parts, or why it has none.
 
@@ -186,13 +181,11 @@ class Ranks:
         return Snapshot(layout, bits, version, boxes=boxes, beside=beside, thread_count=self._thread_count)
 
     async def _put_own(self, order: Order) -> None:
-        assert self._own is not None and self._own.manifest.link.version == order["version"]
-        counts = np.zeros(
-            order["chunk_count"], dtype=np.int32
-        )  # as much of the whole manifest as says where chunks lie
-        await self._store.put_chunks(
-            replace(self._own.manifest, chunk_bytes=counts), order["firsts"][self._rank], self._own.chunks
-        )
+        own = self._own
+        assert own is not None and own.manifest.version == order["version"]
+        # As much of the whole manifest as says where its chunks lie.
+        stub = replace(own.manifest, chunk_bytes=np.zeros(order["chunk_count"], dtype=np.int32))
+        await self._store.put_chunks(stub, order["firsts"][self._rank], own.chunks)
 
     # ---- on rank 0
 
@@ -259,13 +252,10 @@ class Ranks:
 
     async def put(self, prepared: Prepared) -> None:
         """Have every rank send its chunks of the version prepared last; chunks that are all here are any version's."""
-        manifest = prepared.manifest
+        manifest, count = prepared.manifest, len(prepared.manifest.chunk_bytes)
         own = partial(self._store.put_chunks, manifest, 0, prepared.chunks)
-        if len(prepared.chunks) == len(manifest.chunk_bytes):
-            await own()
-            return
-        count = len(manifest.chunk_bytes)
-        await self._all({"do": "put", "version": manifest.version, "chunk_count": count, "firsts": self._firsts}, own)
+        order = {"do": "put", "version": manifest.version, "chunk_count": count, "firsts": self._firsts}
+        await (own() if len(prepared.chunks) == count else self._all(order, own))
 
     def advance(self, prepared: Prepared) -> None:
         """Become the version that was prepared; the others follow at the next order."""

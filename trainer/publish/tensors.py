@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from ...fabric.contract.errors import FabricError, InputError, LayoutMismatch
 from ...fabric.contract.wire import load_json
-from ...fabric.format.codec import Bits
 from ...fabric.format.kernels.places import load_torch, on_host
 from ...fabric.format.kernels.protocol import Flat
 from ...fabric.format.layout import Layout, TensorSpec
@@ -34,6 +33,7 @@ from ...fabric.versions.snapshot import Check, no_check
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
 Pairs = list[tuple[str, Any]]
 ComparesOn = Literal["auto", "device", "host"]
+Found = tuple[TensorSpec, tuple[Any, ...], Callable[[], Flat]]
 
 
 class Stored(NamedTuple):
@@ -51,16 +51,6 @@ class Parts(NamedTuple):
     layout: Layout
     boxes: list[Region]
     bits: dict[str, Flat]
-
-
-class _Found(NamedTuple):
-    """One tensor that was handed over. box: what of it is here; is_mine: whether this rank is the one to publish it."""
-
-    spec: TensorSpec
-    box: Region
-    is_mine: bool
-    storage: tuple[Any, ...]
-    read: Callable[[], Flat]
 
 
 def collect(
@@ -84,18 +74,24 @@ def collect(
     for name, tensor in pairs:
         check()
         with _naming(name, tensor):
-            found = _found(name, tensor, compares_on, numbers[name], rank, size)
-            other = owners.setdefault(found.storage, name) if found.box.element_count else name
+            spec, storage, read = _found(name, tensor, compares_on, size)
+            number = numbers[name]
+            box, is_mine = Region.span(number, 0, spec.element_count), number % size == rank
+            if hasattr(tensor, "full_tensor"):
+                from .boxes import box_of  # loads torch.distributed
+
+                box, is_mine = box_of(spec, tensor, number)
+            other = owners.setdefault(storage, name) if box.element_count else name
             if other != name:
                 raise LayoutMismatch(
                     f"tensors {other!r} and {name!r} are tied (one storage): publish tied parameters once, as"
                     " model.named_parameters() does and state_dict() does not",
                     names=[other, name],
                 )
-            specs.append(found.spec)
-            if found.is_mine:
-                bits[name] = found.read()
-                boxes += [found.box] if found.box.element_count else []
+            specs.append(spec)
+            if is_mine:
+                bits[name] = read()
+                boxes += [box] if box.element_count else []
     return Parts(Layout(tuple(specs)), sorted(boxes), bits)
 
 
@@ -172,7 +168,7 @@ def _of_files(path: Path) -> Pairs:
     tensors = open_checkpoint(path)
     if is_tied(path) and len(tensors) > 1:
         tensors.pop("lm_head.weight", None)
-    return [(name, Stored(_shaped(tensor.bits(), tensor.shape), tensor.spec.dtype)) for name, tensor in tensors.items()]
+    return [(name, Stored(each.bits().reshape(each.shape), each.spec.dtype)) for name, each in tensors.items()]
 
 
 def is_tied(directory: Path) -> bool:
@@ -181,10 +177,6 @@ def is_tied(directory: Path) -> bool:
         return bool(load_json((directory / "config.json").read_bytes())["tie_word_embeddings"])
     except (OSError, ValueError, TypeError, KeyError):
         return False
-
-
-def _shaped(bits: Bits, shape: tuple[int, ...]) -> Bits:
-    return bits.reshape(shape)
 
 
 @contextlib.contextmanager
@@ -200,14 +192,12 @@ def _naming(name: str, tensor: Any) -> Iterator[None]:
         ) from error
 
 
-def _found(name: str, tensor: Any, compares_on: ComparesOn, number: int, rank: int, size: int) -> _Found:
-    if hasattr(tensor, "detach"):
-        return _from_torch(name, tensor, compares_on, number, rank, size)
-    spec, storage, read = _from_numpy(name, tensor)
-    return _Found(spec, Region.span(number, 0, spec.element_count), number % size == rank, storage, read)
+def _found(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
+    """What a tensor is, where its data lies, and how to have its bits; of one that is sharded, this rank's part."""
+    return _from_torch(name, tensor, compares_on, size) if hasattr(tensor, "detach") else _from_numpy(name, tensor)
 
 
-def _from_torch(name: str, tensor: Any, compares_on: ComparesOn, number: int, rank: int, size: int) -> _Found:
+def _from_torch(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
     import torch  # here, because the client must stay importable without it
 
     if torch.nn.parameter.is_lazy(tensor):
@@ -232,14 +222,8 @@ def _from_torch(name: str, tensor: Any, compares_on: ComparesOn, number: int, ra
             name=name,
         )
     spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-    box, is_mine, local = Region.span(number, 0, spec.element_count), number % size == rank, tensor
-    if is_sharded:
-        from .boxes import box_of  # loads torch.distributed
-
-        box, is_mine = box_of(spec, tensor, number)
-        local = tensor.to_local()
-    storage = (str(local.device), local.data_ptr(), local.nbytes)
-    return _Found(spec, box, is_mine, storage, partial(_flat, local, compares_on))
+    local = tensor.to_local() if is_sharded else tensor
+    return spec, (str(local.device), local.data_ptr(), local.nbytes), partial(_flat, local, compares_on)
 
 
 def _flat(tensor: Any, compares_on: ComparesOn) -> Flat:
@@ -249,7 +233,7 @@ def _flat(tensor: Any, compares_on: ComparesOn) -> Flat:
     return on_host(load_torch().integers(tensor.cpu()))
 
 
-def _from_numpy(name: str, tensor: Any) -> tuple[TensorSpec, tuple[Any, ...], Callable[[], Bits]]:
+def _from_numpy(name: str, tensor: Any) -> Found:
     if isinstance(tensor, Stored) and isinstance(tensor.array, np.ndarray):
         return _from_bits(name, tensor)
     if isinstance(tensor, Mapping):
@@ -269,7 +253,7 @@ def _from_numpy(name: str, tensor: Any) -> tuple[TensorSpec, tuple[Any, ...], Ca
     return spec, ("numpy", tensor.ctypes.data, spec.byte_count), lambda: array.reshape(-1).view(spec.bits_dtype)
 
 
-def _from_bits(name: str, tensor: Stored) -> tuple[TensorSpec, tuple[Any, ...], Callable[[], Bits]]:
+def _from_bits(name: str, tensor: Stored) -> Found:
     """Of weights that were read; where somebody has put another array into them, it is that array's dtype."""
     array = tensor.array
     spec = TensorSpec(name, tensor.dtype, array.shape)

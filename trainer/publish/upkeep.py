@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...fabric.contract.errors import BrokerFull, ChainBroken, DigestMismatch, FabricError, WireError
 from ...fabric.format.manifest import BROKER, WeightManifest
@@ -41,14 +41,6 @@ log = logging.getLogger(__name__)
 
 KEPT_BYTES_MIN = 64 << 20  # all late versions of a small model
 KEPT_SHARE = 16  # of a larger one: ten deltas at 1 % density; beyond that a keyframe is as good
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpkeepReport:
-    """Bytes published beside a version: of its keyframe and of jumps into it."""
-
-    keyframe_bytes: int = 0
-    jump_bytes: int = 0
 
 
 class Upkeep:
@@ -122,9 +114,9 @@ class Upkeep:
         self._wants_keyframe, self.is_whole = True, False  # what does not succeed now is healed later
         return await self._tried(self._keyframe(epoch))
 
-    async def tend(self, prepared: Prepared, epoch: int, *, wants_keyframe: bool = False) -> UpkeepReport:
+    async def tend(self, prepared: Prepared, epoch: int, *, wants_keyframe: bool = False) -> tuple[int, int]:
         """The head has moved by `prepared`, and the copies with it: publish what is due beside it, delete what nobody
-        needs.
+        needs; returns the bytes of its keyframe and of jumps into it.
 
         Each step is for itself: a chunk that cannot be read must not keep the broker from being cleaned up.
         """
@@ -135,7 +127,7 @@ class Upkeep:
         jump_bytes = await self._tried(self._jump(Identity(run_id=self._run_id, epoch=epoch, version=version)))
         keyframe_bytes = await self._tried(self._keyframe(epoch))
         await self._tried(self._drop(version, epoch))
-        return UpkeepReport(keyframe_bytes=keyframe_bytes, jump_bytes=jump_bytes)
+        return keyframe_bytes, jump_bytes
 
     async def _tried(self, step: Awaitable[int]) -> int:
         try:

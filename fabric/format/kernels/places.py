@@ -1,4 +1,4 @@
-"""Where stored bits are: on the host, as numpy arrays, or on a device, as torch tensors, which have kernels of their own."""
+"""Where stored bits are: on the host as numpy arrays, or on a device as torch tensors, with kernels of their own."""
 
 from __future__ import annotations
 

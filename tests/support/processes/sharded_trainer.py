@@ -87,7 +87,7 @@ class _Trainer:
             report = await self.publisher.publish([*self._named()], version)
         except FabricError as error:
             return {"error": type(error).__name__, "text": str(error)}
-        return {"report": report, "rank_bytes": self.publisher.rank_bytes}
+        return {"report": report, "rank_bytes": self.publisher._ranks._exchange.sent_bytes}
 
     async def publish_by_run(self, url: str, run_id: str, version: int) -> Answer:
         """As a user does it: `run.publish(…, group=…)` on every rank."""
