@@ -43,6 +43,7 @@ class _Trainer:
         from rollfab.fabric.opened import RedisFabric
 
         made = cls()
+        made.patience_s = None
         made.store = _trapped((await RedisFabric.open(url, client_name="trainer")).weights)
         return made
 
@@ -84,8 +85,9 @@ class _Trainer:
         from rollfab.fabric.contract.errors import FabricError
 
         try:
-            report = await self.publisher.publish([*self._named()], version)
-        except FabricError as error:
+            async with asyncio.timeout(self.patience_s):
+                report = await self.publisher.publish([*self._named()], version)
+        except (FabricError, TimeoutError) as error:
             return {"error": type(error).__name__, "text": str(error)}
         return {"report": report, "rank_bytes": self.publisher._ranks._exchange.sent_bytes}
 
@@ -109,7 +111,8 @@ class _Trainer:
         return found
 
     async def trap(self, kind: str) -> Answer:
-        """The next sending of chunks fails: "raise", or ends the process: "kill"."""
+        """The next sending of chunks fails: "raise", ends the process: "kill", or is interrupted: "hang"."""
+        self.patience_s = 2.0 if kind == "hang" else None
         self.store.trap = kind
         return {}
 
@@ -144,6 +147,8 @@ def _trapped(store: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "raise":
             raise BrokerError("the broker is away")
+        if kind == "hang":
+            await asyncio.Event().wait()
         await put_chunks(*arguments)
 
     store.put_chunks = put
