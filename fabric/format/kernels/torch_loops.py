@@ -5,6 +5,7 @@
 - `changes` takes at most TEMPORARY_FACTOR times the bytes of a block on the device, for each thread that calls it.
 - Where the device has no room, `changes` finds too many, as what is brought to the host whole takes none there; `write`
   goes by way of the host, and `copies` stay there.
+- What the trainer wrote must be there, or be queued on the device's default stream.
 - Tested on the CPU; unverified on a GPU.
 """
 
