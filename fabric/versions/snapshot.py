@@ -1,9 +1,9 @@
 """The publisher's copy of what receivers hold, of the whole model or of one rank's part, and versions made from it.
 
-- A part is boxes of tensors, each flat and by itself; a whole model has one box for each tensor: all of it. What a part
-  makes is a version of its own blocks and sums, and those of all parts together are one version.
-- Bits are kept where they are given: on the host, or on a device, where they are compared then (format/kernels). Of a
-  delta only what changed comes to the host. What is given may be elsewhere from one version to the next.
+- A part is boxes of tensors, each flat and by itself; a whole model has one box for each tensor: all of it. Each part
+  makes its own blocks and sums; those of all parts together are one version.
+- Bits stay where they are given, on the host or on a device, and are compared there (format/kernels). Of a delta only
+  the changes come to the host. Bits may be elsewhere from one version to the next.
 - `prepare_*` only reads; the snapshot moves by `advance`, which the caller calls once the head has moved. A publish
   that fails leaves it where the receivers are.
 - Advancing costs as much as has changed, not as much as the model has; so do the sums of the state.
@@ -125,7 +125,7 @@ class Snapshot:
     Args:
         bits: flat stored bits by name; copied.
         version: the version they are, -1 for none (then only a keyframe can be made).
-        boxes: what of the tensors `bits` are, in that order; by default all.
+        boxes: regions of the tensors that `bits` hold, at most one of each; by default all of every tensor.
         regions: how whole tensors are cut; the ordinary cut by default.
         beside: bits by name where the copy is to be kept; by default where `bits` are.
         thread_count: how many blocks are encoded at a time; by default as many as there are processors.
@@ -218,7 +218,7 @@ class Snapshot:
 
 
 def packed(layout: Layout, boxes: Iterable[Region]) -> dict[Region, Region]:
-    """Where the blocks of boxes lie in flat arrays that hold the boxes alone, one box for a tensor: block → place."""
+    """Block → its place in a flat array that holds the box alone, for all blocks of the boxes, one box for a tensor."""
     places: dict[Region, Region] = {}
     for box in boxes:
         first = 0

@@ -1,6 +1,6 @@
-"""What of a sharded tensor (torch's DTensor) one rank holds, as a region, and which of equal parts is published.
+"""Boxes of sharded tensors (torch's DTensor): the region that one rank holds, and which rank publishes it.
 
-- Of equal parts one rank's is published, by turns, so that replicas share the work.
+- Ranks that hold equal parts take turns by tensor, so that replicas share the work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...fabric.format.regions import Region
 
 
 def box_of(spec: TensorSpec, tensor: DTensor, number: int) -> tuple[Region, bool]:
-    """What of a tensor this rank holds, and whether it is the one to publish it.
+    """The region that this rank holds, and whether this rank publishes it.
 
     Args:
         number: of the tensor in its layout.

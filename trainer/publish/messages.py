@@ -1,7 +1,7 @@
-"""What ranks say to one another while they publish together: orders, and what came of them.
+"""Messages between ranks that publish together: orders, and their results.
 
 - A message is a record (fabric/contract/wire.py), never a pickle. Weights do not travel in it.
-- A part of a version is said by its manifest, an error by its kind and text.
+- A result is a manifest of the rank's part, an answer to a question, or an error by its kind and text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RankMessage(Record):
 
 
 def said(result: Prepared | bool | FabricError | None) -> RankMessage:
-    """What came of an order, to be sent."""
+    """The message for a result of an order."""
     if isinstance(result, FabricError):
         return RankMessage(facts=told(result))
     if isinstance(result, Prepared):
@@ -49,7 +49,7 @@ def said(result: Prepared | bool | FabricError | None) -> RankMessage:
 
 
 def heard(message: RankMessage) -> WeightManifest | bool | FabricError | None:
-    """What was said."""
+    """The result in a message."""
     if "error" in message.facts:
         return rebuilt(message.facts)
     return WeightManifest.unpack(message.data.tobytes()) if len(message.data) else message.facts.get("is_same")

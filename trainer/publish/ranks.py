@@ -1,10 +1,10 @@
-"""The ranks that publish together, as one: what rank 0 orders, every rank does with its own part, rank 0 too.
+"""The ranks that publish together, as one. Rank 0 gives orders; every rank, itself too, carries them out on its part.
 
-- One process is a group of one: nobody else is told anything, and what goes wrong is raised as it is.
-- No weights pass between ranks: what does is where their parts lie, and a manifest of each part, which rank 0 joins.
-- The trainer's tensors are read by threads that have ended when `publish` has (borrowing.py).
-- What goes wrong on a rank is its answer, so it leaves no other one waiting. Rank 0's error names the rank.
-- Every order says at which version the copies are; so the others' copies advance when rank 0's has.
+- One process is a group of one: it tells nobody anything, and raises errors as they are.
+- No weights pass between ranks. Ranks say where their parts lie, and send a manifest of each part; rank 0 joins these.
+- Threads read the trainer's tensors, and have ended when `publish` has (borrowing.py).
+- A rank answers with its error, so no other rank waits in vain. The error that rank 0 raises names the rank.
+- Every order says at which version the copies are; so the other ranks advance theirs when rank 0 has.
 - Memory: on each rank a copy of its own part, and its part of the encoded version.
 """
 
@@ -50,8 +50,8 @@ class Ranks:
         thread_count: how many blocks a rank encodes at a time; by default an even share of the processors.
 
     Attributes:
-        version: that the copies are, -1: there are none.
-        parts: what this rank was given to publish, while it publishes.
+        version: of the copies; -1: there are none.
+        parts: this rank's, from the trainer, while it publishes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Ranks:
         share = max(1, (os.cpu_count() or 1) // self._size)
         self._thread_count = thread_count or min(THREAD_COUNT_MAX, share)
         self._snapshot: Snapshot | None = None
-        self._own: Prepared | None = None  # on other ranks than 0: what was prepared last
+        self._own: Prepared | None = None  # on other ranks than 0: its part of the version prepared last
         self._met: list[Any] = []  # the boxes of each rank, as this publish has them
         self._begun: list[Any] = []  # and as the copies have
         self._firsts: list[int] = []  # of the version prepared last: each rank's first chunk
@@ -90,7 +90,7 @@ class Ranks:
         return self._size == 1
 
     async def hello(self, named: Named, version: int) -> RankMessage:
-        """What this rank begins a publish with: its parts, or why it has none.
+        """Collect this rank's parts; the message says where they lie, or why there are none.
 
         Raises:
             WeightError: a rank is gone.
@@ -108,7 +108,7 @@ class Ranks:
         return found if isinstance(found, RankMessage) else said(found)
 
     def interrupt(self) -> None:
-        """End a publish, and all: a message of this one may come yet, and be taken for one of the next."""
+        """End this publish and all later ones: a late message of this one would be taken for one of the next."""
         if self._exchange is None:
             return
         self._exchange.lost = f"rank {self._rank} was interrupted while publishing: start the ranks again"
@@ -117,10 +117,10 @@ class Ranks:
             asyncio.get_running_loop().run_in_executor(None, self._tell_now, {"do": "end", **told(error)})
 
     async def follow(self, hello: RankMessage) -> dict[str, Any]:
-        """Do what rank 0 orders, until it says how it ended: the report's fields.
+        """Carry out orders until rank 0 ends the publish; returns the fields of its report.
 
         Raises:
-            FabricError: what rank 0 says, or that it is gone.
+            FabricError: rank 0 raised it, or is gone.
         """
         assert self._exchange is not None
         exchange = self._exchange
@@ -146,7 +146,7 @@ class Ranks:
         return report
 
     async def _outcome(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """What work gives, or, where others wait for that, what it raises."""
+        """Return the result of `work`; where other ranks wait for it, also return an error."""
         try:
             return await work()
         except Exception as error:
@@ -156,7 +156,7 @@ class Ranks:
             return error if isinstance(error, FabricError) else WeightError(f"{type(error).__name__}: {error}")
 
     def _work_of(self, order: Order) -> Callable[[Check], Any]:
-        """One thing to be done with this rank's part."""
+        """The function that carries out an order on this rank's part."""
 
         def work(check: Check) -> Prepared | bool | None:
             do, parts = order["do"], self.parts
@@ -175,7 +175,7 @@ class Ranks:
         return work
 
     def _copied(self, layout: Layout, bits: Mapping[str, Bits], version: int) -> Snapshot:
-        """A copy of bits of this rank's part, kept where the trainer's are."""
+        """Copy bits of this rank's part to where the trainer's bits are."""
         assert self.parts is not None
         boxes, beside = self.parts.boxes, self.parts.bits
         return Snapshot(layout, bits, version, boxes=boxes, beside=beside, thread_count=self._thread_count)
@@ -190,10 +190,10 @@ class Ranks:
     # ---- on rank 0
 
     async def meet(self, hello: RankMessage) -> tuple[int, Layout]:
-        """All ranks mean the same version of the same model, and together hold all of it; returns both.
+        """Gather all ranks; require that they publish one version of one model, and hold all of it; returns both.
 
         Raises:
-            FabricError: that is not so, or a rank has failed or is gone; named.
+            FabricError: they do not, or a rank has failed or is gone; named.
         """
         hellos = [hello, *await self._gathered()]
         self._require([heard(message) for message in hellos])
@@ -231,7 +231,7 @@ class Ranks:
         self._cut = cut_digest(packed(self.parts.layout, [box for boxes in self._met for box in boxes]))
 
     async def resume(self, layout: Layout, bits: Mapping[str, Bits], version: int) -> None:
-        """Take bits that a store holds for the copy; there are no other ranks."""
+        """Begin with bits that a store holds, instead of the trainer's; there are no other ranks."""
         assert self.is_alone
         self._snapshot = await in_thread(lambda _: self._copied(layout, bits, version))
         self._begun, self.version = self._met, version
@@ -258,7 +258,7 @@ class Ranks:
         await (own() if len(prepared.chunks) == count else self._all(order, own))
 
     def advance(self, prepared: Prepared) -> None:
-        """Become the version that was prepared; the others follow at the next order."""
+        """Become the version that was prepared; the other ranks follow at the next order."""
         assert self._snapshot is not None
         self.forget()  # where this is interrupted, the copy is neither the head nor what was before
         self._snapshot.advance(prepared)
@@ -270,7 +270,7 @@ class Ranks:
         await self._tell({"do": "end", **facts})
 
     async def _all(self, order: Order, own: Callable[[], Awaitable[Any]] | None = None) -> list[Any]:
-        """Have every rank do something, this one too (own: in its own way); what they say, by rank.
+        """Have every rank carry out an order, this one by `own` if that is given; returns their results, by rank.
 
         Raises:
             FabricError: a rank failed, or is gone; named.

@@ -44,7 +44,7 @@ class Stored(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What one rank publishes of a model. boxes: what of its tensors, at most one of each, in the layout's order. bits:
+    """One rank's share of a model. boxes: its parts of tensors, at most one of each, in the layout's order. bits: those
     of the boxes, flat, by name.
     """
 
@@ -56,8 +56,8 @@ class Parts(NamedTuple):
 def collect(
     named: Named, compares_on: ComparesOn = "host", check: Check = no_check, *, rank: int = 0, size: int = 1
 ) -> Parts:
-    """The parts that rank `rank` of `size` publishes: its own of DTensors, and of what all ranks have alike every
-    size-th; no copy where they lie contiguous and may stay.
+    """Collect what rank `rank` of `size` publishes: its parts of DTensors, and its share of the tensors that all ranks
+    have alike. Copy nothing that lies contiguous and may stay where it is.
 
     Args:
         compares_on: which torch tensors stay where they are: "host" none, "device" all, "auto" those not on the CPU.
@@ -193,7 +193,7 @@ def _naming(name: str, tensor: Any) -> Iterator[None]:
 
 
 def _found(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
-    """What a tensor is, where its data lies, and how to have its bits; of one that is sharded, this rank's part."""
+    """A tensor's spec, a key of its memory, and a function that reads its bits; for a DTensor, of this rank's part."""
     return _from_torch(name, tensor, compares_on, size) if hasattr(tensor, "detach") else _from_numpy(name, tensor)
 
 
