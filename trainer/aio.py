@@ -40,9 +40,8 @@ from .agreement import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
-from .publish.report import PublishReport
+from .publish.publisher import Publisher, PublishReport
 from .publish.tensors import ComparesOn, pairs_of
-from .publishing import AnyPublisher, make_publisher
 from .waiting import Waiting
 
 OFFERED = {  # error; what; by whom; how to offer one
@@ -173,7 +172,7 @@ class AsyncRun:
         self._home = Home()
         self._ports = ports
         self.config = config
-        self._publisher: AnyPublisher | None = None
+        self._publisher: Publisher | None = None
         self._ledger = Ledger(ports.rollouts(config), run_id=config.run_id, open_ledgers=open_ledgers)
         self._waiting = Waiting(ports.board, config.run_id)
         self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
@@ -307,7 +306,16 @@ class AsyncRun:
         named = pairs_of(named) if group is None else named  # else a rank that fails here would leave others waiting
         await self._ledger.go_on()
         if self._publisher is None:
-            self._publisher = make_publisher(self._ports.weights, self.config, group, compares_on)
+            self._publisher = Publisher(
+                self._ports.weights,
+                self.config.run_id,
+                self.config.shard_count,
+                group=group,
+                carrier=self.config.weight_carrier,
+                compares_on=compares_on,
+                scrub_bytes_per_s=self.config.scrub_bytes_per_s,
+                model=self.config.model,
+            )
         report = await self._publisher.publish(named, version, keyframe=keyframe)
         self._publisher.start()
         return report

@@ -29,7 +29,7 @@ from ..fabric.versions.reader import Weights
 from . import aio
 from .groups import TAKEOVER_S, Submission
 from .groups import Groups as AsyncGroups
-from .publish.report import PublishReport
+from .publish.publisher import PublishReport
 from .publish.tensors import ComparesOn, pairs_of
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from ..fabric.contract.errors import JobDead, QueueError
 from ..fabric.contract.records import Group
 from .client import Run
 from .grpo import Grpo, GrpoSettings, build_model
-from .publish.report import PublishReport
+from .publish.publisher import PublishReport
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ Blocks are read in decoder.py. Which of them make a version is versions/snapshot
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +36,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from .kernels import load
+from .kernels.places import is_on_device, load_torch, on_host
 from .kernels.protocol import Bits as Bits
-from .kernels.protocol import Changes, Indices, Kernels, Scratch
+from .kernels.protocol import Changes, Flat, Indices, Kernels, Scratch
 from .streams import Stream, gap_shift, rest_bytes, split_planes, squeezed
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best
@@ -88,16 +90,23 @@ class Encoder:
         )
         self._entropy = zstandard.ZstdCompressor(compression_params=tuned)
 
-    def delta(self, old: Bits, new: Bits) -> Encoded | None:
-        """The smallest encoding of `new` given `old` (same shape and dtype, flat); None when nothing changed."""
+    def delta(self, old: Flat, new: Flat) -> Encoded | None:
+        """The smallest encoding of `new` given `old` (same shape and dtype, flat); None when nothing changed.
+
+        Both are on the host, or both on one device: then a few changes are brought from there, else both states.
+        """
+        if is_on_device(new):
+            count, changes = load_torch().changes(old, new, _few(len(new)), self._scratch)
+            if not count:
+                return None
+            if changes is not None:
+                return self._sparse(changes)
+            old, new = on_host(old), np.array(on_host(new))
         return self._delta(old, new, may_be_absolute=True)
 
-    def sparse(self, changes: Changes) -> Encoded:
-        """What `delta` gives for two states that differ by `changes`, which are some, and `few`."""
-        return Encoded(self._pack_sparse(changes), *changes, len(changes.indices))
-
-    def dense(self, new: Bits) -> Encoded:
+    def dense(self, new: Flat) -> Encoded:
         """`new` by itself, without a base."""
+        new = on_host(new)
         return Encoded(self._pack_values(new, len(new)), None, None, new, len(new))
 
     def fold(self, decoded: Sequence[Decoded], element_count: int, dtype: np.dtype[Any]) -> Encoded | None:
@@ -132,13 +141,16 @@ class Encoder:
             return None
         choices: list[Encoded] = []
         if changes is not None:
-            choices.append(self.sparse(changes))
-        if changes is None or not few(count, len(new)):
+            choices.append(self._sparse(changes))
+        if changes is None or count > _few(len(new)):
             streams = self._step_streams(old, new, bias=0)
             choices.append(Encoded(self._pack(STEPS, new.itemsize, count, streams), None, old, new, count))
             if may_be_absolute and len(choices[-1].data) > 0.5 * new.nbytes:
                 choices.append(Encoded(self._pack_values(new, count), None, old, new, count))
         return min(choices, key=lambda encoded: len(encoded.data))
+
+    def _sparse(self, changes: Changes) -> Encoded:
+        return Encoded(self._pack_sparse(changes), *changes, len(changes.indices))
 
     def _pack_sparse(self, changes: Changes) -> bytes:
         shift = gap_shift(changes.indices)
@@ -161,6 +173,6 @@ class Encoder:
         return b"".join((HEADER.pack(mode, width, shift, len(streams), count), *table, *stored))
 
 
-def few(changed_count: int, element_count: int) -> bool:
-    """Whether a block with so many changes is SPARSE whatever they are, so that nothing but they is needed for it."""
-    return changed_count < STEPS_FRACTION_MIN * element_count
+def _few(element_count: int) -> int:
+    """With at most so many changes a block is SPARSE whatever they are, so that nothing but they is needed for it."""
+    return math.ceil(STEPS_FRACTION_MIN * element_count) - 1

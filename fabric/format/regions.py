@@ -109,15 +109,27 @@ class Region(NamedTuple):
 
 def cut(layout: Layout) -> list[Region]:
     """The ordinary cut: every tensor in contiguous regions of BLOCK_BYTES, in the layout's order."""
-    return [
-        region for tensor, spec in enumerate(layout.tensors) for region in cut_span(tensor, spec, 0, spec.element_count)
-    ]
+    wholes = [(Region.span(tensor, 0, spec.element_count), spec) for tensor, spec in enumerate(layout.tensors)]
+    return [region for whole, spec in wholes for region in cut_region(whole, spec)]
 
 
-def cut_span(tensor: int, spec: TensorSpec, start: int, stop: int) -> list[Region]:
-    """Elements [start, stop) of a tensor in contiguous regions of at most BLOCK_BYTES."""
+def cut_region(region: Region, spec: TensorSpec) -> list[Region]:
+    """A region in parts of at most BLOCK_BYTES, in order: whole runs, or parts of runs that are longer."""
     size = BLOCK_BYTES // spec.bits_dtype.itemsize
-    return [Region.span(tensor, first, min(first + size, stop)) for first in range(start, stop, size)]
+    if region.is_contiguous:
+        return [
+            Region.span(region.tensor, first, min(first + size, region.stop))
+            for first in range(region.start, region.stop, size)
+        ]
+    starts = range(region.start, region.stop, region.stride)
+    if region.run > size:
+        runs = [Region.span(region.tensor, start, start + region.run) for start in starts]
+        return [part for run in runs for part in cut_region(run, spec)]
+    each = size // region.run
+    return [
+        region._replace(start=starts[k], run_count=min(each, region.run_count - k))
+        for k in range(0, region.run_count, each)
+    ]
 
 
 def cut_digest(regions: Iterable[Region]) -> str:

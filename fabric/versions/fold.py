@@ -48,7 +48,7 @@ async def fold(store: WeightStore, identity: Identity, kind: str, sources: Seque
         part = _added(part, await asyncio.to_thread(_fold_window, sources[-1], window, rows, blocks))
     place = Place(kind=kind, base_version=sources[0].base_version, sums=sources[-1].sums)
     manifest = make_manifest(identity, sources[-1].tensors, part, place, cut=sources[-1].cut_digest)
-    return Prepared(manifest, part.chunks, [])
+    return Prepared(manifest, part.chunks, [], place.sums)
 
 
 def _by_region(sources: Sequence[WeightManifest]) -> Rows:
@@ -109,7 +109,7 @@ def _fold_window(
         ]
         return encoder.fold(decoded, region.element_count, spec.bits_dtype)
 
-    return encode_part(layout, window, encode, has_sums=False, has_changes=False)
+    return encode_part(layout, window, encode, has_sums=False)
 
 
 def _added(part: Part, more: Part) -> Part:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..contract.errors import LayoutMismatch
-from ..format.codec import BLOCK_BYTES
 from ..format.layout import Layout, TensorSpec
-from ..format.regions import Region
+from ..format.regions import Region, cut_region
 from .rank_parts import ShardMap, ShardSlice
 
 
@@ -123,25 +122,6 @@ def part_of(tensor: int, spec: TensorSpec, dim: int, first: int, count: int) -> 
     if outer == 1 or count == shape[dim]:
         return Region.span(tensor, first * inner, (first + (outer - 1) * shape[dim] + count) * inner)
     return Region(tensor, first * inner, count * inner, shape[dim] * inner, outer)
-
-
-def cut_region(region: Region, spec: TensorSpec) -> list[Region]:
-    """A region in parts of at most BLOCK_BYTES, in order: whole runs, or parts of runs that are longer."""
-    size = BLOCK_BYTES // spec.bits_dtype.itemsize
-    if region.is_contiguous:
-        return [
-            Region.span(region.tensor, first, min(first + size, region.stop))
-            for first in range(region.start, region.stop, size)
-        ]
-    starts = range(region.start, region.stop, region.stride)
-    if region.run > size:
-        runs = [Region.span(region.tensor, start, start + region.run) for start in starts]
-        return [part for run in runs for part in cut_region(run, spec)]
-    each = size // region.run
-    return [
-        region._replace(start=starts[k], run_count=min(each, region.run_count - k))
-        for k in range(0, region.run_count, each)
-    ]
 
 
 def cut_for_ranks(

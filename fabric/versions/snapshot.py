@@ -1,5 +1,9 @@
-"""The publisher's copy of what receivers hold, and versions made from it.
+"""The publisher's copy of what receivers hold, of the whole model or of one rank's part, and versions made from it.
 
+- A part is boxes of tensors, each flat and by itself; a whole model has one box for each tensor: all of it. Each part
+  makes its own blocks and sums; those of all parts together are one version.
+- Bits stay where they are given, on the host or on a device, and are compared there (format/kernels). Of a delta only
+  the changes come to the host. Bits may be elsewhere from one version to the next.
 - `prepare_*` only reads; the snapshot moves by `advance`, which the caller calls once the head has moved. A publish
   that fails leaves it where the receivers are.
 - Advancing costs as much as has changed, not as much as the model has; so do the sums of the state.
@@ -7,6 +11,7 @@
   are made from that. So they agree, whatever the trainer does meanwhile, and nothing that is kept is a view of it.
 - Blocks are encoded side by side in threads, and lie in the chunks in the order of the cut whatever thread was first.
 - Memory: one copy of the weights, the encoded bytes of the version being prepared, and a copy of its dense blocks.
+  Where a device has no room for the copy, it is on the host, with a warning.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +28,8 @@ from numpy.typing import NDArray
 
 from ..format.codec import Bits, Encoded, Encoder
 from ..format.digest import state_sums, tensor_key
+from ..format.kernels.places import is_on_device, load_torch, on_host
+from ..format.kernels.protocol import Flat
 from ..format.layout import Layout
 from ..format.manifest import (
     BROKER,
@@ -35,13 +42,14 @@ from ..format.manifest import (
     chunk_digest,
     chunk_hash,
 )
-from ..format.regions import Region, cut, cut_digest
+from ..format.regions import Region, cut, cut_digest, cut_region
 from ..rules.weights.chain import DELTA, KEYFRAME
 from .entropy import sampled_ratio
 from .scatter import scatter
 
 CHUNK_BYTES = 1 << 20  # a chunk is closed when it reaches this; brokers and clients move 1 to 4 MiB best (measured)
 CHUNK_BYTES_MAX = 4 << 20  # and before a further block would bring it above this
+NOTHING = np.empty(0, dtype=np.uint8)
 THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 
 log = logging.getLogger(__name__)
@@ -81,11 +89,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A version ready to be sent. What it holds is its own, or the snapshot's."""
+    """A version ready to be sent. What it holds is its own, or the snapshot's.
+
+    chunks, changes, sums: of the part that prepared it; the manifest may be of all parts.
+    """
 
     manifest: WeightManifest
     chunks: list[bytes]
     changes: list[Change]
+    sums: Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,83 +125,121 @@ class Snapshot:
     Args:
         bits: flat stored bits by name; copied.
         version: the version they are, -1 for none (then only a keyframe can be made).
-        regions: how tensors are cut; the ordinary cut by default.
+        boxes: regions of the tensors that `bits` hold, at most one of each; by default all of every tensor.
+        regions: how whole tensors are cut; the ordinary cut by default.
+        beside: bits by name where the copy is to be kept; by default where `bits` are.
         thread_count: how many blocks are encoded at a time; by default as many as there are processors.
+
+    Attributes:
+        sums: of its own part. The first keyframe makes those of weights that have no version.
     """
 
     def __init__(
         self,
         layout: Layout,
-        bits: Mapping[str, Bits],
+        bits: Mapping[str, Flat],
         version: int = -1,
         *,
-        regions: Sequence[Region] | None = None,
+        boxes: Iterable[Region] | None = None,
+        regions: Iterable[Region] | None = None,
+        beside: Mapping[str, Flat] | None = None,
         thread_count: int | None = None,
     ) -> None:
-        layout.check_bits(bits)
         self.layout = layout
         self.version = version
-        self.bits = {name: np.array(array) for name, array in bits.items()}
-        self.sums = state_sums(layout, self.bits)
-        self._regions = cut(layout) if regions is None else list(regions)
+        self._names = [spec.name for spec in layout.tensors]
+        if boxes is None:
+            if not any(map(is_on_device, bits.values())):
+                layout.check_bits(bits)
+            self._places = {region: region for region in (cut(layout) if regions is None else regions)}
+        else:
+            self._places = packed(layout, boxes)
+        self.bits = _copies(bits, bits if beside is None else beside)
+        self.sums = np.zeros(len(layout.tensors), dtype=np.uint64)
+        if version >= 0:
+            self.sums = state_sums(layout, {name: on_host(flat) for name, flat in bits.items()})
         self._thread_count = thread_count or min(THREAD_COUNT_MAX, os.cpu_count() or 1)
 
-    def prepare_delta(self, identity: Identity, new: Mapping[str, Bits], check: Check = no_check) -> Prepared:
+    def prepare_delta(self, identity: Identity, new: Mapping[str, Flat], check: Check = no_check) -> Prepared:
         """The version `identity` as what differs between `new` and this snapshot, bit by bit."""
         assert identity.version > self.version >= 0
-        self.layout.check_bits(new)
-        names = [spec.name for spec in self.layout.tensors]
 
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
-            name = names[region.tensor]
-            return encoder.delta(region.read(self.bits[name]), np.array(region.read(new[name])))
+            old, given = self._both(region, new)
+            return encoder.delta(old, given if is_on_device(given) else np.array(given))
 
-        part = encode_part(self.layout, self._regions, encode, self._thread_count, check=check)
+        part = encode_part(self.layout, self._places, encode, self._thread_count, check=check)
         return self._assemble(identity, part, Place(kind=DELTA, base_version=self.version, sums=self.sums + part.sums))
 
     def prepare_keyframe(self, identity: Identity, check: Check = no_check) -> Prepared:
         """This snapshot's own weights, as version `identity`."""
-        names = [spec.name for spec in self.layout.tensors]
 
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
-            return encoder.dense(region.read(self.bits[names[region.tensor]]))
+            return encoder.dense(self._places[region].read(self.bits[self._names[region.tensor]]))
 
-        part = encode_part(self.layout, self._regions, encode, self._thread_count, check=check)
-        if not np.array_equal(part.sums, self.sums):
+        part = encode_part(self.layout, self._places, encode, self._thread_count, check=check)
+        if self.version >= 0 and not np.array_equal(part.sums, self.sums):
             # A fault of this machine's memory, or tensors that changed while they were published: heal from here.
             log.error("weights.snapshot_was_torn", extra={"run_id": identity.run_id, "version": identity.version})
-            self.sums = part.sums
+        self.sums = part.sums
         return self._assemble(identity, part, Place(kind=KEYFRAME, base_version=-1, sums=part.sums))
 
     def _assemble(self, identity: Identity, part: Part, place: Place) -> Prepared:
-        manifest = make_manifest(identity, self.layout, part, place, cut=cut_digest(self._regions))
-        return Prepared(manifest, part.chunks, part.changes)
+        manifest = make_manifest(identity, self.layout, part, place, cut=cut_digest(self._places))
+        return Prepared(manifest, part.chunks, part.changes, place.sums)
 
-    def equals(self, other: Mapping[str, Bits], check: Check = no_check) -> bool:
+    def equals(self, other: Mapping[str, Flat], check: Check = no_check) -> bool:
         """Whether `other` has the same stored bits."""
-        names = [spec.name for spec in self.layout.tensors]
 
         def is_same(region: Region) -> bool:
             check()
-            name = names[region.tensor]
-            return np.array_equal(region.read(self.bits[name]), region.read(other[name]))
+            old, new = self._both(region, other)
+            return load_torch().is_same(old, new) if is_on_device(old) else np.array_equal(old, new)
 
-        return all(is_same(region) for region in self._regions)
+        return self.bits.keys() == other.keys() and all(is_same(region) for region in self._places)
 
     def advance(self, prepared: Prepared) -> None:
         """Become the version that was prepared from this snapshot; the head has moved to it."""
         if prepared.manifest.kind == DELTA:
             assert prepared.manifest.base_version == self.version
-            names = [spec.name for spec in self.layout.tensors]
             for change in prepared.changes:
-                apply_change(self.bits[names[change.region.tensor]], change)
-        self.sums = prepared.manifest.sums
+                own = replace(change, region=self._places[change.region])
+                apply_change(self.bits[self._names[own.region.tensor]], own)
+        self.sums = prepared.sums
         self.version = prepared.manifest.version
 
+    def _both(self, region: Region, new: Mapping[str, Flat]) -> tuple[Flat, Flat]:
+        """A region's kept and new bits: both on one device, or else both on the host."""
+        place, name = self._places[region], self._names[region.tensor]
+        old, given = self.bits[name], new[name]
+        is_together = is_on_device(old) and is_on_device(given) and old.device == given.device
+        old, given = place.read(old), place.read(given)
+        return (old, given) if is_together else (on_host(old), on_host(given))
 
-def apply_change(flat: Bits, change: Change) -> None:
+
+def packed(layout: Layout, boxes: Iterable[Region]) -> dict[Region, Region]:
+    """Block → its place in a flat array that holds the box alone, for all blocks of the boxes, one box for a tensor."""
+    places: dict[Region, Region] = {}
+    for box in boxes:
+        first = 0
+        for region in cut_region(box, layout.tensors[box.tensor]):
+            places[region] = Region.span(box.tensor, first, first + region.element_count)
+            first += region.element_count
+    return places
+
+
+def _copies(bits: Mapping[str, Flat], beside: Mapping[str, Flat]) -> dict[str, Flat]:
+    """Copies of bits, each where `beside` has that of its name, or all on the host."""
+    if any(map(is_on_device, beside.values())):
+        return load_torch().copies(bits, beside)
+    return {name: np.array(on_host(flat)) for name, flat in bits.items()}
+
+
+def apply_change(flat: Flat, change: Change) -> None:
     """Write what a version changes in one region of a flat tensor."""
-    if change.indices is None:
+    if is_on_device(flat):
+        load_torch().write(change.region.read(flat), change.indices, change.values)
+    elif change.indices is None:
         change.region.write(flat, change.values)
     else:
         scatter(flat, change.region.positions(change.indices), change.values)
@@ -228,18 +278,16 @@ def encode_part(
     thread_count: int = 1,
     *,
     has_sums: bool = True,
-    has_changes: bool = True,
     check: Check = no_check,
 ) -> Part:
-    """Encode regions, in order; threads begin on the first while the later ones are still being iterated.
+    """Encode regions, in order. What changes is kept where there is a base to change.
 
-    has_sums False: leave the sums at 0, where the caller knows those of the state. has_changes False: keep none.
-    check: called before each region.
+    has_sums False: leave the sums at 0, where the caller knows those of the state. check: called before each region.
     """
     keys = [tensor_key(spec.name) for spec in layout.tensors]
     own = threading.local()
 
-    def work(region: Region) -> tuple[Region, Encoded | None, int]:
+    def work(region: Region) -> tuple[Region, Encoded | None, Change | None, int]:
         if not hasattr(own, "encoder"):
             own.encoder = Encoder()
         check()
@@ -247,9 +295,11 @@ def encode_part(
         moved = 0
         if encoded is not None and has_sums:
             moved = region.change(keys[region.tensor], encoded.indices, encoded.olds, encoded.values)
-        if encoded is not None and not has_changes:
-            encoded = replace(encoded, indices=None, olds=None, values=np.empty(0, dtype=encoded.values.dtype))
-        return region, encoded and replace(encoded, olds=None), moved  # olds are let go before it waits for its turn
+        change = None
+        if encoded is not None and encoded.olds is not None:
+            change = Change(region, encoded.indices, encoded.values)
+        # What is not kept is let go before the block waits for its turn.
+        return region, encoded and replace(encoded, indices=None, olds=None, values=NOTHING), change, moved
 
     part = Part([], [], [], [], np.zeros(len(layout.tensors), dtype=np.uint64), [])
     totals = [0] * len(layout.tensors)
@@ -258,14 +308,14 @@ def encode_part(
         ThreadPoolExecutor(thread_count, thread_name_prefix="encode") as pool,
     ):
         chunks = _Chunks(hashing)
-        for region, encoded, moved in pool.map(work, regions):
+        for region, encoded, change, moved in pool.map(work, regions):
             if encoded is None:
                 continue
             chunk, offset = chunks.add(encoded.data)
             part.rows.append(BlockRow(*region, chunk, offset, len(encoded.data), encoded.changed_count))
             part.digests.append(block_digest(encoded.data))
-            if has_changes:
-                part.changes.append(Change(region, encoded.indices, encoded.values))
+            if change is not None:
+                part.changes.append(change)
             totals[region.tensor] += moved
         chunks.close()
     part.chunks.extend(chunks.done)

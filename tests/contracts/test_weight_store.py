@@ -303,11 +303,17 @@ async def test_a_published_version_never_changes(store: WeightStore) -> None:
     trainer = Trainer(await store.open_publisher(RUN))
     await publish(store, trainer, 0)
     await publish(store, trainer, 1)
-    other = Snapshot(LAYOUT, Trainer(7).bits).prepare_keyframe(Identity(run_id=RUN, epoch=trainer.epoch, version=0))
-    await store.put_chunks(other.manifest, 0, [])
+    await write(store, trainer.keyframe())
+    others = [
+        Snapshot(LAYOUT, Trainer(7).bits).prepare_keyframe(Identity(run_id=RUN, epoch=trainer.epoch, version=version))
+        for version in (0, 1)
+    ]
+    manifests = [*(other.manifest for other in others), replace(others[1].manifest, kind=DELTA, base_version=0)]
 
-    with pytest.raises(VersionConflict, match="already means something else"):
-        await store.put_manifest(other.manifest)
+    for manifest in manifests:
+        await store.put_chunks(manifest, 0, [])
+        with pytest.raises(VersionConflict, match="already means something else"):
+            await store.put_manifest(manifest)
 
 
 async def test_the_head_may_get_a_keyframe_beside_its_delta(store: WeightStore) -> None:

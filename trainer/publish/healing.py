@@ -19,7 +19,6 @@ from ...fabric.contract.errors import FabricError
 from ...fabric.format.manifest import BROKER, Damage, WeightManifest
 from ...fabric.inspect.healing import Wound, examine, is_listed, wrong_chunks
 from ...fabric.ports.weights import WeightStore
-from ...fabric.versions.snapshot import Snapshot
 from .upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ REPORT_BYTES_BACK = 1 << 20  # what a tick without reports gives back
 VISIT_BYTES = 256 << 10  # what looking at a version counts as at least: 16 in a second at the default rate
 RETRY_S_MAX = 60.0  # between attempts at what cannot be healed now, for want of room
 
-Charge = Callable[[], tuple[int, Snapshot | None]]  # our epoch, 0 before the first publish, and our copy if it is sound
+Charge = Callable[[], int]  # our epoch, 0 before the first publish
 
 
 class Healing:
@@ -97,7 +96,7 @@ class Healing:
         Raises:
             BrokerError: the broker could not be asked.
         """
-        epoch, _ = self._charge()
+        epoch = self._charge()
         if not epoch or (await self._store.head(self._run_id)).epoch != epoch:
             return  # nothing is published yet, or it is another publisher's to heal
         await self._store.tend(self._run_id, epoch, TEND_S)
@@ -188,16 +187,14 @@ class Healing:
     async def _heal(self, wounds: Sequence[Wound]) -> None:
         """Look again while nobody publishes: what was deleted meanwhile is no damage."""
         async with self._lock:
-            epoch, snapshot = self._charge()
+            epoch = self._charge()
             head = await self._store.head(self._run_id)
             if not epoch or head.epoch != epoch:
                 return
-            if snapshot is not None and snapshot.version != head.version:
-                snapshot = None  # a version is half out: the next publish says what it is
             held = {each.link for each in self._upkeep.held()}
             again = [await examine(self._store, each.manifest) for each in wounds if each.manifest.link in held]
             found = [each for each in again if each is not None]
-            await self._upkeep.heal(found, snapshot, epoch)
+            await self._upkeep.heal(found, head.version, epoch)
         self._retry_s = TICK_S if self._upkeep.is_whole else min(2 * self._retry_s, RETRY_S_MAX)
         self._retry_at_s = self._clock.now_s() + self._retry_s
 

@@ -2,14 +2,18 @@
 
 - Tensors that are to be compared where they are (on a device) are flat torch tensors of integers of the same width,
   all others flat numpy arrays.
+- A sharded tensor (DTensor, boxes.py) is published by its own ranks, each its part. Any other is the same on every
+  rank, and published by one of them, by turns.
 - What is handed over is gone through once, where `publish` is called (`pairs_of`): a generator is the caller's code.
 - Whatever goes wrong with a tensor names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,8 +22,10 @@ from numpy.typing import NDArray
 
 from ...fabric.contract.errors import FabricError, InputError, LayoutMismatch
 from ...fabric.contract.wire import load_json
-from ...fabric.format.codec import Bits
+from ...fabric.format.kernels.places import load_torch, on_host
+from ...fabric.format.kernels.protocol import Flat
 from ...fabric.format.layout import Layout, TensorSpec
+from ...fabric.format.regions import Region
 from ...fabric.inspect.safetensors import open_checkpoint
 from ...fabric.versions.reader import Weights
 from ...fabric.versions.snapshot import Check, no_check
@@ -27,6 +33,7 @@ from ...fabric.versions.snapshot import Check, no_check
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
 Pairs = list[tuple[str, Any]]
 ComparesOn = Literal["auto", "device", "host"]
+Found = tuple[TensorSpec, tuple[Any, ...], Callable[[], Flat]]
 
 
 class Stored(NamedTuple):
@@ -36,10 +43,21 @@ class Stored(NamedTuple):
     dtype: str
 
 
-def collect_bits(
-    named: Named, compares_on: ComparesOn = "host", check: Check = no_check
-) -> tuple[Layout, dict[str, Any]]:
-    """Layout and flat stored bits of torch tensors or numpy arrays; no copy where they lie contiguous and may stay.
+class Parts(NamedTuple):
+    """One rank's share of a model. boxes: its parts of tensors, at most one of each, in the layout's order. bits: those
+    of the boxes, flat, by name.
+    """
+
+    layout: Layout
+    boxes: list[Region]
+    bits: dict[str, Flat]
+
+
+def collect(
+    named: Named, compares_on: ComparesOn = "host", check: Check = no_check, *, rank: int = 0, size: int = 1
+) -> Parts:
+    """Collect what rank `rank` of `size` publishes: its parts of DTensors, and its share of the tensors that all ranks
+    have alike. Copy nothing that lies contiguous and may stay where it is.
 
     Args:
         compares_on: which torch tensors stay where they are: "host" none, "device" all, "auto" those not on the CPU.
@@ -47,22 +65,34 @@ def collect_bits(
     Raises:
         InputError: no tensors, or something that is not one. LayoutMismatch: a name twice, tied tensors, odd dtypes.
     """
+    pairs = pairs_of(named)
+    numbers = {name: number for number, name in enumerate(sorted({name for name, _ in pairs}))}
     specs: list[TensorSpec] = []
-    bits: dict[str, Any] = {}
+    boxes: list[Region] = []
+    bits: dict[str, Flat] = {}
     owners: dict[tuple[Any, ...], str] = {}
-    for name, tensor in pairs_of(named):
+    for name, tensor in pairs:
         check()
-        spec, array, storage = _collected(name, tensor, compares_on)
-        other = owners.setdefault(storage, name) if spec.element_count else name
-        if other != name:
-            raise LayoutMismatch(
-                f"tensors {other!r} and {name!r} are tied (one storage): publish tied parameters once, as"
-                " model.named_parameters() does and state_dict() does not",
-                names=[other, name],
-            )
-        specs.append(spec)
-        bits[name] = array
-    return Layout(tuple(specs)), bits
+        with _naming(name, tensor):
+            spec, storage, read = _found(name, tensor, compares_on, size)
+            number = numbers[name]
+            box, is_mine = Region.span(number, 0, spec.element_count), number % size == rank
+            if hasattr(tensor, "full_tensor"):
+                from .boxes import box_of  # loads torch.distributed
+
+                box, is_mine = box_of(spec, tensor, number)
+            other = owners.setdefault(storage, name) if box.element_count else name
+            if other != name:
+                raise LayoutMismatch(
+                    f"tensors {other!r} and {name!r} are tied (one storage): publish tied parameters once, as"
+                    " model.named_parameters() does and state_dict() does not",
+                    names=[other, name],
+                )
+            specs.append(spec)
+            if is_mine:
+                bits[name] = read()
+                boxes += [box] if box.element_count else []
+    return Parts(Layout(tuple(specs)), sorted(boxes), bits)
 
 
 def pairs_of(named: Named) -> Pairs:
@@ -138,7 +168,7 @@ def _of_files(path: Path) -> Pairs:
     tensors = open_checkpoint(path)
     if is_tied(path) and len(tensors) > 1:
         tensors.pop("lm_head.weight", None)
-    return [(name, Stored(_shaped(tensor.bits(), tensor.shape), tensor.spec.dtype)) for name, tensor in tensors.items()]
+    return [(name, Stored(each.bits().reshape(each.shape), each.spec.dtype)) for name, each in tensors.items()]
 
 
 def is_tied(directory: Path) -> bool:
@@ -149,38 +179,34 @@ def is_tied(directory: Path) -> bool:
         return False
 
 
-def _shaped(bits: Bits, shape: tuple[int, ...]) -> Bits:
-    return bits.reshape(shape)
-
-
-def devices_of(bits: Mapping[str, Any]) -> dict[str, Any]:
-    """Where those of collect_bits that are torch tensors are, by name."""
-    return {name: flat.device for name, flat in bits.items() if not isinstance(flat, np.ndarray)}
-
-
-def _collected(name: str, tensor: Any, compares_on: ComparesOn) -> tuple[TensorSpec, Any, tuple[Any, ...]]:
+@contextlib.contextmanager
+def _naming(name: str, tensor: Any) -> Iterator[None]:
+    """Errors of torch, numpy or a tensor's own class do not say which tensor."""
     try:
-        if hasattr(tensor, "detach"):
-            return _from_torch(name, tensor, compares_on)
-        return _from_numpy(name, tensor)
+        yield
     except FabricError:
         raise
-    except Exception as error:  # of torch, numpy or a tensor's own class: it does not say which tensor
+    except Exception as error:
         raise InputError(
             f"tensor {name!r} ({type(tensor).__name__}) cannot be read: {type(error).__name__}: {error}", name=name
         ) from error
 
 
-def _from_torch(name: str, tensor: Any, compares_on: ComparesOn) -> tuple[TensorSpec, Any, tuple[Any, ...]]:
-    import torch  # here, because the client must stay importable without it
+def _found(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
+    """A tensor's spec, a key of its memory, and a function that reads its bits; for a DTensor, of this rank's part."""
+    return _from_torch(name, tensor, compares_on, size) if hasattr(tensor, "detach") else _from_numpy(name, tensor)
 
-    from .gpu_compare import integers, on_host
+
+def _from_torch(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
+    import torch  # here, because the client must stay importable without it
 
     if torch.nn.parameter.is_lazy(tensor):
         raise InputError(
             f"tensor {name!r} is not initialised (a lazy module's): run the model once, then publish", name=name
         )
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or hasattr(tensor, "full_tensor"):
+    is_sharded = hasattr(tensor, "full_tensor")
+    is_lone = is_sharded and tensor.device_mesh.size() > size
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or is_lone:
         raise InputError(
             f"tensor {name!r} is not a plain dense tensor with data (meta, sparse, nested or sharded): gather it first;"
             " sharded ones (DTensor) need no gathering if every rank publishes with"
@@ -189,15 +215,25 @@ def _from_torch(name: str, tensor: Any, compares_on: ComparesOn) -> tuple[Tensor
         )
     if tensor.is_quantized:
         raise InputError(f"tensor {name!r} is quantised by torch ({tensor.dtype}): publish it dequantised", name=name)
+    if size > 1 and (type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False)):
+        raise InputError(
+            f"tensor {name!r} is a FlatParameter, which cannot be published by shards: give plain torch tensors, or"
+            " DTensors as fully_shard (FSDP2) makes them",
+            name=name,
+        )
     spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-    storage = (str(tensor.device), tensor.data_ptr(), spec.byte_count)
+    local = tensor.to_local() if is_sharded else tensor
+    return spec, (str(local.device), local.data_ptr(), local.nbytes), partial(_flat, local, compares_on)
+
+
+def _flat(tensor: Any, compares_on: ComparesOn) -> Flat:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if compares_on == "device" or (compares_on == "auto" and tensor.device.type != "cpu"):
-        return spec, integers(tensor), storage
-    return spec, on_host(integers(tensor.cpu())), storage
+        return load_torch().integers(tensor)
+    return on_host(load_torch().integers(tensor.cpu()))
 
 
-def _from_numpy(name: str, tensor: Any) -> tuple[TensorSpec, Bits, tuple[Any, ...]]:
+def _from_numpy(name: str, tensor: Any) -> Found:
     if isinstance(tensor, Stored) and isinstance(tensor.array, np.ndarray):
         return _from_bits(name, tensor)
     if isinstance(tensor, Mapping):
@@ -214,14 +250,14 @@ def _from_numpy(name: str, tensor: Any) -> tuple[TensorSpec, Bits, tuple[Any, ..
     plain = tensor.dtype.newbyteorder("=")
     spec = TensorSpec(name, "bfloat16" if plain == np.uint16 else plain.name, tensor.shape)
     array = np.ascontiguousarray(tensor, dtype=plain)
-    return spec, array.reshape(-1).view(spec.bits_dtype), ("numpy", tensor.ctypes.data, spec.byte_count)
+    return spec, ("numpy", tensor.ctypes.data, spec.byte_count), lambda: array.reshape(-1).view(spec.bits_dtype)
 
 
-def _from_bits(name: str, tensor: Stored) -> tuple[TensorSpec, Bits, tuple[Any, ...]]:
+def _from_bits(name: str, tensor: Stored) -> Found:
     """Of weights that were read; where somebody has put another array into them, it is that array's dtype."""
     array = tensor.array
     spec = TensorSpec(name, tensor.dtype, array.shape)
     if array.dtype != spec.bits_dtype and array.dtype.name != tensor.dtype:
         return _from_numpy(name, array)
     bits = np.ascontiguousarray(array).reshape(-1).view(spec.bits_dtype)
-    return spec, bits, ("numpy", array.ctypes.data, spec.byte_count)
+    return spec, ("numpy", array.ctypes.data, spec.byte_count), lambda: bits

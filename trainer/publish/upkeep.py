@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from ...fabric.contract.errors import BrokerFull, ChainBroken, DigestMismatch, FabricError, WireError
 from ...fabric.format.manifest import BROKER, WeightManifest
@@ -35,8 +34,8 @@ from ...fabric.rules.weights.chain import (
 )
 from ...fabric.versions.fold import fold, may_fold
 from ...fabric.versions.held import readable
-from ...fabric.versions.snapshot import Identity, Prepared, Snapshot
-from .borrowing import in_thread
+from ...fabric.versions.snapshot import Identity, Prepared
+from .ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +43,13 @@ KEPT_BYTES_MIN = 64 << 20  # all late versions of a small model
 KEPT_SHARE = 16  # of a larger one: ten deltas at 1 % density; beyond that a keyframe is as good
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpkeepReport:
-    """Bytes published beside a version: of its keyframe and of jumps into it."""
-
-    keyframe_bytes: int = 0
-    jump_bytes: int = 0
-
-
 class Upkeep:
-    """Tends the chain of one run for the publisher that is in charge."""
+    """Tends the chain of one run for the publisher that is in charge. ranks: the copies of the head."""
 
-    def __init__(self, store: WeightStore, run_id: str) -> None:
+    def __init__(self, store: WeightStore, run_id: str, ranks: Ranks) -> None:
         self._store = store
         self._run_id = run_id
+        self._ranks = ranks
         self._held: dict[Link, WeightManifest] = {}  # by the broker, as far as this publisher knows
         self._is_elsewhere: set[Link] = set()  # of these, whose chunks a collective carried
         self._unfoldable: set[Jump] = set()  # jumps whose sources are gone, elsewhere, unreadable, or cut differently
@@ -100,45 +92,42 @@ class Upkeep:
         """What is held and can be read."""
         return [link for link in self._held if link not in self._wounds]
 
-    async def heal(self, wounds: Iterable[Wound], snapshot: Snapshot | None, epoch: int) -> None:
+    async def heal(self, wounds: Iterable[Wound], head: int, epoch: int) -> None:
         """Make whole what can be, go round the rest, and hold nothing that cannot be read.
 
-        Args:
-            snapshot: at the head; None: there is none just now, and what needs it waits for the next call.
+        What needs a copy of the head waits for a later call where there is none just now: a version is half out, or
+        other ranks hold parts of it, who listen only while they publish.
         """
         self._wounds |= {wound.manifest.link: wound for wound in wounds if wound.manifest.link in self._held}
         self.is_whole = False
-        await self._tried(self._mend(snapshot, epoch))
-        if snapshot is not None:
-            identity = Identity(run_id=self._run_id, epoch=epoch, version=snapshot.version)
-            await self._tried(self._adopt(snapshot.version, epoch))
-            await self._tried(self._keyframe(identity, snapshot))
-            await self._tried(self._drop(snapshot.version, epoch))
-            is_reached = bool(_way(snapshot.version, self._links))
+        has_copy = self._ranks.is_alone and self._ranks.version == head
+        await self._tried(self._mend(epoch, has_copy=has_copy))
+        if has_copy:
+            await self._tried(self._adopt(head, epoch))
+            await self._tried(self._keyframe(epoch))
+            await self._tried(self._drop(head, epoch))
+            is_reached = bool(_way(head, self._links))
             self.is_whole = is_reached and not self._wounds and not self._wants_keyframe
 
-    async def keyframe(self, snapshot: Snapshot, epoch: int) -> int:
+    async def keyframe(self, epoch: int) -> int:
         """Put a keyframe of the head beside it, if there is none; returns its bytes."""
         self._wants_keyframe, self.is_whole = True, False  # what does not succeed now is healed later
-        return await self._tried(
-            self._keyframe(Identity(run_id=self._run_id, epoch=epoch, version=snapshot.version), snapshot)
-        )
+        return await self._tried(self._keyframe(epoch))
 
-    async def tend(
-        self, snapshot: Snapshot, prepared: Prepared, epoch: int, *, wants_keyframe: bool = False
-    ) -> UpkeepReport:
-        """The head has moved to `snapshot` by `prepared`: publish what is due beside it, delete what nobody needs.
+    async def tend(self, prepared: Prepared, epoch: int, *, wants_keyframe: bool = False) -> tuple[int, int]:
+        """The head has moved by `prepared`, and the copies with it: publish what is due beside it, delete what nobody
+        needs; returns the bytes of its keyframe and of jumps into it.
 
         Each step is for itself: a chunk that cannot be read must not keep the broker from being cleaned up.
         """
-        identity = Identity(run_id=self._run_id, epoch=epoch, version=snapshot.version)
+        version = prepared.manifest.version
         self._wants_keyframe |= wants_keyframe
         await self._tried(self._look_again())
         await self._tried(self._keep(prepared))
-        jump_bytes = await self._tried(self._jump(identity))
-        keyframe_bytes = await self._tried(self._keyframe(identity, snapshot))
-        await self._tried(self._drop(snapshot.version, epoch))
-        return UpkeepReport(keyframe_bytes=keyframe_bytes, jump_bytes=jump_bytes)
+        jump_bytes = await self._tried(self._jump(Identity(run_id=self._run_id, epoch=epoch, version=version)))
+        keyframe_bytes = await self._tried(self._keyframe(epoch))
+        await self._tried(self._drop(version, epoch))
+        return keyframe_bytes, jump_bytes
 
     async def _tried(self, step: Awaitable[int]) -> int:
         try:
@@ -199,49 +188,52 @@ class Upkeep:
                 self._wants_keyframe = True
             self._wounds |= {wound.manifest.link: wound for wound in wounds}
             self.is_whole = False
-            await self._mend(None, identity.epoch)
+            await self._mend(identity.epoch, has_copy=False)
             raise  # what was healed is folded at the next publish
         return await self._beside(folded)
 
-    async def _keyframe(self, identity: Identity, snapshot: Snapshot) -> int:
+    async def _keyframe(self, epoch: int) -> int:
+        version = self._ranks.version
         here = [link for link in self._links if link not in self._is_elsewhere]
-        has_one = any(link.kind == KEYFRAME and link.version == snapshot.version for link in here)
-        if has_one or not (self._wants_keyframe or keyframe_due(snapshot.version, here)):
+        has_one = any(link.kind == KEYFRAME and link.version == version for link in here)
+        if has_one or not (self._wants_keyframe or keyframe_due(version, here)):
             self._wants_keyframe = self._wants_keyframe and not has_one
             return 0
-        same = [link for link in self._wounds if link.kind == KEYFRAME and link.version == snapshot.version]
-        await self._forget(same, identity.epoch)
+        same = [link for link in self._wounds if link.kind == KEYFRAME and link.version == version]
+        await self._forget(same, epoch)
         room_bytes = await self._store.room_bytes()
-        if room_bytes is not None and room_bytes < self._keyframe_bytes(snapshot):
+        if room_bytes is not None and room_bytes < self._keyframe_bytes(version):
             log.warning("weights.no_room_for_a_keyframe", extra={"run_id": self._run_id, "room_bytes": room_bytes})
-            await self._forget([*self._wounds], identity.epoch)  # nobody can read it: room for the next attempt
+            await self._forget([*self._wounds], epoch)  # nobody can read it: room for the next attempt
             return 0
-        keyframe_bytes = await self._beside(await in_thread(partial(snapshot.prepare_keyframe, identity)))
+        identity = Identity(run_id=self._run_id, epoch=epoch, version=version)
+        keyframe_bytes = await self._beside(await self._ranks.prepare(identity, KEYFRAME))
         self._wants_keyframe = False
         return keyframe_bytes
 
-    def _keyframe_bytes(self, snapshot: Snapshot) -> int:
+    def _keyframe_bytes(self, version: int) -> int:
         """About what a keyframe has: as the last one, or half of the weights. Encoding it to know would take long."""
-        last = newest_keyframe(snapshot.version, self._links)
-        return snapshot.layout.byte_count // 2 if last is None else last.payload_bytes
+        last = newest_keyframe(version, self._links)
+        dense_bytes = max((manifest.dense_bytes for manifest in self._held.values()), default=0)
+        return dense_bytes // 2 if last is None else last.payload_bytes
 
     async def _beside(self, prepared: Prepared) -> int:
         """Publish a manifest beside the delta of its version; returns its bytes."""
         manifest = prepared.manifest
         await check_room(self._store, manifest)
         self._unsure = manifest  # until it is known to be there: what is not known is never deleted
-        await self._store.put_chunks(manifest, 0, prepared.chunks)
+        await self._ranks.put(prepared)
         await self._store.put_manifest(manifest)
         self.take(manifest, prepared.chunks)
         self._unsure = None
         return manifest.payload_bytes
 
-    async def _mend(self, snapshot: Snapshot | None, epoch: int) -> int:
+    async def _mend(self, epoch: int, *, has_copy: bool) -> int:
         """Write again what is damaged and whose bytes are to be had; returns how many versions were healed."""
         count = 0
         for link, wound in list(self._wounds.items()):
             facts = {"run_id": self._run_id, "policy_version": link.version, "damage": str(wound)}
-            chunks = await self._chunks_of(wound, snapshot)
+            chunks = await self._chunks_of(wound, has_copy=has_copy)
             if await mend(self._store, wound, chunks, epoch):
                 del self._wounds[link]
                 log.warning("weights.healed: %s", wound, extra=facts)
@@ -252,12 +244,12 @@ class Upkeep:
                 )
         return count
 
-    async def _chunks_of(self, wound: Wound, snapshot: Snapshot | None) -> Sequence[bytes] | None:
+    async def _chunks_of(self, wound: Wound, *, has_copy: bool) -> Sequence[bytes] | None:
         """All chunks of a version, kept or made again; None: they are not to be had here."""
         link = wound.manifest.link
-        if wound.chunks and snapshot is not None and link.kind == KEYFRAME and link.version == snapshot.version:
+        if wound.chunks and has_copy and link.kind == KEYFRAME and link.version == self._ranks.version:
             identity = Identity(run_id=self._run_id, epoch=link.epoch, version=link.version)
-            return (await in_thread(partial(snapshot.prepare_keyframe, identity))).chunks
+            return (await self._ranks.prepare(identity, KEYFRAME)).chunks
         return self._kept.get(link)
 
     async def _adopt(self, head: int, epoch: int) -> int:

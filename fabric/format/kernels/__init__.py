@@ -1,4 +1,4 @@
-"""The inner loops of codec and digest, in two makes of one meaning (protocol.py): numba where it is, else numpy."""
+"""The inner loops of codec and digest (protocol.py): numba's where it is, else numpy's; on a device torch's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The inner loops of codec and digest, in two makes of one meaning: numba where it is installed, numpy elsewhere.
+"""The inner loops of codec and digest, in makes of one meaning: numba where it is installed, numpy elsewhere, and torch
+for what is compared on a device.
 
-- Both give the same arrays, so an encoding does not depend on what made it. Numba's take a tenth to a quarter of the
+- All give the same arrays, so an encoding does not depend on what made it. Numba's take a tenth to a quarter of numpy's
   time, and let other threads run.
 - The choice is made in `load` alone. Who wants one make (tests, bench) passes it to the codec explicitly.
 - Nothing is compiled at import. A loop is compiled when it first runs on an element width, and kept on disk.
@@ -8,12 +9,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bits = NDArray[Any]  # unsigned integers of the element's width
+Flat = Any  # flat stored bits: Bits on the host, or a tensor of integers of that width on a device
 Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]
 
@@ -56,9 +59,14 @@ class Sparse(NamedTuple):
 
 
 class Scratch:
-    """Memory that the calls of one thread write over: pages that are new cost more than what is written to them."""
+    """Memory that the calls of one thread write over: pages that are new cost more than what is written to them.
+
+    Attributes:
+        is_warned: whether one of the calls has said already that a device is full.
+    """
 
     def __init__(self) -> None:
+        self.is_warned = False
         self._arrays: dict[tuple[str, np.dtype[Any]], NDArray[Any]] = {}
 
     def array(self, name: str, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -69,12 +77,40 @@ class Scratch:
         return found
 
 
-class Kernels(Protocol):
-    """What both makes offer. Arrays are flat and contiguous; none but those said to be written is."""
+class Comparing(Protocol):
+    """What every make offers, for bits where it has them."""
 
-    def changes(self, old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
-        """How many elements differ; which, when they are at most `count_max`, in new arrays."""
+    def changes(self, old: Flat, new: Flat, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
+        """How many elements differ; which, when they are at most `count_max`, in new arrays of the host."""
         ...
+
+
+class DeviceKernels(Comparing, Protocol):
+    """What torch's make offers, for bits on a device; all else is done on the host."""
+
+    def is_same(self, old: Flat, new: Flat) -> bool:
+        """Whether all bits are equal."""
+        ...
+
+    def write(self, bits: Flat, indices: NDArray[np.uint32] | None, values: Bits) -> None:
+        """bits[indices] = values (None: of all), written in place."""
+        ...
+
+    def copies(self, bits: Mapping[str, Flat], beside: Mapping[str, Flat]) -> dict[str, Flat]:
+        """Copies of bits, each where `beside` has that of its name; all on the host if a device has no room."""
+        ...
+
+    def integers(self, tensor: Any) -> Flat:
+        """A tensor's stored bits; no copy where it is contiguous. On the host if a copy has no room on its device."""
+        ...
+
+    def on_host(self, flat: Flat) -> Bits:
+        """The bits as numpy's; no copy where they are in the host's memory."""
+        ...
+
+
+class Kernels(Comparing, Protocol):
+    """What the makes of the host offer. Arrays are flat and contiguous; none but those said to be written is."""
 
     def split_gaps(self, indices: NDArray[np.uint32], shift: int) -> Gaps:
         """Ascending indices as gaps - 1: the bits above `shift` as a byte or GAP_ESCAPE and a rest, the others packed.

@@ -1,5 +1,5 @@
-"""Who may publish which version, and delete one. In queue/lua/weights, put_manifest.lua, advance_head.lua and
-drop_version.lua are the twins of these decisions.
+"""What a publisher is told whose write is refused. Who may publish which version, and delete one, the scripts decide:
+put_manifest, advance_head, drop_version and mend in queue/lua/weights.
 
 - A publisher holds an epoch; the highest epoch is in charge, and every write of another is refused.
 - The head only moves up, and a delta only onto its base.
@@ -9,62 +9,33 @@ drop_version.lua are the twins of these decisions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from operator import index
 
-from ...contract.errors import BrokerError, BrokerFull, VersionConflict, WeightError
-from .chain import DELTA, JUMPS, KEYFRAME, Link
+from ...contract.errors import BrokerError, BrokerFull, InputError, VersionConflict, WeightError
+from .chain import Link
 
 GRANTED, ALREADY = 1, 2
 TAKEN_OVER, NOT_NEWER, WRONG_BASE, NO_MANIFEST, OTHER_CONTENT, NOT_BESIDE = -1, -2, -3, -4, -5, -6
+VERSION_MAX = (1 << 53) - 1  # of whole numbers that a broker's scripts, which count in doubles, tell apart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadFacts:
-    """The head as the broker holds it. moved_by: epoch of the publisher that moved it last."""
+def version_number(version: object) -> int:
+    """What a version is counted by.
 
-    version: int = -1
-    epoch: int = 0
-    kind: str = ""
-    moved_by: int = 0
-
-
-def may_put(head: HeadFacts, link: Link, *, is_known: bool, is_same: bool) -> int:
-    """Whether a manifest may be written. is_known: one of that name is there; is_same: with the same bytes.
-
-    At or below the head manifests never change; only a keyframe of the head itself may be added, and jumps.
+    Raises:
+        InputError: it is no whole number that a broker can count.
     """
-    if link.epoch != head.epoch:
-        return TAKEN_OVER
-    if is_same:
-        return ALREADY
-    if link.kind in JUMPS:
-        leads_up = 0 <= link.base_version < link.version <= head.version
-        return NOT_BESIDE if not leads_up else OTHER_CONTENT if is_known else GRANTED
-    if link.version > head.version:
-        return GRANTED
-    if link.version == head.version and link.kind == KEYFRAME and not is_known:
-        return GRANTED
-    return OTHER_CONTENT
-
-
-def may_advance(head: HeadFacts, link: Link, *, is_known: bool) -> int:
-    """Whether the head may move to this version. is_known: its manifest is there."""
-    if link.epoch != head.epoch:
-        return TAKEN_OVER
-    if link.kind in JUMPS:
-        return NOT_BESIDE
-    if link.version == head.version and link.kind == head.kind and head.moved_by == link.epoch:
-        return ALREADY
-    if link.version <= head.version:
-        return NOT_NEWER
-    if link.kind == DELTA and link.base_version != head.version:
-        return WRONG_BASE
-    return GRANTED if is_known else NO_MANIFEST
-
-
-def may_drop(head: HeadFacts, epoch: int) -> int:
-    """Whether the publisher of `epoch` may delete a version."""
-    return GRANTED if epoch == head.epoch else TAKEN_OVER
+    try:
+        number = index(version)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(version, bool):
+        raise InputError(f"version is {version!r}, expected a whole number above the head's", version=version)
+    if number < 0:
+        raise InputError(f"version {number} is below 0: versions count up from 0", version=number)
+    if number > VERSION_MAX:
+        raise InputError(f"version {number} is above {VERSION_MAX}: versions count up from 0", version=number)
+    return number
 
 
 def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int) -> WeightError | BrokerError:

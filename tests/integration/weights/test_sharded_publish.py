@@ -163,6 +163,21 @@ async def test_a_rank_that_is_killed_leaves_the_head_where_it_was(url: str, stor
         await assert_published(store, "killed", 2, trainer.all("full")[0])
 
 
+async def test_ranks_are_told_of_one_that_was_interrupted(url: str, store: Any) -> None:
+    with trainer_ranks(2, url) as trainer:
+        trainer.all("open", "interrupted")
+        trainer.all("publish", 0)
+        trainer.all("train", 1)
+        trainer.some([0], "trap", "hang")
+
+        answers = trainer.all("publish", 1)
+
+        told = "rank 0 was interrupted while publishing: start the ranks again"
+        assert (answers[0]["error"], answers[1]["text"]) == ("TimeoutError", told)
+        assert {answer["text"] for answer in trainer.all("publish", 1)} == {told}
+        assert (await store.head("interrupted")).version == 0
+
+
 class Dense:
     """A trainer of one process, and every version whole."""
 

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "rollfab.trainer.publish.rank_lead", "rollfab.fabric.opened"]
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "rollfab.trainer.publish.exchange", "rollfab.fabric.opened"]
 ANSWER_S = 60.0
 
 Answer = dict[str, Any]

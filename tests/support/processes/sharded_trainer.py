@@ -43,14 +43,17 @@ class _Trainer:
         from rollfab.fabric.opened import RedisFabric
 
         made = cls()
+        made.patience_s = None
         made.store = _trapped((await RedisFabric.open(url, client_name="trainer")).weights)
         return made
 
     async def open(self, run_id: str, kind: str = "fsdp") -> Answer:
         """A new model and a publisher of a run. kind: see `_build`."""
-        from rollfab.trainer.publish.rank_lead import ShardedPublisher
+        import torch.distributed as dist
 
-        self.publisher = ShardedPublisher(self.store, run_id, timeout_s=TIMEOUT_S, thread_count=1)
+        from rollfab.trainer.publish.publisher import Publisher
+
+        self.publisher = Publisher(self.store, run_id, group=dist.group.WORLD, timeout_s=TIMEOUT_S, thread_count=1)
         self.model, self.optimizer = _build(kind)
         self.extra = None
         return {}
@@ -82,10 +85,11 @@ class _Trainer:
         from rollfab.fabric.contract.errors import FabricError
 
         try:
-            report = await self.publisher.publish([*self._named()], version)
-        except FabricError as error:
+            async with asyncio.timeout(self.patience_s):
+                report = await self.publisher.publish([*self._named()], version)
+        except (FabricError, TimeoutError) as error:
             return {"error": type(error).__name__, "text": str(error)}
-        return {"report": report, "rank_bytes": self.publisher.rank_bytes}
+        return {"report": report, "rank_bytes": self.publisher._ranks._exchange.sent_bytes}
 
     async def publish_by_run(self, url: str, run_id: str, version: int) -> Answer:
         """As a user does it: `run.publish(…, group=…)` on every rank."""
@@ -107,7 +111,8 @@ class _Trainer:
         return found
 
     async def trap(self, kind: str) -> Answer:
-        """The next sending of chunks fails: "raise", or ends the process: "kill"."""
+        """The next sending of chunks fails: "raise", ends the process: "kill", or is interrupted: "hang"."""
+        self.patience_s = 2.0 if kind == "hang" else None
         self.store.trap = kind
         return {}
 
@@ -142,6 +147,8 @@ def _trapped(store: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "raise":
             raise BrokerError("the broker is away")
+        if kind == "hang":
+            await asyncio.Event().wait()
         await put_chunks(*arguments)
 
     store.put_chunks = put

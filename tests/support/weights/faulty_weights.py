@@ -15,7 +15,7 @@ from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.stage import commit
 from rollfab.fabric.versions.store import RedisWeightStore
-from rollfab.trainer.publish.tensors import collect_bits
+from rollfab.trainer.publish.tensors import collect
 from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit
 from tests.standin.broker import Broker, DirectClient
 from tests.standin.weight_tables import WeightTables
@@ -93,7 +93,7 @@ class BitsEngine:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.layout, bits = collect_bits(model.named_parameters())
+        self.layout, _, bits = collect(model.named_parameters())
         self.bits = {name: array.copy() for name, array in bits.items()}
         self.reject = False
         self.loses = ""
@@ -143,7 +143,7 @@ def train(model: torch.nn.Module, rate: float = 1e-3) -> None:
 
 
 def bits_of(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
-    return {name: array.copy() for name, array in collect_bits(model.named_parameters())[1].items()}
+    return {name: array.copy() for name, array in collect(model.named_parameters()).bits.items()}
 
 
 def assert_holds(engine: BitsEngine, model: torch.nn.Module) -> None:

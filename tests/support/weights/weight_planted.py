@@ -59,11 +59,12 @@ def snapshot_advanced_before_the_head() -> list[Patch]:
     """The trainer believes that receivers have what it has only sent, and does not send it again."""
     original = Publisher._send
 
-    async def send(self: Any, snapshot: Any, prepared: Any, report: Any) -> None:
+    async def send(self: Any, prepared: Any, report: Any) -> None:
+        snapshot = self._ranks._snapshot
         for change in prepared.changes:
             apply_change(snapshot.bits[snapshot.layout.tensors[change.region.tensor].name], change)
         try:
-            await original(self, snapshot, prepared, report)
+            await original(self, prepared, report)
         finally:
             self._pending = None
 
@@ -116,7 +117,7 @@ def torn_commits_forgotten() -> list[Patch]:
 def damage_not_healed() -> list[Patch]:
     """What the publisher finds damaged is left as it is."""
 
-    async def heal(self: Any, wounds: Any, snapshot: Any, epoch: int) -> None:
+    async def heal(self: Any, wounds: Any, head: int, epoch: int) -> None:
         self.is_whole = True
 
     return [(upkeep.Upkeep, "heal", heal)]

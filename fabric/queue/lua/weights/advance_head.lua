@@ -1,5 +1,5 @@
 -- advance_head(epoch, version, kind, base_version, announcement_count_max)
--- Make a version the head, once, and announce it. Twin: rules/weights/publish.py, may_advance.
+-- Make a version the head, once, and announce it.
 -- Returns {code, head version, head epoch} from before; codes: 1 moved · 2 was moved there by the same publisher ·
 -- -1 another publisher took over · -2 not newer · -3 its base is not the head · -4 no manifest · -6 a jump.
 -- keys weights.announcements weights.head weights.manifests

@@ -1,5 +1,5 @@
 -- drop_version(epoch, name)
--- Delete a version, or some of its chunks, if its publisher is still in charge. Twin: rules/weights/publish.py, may_drop.
+-- Delete a version, or some of its chunks, if its publisher is still in charge.
 -- versions: the manifests hash, or the sending hash. name: its field there, with the last of its chunks; '' before.
 -- Returns {code, head version, head epoch}; codes: 1 deleted · -1 another publisher took over.
 -- keys weights.head versions chunks...

@@ -1,5 +1,5 @@
 -- mend(epoch, name, manifest, then per chunk: data)
--- Write a manifest and some chunks again, if their publisher is still in charge. Twin: rules/weights/publish.py, may_drop.
+-- Write a manifest and some chunks again, if their publisher is still in charge.
 -- What lies in their place may be of any type: whoever damaged it may have written anything.
 -- Returns {code, head version, head epoch}; codes: 1 written · -1 another publisher took over.
 -- keys weights.head weights.manifests chunks...

@@ -1,5 +1,5 @@
 -- put_manifest(epoch, version, kind, base_version, manifest, is_whole)
--- Write a version's manifest, if its publisher is still in charge. Twin: rules/weights/publish.py, may_put.
+-- Write a version's manifest, if its publisher is still in charge.
 -- is_whole: 1 all its chunks were found a moment ago · 0 not (then nothing is written, and only the code is told).
 -- Returns {code, head version, head epoch}; codes: 1 granted · 2 the same is there · -1 another publisher took over ·
 -- -5 the version already means something else · -6 a jump that does not lead up to the head or below it.

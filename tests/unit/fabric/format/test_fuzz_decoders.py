@@ -78,7 +78,7 @@ def test_every_kind_of_record_has_a_limit_of_its_own() -> None:
 def _all_records() -> list[type[Record]]:
     """Those that come from the broker or a peer; ranks of one trainer speak to one another alone."""
     ours = [kind for kind in Record.__subclasses__() if kind.__module__.startswith("rollfab.")]
-    return [kind for kind in ours if kind.__module__ != "rollfab.trainer.publish.rank_exchange"]
+    return [kind for kind in ours if kind.__module__ != "rollfab.trainer.publish.messages"]
 
 
 # ---- what a header says is not believed

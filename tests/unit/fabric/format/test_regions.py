@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.format.digest import sum_range, tensor_key
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.fabric.format.regions import BLOCK_BYTES, Region, cut, cut_digest, cut_span
+from rollfab.fabric.format.regions import BLOCK_BYTES, Region, cut, cut_digest, cut_region
 
 KEY = tensor_key("w")
 
@@ -103,5 +103,6 @@ def test_a_region_above_a_block_does_not_fit() -> None:
 def test_cuts_that_differ_have_other_digests() -> None:
     spec = TensorSpec("w", "int8", (10,))
 
-    assert cut_digest(cut_span(0, spec, 0, 10)) == cut_digest([Region.span(0, 0, 10)])
-    assert cut_digest(cut_span(0, spec, 0, 10)) != cut_digest([*cut_span(0, spec, 0, 5), *cut_span(0, spec, 5, 10)])
+    whole = Region.span(0, 0, 10)
+    assert cut_digest(cut_region(whole, spec)) == cut_digest([whole])
+    assert cut_digest([whole]) != cut_digest([Region.span(0, 0, 5), Region.span(0, 5, 10)])

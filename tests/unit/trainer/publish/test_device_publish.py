@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,33 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollfab.fabric.contract.errors import BrokerError, InputError, LayoutMismatch, WeightError
-from rollfab.fabric.format.codec import BLOCK_BYTES, Encoded, Encoder
-from rollfab.fabric.format.kernels.protocol import Changes
-from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
-from rollfab.fabric.format.regions import Region, cut
+from rollfab.fabric.contract.errors import BrokerError, InputError, LayoutMismatch
+from rollfab.fabric.format.codec import BLOCK_BYTES, Encoder
+from rollfab.fabric.format.kernels.places import on_host
+from rollfab.fabric.format.kernels.torch_loops import TEMPORARY_FACTOR
+from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout
 from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
-from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot, encode_part
+from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
 from rollfab.fabric.versions.stage import Stage, commit
-from rollfab.trainer.publish.gpu_compare import (
-    BROUGHT_FACTOR,
-    GROUP_BYTES,
-    TEMPORARY_FACTOR,
-    Pair,
-    Whole,
-    bring,
-    grouped,
-    on_host,
-    transfer,
-)
-from rollfab.trainer.publish.gpu_snapshot import WAITING_MAX, DeviceSnapshot, Feed
 from rollfab.trainer.publish.publisher import Publisher
-from rollfab.trainer.publish.tensors import collect_bits, devices_of
-from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, published, small_model, train
+from rollfab.trainer.publish.tensors import collect
+from tests.support.weights.faulty_weights import RUN, FaultyStore, published
 from tests.support.weights.weight_models import SPECIAL
 
-CPU = torch.device("cpu")
 Bits = NDArray[Any]
 
 
@@ -73,7 +60,8 @@ class World:
             bits[where] = np.choose(kinds, [bits[where] + bits.dtype.type(1), special, other])
 
     def collect(self, compares_on: Any) -> tuple[Layout, dict[str, Any]]:
-        return collect_bits(self.tensors, compares_on)
+        layout, _, bits = collect(self.tensors, compares_on)
+        return layout, bits
 
     def _some(self, byte_count: int, dtype: str) -> torch.Tensor:
         raw = self.rng.integers(0, 2 if dtype == "bool" else 256, byte_count, np.uint8)
@@ -88,7 +76,7 @@ class Twins:
         layout, bits = world.collect("host")
         _, flat = world.collect("device")
         self.host = Snapshot(layout, bits)
-        self.device = DeviceSnapshot(layout, flat, devices=devices_of(flat), thread_count=2)
+        self.device = Snapshot(layout, flat, thread_count=2)
 
     def keyframe(self, version: int) -> tuple[Prepared, Prepared]:
         identity = Identity(run_id=RUN, epoch=1, version=version)
@@ -174,28 +162,12 @@ def test_versions_are_those_of_the_host_path_byte_by_byte() -> None:
     assert not twins.device.equals(world.collect("device")[1])
 
 
-def test_both_ways_of_bringing_a_region_are_taken() -> None:
-    size = 1000
-    old = torch.zeros(4 * size, dtype=torch.int16)
-    new = old.clone()
-    new[size : size + 299] = 1
-    new[2 * size : 2 * size + 300] = 1
-    new[-1] = 1
-    regions = cut(Layout((TensorSpec("w", "bfloat16", (size,)),))) * 4
-    parts = zip(regions, old.split(size), new.split(size), strict=True)
-
-    found = [piece for _, piece in bring(Pair(*part) for part in parts)]
-
-    assert [type(piece) for piece in found] == [Changes, Whole, Changes]  # nothing of the first
-    assert isinstance(found[2], Changes) and [item.tolist() for item in found[2]] == [[999], [0], [1]]
-
-
 def test_tensors_may_be_on_the_host_and_may_move() -> None:
     world = World()
     twins = Twins(world)
-    some = [name for number, name in enumerate(twins.device.layout.tensors) if number % 2]
-    layout, flat = world.collect("device")
-    twins.device = DeviceSnapshot(layout, flat, devices={spec.name: CPU for spec in some})
+    some = [spec.name for spec in twins.device.layout.tensors[::2]]
+    (layout, flat), (_, bits) = world.collect("device"), world.collect("host")
+    twins.device = Snapshot(layout, {name: bits[name] if name in some else flat[name] for name in flat})
     twins.advance(twins.keyframe(0))
     for version in range(1, 4):
         world.change(0.2)
@@ -213,7 +185,8 @@ def test_a_copy_of_a_version_that_the_broker_holds_goes_on_from_it() -> None:
     for array in bits.values():
         array.flags.writeable = False
 
-    twins.device = DeviceSnapshot(layout, bits, 0, devices=dict.fromkeys(bits, CPU))
+    twins.device = Snapshot(layout, bits, 0, beside=world.collect("device")[1])
+    assert all(isinstance(flat, torch.Tensor) for flat in twins.device.bits.values())
 
     world.change(0.1)
     twins.delta(1)
@@ -240,20 +213,31 @@ def test_what_was_prepared_does_not_change_with_the_weights() -> None:
     twins.delta(2)
 
 
-def test_a_device_without_room_to_compare_has_regions_brought_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_without_room_to_compare_has_blocks_brought_whole(caplog: pytest.LogCaptureFixture) -> None:
+    old, encoder = torch.arange(1000, dtype=torch.int16), Encoder()
+    new = old.clone()
+    new[::50] += 1
+    host = encoder.delta(on_host(old), on_host(new))
+
+    with FullDevice("nonzero"):
+        found = [encoder.delta(old, new) for _ in range(2)]
+
+    assert host is not None and {each and each.data for each in found} == {host.data}
+    assert [record.message for record in caplog.records] == ["weights.device_is_full"]
+
+
+def test_a_device_without_room_to_write_what_changed_is_written_all_the_same() -> None:
     world = World()
     twins = Twins(world)
     twins.advance(twins.keyframe(0))
     world.change(0.01)
+    both = twins.delta(1)
 
-    with FullDevice("nonzero", "cat"):
-        both = twins.delta(1)
     with FullDevice("equal"):
         assert not twins.device.equals(world.collect("device")[1])
     with FullDevice("_to_copy", "index_put_"):
         twins.advance(both)
 
-    assert [record.message for record in caplog.records] == ["weights.device_is_full"]
     assert twins.device.equals(world.collect("device")[1])
 
 
@@ -262,7 +246,7 @@ def test_a_device_without_room_for_a_copy_leaves_it_on_the_host(caplog: pytest.L
     twins = Twins(world)
     layout, flat = world.collect("device")
     with FullDevice("_to_copy", "clone"):
-        twins.device = DeviceSnapshot(layout, flat, devices=devices_of(flat))
+        twins.device = Snapshot(layout, flat, thread_count=1)
     twins.advance(twins.keyframe(0))
     world.change(0.2)
     twins.advance(twins.delta(1))
@@ -271,106 +255,29 @@ def test_a_device_without_room_for_a_copy_leaves_it_on_the_host(caplog: pytest.L
     assert twins.device.equals(world.collect("device")[1])
 
 
-def test_what_a_group_takes_is_bounded_whatever_changed() -> None:
-    # Given two groups of the narrowest elements, of which as many changed as positions are brought of
-    old = torch.zeros(2 * GROUP_BYTES, dtype=torch.uint8)
-    new = old.clone()
-    new.reshape(-1, 64)[:, :19] = 1
-    regions = cut(Layout((TensorSpec("w", "uint8", (old.numel(),)),)))
-    pairs = [Pair(region, old[region.start : region.stop], new[region.start : region.stop]) for region in regions]
+@pytest.mark.parametrize("density", [0.01, 0.29, 0.31, 1.0])
+def test_what_comparing_a_block_takes_is_bounded_whatever_changed(density: float) -> None:
+    # Given a block of the narrowest elements
+    old = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+    new = torch.from_numpy((np.random.default_rng(0).random(BLOCK_BYTES) < density).astype(np.uint8))
+    host = Encoder().delta(on_host(old), on_host(new))
 
-    # When they are brought
+    # When it is compared
     with Meter([old, new]) as meter:
-        brought = [piece for _, piece in bring(pairs)]
+        found = Encoder().delta(old, new)
 
-    # Then what it took is bounded by a group, and all that was looked at are integers
-    assert len(brought) == len(regions) and all(isinstance(piece, Changes) for piece in brought)
-    assert 2 * GROUP_BYTES < meter.peak_bytes <= TEMPORARY_FACTOR * GROUP_BYTES
+    # Then it is encoded as on the host, what it took is bounded, and all that was looked at are integers
+    assert host is not None and found is not None and found.data == host.data
+    np.testing.assert_array_equal(found.values, host.values)
+    assert BLOCK_BYTES <= meter.peak_bytes <= TEMPORARY_FACTOR * BLOCK_BYTES
     assert not any(dtype.is_floating_point or dtype.is_complex for dtype in meter.dtypes)
-
-
-def test_groups_are_neighbours_of_one_device_and_bounded_in_size() -> None:
-    regions = cut(Layout((TensorSpec("w", "uint8", (30 * BLOCK_BYTES,)),)))
-    flat = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-    array = on_host(flat)
-    pairs = [Pair(region, *([array] * 2 if 10 <= place < 13 else [flat] * 2)) for place, region in enumerate(regions)]
-
-    groups = list(grouped(pairs))
-
-    assert [pair for group in groups for pair in group] == pairs
-    assert [len(group) for group in groups] == [8, 2, 3, 8, 8, 1]
-    assert all(len({pair.device for pair in group}) == 1 for group in groups)
-    assert all(sum(pair.new.nbytes for pair in group) <= GROUP_BYTES for group in groups)
-
-
-def test_what_is_brought_of_a_group_is_at_most_old_and_new() -> None:
-    rng = np.random.default_rng(0)
-    regions = cut(Layout((TensorSpec("w", "uint8", (100_000,)),)))
-    old = torch.zeros(100_000, dtype=torch.uint8)
-    for density in (0.01, 0.29, 0.31, 1.0):
-        new = torch.from_numpy((rng.random(100_000) < density).astype(np.uint8))
-
-        ((_, piece),) = bring([Pair(regions[0], old, new)])
-
-        arrays = [item for item in piece if isinstance(item, np.ndarray)]
-        assert sum(array.nbytes for array in arrays) <= BROUGHT_FACTOR * old.nbytes
-
-
-class Line:
-    """Pieces that are brought to be encoded. most: as many as were waiting at a time."""
-
-    def __init__(self, count: int) -> None:
-        self.layout = Layout(tuple(TensorSpec(f"{place:03}", "uint8", (4,)) for place in range(count)))
-        self.feed, self.most, self._encoded = Feed(), 0, 0
-
-    def brought(self) -> Iterator[tuple[Region, Whole]]:
-        for place, region in enumerate(cut(self.layout)):
-            yield region, Whole(np.zeros(4, np.uint8), np.full(4, place, np.uint8), is_copy=True)
-            self.most = max(self.most, place + 1 - self._encoded)
-
-    def encode(self, encoder: Encoder, region: Region) -> Encoded | None:
-        encoded = self.feed.encode(encoder, region)
-        self._encoded += 1
-        return encoded
-
-
-def test_what_waits_to_be_encoded_is_bounded() -> None:
-    line = Line(8 * WAITING_MAX)
-
-    part = encode_part(line.layout, line.feed.through(line.brought()), line.encode, 1)
-
-    assert [row.tensor for row in part.rows] == list(range(1, 8 * WAITING_MAX))  # nothing of the first changed
-    assert 0 < line.most <= WAITING_MAX + 1  # one may be done and not yet be counted
-
-
-def test_a_fault_while_encoding_is_told_and_holds_nobody_up() -> None:
-    line = Line(8 * WAITING_MAX)
-
-    def encode(encoder: Encoder, region: Region) -> Encoded | None:
-        line.encode(encoder, region)
-        raise WeightError("the encoder is broken")
-
-    with pytest.raises(WeightError, match="broken"):
-        encode_part(line.layout, line.feed.through(line.brought()), encode, 2)
-
-
-def test_one_transfer_keeps_every_array_aligned_and_in_its_place() -> None:
-    rng = np.random.default_rng(0)
-    kinds = (torch.uint8, torch.int64, torch.int16, torch.int32, torch.uint8)
-    segments = [torch.from_numpy(rng.integers(0, 100, 7)).to(kind) for kind in kinds]
-
-    arrays = transfer(segments)
-
-    assert all(array.flags.aligned for array in arrays)
-    assert [array.dtype.str for array in arrays] == ["|u1", "<u8", "<u2", "<u4", "|u1"]
-    assert [array.tolist() for array in arrays] == [segment.tolist() for segment in segments]
 
 
 def test_a_tensor_that_has_no_room_to_be_put_in_order_there_is_on_the_host() -> None:
     tensors = {"transposed": torch.arange(6, dtype=torch.int32).reshape(2, 3).t()}
 
     with FullDevice("clone", times=1):
-        _, bits = collect_bits(tensors, "device")
+        bits = collect(tensors, "device").bits
 
     assert bits["transposed"].tolist() == [0, 3, 1, 4, 2, 5]
 
@@ -397,56 +304,6 @@ async def test_a_publisher_on_the_device_writes_what_one_on_the_host_does(store:
         for name, expected in world.collect("host")[1].items():
             np.testing.assert_array_equal(live[name], expected)
     assert report.kind == DELTA
-
-
-@pytest.mark.parametrize("place", ["put_chunks", "put_manifest", "advance_head"])
-async def test_a_publish_that_failed_is_finished_by_the_next(store: FaultyStore, place: str) -> None:
-    # Given a version whose sending broke off, and weights that moved on in place
-    model, publisher = small_model(), on_device(store)
-    await publisher.publish(model.named_parameters(), 0)
-    train(model)
-    store.fail_at = place
-    with pytest.raises(BrokerError):
-        await publisher.publish(model.named_parameters(), 1)
-    first = small_model()
-    first.load_state_dict(model.state_dict())
-    train(model, rate=1.0)
-
-    # When
-    report = await publisher.publish(model.named_parameters(), 2)
-
-    # Then both are there, exactly
-    assert report.kind == DELTA
-    await assert_published(store, first, 1)
-    await assert_published(store, model, 2)
-
-
-async def test_a_first_publish_that_failed_is_finished_by_the_next(store: FaultyStore) -> None:
-    model, publisher = small_model(), on_device(store)
-    store.fail_at = "advance_head"
-    with pytest.raises(BrokerError):
-        await publisher.publish(model.named_parameters(), 0)
-    first = small_model()
-    train(model)
-
-    report = await publisher.publish(model.named_parameters(), 1)
-
-    assert report.kind == DELTA
-    await assert_published(store, first, 0)
-    await assert_published(store, model, 1)
-
-
-async def test_a_restarted_trainer_goes_on_from_what_the_broker_holds(store: FaultyStore) -> None:
-    model = small_model()
-    await Publisher(store, RUN).publish(model.named_parameters(), 0)
-    train(model)
-
-    publisher = on_device(store)
-    second = await publisher.publish(model.named_parameters(), 1)
-    again = await publisher.publish(model.named_parameters(), 1)
-
-    assert second.kind == DELTA and again == second
-    await assert_published(store, model)
 
 
 async def test_a_model_may_be_partly_on_the_host_and_move_between_versions(store: FaultyStore) -> None:
@@ -481,28 +338,16 @@ async def test_a_model_that_was_on_the_host_first_is_compared_there(store: Fault
     assert (await fetch_weights(store, RUN))["w"].tolist() == array.tolist()
 
 
-async def test_a_head_that_went_back_is_followed_by_a_keyframe(store: FaultyStore) -> None:
-    model, publisher = small_model(), on_device(store)
-    await publisher.publish(model.named_parameters(), 0)
-    before = store.tables.remember()
-    train(model)
-    await publisher.publish(model.named_parameters(), 1)
-    store.tables.fall_back(before)
-    train(model)
-
-    assert (await publisher.publish(model.named_parameters(), 2)).kind == KEYFRAME
-    await assert_published(store, model)
-
-
 def test_tensors_on_a_device_are_collected_by_the_same_rules() -> None:
     shared = torch.zeros(4, 4)
 
     with pytest.raises(LayoutMismatch, match="'embed' and 'head' are tied"):
-        collect_bits({"embed": shared, "head": shared}, "device")
+        collect({"embed": shared, "head": shared}, "device")
     with pytest.raises(InputError, match="not a plain dense tensor"):
-        collect_bits({"w": torch.zeros(3, device="meta")}, "auto")
-    layout, bits = collect_bits({"w": shared, "v": np.zeros(3, np.uint16)}, "device")
-    assert layout == collect_bits({"w": shared, "v": np.zeros(3, np.uint16)})[0]
+        collect({"w": torch.zeros(3, device="meta")}, "auto")
+    named = {"w": shared, "v": np.zeros(3, np.uint16)}
+    layout, boxes, bits = collect(named, "device")
+    assert (layout, boxes) == collect(named)[:2]
     assert bits["w"].data_ptr() == shared.data_ptr() and bits["w"].dtype == torch.int32
-    assert devices_of(bits) == {"w": CPU}
-    assert devices_of(collect_bits({"w": shared}, "auto")[1]) == {}
+    assert isinstance(bits["v"], np.ndarray)
+    assert isinstance(collect({"w": shared}, "auto").bits["w"], np.ndarray)

@@ -32,7 +32,7 @@ from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.publish.healing import Healing
-from rollfab.trainer.publish.rank_lead import ShardedPublisher
+from rollfab.trainer.publish.publisher import Publisher
 from tests.standin.broker import Broker, DirectClient
 from tests.standin.fabric import StandInFabric
 
@@ -102,7 +102,7 @@ def points() -> Iterator[Points]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Healing, "start", return_value=None))  # its calls are no points
-        for name in ("delta", "sparse", "dense"):
+        for name in ("delta", "dense"):
             stack.enter_context(mock.patch.object(Encoder, name, pointed(getattr(Encoder, name))))
         yield points
 
@@ -330,7 +330,7 @@ async def test_a_rank_of_a_sharded_trainer_that_is_interrupted_reads_nothing_aft
     file = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=file, rank=0, world_size=1)
     try:
-        publisher = ShardedPublisher(store, RUN, thread_count=2)
+        publisher = Publisher(store, RUN, group=torch.distributed.group.WORLD, thread_count=2)
         named = {f"layer.{n}": torch.zeros(100, dtype=torch.bfloat16) for n in range(40)}
         await publisher.publish(named, 0)
         await publisher.publish(named, 1)

@@ -27,7 +27,7 @@ from rollfab.fabric.rules.weights.chain import (
     plan,
     readable_versions,
 )
-from rollfab.fabric.rules.weights.publish import HeadFacts, may_advance, may_put, refusal
+from rollfab.fabric.rules.weights.publish import refusal
 
 SHORT, LONG = JUMPS
 
@@ -378,54 +378,6 @@ def test_a_receiver_keeps_its_way_and_one_too_far_behind_takes_the_keyframe() ->
     assert sum(item.payload_bytes for item in crowd) <= sum(item.payload_bytes for item in left()) + 100
     assert [step.kind for step in plan(25, 40, crowd)] == [DELTA] * 7 + [SHORT]
     assert plan(1, 40, crowd)[0].kind == KEYFRAME
-
-
-HEAD = HeadFacts(version=4, epoch=2, kind=DELTA, moved_by=2)
-
-
-@pytest.mark.parametrize(
-    ("candidate", "is_known", "code"),
-    [
-        (link(5, 4, epoch=2), True, publish.GRANTED),
-        (link(9, epoch=2), True, publish.GRANTED),
-        (link(5, 4, epoch=2), False, publish.NO_MANIFEST),
-        (link(5, 3, epoch=2), True, publish.WRONG_BASE),
-        (link(4, 3, epoch=2), True, publish.ALREADY),
-        (link(4, epoch=2), True, publish.NOT_NEWER),
-        (link(3, 2, epoch=2), True, publish.NOT_NEWER),
-        (link(5, 4, epoch=1), True, publish.TAKEN_OVER),
-        (link(5, 4, epoch=3), True, publish.TAKEN_OVER),
-        (link(5, 4, epoch=2, kind=SHORT), True, publish.NOT_BESIDE),
-        (link(4, 0, epoch=1, kind=SHORT), True, publish.TAKEN_OVER),
-    ],
-)
-def test_the_head_moves_up_by_its_publisher_only(candidate: Link, is_known: bool, code: int) -> None:
-    assert may_advance(HEAD, candidate, is_known=is_known) == code
-
-
-@pytest.mark.parametrize(
-    ("candidate", "is_known", "is_same", "code"),
-    [
-        (link(5, 4, epoch=2), False, False, publish.GRANTED),
-        (link(5, 4, epoch=2), True, False, publish.GRANTED),  # never was the head: may be replaced
-        (link(4, epoch=2), False, False, publish.GRANTED),
-        (link(4, epoch=2), True, True, publish.ALREADY),
-        (link(4, epoch=2), True, False, publish.OTHER_CONTENT),
-        (link(4, 3, epoch=2), True, False, publish.OTHER_CONTENT),
-        (link(3, epoch=2), False, False, publish.OTHER_CONTENT),
-        (link(5, 4, epoch=1), False, False, publish.TAKEN_OVER),
-        (link(4, 0, epoch=2, kind=SHORT), False, False, publish.GRANTED),
-        (link(2, 0, epoch=2, kind=LONG), False, False, publish.GRANTED),
-        (link(2, 0, epoch=2, kind=LONG), True, True, publish.ALREADY),
-        (link(2, 0, epoch=2, kind=LONG), True, False, publish.OTHER_CONTENT),
-        (link(2, 0, epoch=1, kind=LONG), False, False, publish.TAKEN_OVER),
-        (link(5, 0, epoch=2, kind=SHORT), False, False, publish.NOT_BESIDE),
-        (link(2, -1, epoch=2, kind=SHORT), False, False, publish.NOT_BESIDE),
-        (link(2, 2, epoch=2, kind=SHORT), False, False, publish.NOT_BESIDE),
-    ],
-)
-def test_what_was_published_never_changes(candidate: Link, is_known: bool, is_same: bool, code: int) -> None:
-    assert may_put(HEAD, candidate, is_known=is_known, is_same=is_same) == code
 
 
 def test_a_refusal_says_who_and_what_next() -> None:

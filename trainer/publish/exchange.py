@@ -4,60 +4,31 @@
   those that wait for it are told.
 - Answers go through a second group: gloo closes all connections of a group in which somebody waited too long.
 - After a loss nothing is sent any more; the job starts again, as every job of torch.distributed must.
-- Messages are records (fabric/contract/wire.py), never pickles. Weights do not travel here.
+- What is said is messages.py's.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from ...fabric.contract.errors import WeightError
-from ...fabric.contract.wire import Record
+from .messages import MESSAGE_BYTES_MAX, RankMessage
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES_MAX = 64 << 20  # rows of every block of a rank: as many bytes as a manifest may have
 LATE_FACTOR = 2.0  # an answer comes after rank 0 has waited for all others, and done its own part
-
-
-def _no_rows() -> NDArray[np.int64]:
-    return np.zeros(0, dtype=np.int64)
-
-
-def _no_numbers() -> NDArray[np.uint64]:
-    return np.zeros(0, dtype=np.uint64)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RankMessage(Record):
-    """facts: plain values. rows: int64, regions or blocks. numbers: uint64, digests and sums."""
-
-    KIND: ClassVar[int] = 21
-    ARRAYS: ClassVar[dict[str, str]] = {"rows": "i8", "numbers": "u8"}
-
-    facts: dict[str, Any]
-    rows: NDArray[np.int64] = field(default_factory=_no_rows)
-    numbers: NDArray[np.uint64] = field(default_factory=_no_numbers)
-
-    @classmethod
-    def bytes_max(cls) -> int:
-        """As large as a manifest."""
-        return MESSAGE_BYTES_MAX
 
 
 class RankExchange:
     """The messages of one rank. Every rank of the group makes one at the same point of its program.
 
     Args:
-        group: of the ranks that publish together; None: all.
+        group: of the ranks that publish together.
         timeout_s: how long rank 0 waits for a rank.
 
     Attributes:
@@ -66,23 +37,20 @@ class RankExchange:
         lost: why nothing can be said any more; empty while all is well.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         self.rank = dist.get_rank(group)
-        self.size = len(ranks)
+        self._ranks = dist.get_process_group_ranks(group)
+        self.size = len(self._ranks)
         self.sent_bytes = 0
-        self._ranks = ranks
         self._timeout_s = timeout_s
         self.lost = ""
         self._lost_ranks: set[int] = set()
-        self._up = self._new(group, timeout_s)
-        self._down = self._new(group, timeout_s * LATE_FACTOR)
+        self._up = self._new(timeout_s)
+        self._down = self._new(timeout_s * LATE_FACTOR)
 
-    def _new(self, group: dist.ProcessGroup | None, timeout_s: float) -> Any:
-        is_part = group is not None
-        return dist.new_group(
-            self._ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=is_part
-        )
+    def _new(self, timeout_s: float) -> Any:
+        limit = timedelta(seconds=timeout_s)
+        return dist.new_group(self._ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
 
     def send(self, message: RankMessage) -> None:
         """Rank 0 gets a message. If it waits no longer, its answer says why, so that is not this call's to say."""

@@ -1,10 +1,15 @@
-"""Publishing from a trainer: exact, checked before anything is written, and finished after every failure."""
+"""Publishing from a trainer: exact, checked before anything is written, and finished after every failure.
+
+What every way of publishing promises is checked of each (`make`): compared on the host, on a device (the CPU stands for
+it), and as the one rank of a group. Several ranks are processes: see test_sharded_publish.py.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +29,14 @@ from rollfab.fabric.contract.errors import (
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Holder, WeightManifest
 from rollfab.fabric.rules.weights.chain import DELTA, GRACE_COUNT, JUMPS, KEYFRAME
+from rollfab.fabric.rules.weights.publish import VERSION_MAX
 from rollfab.fabric.versions.held import readable
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.fabric.versions.stage import Stage, commit
 from rollfab.trainer.publish import upkeep
-from rollfab.trainer.publish.publisher import VERSION_MAX, Publisher
-from rollfab.trainer.publish.tensors import collect_bits
+from rollfab.trainer.publish.publisher import Publisher
+from rollfab.trainer.publish.tensors import collect
 from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, published, small_model, train
 
 
@@ -44,8 +50,32 @@ def model() -> torch.nn.Module:
     return small_model()
 
 
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A group of torch.distributed with one rank."""
+    file = torch.distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=file, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+Make = Callable[[], Publisher]
+
+
+@pytest.fixture(params=["host", "device", "group"])
+def make(request: pytest.FixtureRequest, store: FaultyStore) -> Make:
+    if request.param == "group":
+        return partial(Publisher, store, RUN, group=request.getfixturevalue("group"))
+    return partial(Publisher, store, RUN, compares_on=request.param)
+
+
 @pytest.fixture
-def publisher(store: FaultyStore) -> Publisher:
+def publisher(make: Make) -> Publisher:
+    return make()
+
+
+@pytest.fixture
+def plain(store: FaultyStore) -> Publisher:
     return Publisher(store, RUN)
 
 
@@ -100,7 +130,7 @@ async def test_what_was_fetched_can_be_published_again(
 
 
 def test_tensors_on_the_host_are_not_copied(model: torch.nn.Module) -> None:
-    _, bits = collect_bits(model.named_parameters())
+    bits = collect(model.named_parameters()).bits
 
     for name, parameter in model.named_parameters():
         assert bits[name].ctypes.data == parameter.data_ptr()
@@ -143,7 +173,7 @@ async def test_a_version_that_the_broker_cannot_count_is_refused(
 
 
 async def test_another_layout_is_refused_before_anything_is_written(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+    store: FaultyStore, make: Make, publisher: Publisher, model: torch.nn.Module
 ) -> None:
     await publisher.publish(model.named_parameters(), 0)
 
@@ -151,7 +181,7 @@ async def test_another_layout_is_refused_before_anything_is_written(
         await publisher.publish(small_model().float().named_parameters(), 1)
 
     with pytest.raises(LayoutMismatch, match="different"):
-        await Publisher(store, RUN).publish(small_model().float().named_parameters(), 1)
+        await make().publish(small_model().float().named_parameters(), 1)
     assert await store.held(RUN) == [(0, KEYFRAME)]
 
 
@@ -175,17 +205,17 @@ async def test_publishing_the_same_again_changes_nothing(publisher: Publisher, m
 
 
 async def test_the_older_of_two_publishers_is_told(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+    store: FaultyStore, make: Make, publisher: Publisher, model: torch.nn.Module
 ) -> None:
     await publisher.publish(model.named_parameters(), 0)
-    await Publisher(store, RUN).publish(model.named_parameters(), 1)
+    await make().publish(model.named_parameters(), 1)
 
     with pytest.raises(VersionConflict, match="another publisher took over"):
         await publisher.publish(model.named_parameters(), 2)
 
 
 async def test_a_publisher_that_is_refused_at_its_start_takes_nobodys_place(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+    store: FaultyStore, make: Make, publisher: Publisher, model: torch.nn.Module
 ) -> None:
     await publisher.publish(model.named_parameters(), 3)
     train(model)
@@ -196,7 +226,7 @@ async def test_a_publisher_that_is_refused_at_its_start_takes_nobodys_place(
         (small_model().float(), 9, LayoutMismatch),
     ):
         with pytest.raises(error):
-            await Publisher(store, RUN).publish(named.named_parameters(), version)
+            await make().publish(named.named_parameters(), version)
 
     assert (await publisher.publish(model.named_parameters(), 4)).kind == DELTA
 
@@ -240,24 +270,24 @@ async def test_a_failed_publish_may_be_repeated_as_it_was(
     await assert_published(store, model, 1)
 
 
-async def test_a_restarted_trainer_goes_on_with_a_delta(store: FaultyStore, model: torch.nn.Module) -> None:
-    await Publisher(store, RUN).publish(model.named_parameters(), 0)
+async def test_a_restarted_trainer_goes_on_with_a_delta(store: FaultyStore, make: Make, model: torch.nn.Module) -> None:
+    await make().publish(model.named_parameters(), 0)
     train(model)
 
-    report = await Publisher(store, RUN).publish(model.named_parameters(), 1)
+    report = await make().publish(model.named_parameters(), 1)
 
     assert report.kind == DELTA
     await assert_published(store, model)
 
 
 async def test_a_restarted_trainer_begins_with_a_keyframe_where_the_head_cannot_be_read(
-    store: FaultyStore, model: torch.nn.Module
+    store: FaultyStore, make: Make, model: torch.nn.Module
 ) -> None:
-    await Publisher(store, RUN).publish(model.named_parameters(), 0)
+    await make().publish(model.named_parameters(), 0)
     store.spoil[(0, KEYFRAME)] = 100
     train(model)
 
-    report = await Publisher(store, RUN).publish(model.named_parameters(), 1)
+    report = await make().publish(model.named_parameters(), 1)
 
     assert report.kind == KEYFRAME
     await assert_published(store, model, 1)
@@ -281,20 +311,57 @@ async def test_a_version_that_the_broker_has_no_room_for_leaves_nothing_behind(
     await assert_published(store, model)
 
 
+async def test_a_head_that_went_back_is_followed_by_a_keyframe(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given versions 0 and 1, of which the broker forgets the second, as a replica that takes over may
+    await publisher.publish(model.named_parameters(), 0)
+    before = store.tables.remember()
+    train(model)
+    await publisher.publish(model.named_parameters(), 1)
+    store.tables.fall_back(before)
+
+    # When the trainer goes on
+    train(model)
+    report = await publisher.publish(model.named_parameters(), 2)
+
+    # Then what it publishes needs nothing that was lost
+    assert report.kind == KEYFRAME
+    await assert_published(store, model)
+
+
+async def test_a_first_publish_that_failed_is_finished_by_the_next(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    store.fail_at = "advance_head"
+    with pytest.raises(BrokerError):
+        await publisher.publish(model.named_parameters(), 0)
+    train(model)
+
+    report = await publisher.publish(model.named_parameters(), 1)
+
+    assert report.kind == DELTA
+    await assert_published(store, small_model(), 0)
+    await assert_published(store, model, 1)
+
+
+# ---- the chain
+
+
 async def test_every_eight_deltas_are_folded_into_a_jump_that_leads_to_the_same_weights(
-    store: FaultyStore, publisher: Publisher
+    store: FaultyStore, plain: Publisher
 ) -> None:
     # Given a model whose keyframe is dear, and deltas of a few elements each
     rng = np.random.default_rng(1)
     weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16), "b": rng.integers(0, 2**16, 50, dtype=np.uint16)}
-    await publisher.publish(weights, 0)
+    await plain.publish(weights, 0)
     start = {name: array.copy() for name, array in weights.items()}
 
     # When 64 versions are published
     jumps = []
     for version in range(1, 65):
         weights["w"][rng.integers(0, 60_000, 30)] += rng.integers(0, 3, 30, dtype=np.uint16)
-        report = await publisher.publish(weights, version)
+        report = await plain.publish(weights, version)
         jumps.append(report.jump_bytes > 0)
 
     # Then every eighth brought a jump, the last one two, and the long one alone leads from the first to the last
@@ -313,7 +380,7 @@ async def test_every_eight_deltas_are_folded_into_a_jump_that_leads_to_the_same_
 
 @pytest.mark.parametrize("is_kept", [True, False])
 async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_cleaning(
-    store: FaultyStore, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+    store: FaultyStore, plain: Publisher, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
     # Given a chain in which one delta is corrupt at the broker, and perhaps its bytes are not to be had any more
     if not is_kept:
@@ -322,7 +389,7 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     rng = np.random.default_rng(1)
     weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16)}
     for version in range(4):
-        await publisher.publish(weights, version)
+        await plain.publish(weights, version)
         weights["w"][:30] += 1
     name = (3, DELTA, 1, 0)
     chunks = store.tables.chunks
@@ -331,7 +398,7 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     # When the run goes on
     reports = []
     for version in range(4, 40):
-        reports.append(await publisher.publish(weights, version))
+        reports.append(await plain.publish(weights, version))
         weights["w"][:30] += 1
 
     # Then it is written again, or a keyframe leads around it; jumps go on, and what nobody needs is gone
@@ -342,12 +409,12 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
 
 
-async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore, publisher: Publisher) -> None:
+async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore, plain: Publisher) -> None:
     # Given a delta that is torn and one that says it is another, and a jump over both
     weights = {"w": np.random.default_rng(1).integers(0, 2**16, 60_000, dtype=np.uint16)}
     for version in range(10):
         weights["w"][:30] += 1
-        await publisher.publish(weights, version)
+        await plain.publish(weights, version)
     run = store.tables
     run.manifests[(5, DELTA)] = b"torn"
     run.manifests[(7, DELTA)] = run.manifests[(6, DELTA)]
@@ -365,7 +432,7 @@ async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore,
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("densities", [[1e-4], [0.01], [0.3], [0.6], [1.0], [1e-4, 1.0, 0.3, 0.01]])
 async def test_every_version_that_is_listed_can_be_read_after_every_publish(
-    store: FaultyStore, publisher: Publisher, densities: list[float]
+    store: FaultyStore, plain: Publisher, densities: list[float]
 ) -> None:
     # Given a receiver that stays at version 3, so that ways from there are held, too
     rng = np.random.default_rng(1)
@@ -374,7 +441,7 @@ async def test_every_version_that_is_listed_can_be_read_after_every_publish(
 
     for version in range(40):
         truths[version] = weights["w"].copy()
-        await publisher.publish(weights, version)
+        await plain.publish(weights, version)
 
         # Then the head and the versions before it are there, and whatever else is said to be
         listed = await listed_versions(store)
@@ -395,7 +462,7 @@ async def test_a_reader_whose_versions_are_deleted_while_it_reads_plans_again(de
     rng = np.random.default_rng(1)
     weights = {"w": rng.integers(0, 2**16, 20_000, dtype=np.uint16)}
     store = Hurried()
-    publisher = Publisher(store, RUN)
+    plain = Publisher(store, RUN)
     version = 0
 
     async def hurry() -> None:
@@ -403,7 +470,7 @@ async def test_a_reader_whose_versions_are_deleted_while_it_reads_plans_again(de
         for _ in range(12):
             where = rng.random(20_000) < density
             weights["w"][where] = rng.integers(0, 2**16, np.count_nonzero(where), dtype=np.uint16)
-            await publisher.publish(weights, version)
+            await plain.publish(weights, version)
             version += 1
 
     await hurry()
@@ -443,12 +510,12 @@ async def listed_versions(store: FaultyStore) -> set[int]:
     return {version for ends in ranges for version in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
-async def test_a_reader_goes_around_a_jump_whose_chunks_are_gone(store: FaultyStore, publisher: Publisher) -> None:
+async def test_a_reader_goes_around_a_jump_whose_chunks_are_gone(store: FaultyStore, plain: Publisher) -> None:
     rng = np.random.default_rng(1)
     weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16)}
     start = weights["w"].copy()
     for version in range(9):
-        await publisher.publish(weights, version)
+        await plain.publish(weights, version)
         if version < 8:
             weights["w"][:30] += 1
     (jump,) = [item for item in await store.manifests(RUN, [(8, JUMPS[0])]) if item is not None]
@@ -481,12 +548,12 @@ async def test_a_snapshot_with_a_flipped_bit_is_healed_by_its_next_keyframe() ->
 
 
 async def test_long_chains_get_a_keyframe_and_old_ones_go(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+    store: FaultyStore, plain: Publisher, model: torch.nn.Module
 ) -> None:
     keyframe_count = 0
     for version in range(60):
         train(model)
-        report = await publisher.publish(model.named_parameters(), version)
+        report = await plain.publish(model.named_parameters(), version)
         keyframe_count += report.kind == KEYFRAME or report.keyframe_bytes > 0
         held = await store.held(RUN)
         assert sum(kind == KEYFRAME and at < version - GRACE_COUNT for at, kind in held) <= 1
@@ -501,22 +568,3 @@ def test_the_publisher_does_not_load_torch_by_itself() -> None:
     root = Path(__file__).resolve().parents[4]
 
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(root / "src")}).returncode == 0
-
-
-async def test_a_head_that_went_back_is_followed_by_a_keyframe(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    # Given versions 0 and 1, of which the broker forgets the second, as a replica that takes over may
-    await publisher.publish(model.named_parameters(), 0)
-    before = store.tables.remember()
-    train(model)
-    await publisher.publish(model.named_parameters(), 1)
-    store.tables.fall_back(before)
-
-    # When the trainer goes on
-    train(model)
-    report = await publisher.publish(model.named_parameters(), 2)
-
-    # Then what it publishes needs nothing that was lost
-    assert report.kind == KEYFRAME
-    await assert_published(store, model)

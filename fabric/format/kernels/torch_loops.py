@@ -1,0 +1,98 @@
+"""Comparing and writing bits that are on a device, by torch: see protocol.py for what each does.
+
+- Bits are flat tensors of INTEGERS. Nothing is computed with them but whether they are equal, so it does not matter
+  that torch's are signed.
+- `changes` takes at most TEMPORARY_FACTOR times the bytes of a block on the device, for each thread that calls it.
+- Where the device has no room, `changes` finds too many, as what is brought to the host whole takes none there; `write`
+  goes by way of the host, and `copies` stay there.
+- What the trainer wrote must be there, or be queued on the device's default stream.
+- Tested on the CPU; unverified on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .protocol import Bits, Changes, Flat, Scratch
+
+log = logging.getLogger(__name__)
+
+TEMPORARY_FACTOR = 8  # 1-byte elements: mask 1, a third of the positions as int64 2.4, and as int32 1.2, bits 0.6
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changes(old: torch.Tensor, new: torch.Tensor, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
+    try:
+        mask = old != new
+        count = int(mask.count_nonzero())
+        if count > count_max:
+            return count, None
+        places = mask.nonzero().reshape(-1)
+        found = places.int(), old[places], new[places]
+    except torch.OutOfMemoryError as error:
+        if not scratch.is_warned:
+            log.warning("weights.device_is_full", extra={"error": str(error)})
+        scratch.is_warned = True
+        return len(old), None
+    return count, Changes(*map(on_host, found))
+
+
+def is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
+    try:
+        return torch.equal(old, new)
+    except torch.OutOfMemoryError:
+        return np.array_equal(on_host(old), on_host(new))
+
+
+def write(bits: torch.Tensor, indices: NDArray[np.uint32] | None, values: Bits) -> None:
+    if indices is None:
+        bits.copy_(as_tensor(values))
+        return
+    try:
+        bits[as_tensor(indices).to(bits.device).long()] = as_tensor(values).to(bits.device)
+    except torch.OutOfMemoryError:  # the head has moved, so this must not fail
+        whole = np.array(on_host(bits))
+        whole[indices] = values
+        bits.copy_(as_tensor(whole))
+
+
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        tensor = tensor.contiguous()
+    except torch.OutOfMemoryError:
+        tensor = tensor.cpu().contiguous()
+    return tensor.reshape(-1).view(INTEGERS[tensor.element_size()])
+
+
+def copies(bits: Mapping[str, Flat], beside: Mapping[str, Flat]) -> dict[str, Flat]:
+    try:
+        return {name: _copy(flat, beside[name]) for name, flat in bits.items()}
+    except torch.OutOfMemoryError as error:
+        log.warning("weights.kept_on_host", extra={"error": str(error)})
+    return {name: np.array(on_host(flat)) for name, flat in bits.items()}
+
+
+def on_host(flat: Flat) -> Bits:
+    if isinstance(flat, np.ndarray):
+        return flat
+    array: Bits = flat.cpu().numpy()
+    return array.view(f"<u{flat.element_size()}")
+
+
+def as_tensor(array: Bits) -> torch.Tensor:
+    """Numbers of the host as torch's integers, in the same memory; a copy where that may not be written."""
+    signed: Any = array.view(np.uint8 if array.itemsize == 1 else f"<i{array.itemsize}")
+    return torch.from_numpy(signed if signed.flags.writeable else signed.copy())
+
+
+def _copy(flat: Flat, beside: Flat) -> Flat:
+    if isinstance(beside, np.ndarray):
+        return np.array(on_host(flat))
+    tensor = as_tensor(flat) if isinstance(flat, np.ndarray) else flat
+    return tensor.to(beside.device, copy=True)

@@ -1,0 +1,320 @@
+"""The ranks that publish together, as one. Rank 0 gives orders; every rank, itself too, carries them out on its part.
+
+- One process is a group of one: it tells nobody anything, and raises errors as they are.
+- No weights pass between ranks. Ranks say where their parts lie, and send a manifest of each part; rank 0 joins these.
+- Threads read the trainer's tensors, and have ended when `publish` has (borrowing.py).
+- A rank answers with its error, so no other rank waits in vain. The error that rank 0 raises names the rank.
+- Every order says at which version the copies are; so the other ranks advance theirs when rank 0 has.
+- Memory: on each rank a copy of its own part, and its part of the encoded version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...fabric.contract.errors import FabricError, LayoutMismatch, WeightError
+from ...fabric.format.codec import Bits
+from ...fabric.format.layout import Layout
+from ...fabric.format.manifest import BlockRow, WeightManifest
+from ...fabric.format.regions import Region, cut_digest
+from ...fabric.ports.weights import WeightStore
+from ...fabric.rules.weights.chain import DELTA, KEYFRAME
+from ...fabric.rules.weights.publish import version_number
+from ...fabric.versions.rank_parts import check_regions
+from ...fabric.versions.snapshot import THREAD_COUNT_MAX, Check, Identity, Prepared, Snapshot, packed
+from .borrowing import in_thread
+from .messages import RankMessage, heard, rebuilt, said, told
+from .tensors import ComparesOn, Named, Parts, collect
+
+if TYPE_CHECKING:
+    from .exchange import RankExchange  # loads torch
+
+log = logging.getLogger(__name__)
+
+Order = Mapping[str, Any]
+
+
+class Ranks:
+    """The copies of the weights that all ranks hold, and versions made from them; on each rank, one of these.
+
+    Args:
+        exchange: with the other ranks; None: there are no others.
+        thread_count: how many blocks a rank encodes at a time; by default an even share of the processors.
+
+    Attributes:
+        version: of the copies; -1: there are none.
+        parts: this rank's, from the trainer, while it publishes.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        exchange: RankExchange | None,
+        *,
+        compares_on: ComparesOn,
+        thread_count: int | None = None,
+    ) -> None:
+        self.version = -1
+        self.parts: Parts | None = None
+        self._store = store
+        self._exchange = exchange
+        self._rank, self._size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+        self._compares_on: ComparesOn = compares_on
+        share = max(1, (os.cpu_count() or 1) // self._size)
+        self._thread_count = thread_count or min(THREAD_COUNT_MAX, share)
+        self._snapshot: Snapshot | None = None
+        self._own: Prepared | None = None  # on other ranks than 0: its part of the version prepared last
+        self._met: list[Any] = []  # the boxes of each rank, as this publish has them
+        self._begun: list[Any] = []  # and as the copies have
+        self._firsts: list[int] = []  # of the version prepared last: each rank's first chunk
+        self._cut = ""
+
+    # ---- on every rank
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0."""
+        return self._rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank's copy is all there is: others listen only while they publish."""
+        return self._size == 1
+
+    async def hello(self, named: Named, version: int) -> RankMessage:
+        """Collect this rank's parts; the message says where they lie, or why there are none.
+
+        Raises:
+            WeightError: a rank is gone.
+        """
+        if self._exchange is not None:
+            self._exchange.check()
+
+        def collected(check: Check) -> RankMessage:
+            number = version_number(version)
+            self.parts = collect(named, self._compares_on, check, rank=self._rank, size=self._size)
+            boxes = np.array(self.parts.boxes, dtype=np.int64).reshape(-1)
+            return RankMessage(facts={"version": number, "layout": self.parts.layout.digest}, rows=boxes)
+
+        found = await self._outcome(partial(in_thread, collected))
+        return found if isinstance(found, RankMessage) else said(found)
+
+    def interrupt(self) -> None:
+        """End this publish and all later ones: a late message of this one would be taken for one of the next."""
+        if self._exchange is None:
+            return
+        self._exchange.lost = f"rank {self._rank} was interrupted while publishing: start the ranks again"
+        if self.is_lead:  # nobody waits: the others may be gone
+            error = WeightError(self._exchange.lost)
+            asyncio.get_running_loop().run_in_executor(None, self._tell_now, {"do": "end", **told(error)})
+
+    async def follow(self, hello: RankMessage) -> dict[str, Any]:
+        """Carry out orders until rank 0 ends the publish; returns the fields of its report.
+
+        Raises:
+            FabricError: rank 0 raised it, or is gone.
+        """
+        assert self._exchange is not None
+        exchange = self._exchange
+        await asyncio.to_thread(exchange.send, hello)
+        while True:
+            order = (await asyncio.to_thread(exchange.receive)).facts
+            own, snapshot = self._own, self._snapshot
+            if own is not None and snapshot is not None and own.manifest.version == order["at"] != snapshot.version:
+                snapshot.advance(own)
+            if order["do"] == "end":
+                return self._ended(order)
+            work = partial(self._put_own, order) if order["do"] == "put" else partial(in_thread, self._work_of(order))
+            result = await self._outcome(work)
+            self._own = result if isinstance(result, Prepared) else self._own
+            await asyncio.to_thread(exchange.send, said(result))
+
+    def _ended(self, order: Order) -> dict[str, Any]:
+        assert self._exchange is not None
+        if "error" in order:
+            self._exchange.lost = self._exchange.lost or order["lost"]
+            raise rebuilt(order)
+        report: dict[str, Any] = order["report"]
+        return report
+
+    async def _outcome(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the result of `work`; where other ranks wait for it, also return an error."""
+        try:
+            return await work()
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            log.warning("weights.rank_failed", exc_info=True, extra={"rank": self._rank})
+            return error if isinstance(error, FabricError) else WeightError(f"{type(error).__name__}: {error}")
+
+    def _work_of(self, order: Order) -> Callable[[Check], Any]:
+        """The function that carries out an order on this rank's part."""
+
+        def work(check: Check) -> Prepared | bool | None:
+            do, parts = order["do"], self.parts
+            if do == "begin":
+                assert parts is not None
+                self._snapshot = self._copied(parts.layout, parts.bits, -1)
+                return None
+            assert self._snapshot is not None
+            if do == KEYFRAME:
+                return self._snapshot.prepare_keyframe(Identity(**order["identity"]), check)
+            assert parts is not None
+            if do == DELTA:
+                return self._snapshot.prepare_delta(Identity(**order["identity"]), parts.bits, check)
+            return self._snapshot.equals(parts.bits, check)
+
+        return work
+
+    def _copied(self, layout: Layout, bits: Mapping[str, Bits], version: int) -> Snapshot:
+        """Copy bits of this rank's part to where the trainer's bits are."""
+        assert self.parts is not None
+        boxes, beside = self.parts.boxes, self.parts.bits
+        return Snapshot(layout, bits, version, boxes=boxes, beside=beside, thread_count=self._thread_count)
+
+    async def _put_own(self, order: Order) -> None:
+        own = self._own
+        assert own is not None and own.manifest.version == order["version"]
+        # As much of the whole manifest as says where its chunks lie.
+        stub = replace(own.manifest, chunk_bytes=np.zeros(order["chunk_count"], dtype=np.int32))
+        await self._store.put_chunks(stub, order["firsts"][self._rank], own.chunks)
+
+    # ---- on rank 0
+
+    async def meet(self, hello: RankMessage) -> tuple[int, Layout]:
+        """Gather all ranks; require that they publish one version of one model, and hold all of it; returns both.
+
+        Raises:
+            FabricError: they do not, or a rank has failed or is gone; named.
+        """
+        hellos = [hello, *await self._gathered()]
+        self._require([heard(message) for message in hellos])
+        for what in ("version", "layout"):
+            words = [str(message.facts[what]) for message in hellos]
+            other = next((rank for rank, word in enumerate(words) if word != words[0]), None)
+            if other is not None:
+                raise LayoutMismatch(
+                    f"rank {other} publishes {what} {words[other]}, rank 0 {words[0]}: all must publish the same",
+                    ranks=[other],
+                )
+        assert self.parts is not None
+        width = len(Region._fields)
+        met = [[Region(*row) for row in message.rows.reshape(-1, width).tolist()] for message in hellos]
+        if met != self._met:
+            check_regions(self.parts.layout, [box for boxes in met for box in boxes])
+        self._met = met
+        return hello.facts["version"], self.parts.layout
+
+    @property
+    def is_regrouped(self) -> bool:
+        """Whether ranks have other parts now than the copies are of."""
+        return self._begun != self._met
+
+    def forget(self) -> None:
+        """The copies are not what receivers hold: `begin` before the next version."""
+        self.version = -1
+
+    async def begin(self) -> None:
+        """Have every rank copy what it was given."""
+        assert self.parts is not None
+        self.forget()
+        await self._all({"do": "begin"})
+        self._begun = self._met
+        self._cut = cut_digest(packed(self.parts.layout, [box for boxes in self._met for box in boxes]))
+
+    async def resume(self, layout: Layout, bits: Mapping[str, Bits], version: int) -> None:
+        """Begin with bits that a store holds, instead of the trainer's; there are no other ranks."""
+        assert self.is_alone
+        self._snapshot = await in_thread(lambda _: self._copied(layout, bits, version))
+        self._begun, self.version = self._met, version
+
+    async def prepare(self, identity: Identity, kind: str) -> Prepared:
+        """A version ready to be sent. DELTA: what was given, as it differs from the copies; KEYFRAME: the copies."""
+        facts = {"run_id": identity.run_id, "epoch": identity.epoch, "version": identity.version}
+        own, *others = await self._all({"do": kind, "identity": facts})
+        assert isinstance(own, Prepared)
+        manifests = [own.manifest, *others]
+        counts = [len(manifest.chunk_bytes) for manifest in manifests]
+        self._firsts = [sum(counts[:rank]) for rank in range(len(counts))]
+        return replace(own, manifest=joined(manifests, self._cut)) if others else own
+
+    async def is_same(self) -> bool:
+        """Whether every rank was given what its copy is."""
+        return all(await self._all({"do": "compare"}))
+
+    async def put(self, prepared: Prepared) -> None:
+        """Have every rank send its chunks of the version prepared last; chunks that are all here are any version's."""
+        manifest, count = prepared.manifest, len(prepared.manifest.chunk_bytes)
+        own = partial(self._store.put_chunks, manifest, 0, prepared.chunks)
+        order = {"do": "put", "version": manifest.version, "chunk_count": count, "firsts": self._firsts}
+        await (own() if len(prepared.chunks) == count else self._all(order, own))
+
+    def advance(self, prepared: Prepared) -> None:
+        """Become the version that was prepared; the other ranks follow at the next order."""
+        assert self._snapshot is not None
+        self.forget()  # where this is interrupted, the copy is neither the head nor what was before
+        self._snapshot.advance(prepared)
+        self.version = prepared.manifest.version
+
+    async def end(self, ending: Mapping[str, Any] | Exception) -> None:
+        """Tell the others how it ended: with the report's fields, or an error."""
+        facts = told(ending) if isinstance(ending, Exception) else {"report": ending}
+        await self._tell({"do": "end", **facts})
+
+    async def _all(self, order: Order, own: Callable[[], Awaitable[Any]] | None = None) -> list[Any]:
+        """Have every rank carry out an order, this one by `own` if that is given; returns their results, by rank.
+
+        Raises:
+            FabricError: a rank failed, or is gone; named.
+        """
+        await self._tell(order)
+        results = [await self._outcome(own or partial(in_thread, self._work_of(order)))]
+        results += [heard(message) for message in await self._gathered()]
+        self._require(results)
+        return results
+
+    async def _tell(self, order: Order) -> None:
+        if self._exchange is not None:
+            await asyncio.to_thread(self._tell_now, order)
+
+    def _tell_now(self, order: Order) -> None:
+        assert self._exchange is not None
+        self._exchange.tell(RankMessage(facts={**order, "at": self.version, "lost": self._exchange.lost}))
+
+    async def _gathered(self) -> list[RankMessage]:
+        return [] if self._exchange is None else await asyncio.to_thread(self._exchange.gather)
+
+    def _require(self, results: Sequence[Any]) -> None:
+        """Raise the first rank's error, if one has one."""
+        for rank, result in enumerate(results):
+            if isinstance(result, FabricError):
+                raise type(result)(f"rank {rank}: {result.message}", ranks=[rank])
+
+
+def joined(manifests: Sequence[WeightManifest], cut: str) -> WeightManifest:
+    """The manifest of a version whose parts these are, by rank; their chunks lie in that order. cut: of all parts."""
+    rows: list[BlockRow] = []
+    first = 0
+    for manifest in manifests:
+        rows += [row._replace(chunk=row.chunk + first) for row in manifest.rows]
+        first += len(manifest.chunk_bytes)
+    return replace(
+        manifests[0],
+        cut_digest=cut,
+        blocks=np.array(rows, dtype=np.int64).reshape(-1),
+        block_digests=np.concatenate([each.block_digests for each in manifests]),
+        chunk_bytes=np.concatenate([each.chunk_bytes for each in manifests]),
+        chunk_digests=[digest for each in manifests for digest in each.chunk_digests],
+        chunk_hashes=[digest for each in manifests for digest in each.chunk_hashes],
+        payload_bytes=sum(each.payload_bytes for each in manifests),
+        sums=np.sum([each.sums for each in manifests], axis=0, dtype=np.uint64),
+        changed_count=sum(each.changed_count for each in manifests),
+    )
