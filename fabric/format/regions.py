@@ -120,6 +120,22 @@ def cut_span(tensor: int, spec: TensorSpec, start: int, stop: int) -> list[Regio
     return [Region.span(tensor, first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
+def cut_region(region: Region, spec: TensorSpec) -> list[Region]:
+    """A region in parts of at most BLOCK_BYTES, in order: whole runs, or parts of runs that are longer."""
+    size = BLOCK_BYTES // spec.bits_dtype.itemsize
+    if region.is_contiguous:
+        return cut_span(region.tensor, spec, region.start, region.stop)
+    starts = range(region.start, region.stop, region.stride)
+    if region.run > size:
+        runs = [Region.span(region.tensor, start, start + region.run) for start in starts]
+        return [part for run in runs for part in cut_region(run, spec)]
+    each = size // region.run
+    return [
+        region._replace(start=starts[k], run_count=min(each, region.run_count - k))
+        for k in range(0, region.run_count, each)
+    ]
+
+
 def cut_digest(regions: Iterable[Region]) -> str:
     """xxh3-64, hex, of a cut: versions of one cut can be folded block by block."""
     return xxhash.xxh3_64_hexdigest(np.array([*regions], dtype="<i8").tobytes())

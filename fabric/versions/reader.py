@@ -25,6 +25,7 @@ from ..format.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, WeightManifest
 from ..ports.weights import WeightStore
 from ..rules.weights.chain import KEYFRAME, Link, plan, readable_versions
 from .held import readable
+from .rank_parts import whole
 from .stage import Stage, check_chunk
 
 B = TypeVar("B")
@@ -260,7 +261,7 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
     goal = head.version if version is None else version
     await reader.require(goal, head.version)
     manifests = await reader.plan(None, goal)
-    staged = await reader.stage(manifests, Stage(manifests[-1].tensors, None))
+    staged = await reader.stage(manifests, Stage(whole(manifests[-1].tensors), None))
     layout = manifests[-1].tensors
     return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes().items()})
 

@@ -13,7 +13,7 @@ from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.codec import Bits
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.fabric.versions.stage import commit
+from rollfab.fabric.versions.commit import commit
 from rollfab.workers.engines.base import (
     EngineLimits,
     EngineStats,

@@ -19,16 +19,16 @@ from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
-from rollfab.fabric.versions.rank_plan import cut_for_ranks
+from rollfab.fabric.versions.commit import Staged
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
-from rollfab.fabric.versions.stage import Staged
 from rollfab.workers.engines.base import Bits, Generation, GenerationRequest
 from rollfab.workers.engines.ranks import Ranks, StagedByRanks
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
-from rollfab.workers.engines.vllm.inplace.version_files import HEAD, MappedVersions
+from rollfab.workers.engines.vllm.inplace.version_files import HEAD, MappedVersion
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
+from tests.support.weights.rank_maps import cut_for_ranks
 from tests.vllm import transfer_engines as engines
 from tests.vllm.transfer_engines import QWEN2
 
@@ -110,7 +110,7 @@ class FaultyDoor(LocalDoor):
 
 def damage(path: str) -> None:
     """Turn one bit over in the second half of Q, which rank 1 holds."""
-    (manifest,) = MappedVersions([path]).manifests
+    manifest = MappedVersion(path).manifest
     half = next(spec.element_count for spec in LAYOUT.tensors if spec.name == Q) // 2
     row = next(row for row in manifest.rows if LAYOUT.tensors[row.tensor].name == Q and row.region.start >= half)
     place = HEAD.size + len(manifest.pack()) + int(manifest.chunk_bytes[: row.chunk].sum()) + row.offset
@@ -198,8 +198,8 @@ async def test_after_versions_in_parts_an_engine_is_the_one_that_loaded_the_last
             assert await receiver.update()
             # Then no rank has read all of it, and both together have
             assert receiver.staged is not None
-            assert max(receiver.staged.fetched_bytes) < 0.75 * payload_bytes
-            assert sum(receiver.staged.fetched_bytes) >= payload_bytes
+            assert max(receiver.staged.read_bytes) < 0.75 * payload_bytes
+            assert sum(receiver.staged.read_bytes) >= payload_bytes
         # And a turn in flight went on with the new weights
         await engine.resume("test")
         assert [version for _, _, version in (await ended(engine)).versions] == [2, 4]

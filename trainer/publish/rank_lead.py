@@ -27,11 +27,10 @@ from ...fabric.contract.errors import InputError, LayoutMismatch, WeightError
 from ...fabric.format.codec import Bits
 from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import Head, WeightManifest
-from ...fabric.format.regions import Region, cut_digest
+from ...fabric.format.regions import Region, cut_digest, cut_region
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.weights.chain import DELTA, KEYFRAME
 from ...fabric.versions.rank_parts import check_regions
-from ...fabric.versions.rank_plan import cut_region
 from ...fabric.versions.snapshot import (
     THREAD_COUNT_MAX,
     Check,

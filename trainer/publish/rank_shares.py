@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...fabric.contract.errors import InputError, LayoutMismatch
 from ...fabric.format.codec import Bits, Encoded, Encoder
 from ...fabric.format.layout import Layout, TensorSpec
-from ...fabric.format.regions import Region
-from ...fabric.versions.rank_plan import cut_region
+from ...fabric.format.regions import Region, cut_region
 from ...fabric.versions.snapshot import Check, Part, encode_part, no_check
 from .tensors import Named, pairs_of
 

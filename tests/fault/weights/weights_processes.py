@@ -34,7 +34,7 @@ from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Holder
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
-from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 

@@ -23,9 +23,8 @@ Answer = dict[str, Any]
 
 @dataclass
 class Ranks:
-    """All ranks of one trainer or engine."""
+    """All ranks of one trainer."""
 
-    start: Callable[[int], tuple[BaseProcess, Connection]]
     processes: list[BaseProcess] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
 
@@ -38,10 +37,6 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):
                 self.pipes[rank].send((do, arguments))
         return [self._answer(rank) for rank in ranks]
-
-    def restart(self, rank: int) -> None:
-        """A new process for a rank that was killed."""
-        self.processes[rank], self.pipes[rank] = self.start(rank)
 
     def _answer(self, rank: int) -> Answer:
         try:
@@ -57,19 +52,15 @@ def ranks(size: int, main: Callable[..., None], *arguments: Any) -> Iterator[Ran
     """`size` processes that run main(rank, size, pipe, *arguments)."""
     CONTEXT.set_forkserver_preload(PRELOADED)
 
-    def start(rank: int) -> tuple[BaseProcess, Connection]:
-        ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=main, args=(rank, size, theirs, *arguments), daemon=True)
-        process.start()
-        theirs.close()
-        return process, ours
-
-    made = Ranks(start)
+    made = Ranks()
     try:
         for rank in range(size):
-            process, pipe = start(rank)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=main, args=(rank, size, theirs, *arguments), daemon=True)
+            process.start()
+            theirs.close()
             made.processes.append(process)
-            made.pipes.append(pipe)
+            made.pipes.append(ours)
         yield made
     finally:
         for process in made.processes:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.contract.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.format.manifest import WeightManifest
+from rollfab.fabric.versions.commit import commit
 from rollfab.fabric.versions.reader import fetch_weights
-from rollfab.fabric.versions.stage import commit
 from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.publish.tensors import collect_bits
 from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit

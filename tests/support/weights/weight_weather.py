@@ -23,7 +23,7 @@ from rollfab.fabric.format.digest import state_sums
 from rollfab.fabric.format.layout import Layout
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.rules.weights.chain import Link as ChainLink
-from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit
 from tests.sim.link import Link, Network

@@ -17,7 +17,7 @@ from rollfab.fabric.format.decoder import Decoder
 from rollfab.fabric.format.digest import sum_range
 from rollfab.fabric.format.kernels import load
 from rollfab.fabric.format.kernels.protocol import NUMBA, NUMPY, Kernels
-from rollfab.fabric.versions.scatter import scatter
+from rollfab.fabric.versions.commit import scatter
 
 # The first call on an element width compiles, where no cache of that is there yet.
 pytestmark = pytest.mark.timeout(180)

@@ -8,9 +8,11 @@ import pytest
 from rollfab.fabric.contract.errors import ChainBroken, DigestMismatch, WeightError
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.rules.weights.chain import JUMPS
+from rollfab.fabric.versions.commit import commit
 from rollfab.fabric.versions.fold import fold
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.snapshot import Identity
-from rollfab.fabric.versions.stage import Stage, commit
+from rollfab.fabric.versions.stage import Stage
 from tests.standin.fabric import StandInFabric
 from tests.standin.weight_tables import WeightTables
 from tests.support.processes.relay_nodes import RUN, Trainer
@@ -41,7 +43,7 @@ async def test_a_jump_has_the_effect_of_the_versions_that_it_folds() -> None:
 
     # When
     made = await fold(chain.store, JUMP, JUMPS[0], chain.deltas)
-    stage = Stage(chain.trainer.layout, chain.start, 0)
+    stage = Stage(whole(chain.trainer.layout), chain.start, 0)
     stage.begin(made.manifest)
     for chunk in made.chunks:
         stage.feed(chunk)

@@ -18,9 +18,11 @@ from rollfab.fabric.format.kernels.protocol import Changes
 from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
 from rollfab.fabric.format.regions import Region, cut
 from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
+from rollfab.fabric.versions.commit import commit
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot, encode_part
-from rollfab.fabric.versions.stage import Stage, commit
+from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish.gpu_compare import (
     BROUGHT_FACTOR,
     GROUP_BYTES,
@@ -393,7 +395,7 @@ async def test_a_publisher_on_the_device_writes_what_one_on_the_host_does(store:
         assert published(store) == published(other)
         (manifest,) = await store.manifests(RUN, [(version, report.kind)])
         assert manifest is not None
-        commit(await ChainReader(store, RUN).stage([manifest], Stage(layout, live, version - 1)), live)
+        commit(await ChainReader(store, RUN).stage([manifest], Stage(whole(layout), live, version - 1)), live)
         for name, expected in world.collect("host")[1].items():
             np.testing.assert_array_equal(live[name], expected)
     assert report.kind == DELTA

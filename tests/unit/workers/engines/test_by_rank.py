@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,6 @@ torch = pytest.importorskip("torch")
 
 from rollfab.fabric.contract.errors import DigestMismatch, EngineError, WeightError  # noqa: E402
 from rollfab.fabric.format.layout import Layout, TensorSpec  # noqa: E402
-from rollfab.fabric.versions.rank_plan import cut_for_ranks  # noqa: E402
 from rollfab.fabric.versions.snapshot import Identity, Snapshot  # noqa: E402
 from rollfab.workers.engines.base import Bits, StagedWeights, TurnsAtCommit  # noqa: E402
 from rollfab.workers.engines.vllm.inplace import by_rank  # noqa: E402
@@ -21,9 +22,11 @@ from rollfab.workers.engines.vllm.inplace.pieces import integers, piece_of  # no
 from rollfab.workers.engines.vllm.inplace.placement import Memory, Placement  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.rank_answers import StageOrder  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.rank_part import RankPart  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.version_files import HEAD  # noqa: E402
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver  # noqa: E402
 from tests.standin.fabric import StandInFabric  # noqa: E402
 from tests.standin.weight_tables import WeightTables  # noqa: E402
+from tests.support.weights.rank_maps import cut_for_ranks  # noqa: E402
 
 RUN = "parts"
 LAYOUT = Layout(
@@ -162,6 +165,15 @@ def assert_holds(engine: PartsEngine, bits: dict[str, Bits]) -> None:
                 assert torch.equal(held, expected), name
 
 
+def turn_over(path: Path, place: int) -> None:
+    """One bit of a byte."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
 @pytest.mark.parametrize("rank_count", [1, 2, 4])
 async def test_after_a_chain_each_rank_holds_its_slice_of_the_dense_result(rank_count: int) -> None:
     trainer, engine = Trainer(rank_count), PartsEngine(rank_count)
@@ -183,8 +195,8 @@ async def test_a_rank_reads_its_own_blocks_alone() -> None:
     await receiver._reader.stage(await receiver._reader.plan(None, 0), gathering)
     staged = await ranks.stage(gathering, None)
     gathering.close()
-    assert max(staged.fetched_bytes) < 0.3 * payload_bytes
-    assert sum(staged.fetched_bytes) >= payload_bytes
+    assert max(staged.read_bytes) < 0.3 * payload_bytes
+    assert sum(staged.read_bytes) >= payload_bytes
 
 
 async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_are_until_a_keyframe_heals_it() -> None:
@@ -197,7 +209,7 @@ async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_
     before = await engine.read_weights()
 
     await trainer.publish(0.5)
-    with pytest.raises(DigestMismatch, match=r"in column\.weight: no rank committed"):
+    with pytest.raises(DigestMismatch, match=r"tensor column\.weight differs"):
         await receiver.update()
     assert receiver.version == 0
     after = await engine.read_weights()
@@ -246,6 +258,23 @@ async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(
     assert_holds(engine, trainer.bits)
 
 
+async def test_a_block_that_is_damaged_on_its_way_to_a_rank_keeps_all_of_them_where_they_are() -> None:
+    # Given a version that was gathered well, and then a byte that only rank 1 reads turned over in its file
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish()
+    (manifest,) = await receiver._reader.plan(None, 0)
+    with closing(engine.ranks.gather()) as gathering:
+        await receiver._reader.stage([manifest], gathering)
+        row = next(row for row in manifest.rows if row.tensor == 0 and row.start)
+        before = int(manifest.chunk_bytes[: row.chunk].sum()) + row.offset
+        turn_over(Path(gathering.paths[0]), HEAD.size + len(manifest.pack()) + before)
+
+        # When, Then
+        with pytest.raises(WeightError, match=r"any rank: rank 1 DigestMismatch: a block in chunk 0 of version 0"):
+            await engine.ranks.stage(gathering, None)
+
+
 async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_there() -> None:
     trainer, engine = Trainer(2), PartsEngine(2)
     receiver = receiver_of(trainer, engine)
@@ -255,7 +284,7 @@ async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_t
     norm ^= 1
     engine.door.parts[1].was_written()
     await trainer.publish(0.01)  # changes next to nothing of it
-    with pytest.raises(DigestMismatch, match=r"in norm\.weight; rank 1 differs from another"):
+    with pytest.raises(DigestMismatch, match=r"on rank 1 than on another that holds the same, in norm\.weight"):
         await receiver.update()
 
 
