@@ -26,8 +26,8 @@ from typing import NamedTuple
 import xxhash
 
 from ..contract.clock import Clock, SystemClock
-from ..format.manifest import WeightManifest
-from ..ports.weights import Range, WeightStore
+from ..format.manifest import WeightManifest, pieces
+from ..ports.weights import WeightStore
 from .node_cache import TURN, ChunkCache, ChunkName, chunk_name
 from .passing import PassingStore
 from .relay_options import RelayOptions
@@ -36,7 +36,6 @@ from .relay_parents import Parents
 log = logging.getLogger(__name__)
 
 STALL_COUNT_MAX = 4
-RANGES_PIECE_BYTES = 16 << 20  # of whole chunks in memory while parts of them are taken
 STALLED_COUNT_MAX = 256  # tokens remembered; a stalled owner is rare
 
 Found = dict[int, bytes | None]  # by index; None: not held any more
@@ -79,19 +78,6 @@ class RelayedStore(PassingStore):
         else:
             found = await self._complete(self._cache, manifest, indices)
         return [found[index] for index in indices]
-
-    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
-        """Parts of chunks. With a cache whole chunks are fetched: the ranks of a node need all of them together."""
-        if self._cache is None:
-            return await self.inner.chunk_ranges(manifest, ranges)
-        parts: list[bytes | None] = [None] * len(ranges)
-        for piece in pieces(manifest, sorted({index for index, _, _ in ranges}), RANGES_PIECE_BYTES):
-            whole = dict(zip(piece, await self.chunks(manifest, piece), strict=True))
-            for place, (index, start, length) in enumerate(ranges):
-                data = whole.get(index)
-                if data is not None:
-                    parts[place] = data[start : start + length]
-        return parts
 
     async def cached(self, names: Sequence[ChunkName]) -> list[bytes | None]:
         """What the node has by itself, verified; None for the rest."""
@@ -182,13 +168,13 @@ class RelayedStore(PassingStore):
         self, manifest: WeightManifest, indices: Sequence[int]
     ) -> AsyncGenerator[tuple[int, bytes | None], None]:
         """Chunks from the parents, verified, then the rest from the broker, unchecked."""
-        left = dict.fromkeys(indices)
+        left, sizes = dict.fromkeys(indices), manifest.chunk_bytes.tolist()
         if self._parents is not None:
             async with aclosing(self._parents.chunks(manifest, indices)) as arriving:
                 async for index, data in arriving:
                     del left[index]
                     yield index, data
-        for piece in pieces(manifest, list(left), self._options.piece_bytes):
+        for piece in pieces(((index, sizes[index]) for index in left), self._options.piece_bytes):
             for index, chunk in zip(piece, await self.inner.chunks(manifest, piece), strict=True):
                 yield index, chunk
 
@@ -219,20 +205,6 @@ class _Patience:
                 self._renewed_s = self._since_s
             self._owner = owner
         return self._clock.now_s() - self._since_s >= self._stall_s
-
-
-def pieces(manifest: WeightManifest, indices: Sequence[int], piece_bytes: int) -> list[list[int]]:
-    """`indices` in their order, in pieces of at most `piece_bytes`, or one chunk."""
-    found: list[list[int]] = []
-    room = 0
-    for index in indices:
-        size = int(manifest.chunk_bytes[index])
-        if size > room or not found:
-            found.append([])
-            room = piece_bytes
-        found[-1].append(index)
-        room -= size
-    return found
 
 
 def _read(cache: ChunkCache, names: Mapping[int, ChunkName]) -> dict[int, bytes]:

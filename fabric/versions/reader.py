@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..contract.errors import ChainBroken, DigestMismatch, FabricError, VersionUnknown, WireError
 from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
-from ..format.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, WeightManifest
+from ..format.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, WeightManifest, pieces
 from ..ports.weights import WeightStore
 from ..rules.weights.chain import KEYFRAME, Link, plan, readable_versions
 from .held import readable
@@ -157,8 +157,9 @@ class ChainReader:
             for chunk in chunks:
                 stage.feed(chunk)
 
+        batches = pieces(enumerate(manifest.chunk_bytes.tolist()), FETCH_BYTES_MAX)
         try:
-            await fetch_ahead(_batches(manifest), partial(self._fetch, manifest), feed)
+            await fetch_ahead(batches, partial(self._fetch, manifest), feed)
         except ChainBroken:
             if is_begun or not may_be_gone:
                 raise
@@ -311,19 +312,6 @@ def _with_empty(layout: Layout, bits: dict[str, Bits]) -> dict[str, Bits]:
     """`bits` with the tensors that have no elements, which no version carries."""
     empty = {spec.name: np.zeros(0, spec.bits_dtype) for spec in layout.tensors if spec.element_count == 0}
     return {**bits, **empty}
-
-
-def _batches(manifest: WeightManifest) -> list[list[int]]:
-    """Indices of chunks, in batches of at most FETCH_BYTES_MAX (or one chunk)."""
-    batches: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(manifest.chunk_bytes.tolist()):
-        if size > room or not batches:
-            batches.append([])
-            room = FETCH_BYTES_MAX
-        batches[-1].append(index)
-        room -= size
-    return batches
 
 
 def _sort_out(

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ...format.manifest import WeightManifest, chunk_hash
-from ...ports.weights import Range, WeightStore
+from ...ports.weights import WeightStore
 from ..passing import PassingStore
 
 Name = tuple[str, str, int, str]  # run, content, version, kind
@@ -73,14 +73,6 @@ class CollectedStore(PassingStore):
         missing = [index for index in indices if index not in kept]
         found = dict(zip(missing, await self.inner.chunks(manifest, missing), strict=True)) if missing else {}
         return [kept[index] if index in kept else found[index] for index in indices]
-
-    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
-        kept = self._versions.get(_name(manifest), {})
-        missing = [part for part in ranges if part[0] not in kept]
-        found = iter(await self.inner.chunk_ranges(manifest, missing)) if missing else iter(())
-        return [
-            kept[index][start : start + length] if index in kept else next(found) for index, start, length in ranges
-        ]
 
 
 def _name(manifest: WeightManifest) -> Name:

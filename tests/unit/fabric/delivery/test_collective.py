@@ -31,13 +31,11 @@ async def test_what_was_collected_is_asked_of_nobody_else_and_the_rest_is() -> N
     assert not store.add(manifest, {2: chunks[2]})
     assert not store.add(manifest, {3: chunks[3]})
 
-    # When chunks and parts of chunks are read
+    # When chunks are read
     found = await store.chunks(manifest, [3, 0, 2, 1])
-    parts = await store.chunk_ranges(manifest, [(2, 5, 9), (1, 0, 3), (3, 1, 1)])
 
     # Then each comes from where it is, in the order asked for
     assert found == [chunks[3], chunks[0], chunks[2], chunks[1]]
-    assert parts == [chunks[2][5:14], chunks[1][:3], chunks[3][1:2]]
 
 
 async def test_chunks_of_a_version_that_never_came_out_are_not_taken_for_those_of_its_successor() -> None:
