@@ -93,7 +93,7 @@ async def diff_versions(store: WeightStore, run_id: str, first: int, second: int
     reader = ChainReader(store, run_id)
     manifests = await reader.plan(older, newer)
     staged = await reader.stage(manifests, Stage(whole(manifest.tensors), bits, older, manifest.sums))
-    return await asyncio.to_thread(_diff_writes, manifest.tensors, bits, staged.writes())
+    return await asyncio.to_thread(_diff_writes, manifest.tensors, bits, staged.writes)
 
 
 def numbers(dtype: str, bits: Bits) -> NDArray[np.float64]:

@@ -219,7 +219,7 @@ class _Walk:
         if staged is None:
             return None
         bits = {spec.name: np.zeros(0, spec.bits_dtype) for spec in manifest.tensors.tensors}
-        bits |= {name: np.require(values, requirements="W") for name, (_, values) in staged.writes().items()}
+        bits |= {name: np.require(values, requirements="W") for name, (_, values) in staged.writes.items()}
         return _State(manifest.version, bits, staged.sums)
 
     async def _stage(self, manifest: WeightManifest, live: _State | None) -> Staged | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..format.kernels.protocol import Bits, Indices, Kernels
 from ..format.manifest import Sums
 
 Write = tuple[Indices | None, Bits]  # flat positions, ascending, or None for all; values
+Writes = Mapping[str, Write]
 COMMIT_THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 PIECE_COUNT = 1 << 18  # elements that a thread writes at a time: some tenths of a millisecond
 SCATTER_COUNT_MIN = 1 << 16  # changes that are worth a thread
@@ -25,31 +26,28 @@ SCATTER_COUNT_MIN = 1 << 16  # changes that are worth a thread
 
 @dataclass(slots=True)
 class Staged:
-    """Absolute values of a version, by the names of the rank's tensors.
+    """Absolute values of a version, by the names of the rank's tensors; those without changes are left out.
 
-    sums: uint64 (P,), of every slice of the rank once they are written; of a whole model, of every tensor.
+    sums: uint64 (P,), of every slice of the rank once they are written; of a whole model, of every tensor. Nothing is
+    written by them.
     """
 
     version: int
-    tensors: Mapping[str, Write]
-    sums: Sums
-
-    def writes(self) -> Mapping[str, Write]:
-        """What to write; tensors without changes are left out."""
-        return self.tensors
+    writes: Writes
+    sums: Sums = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
 
     @property
     def changed_count(self) -> int:
         """Elements that a commit writes."""
-        return sum(len(values) for _, values in self.tensors.values())
+        return sum(len(values) for _, values in self.writes.values())
 
 
 def commit(staged: Staged, bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:
     """Write staged values in place. bits: flat, writable stored bits by name. Repeating it changes nothing."""
-    write(staged.writes(), bits, thread_count=thread_count)
+    write(staged.writes, bits, thread_count=thread_count)
 
 
-def write(writes: Mapping[str, Write], bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:
+def write(writes: Writes, bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:
     """Write values in place, in several threads where there is much to write: the engine stands still meanwhile.
 
     Raises:

@@ -264,7 +264,7 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
     manifests = await reader.plan(None, goal)
     staged = await reader.stage(manifests, Stage(whole(manifests[-1].tensors), None))
     layout = manifests[-1].tensors
-    return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes().items()})
+    return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes.items()})
 
 
 class Weights(dict[str, NDArray[Any]]):

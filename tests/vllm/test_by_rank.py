@@ -234,7 +234,7 @@ async def test_a_rank_that_fails_or_dies_as_it_stages_keeps_all_of_them_where_th
         assert await receiver.update()
         assert_equal(await engine.read_weights(), trainer.bits)
         whole = {name: (None, bits) for name, bits in trainer.bits.items()}
-        await engine.apply(Staged(1, whole, np.zeros(0, dtype=np.uint64)))
+        await engine.apply(Staged(1, whole))
         await trainer.publish(0.1)
         assert await receiver.update()
         assert_equal(await engine.read_weights(), trainer.bits)

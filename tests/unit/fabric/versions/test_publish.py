@@ -478,7 +478,7 @@ async def test_a_snapshot_with_a_flipped_bit_is_healed_by_its_next_keyframe() ->
     for chunk in keyframe.chunks:
         stage.feed(chunk)
     stage.end()
-    np.testing.assert_array_equal(stage.finish().writes()["w"][1], snapshot.bits["w"])
+    np.testing.assert_array_equal(stage.finish().writes["w"][1], snapshot.bits["w"])
     np.testing.assert_array_equal(snapshot.sums, keyframe.manifest.sums)
 
 

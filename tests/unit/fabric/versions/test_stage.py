@@ -241,7 +241,7 @@ def check_stage(shape: Shape, ranks: int, block: int, densities: Sequence[float]
     group.assert_holds(shape.split(trainer.states[-1], ranks))
     together = group.stage([trainer.train(density) for density in densities[1:]])
     # a commit that stops after its first tensor, and is done again, twice
-    first = [dataclasses.replace(each, tensors=dict(list(each.writes().items())[:1])) for each in together]
+    first = [dataclasses.replace(each, writes=dict(list(each.writes.items())[:1])) for each in together]
     for staged in (first, together, together):
         group.commit(staged)
     group.assert_holds(shape.split(trainer.states[-1], ranks))

@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 from rollfab.fabric.contract.errors import DigestMismatch, EngineError, WeightError  # noqa: E402
 from rollfab.fabric.format.layout import Layout, TensorSpec  # noqa: E402
+from rollfab.fabric.versions.commit import Staged  # noqa: E402
 from rollfab.fabric.versions.snapshot import Identity, Snapshot  # noqa: E402
-from rollfab.workers.engines.base import Bits, StagedWeights, TurnsAtCommit  # noqa: E402
+from rollfab.workers.engines.base import Bits, TurnsAtCommit  # noqa: E402
 from rollfab.workers.engines.vllm.inplace import by_rank  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.by_rank import VllmRanks, Write  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.pieces import integers, piece_of  # noqa: E402
@@ -92,13 +93,11 @@ class PartsEngine:
         await write()
         return 0.0
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """A whole version."""
         for part, placement in zip(self.door.parts, self.door.placements, strict=True):
             part.was_written()
-            for name, (indices, values) in staged.writes().items():
+            for name, (indices, values) in staged.writes.items():
                 assert indices is None
                 placement.write_all(name, integers(values))
         return 0.0

@@ -74,7 +74,7 @@ class RankPart:
             staged = self._staged if ticket == self._ticket else None
         if staged is None:
             raise WeightError(f"rank {self._rank} has not staged what it is to commit: stage it again")
-        for name, (indices, values) in staged.writes().items():
+        for name, (indices, values) in staged.writes.items():
             flat, bits = self._memories[name].flat, integers(values)
             if indices is None:
                 flat.copy_(bits)
