@@ -15,9 +15,9 @@ import pytest
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch, WeightError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.inspect.safetensors import save_bits
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import EngineLimits, Generation, GenerationRequest, TurnsAtCommit, Writes
-from rollfab.workers.engines.vllm.attached.checkpoint import save_bits
 from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights
 from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
