@@ -22,15 +22,15 @@ from rollfab.fabric.rules.weights.chain import JUMPS
 from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.fabric.versions.fold import fold
 from rollfab.fabric.versions.rank_parts import ShardMap, check_regions, whole
-from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
+from rollfab.fabric.versions.snapshot import Prepared
 from rollfab.fabric.versions.stage import Stage, part_sums
 from rollfab.fabric.versions.vote import Vote, agree, failed_vote, vote
 from tests.standin.fabric import StandInFabric
+from tests.support.weights.random_trainer import RUN, RandomTrainer
 from tests.support.weights.rank_maps import cut_for_ranks, rank_map
 
 pytestmark = pytest.mark.timeout(180)  # the first call on an element width compiles
 
-RUN = "r"
 WHOLE = 0  # of rank counts: one process holds the model as it is
 Bits = NDArray[Any]
 Split = dict[str, list[Bits]]  # each rank's part of a model, by name
@@ -128,44 +128,6 @@ def key_value_groups(rank: int, ranks: int) -> tuple[int, int]:
     return (ranks, rank) if ranks <= 2 else (2, rank * 2 // ranks)
 
 
-class Trainer:
-    """Prepares random changes, and remembers every version whole."""
-
-    def __init__(self, layout: Layout, regions: Sequence[Region] | None = None, seed: int = 0) -> None:
-        self.layout, self.dice = layout, np.random.default_rng(seed)
-        self.snapshot = Snapshot(layout, self.random(), regions=regions, thread_count=1)
-        self.states = [{name: array.copy() for name, array in self.snapshot.bits.items()}]
-        self.versions = [self.snapshot.prepare_keyframe(self.identity(0))]
-        self.snapshot.advance(self.versions[0])
-
-    def random(self) -> dict[str, Bits]:
-        return {
-            spec.name: self.dice.integers(
-                0, 2 ** (8 * spec.bits_dtype.itemsize) - 1, spec.element_count, spec.bits_dtype, endpoint=True
-            )
-            for spec in self.layout.tensors
-        }
-
-    def identity(self, version: int) -> Identity:
-        return Identity(run_id=RUN, epoch=1, version=version)
-
-    def train(self, density: float) -> Prepared:
-        """The next version; so many elements differ, mostly by one."""
-        new = {name: array.copy() for name, array in self.states[-1].items()}
-        for array in new.values():
-            places = self.dice.random(len(array)) < density
-            array[places] += self.dice.choice(np.array([1, -1, 99], np.int64), int(places.sum())).astype(array.dtype)
-        prepared = self.snapshot.prepare_delta(self.identity(len(self.states)), new)
-        self.snapshot.advance(prepared)
-        self.states.append(new)
-        self.versions.append(prepared)
-        return prepared
-
-    def keyframe(self) -> Prepared:
-        """Of the last version."""
-        return self.snapshot.prepare_keyframe(self.identity(len(self.states) - 1))
-
-
 class Group:
     """All ranks of an engine, or the one process that holds its model whole. Padding is of ones, and stays so."""
 
@@ -229,7 +191,7 @@ class Group:
 
 def check_stage(shape: Shape, ranks: int, block: int, densities: Sequence[float], seed: int) -> None:
     """After a keyframe, a delta, several versions in one commit, and a chain, all hold what was published."""
-    trainer = Trainer(shape.layout, shape.cut(block, ranks), seed)
+    trainer = RandomTrainer(shape.layout, shape.cut(block, ranks), seed)
     maps = shape.maps(ranks)
     check_regions(shape.layout, {one.region for each in maps for one in each.slices if one.region.element_count})
     group = Group(maps)
@@ -278,16 +240,16 @@ def test_tensors_of_more_than_one_block_are_brought_on_by_any_densities(ranks: i
 
 
 @cache
-def begun(ranks: int) -> tuple[Trainer, Group, Prepared]:
+def begun(ranks: int) -> tuple[RandomTrainer, Group, Prepared]:
     """A group at version 0, and the delta to version 1. Who writes into it takes its own."""
     shape = Shape(hidden=32)
-    trainer = Trainer(shape.layout, shape.cut(0, ranks))
+    trainer = RandomTrainer(shape.layout, shape.cut(0, ranks))
     group = Group(shape.maps(ranks))
     group.bring(trainer.versions[0])
     return trainer, group, trainer.train(0.3)
 
 
-def begin(ranks: int) -> tuple[Trainer, Group, Prepared]:
+def begin(ranks: int) -> tuple[RandomTrainer, Group, Prepared]:
     begun.cache_clear()
     return begun(ranks)
 
@@ -343,7 +305,7 @@ def test_a_delta_needs_its_base_version(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [WHOLE, 2])
 async def test_a_folded_jump_is_staged_as_any_version(ranks: int) -> None:
     shape = Shape()
-    trainer, group = Trainer(shape.layout, shape.cut(7, ranks)), Group(shape.maps(ranks))
+    trainer, group = RandomTrainer(shape.layout, shape.cut(7, ranks)), Group(shape.maps(ranks))
     group.bring(trainer.versions[0])
     store = StandInFabric().weights
     await store.open_publisher(RUN)
@@ -392,7 +354,7 @@ def test_a_flipped_bit_in_a_chunk_is_found(seed: int) -> None:
 
 def test_chunks_are_of_whole_blocks_and_bounded() -> None:
     layout = Layout((TensorSpec("embed", "bfloat16", (3000, 1000)), TensorSpec("norm", "float32", (9,))))
-    trainer = Trainer(layout, cut(layout))
+    trainer = RandomTrainer(layout, cut(layout))
     trainer.train(0.5)
     for prepared in trainer.versions:
         assert sum(row.length for row in prepared.manifest.rows) == prepared.manifest.payload_bytes
@@ -403,7 +365,7 @@ def test_another_model_is_refused_by_name() -> None:
     layout = Layout((TensorSpec("embed", "bfloat16", (3, 4)), TensorSpec("head", "float32", (4, 5))))
     other = Layout((TensorSpec("embed", "float32", (3, 4)), TensorSpec("extra", "float32", (1,))))
     with pytest.raises(LayoutMismatch) as caught:
-        Stage(whole(other), None).begin(Trainer(layout).versions[0].manifest)
+        Stage(whole(other), None).begin(RandomTrainer(layout).versions[0].manifest)
     assert "1 missing (extra)" in str(caught.value)
     assert "head" in str(caught.value)
     assert "embed: bfloat16[3, 4] instead of float32[3, 4]" in str(caught.value)
