@@ -1,12 +1,5 @@
 """A receiver's side: taking part in the rounds that are offered, and keeping what came.
 
-    store = RelayedStore(fabric.weights, cache)
-    collective = CollectiveReceiver(store, worker_id)
-    while True:                                  # the receiver's loop, or a task of its own
-        await store.wait_head(run_id, version, poll_s)   # also returns when something is offered
-        await collective.attend(run_id)
-        …                                        # stage and commit, from the same store, once the head has moved
-
 - What came is only kept, never applied: the head says what a version is, and the stage verifies it again.
 - A round that fails leaves nothing behind; the version comes in the next round, by the broker, or from a peer.
 """

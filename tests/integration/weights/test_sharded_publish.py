@@ -10,8 +10,7 @@ import pytest
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.reader import fetch_bits
-from tests.support.processes.rank_processes import Answer, Ranks
-from tests.support.processes.sharded_trainer import trainer_ranks
+from tests.support.processes.sharded_trainer import Answer, Ranks, trainer_ranks
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 

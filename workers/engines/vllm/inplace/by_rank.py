@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -154,7 +155,7 @@ class VllmRanks:
 
             async def tell() -> None:
                 self._ticket = ticket
-                await self._door.update({"stage": order.row()}, "vLLM's ranks did not begin to stage")
+                await self._door.update({"stage": asdict(order)}, "vLLM's ranks did not begin to stage")
 
             await self._between(tell)
             return await self._answers(Path(directory), limit_s)

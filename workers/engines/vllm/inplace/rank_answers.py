@@ -35,13 +35,9 @@ class StageOrder:
     files: Sequence[str]
     answers: str
 
-    def row(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"ticket": self.ticket, "have": self.have, "files": list(self.files), "answers": self.answers}
-
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> StageOrder:
-        """The inverse."""
+        """The order that asdict makes such a row of."""
         return cls(ticket=str(row["ticket"]), have=int(row["have"]), files=row["files"], answers=str(row["answers"]))
 
 
