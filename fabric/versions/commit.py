@@ -1,6 +1,7 @@
 """Staged versions written into live weights, while the engine stands still.
 
 - Values are absolute and written in place, so a commit may be repeated or resumed and keeps every address.
+- Engines check all of a commit before they write its first byte (`check_writes`).
 - In several threads where there is much to write.
 """
 
@@ -13,8 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..contract.errors import LayoutMismatch
 from ..format.kernels import load
 from ..format.kernels.protocol import Bits, Indices, Kernels
+from ..format.layout import Layout
 from ..format.manifest import Sums
 
 Write = tuple[Indices | None, Bits]  # flat positions, ascending, or None for all; values
@@ -40,6 +43,45 @@ class Staged:
     def changed_count(self) -> int:
         """Elements that a commit writes."""
         return sum(len(values) for _, values in self.writes.values())
+
+
+def check_writes(layout: Layout, writes: Writes) -> None:
+    """Require that every write is for a tensor of the layout, of its dtype and within its bounds, each element once.
+
+    Raises:
+        LayoutMismatch: names the first that is not.
+    """
+    specs = {spec.name: spec for spec in layout.tensors}
+    for name, (indices, values) in writes.items():
+        spec = specs.get(name)
+        if spec is None:
+            raise LayoutMismatch(
+                f"nothing was written: the commit has tensor {name!r}, which this model has not: publish that model",
+                name=name,
+            )
+        problem = ""
+        if values.dtype != spec.bits_dtype:
+            problem = f"its values are {values.dtype}, stored bits are {spec.bits_dtype}"
+        elif indices is None:
+            if values.shape != (spec.element_count,):
+                problem = f"it has {values.size} values for {spec.element_count} elements"
+        elif indices.shape != values.shape:
+            problem = f"it has {indices.size} positions for {values.size} values"
+        else:
+            problem = _index_problem(indices, spec.element_count)
+        if problem:
+            raise LayoutMismatch(f"nothing was written: tensor {spec} of the commit does not fit: {problem}", name=name)
+
+
+def _index_problem(indices: Indices, element_count: int) -> str:
+    if not len(indices):
+        return ""
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= element_count:
+        return f"positions {low} to {high} are not all below {element_count}"
+    if not (indices[1:] > indices[:-1]).all() and len(np.unique(indices)) != len(indices):
+        return "a position is there twice"
+    return ""
 
 
 def commit(staged: Staged, bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:

@@ -137,8 +137,13 @@ class Stage:
         if self._is_keyframe:
             self._written = {}
             self._sums = [0] * len(self._part.slices)
-        else:
-            _require_base(manifest, self._version)
+        elif manifest.base_version != self._version or self._version < 0:
+            raise ChainBroken(
+                f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
+                f" {self._version}: fetch a keyframe",
+                version=manifest.version,
+                base_version=manifest.base_version,
+            )
         self._manifest = manifest
         self._rows = [[] for _ in manifest.chunk_bytes]
         self._growing, self._room_counts = {}, {}
@@ -327,21 +332,6 @@ def _slice_sum(part: ShardMap, one: ShardSlice, flat: Bits) -> int:
         rows = region._replace(start=region.start + run * region.stride, run_count=count)
         total += rows.sum(key, None, view[run : run + count].reshape(-1))
     return total
-
-
-def _require_base(manifest: WeightManifest, staged_version: int) -> None:
-    """Require that a version that is no keyframe leads on from what is staged.
-
-    Raises:
-        ChainBroken: it does not.
-    """
-    if manifest.base_version != staged_version or staged_version < 0:
-        raise ChainBroken(
-            f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
-            f" {staged_version}: fetch a keyframe",
-            version=manifest.version,
-            base_version=manifest.base_version,
-        )
 
 
 def check_chunk(manifest: WeightManifest, index: int, data: bytes | memoryview) -> None:

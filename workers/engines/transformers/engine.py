@@ -29,14 +29,13 @@ from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
 from ....fabric.contract.models import is_preset
 from ....fabric.format.layout import Layout
-from ....fabric.versions.commit import Staged
+from ....fabric.versions.commit import Staged, check_writes
 from ...serving.guarding.guard import GuardConfig
 from ...serving.guarding.thread import GuardThread
 from ..admission import context_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit
 from ..request import Admission
 from ..steps import StepHook
-from ..writes import check_writes
 
 if TYPE_CHECKING:
     from .loop import EngineLoop

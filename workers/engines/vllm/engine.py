@@ -25,10 +25,9 @@ from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import EngineError, WeightError
 from ....fabric.contract.models import is_preset
 from ....fabric.format.layout import Layout
-from ....fabric.versions.commit import Staged
+from ....fabric.versions.commit import Staged, check_writes
 from ..admission import context_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit, Writes
-from ..writes import check_writes
 from .backends import new_door
 from .common.arena import Mirror
 from .common.backend import Ask, Door
