@@ -5,6 +5,8 @@
 - One process fetches a version at a time (fetch_lock.py), the others take the files as they appear. The kernel gives
   the turn to the next when its owner dies. An owner that shows neither a chunk nor a beat for stall_s is passed by one
   process. It beats while it fetches, for as long as a piece may take (RelayOptions.piece_s).
+- What a collective brought is kept by this process until it is live, as nobody else may have it, and lies in the cache
+  like any other chunk.
 - The cache is a help, never a need: with none, or a full one, or one taken away, chunks come from above.
 - Nothing here waits longer than it takes to fetch, and stall_s for each owner that is stuck. After STALL_COUNT_MAX
   times stall_s without a single chunk or beat a process fetches for itself.
@@ -26,8 +28,8 @@ from typing import NamedTuple
 import xxhash
 
 from ..contract.clock import Clock, SystemClock
-from ..format.manifest import WeightManifest
-from ..ports.weights import Range, WeightStore
+from ..format.manifest import WeightManifest, pieces
+from ..ports.weights import WeightStore
 from .node_cache import TURN, ChunkCache, ChunkName, chunk_name
 from .passing import PassingStore
 from .relay_options import RelayOptions
@@ -36,10 +38,18 @@ from .relay_parents import Parents
 log = logging.getLogger(__name__)
 
 STALL_COUNT_MAX = 4
-RANGES_PIECE_BYTES = 16 << 20  # of whole chunks in memory while parts of them are taken
 STALLED_COUNT_MAX = 256  # tokens remembered; a stalled owner is rare
 
+CAPACITY_BYTES_MIN = 8 << 30
+MEMORY_SHARE = 16  # of the machine's memory, for what is kept; it is filled only until that is live
+
 Found = dict[int, bytes | None]  # by index; None: not held any more
+Version = tuple[str, int, str]  # run, version, kind
+
+
+def default_capacity_bytes() -> int:
+    """A sixteenth of the machine's memory, at least 8 GiB: a bound, not what is taken."""
+    return max(CAPACITY_BYTES_MIN, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MEMORY_SHARE)
 
 
 class RelayedStore(PassingStore):
@@ -49,6 +59,7 @@ class RelayedStore(PassingStore):
         inner: the broker's store.
         cache: of the node; None: every chunk comes from above.
         parents: the relays above this node, asked before the broker.
+        capacity_bytes: the most bytes of chunks that `keep` takes; None: `default_capacity_bytes`.
     """
 
     def __init__(
@@ -59,8 +70,11 @@ class RelayedStore(PassingStore):
         parents: Parents | None = None,
         options: RelayOptions | None = None,
         clock: Clock | None = None,
+        capacity_bytes: int | None = None,
     ) -> None:
         super().__init__(inner)
+        self.capacity_bytes = default_capacity_bytes() if capacity_bytes is None else capacity_bytes
+        self._kept: dict[Version, dict[ChunkName, bytes]] = {}  # oldest first
         self._cache = cache
         self._parents = parents
         self._options = options or RelayOptions()
@@ -72,26 +86,45 @@ class RelayedStore(PassingStore):
         """Whether what is fetched stays for others: without that a relay is of no use to them."""
         return self._cache is not None
 
-    async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
-        if self._cache is None:
-            found: Found = {}
-            await self._fetch(manifest, indices, found)
-        else:
-            found = await self._complete(self._cache, manifest, indices)
-        return [found[index] for index in indices]
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the chunks that were given to `keep` and not forgotten."""
+        return sum(_size(chunks) for chunks in self._kept.values())
 
-    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
-        """Parts of chunks. With a cache whole chunks are fetched: the ranks of a node need all of them together."""
+    async def keep(self, manifest: WeightManifest, chunks: Mapping[int, bytes]) -> bool:
+        """Keep proven chunks, by index, beside those of the same version kept before; returns whether all are there.
+
+        The versions that came first make room: their chunks then come from wherever else they are. A version that is
+        larger than the whole capacity is not kept.
+        """
+        mine = {chunk_name(manifest, index): data for index, data in chunks.items()}
+        merged = self._kept.pop(_version(manifest), {}) | mine
+        if _size(merged) > self.capacity_bytes:
+            return False
+        while self._kept and self.kept_bytes + _size(merged) > self.capacity_bytes:
+            self._kept.pop(next(iter(self._kept)))
+        self._kept[_version(manifest)] = merged
+        if self._cache is not None:
+            for name, data in mine.items():
+                await asyncio.to_thread(_keep, self._cache, name, data)
+        return all(chunk_name(manifest, index) in merged for index in range(len(manifest.chunk_bytes)))
+
+    def forget(self, run_id: str, up_to_version: int) -> None:
+        """Drop what was kept of versions that are live, or of no use any more."""
+        self._kept = {
+            name: chunks for name, chunks in self._kept.items() if name[0] != run_id or name[1] > up_to_version
+        }
+
+    async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
+        kept = self._kept.get(_version(manifest), {})
+        names = {index: chunk_name(manifest, index) for index in indices if kept}
+        found: Found = {index: kept[name] for index, name in names.items() if name in kept}
+        missing = [index for index in indices if index not in found]
         if self._cache is None:
-            return await self.inner.chunk_ranges(manifest, ranges)
-        parts: list[bytes | None] = [None] * len(ranges)
-        for piece in pieces(manifest, sorted({index for index, _, _ in ranges}), RANGES_PIECE_BYTES):
-            whole = dict(zip(piece, await self.chunks(manifest, piece), strict=True))
-            for place, (index, start, length) in enumerate(ranges):
-                data = whole.get(index)
-                if data is not None:
-                    parts[place] = data[start : start + length]
-        return parts
+            await self._fetch(manifest, missing, found)
+        else:
+            found |= await self._complete(self._cache, manifest, missing)
+        return [found[index] for index in indices]
 
     async def cached(self, names: Sequence[ChunkName]) -> list[bytes | None]:
         """What the node has by itself, verified; None for the rest."""
@@ -182,13 +215,13 @@ class RelayedStore(PassingStore):
         self, manifest: WeightManifest, indices: Sequence[int]
     ) -> AsyncGenerator[tuple[int, bytes | None], None]:
         """Chunks from the parents, verified, then the rest from the broker, unchecked."""
-        left = dict.fromkeys(indices)
+        left, sizes = dict.fromkeys(indices), manifest.chunk_bytes.tolist()
         if self._parents is not None:
             async with aclosing(self._parents.chunks(manifest, indices)) as arriving:
                 async for index, data in arriving:
                     del left[index]
                     yield index, data
-        for piece in pieces(manifest, list(left), self._options.piece_bytes):
+        for piece in pieces(((index, sizes[index]) for index in left), self._options.piece_bytes):
             for index, chunk in zip(piece, await self.inner.chunks(manifest, piece), strict=True):
                 yield index, chunk
 
@@ -221,18 +254,12 @@ class _Patience:
         return self._clock.now_s() - self._since_s >= self._stall_s
 
 
-def pieces(manifest: WeightManifest, indices: Sequence[int], piece_bytes: int) -> list[list[int]]:
-    """`indices` in their order, in pieces of at most `piece_bytes`, or one chunk."""
-    found: list[list[int]] = []
-    room = 0
-    for index in indices:
-        size = int(manifest.chunk_bytes[index])
-        if size > room or not found:
-            found.append([])
-            room = piece_bytes
-        found[-1].append(index)
-        room -= size
-    return found
+def _version(manifest: WeightManifest) -> Version:
+    return manifest.run_id, manifest.version, manifest.kind
+
+
+def _size(chunks: Mapping[ChunkName, bytes]) -> int:
+    return sum(map(len, chunks.values()))
 
 
 def _read(cache: ChunkCache, names: Mapping[int, ChunkName]) -> dict[int, bytes]:

@@ -6,13 +6,12 @@
   a first part of the state: the broker's deltas of that move, applied to that part alone, bring it to the rest. So one
   pass is enough however often the peer moves, and large models can be copied while they are trained.
 - A peer that gives less than FAIR_BYTES_PER_S (rules/weights/patience.py) of the state, after slow_s, is left.
-- Memory: the whole state, a block and a piece of a delta.
+- Memory: the whole state, a block, and what a move changes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,9 +26,10 @@ from ..format.manifest import block_digest as digest_of
 from ..format.regions import Region, cut
 from ..ports.weights import WeightStore
 from ..rules.weights.patience import FAIR_BYTES_PER_S
+from ..versions.commit import commit
+from ..versions.rank_parts import ShardMap, ShardSlice, whole
 from ..versions.reader import ChainReader
-from ..versions.stage import check_chunk
-from .node_store import pieces
+from ..versions.stage import Stage
 from .relay_client import Connection
 from .relay_frames import BLOCK, Word
 from .relay_options import RelayOptions
@@ -144,38 +144,14 @@ def _take(decoder: Decoder, data: bytes, region: Region, flat: Bits) -> None:
     region.write(flat, decoded.numbers)
 
 
-async def _bring(store: WeightStore, layout_of: WeightManifest, bits: State, have: int, mark: Mark) -> None:
+async def _bring(store: WeightStore, manifest: WeightManifest, bits: State, have: int, mark: Mark) -> None:
     """Bring the blocks before `mark` from version `have` to the mark's."""
-    for step in await ChainReader(store, layout_of.run_id).plan(have, mark.version):
-        step.check()
-        layout_of.tensors.check(step.tensors)
-        for piece in pieces(step, range(len(step.chunk_bytes)), RelayOptions().piece_bytes):
-            chunks = await store.chunks(step, piece)
-            await asyncio.to_thread(_apply, step, piece, chunks, bits, mark.region)
-
-
-def _apply(
-    step: WeightManifest, indices: Sequence[int], chunks: Sequence[bytes | None], bits: State, end: Region
-) -> None:
-    """Apply some chunks of a version to the elements before `end`, in the order of tensors and positions.
-
-    Raises:
-        PeerLost: a chunk is gone. DigestMismatch, WireError: it is not what it should be.
-    """
-    decoder = Decoder()
-    held = dict(zip(indices, chunks, strict=True))
-    for index, data in held.items():
-        if data is None:
-            raise PeerLost(f"version {step.version}, to which a peer moved, is not held any more")
-        check_chunk(step, index, data)
-    for row in step.rows:
-        data = held.get(row.chunk)
-        if data is None or row.tensor > end.tensor:
-            continue
-        flat = bits[step.tensors.tensors[row.tensor].name]
-        body = memoryview(data)[row.offset : row.offset + row.length]
-        decoded = decoder.decode(body, element_count=row.region.element_count, dtype=flat.dtype)
-        positions = row.region.positions(decoded.indices)
-        count = len(positions) if row.tensor < end.tensor else int(np.searchsorted(positions, end.start))
-        places, numbers = positions[:count], decoded.numbers[:count]
-        flat[places] = numbers if decoded.is_absolute else flat[places] + numbers
+    layout, end = manifest.tensors, mark.region
+    slices = list(whole(layout).slices[: end.tensor])
+    if end.start:
+        slices.append(ShardSlice(Region.span(end.tensor, 0, end.start), layout.tensors[end.tensor].name, 0, end.start))
+    unknown = np.zeros(len(slices), dtype=np.uint64)  # sums are made at the end, of everything
+    stage = Stage(ShardMap(layout, layout, tuple(slices)), bits, have, unknown)
+    reader = ChainReader(store, manifest.run_id)
+    staged = await reader.stage(await reader.plan(have, mark.version), stage)
+    await asyncio.to_thread(commit, staged, bits)

@@ -17,12 +17,12 @@ import hmac
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..contract.errors import FabricError, PeerLost, WireError
 from ..contract.wire import load_json
-from ..format.manifest import WeightManifest
+from ..format.manifest import WeightManifest, pieces
 from .live_copy import LiveServer, SnapshotSource
 from .node_cache import ChunkName, check_chunk_name, chunk_name
 from .node_store import RelayedStore
@@ -186,7 +186,8 @@ class RelayServer:
                 raise WireError(f"a child sent {word.name}")
 
     async def _serve_chunks(self, writer: asyncio.StreamWriter, request: ChunkRequest) -> None:
-        for piece in _pieces(request.names, self._options.piece_bytes):
+        sizes = ((index, name.size) for index, name in request.names.items())
+        for piece in pieces(sizes, self._options.piece_bytes):
             wait_s, stall_s = self._options.busy_s, self._options.patience_s
             found = await while_busy(writer, self._find(request, piece), every_s=wait_s, stall_s=stall_s)
             for index, data in zip(piece, found, strict=True):
@@ -236,16 +237,3 @@ def _has(manifest: WeightManifest, request: ChunkRequest, index: int) -> bool:
     """Whether the child means the same chunk as we do."""
     is_there = 0 <= index < len(manifest.chunk_digests)
     return is_there and chunk_name(manifest, index)[:2] == request.names[index][:2]
-
-
-def _pieces(names: Mapping[int, ChunkName], piece_bytes: int) -> list[list[int]]:
-    """Indices in pieces of at most `piece_bytes`, or one chunk."""
-    found: list[list[int]] = []
-    room = 0
-    for index, name in names.items():
-        if name.size > room or not found:
-            found.append([])
-            room = piece_bytes
-        found[-1].append(index)
-        room -= name.size
-    return found

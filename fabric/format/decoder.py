@@ -31,13 +31,12 @@ class Taken:
     """What a block makes of the elements that it is put on.
 
     positions: int64 (C,), flat in the tensor, ascending, or None for all elements of the block. values: the bits there
-    afterwards. change: by how much the tensor's sum moves, modulo 2^64. is_absolute: no base was needed.
+    afterwards. change: by how much the tensor's sum moves, modulo 2^64.
     """
 
     positions: Indices | None
     values: Bits
     change: int
-    is_absolute: bool
 
 
 class _Block(NamedTuple):
@@ -74,28 +73,6 @@ class Decoder:
         steps = self._kernels.join_steps(packed, rest, block.step_count, int(is_sparse))
         return Decoded(indices, _fitting(steps), is_absolute=False)
 
-    def resolve(
-        self, data: bytes | memoryview, current: Bits | None, element_count: int, dtype: np.dtype[Any]
-    ) -> tuple[Indices | None, Bits | None, Bits]:
-        """What `data` makes of a block that holds `current`, which is not written.
-
-        Args:
-            data: the encoded block.
-            current: unsigned (element_count,), the stored bits that steps add to; None where there are none.
-            element_count, dtype: of the block.
-
-        Returns:
-            indices: int64 (C,), ascending, in the block, or None for all. olds: the bits there before, None for a block
-            of values. values: the bits there after.
-
-        Raises:
-            WireError: not such a block, or one of steps where there is nothing to add them to.
-        """
-        taken = self.take(data, current, element_count, dtype)
-        if taken.positions is None or current is None:
-            return None, None if taken.is_absolute else current, taken.values
-        return taken.positions, current[taken.positions], taken.values
-
     def take(
         self,
         data: bytes | memoryview,
@@ -107,22 +84,26 @@ class Decoder:
         start: int = 0,
         out: tuple[Indices, Bits] | None = None,
     ) -> Taken:
-        """The same in one go with what staging needs: where in the tensor, and by how much its sum moves.
+        """What `data` makes of a block that holds `current`: where in the tensor, and by how much its sum moves.
 
         Args:
-            data, current, element_count, dtype: as of `resolve`.
+            data: the encoded block.
+            current: unsigned (element_count,), the stored bits that steps add to, which are not written; None where
+                there are none.
+            element_count, dtype: of the block.
             key: of the tensor, for its sum (digest.tensor_key); None: the change is not asked for.
             start: flat position in the tensor of the block's first element.
             out: where positions and values are put if the block lists positions: int64 and `dtype`, with room for its
                 changed count; by default new arrays. What is returned are their first C elements.
 
         Raises:
-            WireError: as `resolve`, or more positions than `out` has room for.
+            WireError: not such a block, one of steps without anything to add them to, or of more positions than there
+                is room for.
         """
         block = self._open(data, element_count, dtype)
         if block.mode == VALUES:
             values = join_planes(block.streams, element_count, dtype)
-            return Taken(None, values, self._change(key, start, current, values), is_absolute=True)
+            return Taken(None, values, self._change(key, start, current, values))
         if current is None:
             raise WireError("a block of steps needs a base, and none is held")
         assert len(current) == element_count and current.dtype == dtype
@@ -130,11 +111,11 @@ class Decoder:
         if block.mode == STEPS:
             values = _fitting(self._kernels.join_steps(packed, rest, element_count, 0))
             values += current
-            return Taken(None, values, self._change(key, start, current, values), is_absolute=False)
+            return Taken(None, values, self._change(key, start, current, values))
         sparse = Sparse(_gaps(block), block.shift, packed, rest)
         positions, values = _room(out, block.step_count, dtype)
         change = self._kernels.take(current, sparse, key or 0, start, (positions, values))
-        return Taken(positions, values, _fitting(change), is_absolute=False)
+        return Taken(positions, values, _fitting(change))
 
     def put(self, data: bytes | memoryview, bits: Bits, *, key: int | None = None, start: int = 0) -> int:
         """Write what `data` makes of a block into its place: for weights that nobody reads meanwhile.

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -280,6 +280,19 @@ def check_state(manifest: WeightManifest, bits: Mapping[str, NDArray[Any]]) -> S
     sums = state_sums(manifest.tensors, bits)
     manifest.check_sums(sums)
     return sums
+
+
+def pieces(sizes: Iterable[tuple[int, int]], bytes_max: int) -> list[list[int]]:
+    """Indices in their order, in pieces of at most `bytes_max`, or one index. sizes: (index, bytes) of each."""
+    found: list[list[int]] = []
+    room = 0
+    for index, size in sizes:
+        if size > room or not found:
+            found.append([])
+            room = bytes_max
+        found[-1].append(index)
+        room -= size
+    return found
 
 
 def chunk_digest(data: bytes | memoryview) -> str:

@@ -19,8 +19,10 @@ from ..contract.errors import VersionUnknown
 from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
 from ..ports.weights import WeightStore
+from ..versions.commit import Write
+from ..versions.rank_parts import whole
 from ..versions.reader import ChainReader, fetch_bits
-from ..versions.stage import Stage, Write
+from ..versions.stage import Stage
 
 PIECE_ELEMENTS = 1 << 20
 FLOAT_DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
@@ -90,8 +92,8 @@ async def diff_versions(store: WeightStore, run_id: str, first: int, second: int
     manifest, bits = await fetch_bits(store, run_id, older)
     reader = ChainReader(store, run_id)
     manifests = await reader.plan(older, newer)
-    staged = await reader.stage(manifests, Stage(manifest.tensors, bits, older, manifest.sums))
-    return await asyncio.to_thread(_diff_writes, manifest.tensors, bits, staged.writes())
+    staged = await reader.stage(manifests, Stage(whole(manifest.tensors), bits, older, manifest.sums))
+    return await asyncio.to_thread(_diff_writes, manifest.tensors, bits, staged.writes)
 
 
 def numbers(dtype: str, bits: Bits) -> NDArray[np.float64]:

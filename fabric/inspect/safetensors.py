@@ -1,7 +1,7 @@
-"""Checkpoint files in the safetensors format, read as stored bits.
+"""Checkpoint files in the safetensors format, read and written as stored bits.
 
-The format is a length, a JSON header and the raw bytes. It is read here, mapped and not copied, because its own library
-gives numpy no bfloat16.
+The format is a length, a JSON header and the raw bytes (github.com/huggingface/safetensors, "Format"). Files are read
+here, mapped and not copied, and written, because its own library gives numpy no bfloat16.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..contract.errors import InputError
-from ..contract.wire import load_json
+from ..contract.wire import dump_json, load_json
 from ..format.codec import Bits
-from ..format.layout import TensorSpec
+from ..format.layout import Layout, TensorSpec
 
 INDEX = "model.safetensors.index.json"  # which file has which tensor, where there are several
 LENGTH_BYTES = 8
@@ -132,3 +133,18 @@ def _tensor(file: Path, mapped: mmap.mmap, start: int, name: str, entry: Any) ->
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"{file}: the entry of tensor {name!r} cannot be read", path=str(file)) from error
     return StoredTensor(name, dtype, shape, file, mapped, start + begin, end - begin)
+
+
+def save_bits(path: Path, layout: Layout, bits: Mapping[str, Bits]) -> None:
+    """Write a file of every tensor of `layout`. bits: flat arrays of stored bits by name."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in layout.tensors:
+        begin, end = end, end + spec.byte_count
+        header[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+    text = dump_json(header)
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for spec in layout.tensors:
+            file.write(bits[spec.name].data)

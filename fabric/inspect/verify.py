@@ -25,7 +25,9 @@ from ..format.manifest import BROKER, Head, Sums, WeightManifest, check_state
 from ..ports.weights import WeightStore
 from ..rules.weights.chain import KEYFRAME, plan
 from ..versions.checked import ABSENT, Chunk, checked_chunks
-from ..versions.stage import Stage, Staged, commit
+from ..versions.commit import Staged, commit
+from ..versions.rank_parts import whole
+from ..versions.stage import Stage
 
 NAMES_SHOWN_MAX = 3
 
@@ -217,7 +219,7 @@ class _Walk:
         if staged is None:
             return None
         bits = {spec.name: np.zeros(0, spec.bits_dtype) for spec in manifest.tensors.tensors}
-        bits |= {name: np.require(values, requirements="W") for name, (_, values) in staged.writes().items()}
+        bits |= {name: np.require(values, requirements="W") for name, (_, values) in staged.writes.items()}
         return _State(manifest.version, bits, staged.sums)
 
     async def _stage(self, manifest: WeightManifest, live: _State | None) -> Staged | None:
@@ -229,7 +231,7 @@ class _Walk:
         stage = None
         if can_stage:
             bits, have, sums = (live.bits, live.version, live.sums) if live is not None else (None, -1, None)
-            stage = Stage(manifest.tensors, bits, have, sums)
+            stage = Stage(whole(manifest.tensors), bits, have, sums)
         try:
             if stage is not None:
                 await asyncio.to_thread(stage.begin, manifest)

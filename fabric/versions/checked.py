@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from ..format.manifest import BlockRow, WeightManifest, block_digest, chunk_digest
+from ..format.manifest import BlockRow, WeightManifest, block_digest, chunk_digest, pieces
 from ..ports.weights import WeightStore
 
 FETCH_BYTES_MAX = 16 << 20
@@ -32,7 +32,7 @@ async def checked_chunks(store: WeightStore, manifest: WeightManifest) -> AsyncI
     rows: list[list[tuple[BlockRow, int]]] = [[] for _ in manifest.chunk_bytes]
     for row, digest in zip(manifest.rows, manifest.block_digests.tolist(), strict=True):
         rows[row.chunk].append((row, digest))
-    for batch in batches(manifest.chunk_bytes.tolist()):
+    for batch in pieces(enumerate(manifest.chunk_bytes.tolist()), FETCH_BYTES_MAX):
         found: dict[int, Chunk] = {}
         for _ in range(FETCH_COUNT_MAX):
             wanted = [index for index in batch if index not in found or found[index].problem]
@@ -44,19 +44,6 @@ async def checked_chunks(store: WeightStore, manifest: WeightManifest) -> AsyncI
             }
         for index in batch:
             yield found[index]
-
-
-def batches(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices in batches of at most FETCH_BYTES_MAX, or of one that is larger. sizes: bytes."""
-    found: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if size > room or not found:
-            found.append([])
-            room = FETCH_BYTES_MAX
-        found[-1].append(index)
-        room -= size
-    return found
 
 
 def _look(manifest: WeightManifest, index: int, data: bytes | None, rows: Sequence[tuple[BlockRow, int]]) -> Chunk:

@@ -1,9 +1,9 @@
-"""Which elements of a model one tensor-parallel rank holds, and where; and what of a version it needs.
+"""Which elements of a model one tensor-parallel rank holds, and where.
 
 - A map says of every stretch of a checkpoint tensor that the rank holds where it lies among the rank's own flat
   tensors: split by rows or columns, fused with others, padded, or whole.
 - Stretches of different ranks are equal (replicas) or have nothing in common; so sums over them add up to the model's.
-- Ranks fetch blocks, by byte range: those that hold something of theirs. How layers are split is rank_plan.py's.
+- A process that holds the whole model is a group of one rank, whose map is the identity (`whole`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,7 @@ from numpy.typing import NDArray
 from ..contract.errors import LayoutMismatch
 from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
-from ..format.manifest import BlockRow
 from ..format.regions import Region
-
-GAP_BYTES = 4096  # a request more costs about as much as this many bytes too many
 
 
 class ShardSlice(NamedTuple):
@@ -43,6 +40,15 @@ class ShardSlice(NamedTuple):
         """Whether it is one stretch of both tensors."""
         is_one = self.region.run_count == 1 or self.stride == self.region.run
         return is_one and self.step == 1 and self.region.is_contiguous
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether its elements have the same order in both tensors."""
+        return self.step > 0 and self.stride > (self.region.run - 1) * self.step
+
+    def holds(self, region: Region) -> bool:
+        """Whether a region of the same tensor lies in it, and it is one stretch."""
+        return self.is_contiguous and self.region.start <= region.start and region.stop <= self.region.stop
 
     def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Flat positions in `target` of indices in the region. int64 (C,) both."""
@@ -74,6 +80,15 @@ class ShardMap:
         for place, one in enumerate(self.slices):
             found.setdefault(one.region.tensor, []).append((place, one))
         return found
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether it is the identity: this rank holds the model as it is."""
+        return self.local == self.layout and self.slices == whole(self.layout).slices
+
+    def needs(self, region: Region) -> bool:
+        """Whether a region of the checkpoint holds something of the rank."""
+        return any(overlaps(region, one.region) for _, one in self.by_tensor.get(region.tensor, ()))
 
     @property
     def regions(self) -> NDArray[np.int64]:
@@ -107,13 +122,11 @@ class ShardMap:
             place[...] = True
 
 
-def check_maps(maps: Sequence[ShardMap]) -> None:
-    """Require that the ranks hold every element, in regions that are equal or have nothing in common.
-
-    Raises:
-        LayoutMismatch: names the first tensor of which that is not so.
-    """
-    check_regions(maps[0].layout, {one.region for item in maps for one in item.slices})
+def whole(layout: Layout) -> ShardMap:
+    """The map of the only rank of a model: one slice for each tensor."""
+    regions = [Region.span(tensor, 0, spec.element_count) for tensor, spec in enumerate(layout.tensors)]
+    slices = [ShardSlice(region, layout.tensors[region.tensor].name, 0, region.run) for region in regions]
+    return ShardMap(layout, layout, tuple(slices))
 
 
 def check_regions(layout: Layout, regions: Iterable[Region]) -> None:
@@ -160,44 +173,5 @@ def overlaps(left: Region, right: Region) -> bool:
     return bool(((last >= 0) & (right.start + last * right.stride + right.run > starts)).any())
 
 
-def needed(rows: Iterable[BlockRow], shard_map: ShardMap) -> list[int]:
-    """Which blocks hold something of the rank: places in `rows`, ascending."""
-    held = shard_map.by_tensor
-    return [
-        place
-        for place, row in enumerate(rows)
-        if any(overlaps(row.region, one.region) for _, one in held.get(row.tensor, []))
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Bytes [offset, offset + length) of a chunk, and the blocks in them that are wanted (places in the manifest)."""
-
-    chunk: int
-    offset: int
-    length: int
-    places: tuple[int, ...]
-
-
-def fetches(rows: Sequence[BlockRow], places: Iterable[int], *, gap_bytes: int = GAP_BYTES) -> list[Fetch]:
-    """Byte ranges that hold the wanted blocks; neighbours with a small gap between them are one."""
-    found: list[Fetch] = []
-    for place in sorted(places, key=lambda place: (rows[place].chunk, rows[place].offset)):
-        row = rows[place]
-        last = found[-1] if found else None
-        if last and last.chunk == row.chunk and row.offset - (last.offset + last.length) <= gap_bytes:
-            length = max(last.length, row.offset + row.length - last.offset)
-            found[-1] = Fetch(last.chunk, last.offset, length, (*last.places, place))
-        else:
-            found.append(Fetch(row.chunk, row.offset, row.length, (place,)))
-    return found
-
-
 def _joined(region: Region) -> Region:
     return Region.span(region.tensor, region.start, region.stop) if region.is_contiguous else region
-
-
-def local_zeros(shard_map: ShardMap) -> dict[str, NDArray[Any]]:
-    """Flat stored bits of the rank's tensors, all 0: what a rank without weights begins with."""
-    return {spec.name: np.zeros(spec.element_count, spec.bits_dtype) for spec in shard_map.local.tensors}

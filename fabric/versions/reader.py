@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from ..contract.errors import ChainBroken, DigestMismatch, FabricError, VersionUnknown, WireError
 from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
-from ..format.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, WeightManifest
+from ..format.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, WeightManifest, pieces
 from ..ports.weights import WeightStore
 from ..rules.weights.chain import KEYFRAME, Link, plan, readable_versions
 from .held import readable
+from .rank_parts import whole
 from .stage import Stage, check_chunk
 
 B = TypeVar("B")
@@ -156,8 +157,9 @@ class ChainReader:
             for chunk in chunks:
                 stage.feed(chunk)
 
+        batches = pieces(enumerate(manifest.chunk_bytes.tolist()), FETCH_BYTES_MAX)
         try:
-            await fetch_ahead(_batches(manifest), partial(self._fetch, manifest), feed)
+            await fetch_ahead(batches, partial(self._fetch, manifest), feed)
         except ChainBroken:
             if is_begun or not may_be_gone:
                 raise
@@ -260,9 +262,9 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
     goal = head.version if version is None else version
     await reader.require(goal, head.version)
     manifests = await reader.plan(None, goal)
-    staged = await reader.stage(manifests, Stage(manifests[-1].tensors, None))
+    staged = await reader.stage(manifests, Stage(whole(manifests[-1].tensors), None))
     layout = manifests[-1].tensors
-    return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes().items()})
+    return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes.items()})
 
 
 class Weights(dict[str, NDArray[Any]]):
@@ -310,19 +312,6 @@ def _with_empty(layout: Layout, bits: dict[str, Bits]) -> dict[str, Bits]:
     """`bits` with the tensors that have no elements, which no version carries."""
     empty = {spec.name: np.zeros(0, spec.bits_dtype) for spec in layout.tensors if spec.element_count == 0}
     return {**bits, **empty}
-
-
-def _batches(manifest: WeightManifest) -> list[list[int]]:
-    """Indices of chunks, in batches of at most FETCH_BYTES_MAX (or one chunk)."""
-    batches: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(manifest.chunk_bytes.tolist()):
-        if size > room or not batches:
-            batches.append([])
-            room = FETCH_BYTES_MAX
-        batches[-1].append(index)
-        room -= size
-    return batches
 
 
 def _sort_out(

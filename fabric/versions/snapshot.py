@@ -44,8 +44,8 @@ from ..format.manifest import (
 )
 from ..format.regions import Region, cut, cut_digest, cut_region
 from ..rules.weights.chain import DELTA, KEYFRAME
+from .commit import scatter
 from .entropy import sampled_ratio
-from .scatter import scatter
 
 CHUNK_BYTES = 1 << 20  # a chunk is closed when it reaches this; brokers and clients move 1 to 4 MiB best (measured)
 CHUNK_BYTES_MAX = 4 << 20  # and before a further block would bring it above this

@@ -1,73 +1,42 @@
-"""Staging: versions decoded to absolute values beside the live weights, verified, then written at once.
+"""Staging: versions decoded to absolute values beside the live weights, and verified; commit.py writes them.
 
+- A stage is of what one rank holds (rank_parts.py); a model that is held whole is one slice per tensor, of one rank.
 - Staging reads the live weights and never writes them; the engine generates meanwhile. Only the owner of the engine
   commits, so they stand still.
-- The sums of the live state are carried along with every staged value, and must be those of the manifest before
-  anything is handed out: a wrong base shows at every position that changes.
+- The sums of every slice are carried along with every staged value. Whoever holds all slices compares them with the
+  manifest's before anything is handed out, version by version; ranks do it together (vote.py). A wrong base shows at
+  every position that changes.
 - Several versions are staged as one: later values win, steps add to staged values where there are some. A tensor that
   is staged whole already is brought on in place: nobody else reads it.
-- Committing writes absolute values in place, so it may be repeated or resumed and keeps every address.
 - Memory: 8 bytes and one element per change, and a block; a keyframe, or a tensor mostly changed, as much as it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..contract.errors import ChainBroken, DigestMismatch, WireError
-from ..format.codec import Bits
+from ..format.codec import Bits, Decoded
 from ..format.decoder import Decoder
-from ..format.digest import state_sums, tensor_key
-from ..format.layout import Layout, TensorSpec
+from ..format.digest import sum_at, sum_range, tensor_key
+from ..format.kernels.protocol import Indices
 from ..format.manifest import BlockRow, Sums, WeightManifest, chunk_digest
 from ..format.regions import Region
 from ..rules.weights.chain import KEYFRAME
-from .scatter import scatter
+from .commit import Staged, Write
+from .rank_parts import ShardMap, ShardSlice, overlaps
 
-Indices = NDArray[np.int64]
-Write = tuple[Indices | None, Bits]
 INDEX_BYTES = 8
-COMMIT_THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
-PIECE_COUNT = 1 << 18  # elements that a thread writes at a time: some tenths of a millisecond
-
-
-@dataclass(slots=True)
-class Staged:
-    """Verified absolute values of a version. tensors: name → (flat positions, ascending, or None for all; values).
-
-    sums: uint64 (T,), of the whole state once they are written.
-    """
-
-    version: int
-    tensors: Mapping[str, Write]
-    sums: Sums
-
-    def writes(self) -> Mapping[str, Write]:
-        """What to write; tensors without changes are left out."""
-        return self.tensors
-
-    @property
-    def changed_count(self) -> int:
-        """Elements that a commit writes."""
-        return sum(len(values) for _, values in self.tensors.values())
-
-
-@dataclass(slots=True)
-class _Cell:
-    """Staged values of one tensor. indices: flat positions, ascending, or None for all."""
-
-    indices: Indices | None
-    values: Bits
+SUM_ELEMENTS = 1 << 20  # at a time, where sums of a tile are made anew: bounds what their positions take
 
 
 class _Growing:
-    """What a version says of one tensor, block after block: in room for all positions it names, or the whole tensor.
+    """What a version says of one of the rank's tensors: in room for all positions it names, or the whole tensor.
 
     whole: the tensor, where versions before have staged all of it; it is written in place.
     """
@@ -85,90 +54,103 @@ class _Growing:
         """What is left of it; a block's positions and values are put at its front, and then counted by `add`."""
         return self._positions[self._count :], self._values[self._count :]
 
-    def add(self, region: Region, positions: Indices, values: Bits) -> None:
-        """Some elements of a region; positions and values lie in `room` already, or are copied to it."""
+    def add(self, positions: Indices, values: Bits, *, is_ordered: bool) -> None:
+        """Some elements; positions and values lie in `room` already, or are copied to it."""
         if self.whole is not None:
             self.whole[positions] = values
             return
         if self._count + len(values) > len(self._values):
             raise WireError("its blocks change more elements than its manifest says")
+        if not len(values):
+            return
         end = self._count + len(values)
         if values.base is not self._values:
             self._positions[self._count : end], self._values[self._count : end] = positions, values
         self._count = end
-        self._is_ordered &= region.start >= self._stop and region.is_contiguous
-        self._stop = region.stop
+        self._is_ordered &= is_ordered and int(positions[0]) >= self._stop
+        self._stop = int(positions[-1]) + 1
 
-    def fill(self, region: Region, values: Bits, whole: Callable[[], Bits]) -> None:
-        """All elements of a region. whole: makes a copy of the tensor to put them on, when the first such comes."""
+    def fill(self, whole: Callable[[], Bits]) -> Bits:
+        """The whole tensor, to put a stretch on. whole: makes a copy of it, when the first such comes."""
         if self.whole is None:
             self.whole = whole()
             self.whole[self._positions[: self._count]] = self._values[: self._count]
-        region.write(self.whole, values)
+        return self.whole
 
-    def cell(self) -> _Cell:
+    def write(self) -> Write:
         """Everything, positions ascending."""
         if self.whole is not None:
-            return _Cell(None, self.whole)
+            return None, self.whole
         positions, values = self._positions[: self._count], self._values[: self._count]
         if not self._is_ordered:
             order = np.argsort(positions, kind="stable")
             positions, values = positions[order], values[order]
-        return _Cell(positions, values)
+        return positions, values
 
 
 class Stage:
-    """Collects one or more versions, oldest first, chunk by chunk.
+    """Collects one or more versions, oldest first, chunk by chunk or block by block.
 
     Args:
-        layout: of the engine.
-        live: its flat stored bits by name, or None when there are none: then the first version must be a keyframe.
-        have: the version that `live` is.
-        sums: of `live`, as the last version's; computed here where they are not known (as long as a copy of it takes).
+        part: what is held, of which model (rank_parts.whole: all of it).
+        live: its tensors' flat stored bits by name, or None when there are none.
+        have: the version that `live` is; -1: none, then the first version must be a keyframe, and only elements that
+            are nobody's slice are taken from `live`.
+        sums: of the slices of `live`, as the last commit's; computed here where they are not known (as long as a copy
+            of it takes).
     """
 
     def __init__(
-        self, layout: Layout, live: Mapping[str, Bits] | None, have: int = -1, sums: Sums | None = None
+        self, part: ShardMap, live: Mapping[str, Bits] | None, have: int = -1, sums: Sums | None = None
     ) -> None:
-        self._layout = layout
-        self._keys = [tensor_key(spec.name) for spec in layout.tensors]
+        self._part = part
+        self._keys = [tensor_key(spec.name) for spec in part.layout.tensors]
         self._live = live
         self._version = have if live is not None else -1
-        if live is None:
-            sums = np.zeros(len(layout.tensors), dtype=np.uint64)
+        if live is None or self._version < 0:
+            sums = np.zeros(len(part.slices), dtype=np.uint64)
         elif sums is None:
-            sums = state_sums(layout, live)
+            sums = part_sums(part, live)
         self._sums: list[int] = sums.tolist()
-        self._cells: dict[int, _Cell] = {}
-        self._growing: dict[int, _Growing] = {}
-        self._room_counts: dict[int, int] = {}
+        self._specs = {spec.name: spec for spec in part.local.tensors}
+        self._written: dict[str, Write] = {}
+        self._growing: dict[str, _Growing] = {}
+        self._room_counts: dict[str, int] = {}
         self._decoder = Decoder()
         self._manifest: WeightManifest | None = None
+        self._is_keyframe = False
         self._rows: list[list[BlockRow]] = []
         self._fed_count = 0
 
     def begin(self, manifest: WeightManifest) -> None:
-        """The next version; every chunk of it follows, in order, then `end`.
+        """The next version; every chunk of it follows, in order (`feed`), or every block that is needed (`take`).
 
         Raises:
-            LayoutMismatch: its tensors are not the engine's.
+            LayoutMismatch: its tensors are not the model's.
             ChainBroken: its base is not what is staged or live.
             WireError: this version of the program cannot read it.
         """
         assert self._manifest is None, "the version before has not ended"
-        self._layout.check(manifest.tensors)
+        self._part.layout.check(manifest.tensors)
         manifest.check()
-        if manifest.kind == KEYFRAME:
-            self._cells = {}
-            self._sums = [0] * len(self._layout.tensors)
-        else:
-            check_base(manifest, self._version)
+        self._is_keyframe = manifest.kind == KEYFRAME
+        if self._is_keyframe:
+            self._written = {}
+            self._sums = [0] * len(self._part.slices)
+        elif manifest.base_version != self._version or self._version < 0:
+            raise ChainBroken(
+                f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
+                f" {self._version}: fetch a keyframe",
+                version=manifest.version,
+                base_version=manifest.base_version,
+            )
         self._manifest = manifest
         self._rows = [[] for _ in manifest.chunk_bytes]
         self._growing, self._room_counts = {}, {}
         for row in manifest.rows:
             self._rows[row.chunk].append(row)
-            self._room_counts[row.tensor] = self._room_counts.get(row.tensor, 0) + row.changed_count
+            for target in {one.target for _, one in self._part.by_tensor.get(row.tensor, ())}:
+                self._room_counts[target] = self._room_counts.get(target, 0) + row.changed_count
         self._fed_count = 0
 
     def feed(self, data: bytes | memoryview) -> None:
@@ -182,21 +164,33 @@ class Stage:
         check_chunk(self._manifest, self._fed_count, data)
         view = memoryview(data)
         for row in self._rows[self._fed_count]:
-            self._take(row, view[row.offset : row.offset + row.length], is_keyframe=self._manifest.kind == KEYFRAME)
+            self.take(row, view[row.offset : row.offset + row.length])
         self._fed_count += 1
+
+    def take(self, row: BlockRow, data: memoryview) -> None:
+        """A block, whose digest was found right; nothing where it holds nothing of the rank.
+
+        Raises:
+            WireError: it cannot be decoded; the stage is useless now.
+        """
+        try:
+            self._take(row.region, data)
+        except WireError as error:
+            raise WireError(f"tensor {self._part.layout.tensors[row.tensor].name!r}: {error}") from error
 
     def end(self) -> None:
         """The version is complete.
 
         Raises:
-            DigestMismatch: what was staged is not what the publisher meant; the stage is useless now.
+            DigestMismatch: what was staged is not what the publisher meant; the stage is useless now. Where other ranks
+                hold the rest, they find out together.
         """
         manifest = self._manifest
         assert manifest is not None
-        assert self._fed_count == len(manifest.chunk_bytes)
-        manifest.check_sums(self._sums_array())
-        for tensor, growing in self._growing.items():
-            self._cells[tensor] = _over(self._cells.get(tensor), growing.cell())
+        if self._part.is_whole:
+            manifest.check_sums(self._sums_array())
+        for name, growing in self._growing.items():
+            self._written[name] = _over(self._written.get(name), growing.write())
         self._growing = {}
         self._version = manifest.version
         self._manifest = None
@@ -204,102 +198,140 @@ class Stage:
     def finish(self) -> Staged:
         """All versions together, ready to commit. The stage is empty afterwards."""
         assert self._manifest is None, "a version has not ended"
-        tensors: dict[str, Write] = {}
-        for tensor in sorted(self._cells):
-            spec = self._layout.tensors[tensor]
-            tensors[spec.name] = self._write(spec, self._cells.pop(tensor))
+        names = [spec.name for spec in self._part.local.tensors if spec.name in self._written]
+        tensors = {name: self._smallest(name, self._written.pop(name)) for name in names}
         return Staged(self._version, tensors, self._sums_array())
 
     def _sums_array(self) -> Sums:
         return np.array([total % 2**64 for total in self._sums], dtype=np.uint64)
 
-    def _take(self, row: BlockRow, data: memoryview, *, is_keyframe: bool) -> None:
-        spec, region, key = self._layout.tensors[row.tensor], row.region, self._keys[row.tensor]
-        growing = self._growing.get(row.tensor) or self._begin_tensor(row.tensor, spec, is_keyframe=is_keyframe)
-        positions: Indices | None
-        try:
-            if region.is_contiguous and growing.whole is not None and not is_keyframe:
-                part = growing.whole[region.start : region.stop]
-                self._sums[row.tensor] += self._decoder.put(data, part, key=key, start=region.start)
-                return
-            current = None if is_keyframe else self._current(spec, region)
-            if region.is_contiguous:
-                taken = self._decoder.take(
-                    data, current, region.element_count, spec.bits_dtype, key=key, start=region.start, out=growing.room
-                )
-                positions, values, moved = taken.positions, taken.values, taken.change
-            else:
-                indices, olds, values = self._decoder.resolve(data, current, region.element_count, spec.bits_dtype)
-                moved = region.change(key, indices, current if olds is None else olds, values)
-                positions = None if indices is None else region.positions(indices)
-            self._sums[row.tensor] += moved
-            if positions is None:
-                growing.fill(region, values, lambda: self._whole(row.tensor, spec))
-            else:
-                growing.add(region, positions, values)
-        except WireError as error:
-            raise WireError(f"tensor {spec.name!r}: {error}") from error
+    def _take(self, region: Region, data: memoryview) -> None:
+        dtype = self._part.layout.tensors[region.tensor].bits_dtype
+        decoded: Decoded | None = None
+        for place, one in self._part.by_tensor.get(region.tensor, ()):
+            if not overlaps(region, one.region):
+                continue
+            if region.is_contiguous and one.holds(region):
+                self._take_whole(place, one, region, data)
+                continue
+            if decoded is None:
+                decoded = self._decoder.decode(data, element_count=region.element_count, dtype=dtype)
+            if self._is_keyframe and not (decoded.indices is None and decoded.is_absolute):
+                raise WireError("a block of steps needs a base, and none is held")
+            self._take_part(place, one, region, decoded)
 
-    def _begin_tensor(self, tensor: int, spec: TensorSpec, *, is_keyframe: bool) -> _Growing:
-        room_count = 0 if is_keyframe else min(self._room_counts[tensor], spec.element_count)
-        cell = self._cells.get(tensor)
-        whole = None if cell is None or cell.indices is not None else cell.values
-        made = _Growing(0 if whole is not None else room_count, spec.bits_dtype, whole)
-        self._growing[tensor] = made
-        return made
+    def _take_whole(self, place: int, one: ShardSlice, region: Region, data: memoryview) -> None:
+        """A stretch of the tensor that is a stretch of the rank's, too: decoded and summed in one go."""
+        growing, spec = self._grown(one.target), self._specs[one.target]
+        key, first = self._keys[region.tensor], one.offset + region.start - one.region.start
+        stretch = slice(first, first + region.element_count)
+        if growing.whole is not None and not self._is_keyframe:
+            self._sums[place] += self._decoder.put(data, growing.whole[stretch], key=key, start=region.start)
+            return
+        current = None if self._is_keyframe else self._current(one.target, stretch)
+        taken = self._decoder.take(
+            data, current, region.element_count, spec.bits_dtype, key=key, start=region.start, out=growing.room
+        )
+        self._sums[place] += taken.change
+        if taken.positions is None:
+            growing.fill(partial(self._copy, one.target))[stretch] = taken.values
+            return
+        if first != region.start:
+            np.add(taken.positions, first - region.start, out=taken.positions)
+        growing.add(taken.positions, taken.values, is_ordered=True)
 
-    def _whole(self, tensor: int, spec: TensorSpec) -> Bits:
+    def _take_part(self, place: int, one: ShardSlice, region: Region, decoded: Decoded) -> None:
+        """What any block and any slice have in common."""
+        growing, key = self._grown(one.target), self._keys[region.tensor]
+        where: slice | Indices
+        if decoded.indices is None and region.is_contiguous and one.is_contiguous:
+            start, stop = max(region.start, one.region.start), min(region.stop, one.region.stop)
+            where = slice(one.offset + start - one.region.start, one.offset + stop - one.region.start)
+            numbers = decoded.numbers[start - region.start : stop - region.start]
+            summed: Callable[[Bits], int] = partial(sum_range, key, start)
+        else:
+            positions, numbers = region.positions(decoded.indices), decoded.numbers
+            if one.holds(region):
+                where = positions + (one.offset - one.region.start)
+            else:
+                first, last = np.searchsorted(positions, (one.region.start, one.region.stop))
+                is_inside, indices = one.region.locate(positions[first:last])
+                where = one.targets(indices)
+                positions, numbers = positions[first:last][is_inside], numbers[first:last][is_inside]
+            summed = partial(sum_at, key, positions)
+        is_dense = decoded.indices is None
+        whole = growing.fill(partial(self._copy, one.target)) if is_dense else growing.whole
+        if self._is_keyframe:
+            values = numbers
+        else:
+            olds = self._current(one.target, where) if whole is None else whole[where]
+            values = numbers if decoded.is_absolute else olds + numbers
+            self._sums[place] -= summed(olds)
+        self._sums[place] += summed(values)
+        if whole is not None:
+            whole[where] = values
+        elif not isinstance(where, slice):
+            growing.add(where, values, is_ordered=one.is_ascending)
+
+    def _grown(self, name: str) -> _Growing:
+        found = self._growing.get(name)
+        if found is None:
+            spec, written = self._specs[name], self._written.get(name)
+            whole = written[1] if written is not None and written[0] is None else None
+            is_roomless = self._is_keyframe or whole is not None
+            room_count = 0 if is_roomless else min(self._room_counts[name], spec.element_count)
+            found = self._growing[name] = _Growing(room_count, spec.bits_dtype, whole)
+        return found
+
+    def _copy(self, name: str) -> Bits:
         """A copy of the tensor as staged so far; of a keyframe what comes is not there yet, and will be."""
-        cell = self._cells.get(tensor)
-        if self._live is None or self._manifest is None or self._manifest.kind == KEYFRAME:
-            return np.empty(spec.element_count, dtype=spec.bits_dtype)
-        whole = np.array(self._live[spec.name])
-        if cell is not None and cell.indices is not None:
-            whole[cell.indices] = cell.values
-        return whole
+        if self._live is None or (self._is_keyframe and self._part.is_whole):
+            made = np.empty if self._part.is_whole else np.zeros
+            return made(self._specs[name].element_count, dtype=self._specs[name].bits_dtype)
+        return _filled(self._live[name], self._written.get(name))
 
-    def _current(self, spec: TensorSpec, region: Region) -> Bits:
-        """Values that steps add to, contiguous: staged where there are some, live elsewhere. Not to be written."""
-        tensor = region.tensor
-        cell = self._cells.get(tensor)
-        if cell is not None and cell.indices is None:
-            return region.read(cell.values)
+    def _current(self, name: str, where: slice | Indices) -> Bits:
+        """Values that steps add to: staged where there are some, live elsewhere. Not to be written."""
         assert self._live is not None, "without live weights every tensor is staged whole"
-        block = region.read(self._live[spec.name])
-        if cell is None or cell.indices is None:
+        block: Bits = self._live[name][where]
+        indices, values = self._written.get(name, (None, block))
+        if indices is None or not len(indices):
             return block
-        first, last = np.searchsorted(cell.indices, (region.start, region.stop))
-        if first == last:
+        if isinstance(where, slice):
+            first, last = np.searchsorted(indices, (where.start, where.stop))
+            if first < last:
+                block = block.copy()
+                block[indices[first:last] - where.start] = values[first:last]
             return block
-        is_inside, indices = region.locate(cell.indices[first:last])
-        block = block.copy()
-        block[indices] = cell.values[first:last][is_inside]
+        at, found = _found(indices, where)
+        block[found] = values[at[found]]
         return block
 
-    def _write(self, spec: TensorSpec, cell: _Cell) -> Write:
+    def _smallest(self, name: str, written: Write) -> Write:
         """One write for a tensor: by position, or whole where that is fewer bytes."""
-        width = spec.bits_dtype.itemsize
-        if cell.indices is None or len(cell.values) * (INDEX_BYTES + width) < spec.element_count * width:
-            return cell.indices, cell.values
+        indices, values = written
+        width, count = values.dtype.itemsize, self._specs[name].element_count
+        if indices is None or len(values) * (INDEX_BYTES + width) < count * width:
+            return written
         assert self._live is not None, "without live weights every tensor is staged whole"
-        whole = np.array(self._live[spec.name])
-        whole[cell.indices] = cell.values
-        return None, whole
+        return None, _filled(self._live[name], written)
 
 
-def check_base(manifest: WeightManifest, staged_version: int) -> None:
-    """Require that a version that is no keyframe leads on from what is staged.
+def part_sums(part: ShardMap, live: Mapping[str, Bits]) -> Sums:
+    """The sum of every slice's values, uint64 (P,). live: the rank's flat stored bits by name."""
+    return np.array([_slice_sum(part, one, live[one.target]) % 2**64 for one in part.slices], dtype=np.uint64)
 
-    Raises:
-        ChainBroken: it does not.
-    """
-    if manifest.base_version != staged_version or staged_version < 0:
-        raise ChainBroken(
-            f"{manifest.kind} of version {manifest.version} has base {manifest.base_version}, staged is"
-            f" {staged_version}: fetch a keyframe",
-            version=manifest.version,
-            base_version=manifest.base_version,
-        )
+
+def _slice_sum(part: ShardMap, one: ShardSlice, flat: Bits) -> int:
+    key, region = tensor_key(part.layout.tensors[one.region.tensor].name), one.region
+    if one.is_contiguous:
+        return sum_range(key, region.start, flat[one.offset : one.offset + region.element_count])
+    view, each, total = one.view(flat), max(1, SUM_ELEMENTS // region.run), 0
+    for run in range(0, region.run_count, each):
+        count = min(each, region.run_count - run)
+        rows = region._replace(start=region.start + run * region.stride, run_count=count)
+        total += rows.sum(key, None, view[run : run + count].reshape(-1))
+    return total
 
 
 def check_chunk(manifest: WeightManifest, index: int, data: bytes | memoryview) -> None:
@@ -318,57 +350,36 @@ def check_chunk(manifest: WeightManifest, index: int, data: bytes | memoryview) 
         )
 
 
-def commit(staged: Staged, bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:
-    """Write staged values in place. bits: flat, writable stored bits by name. Repeating it changes nothing."""
-    write(staged.writes(), bits, thread_count=thread_count)
-
-
-def write(writes: Mapping[str, Write], bits: Mapping[str, Bits], *, thread_count: int = 1) -> None:
-    """Write values in place, in several threads where there is much to write: the engine stands still meanwhile.
-
-    Raises:
-        IndexError: a tensor's last position, or its first, lies outside; others may be written.
-    """
-    pieces = [piece for name, each in writes.items() for piece in _pieces(name, bits[name], each)]
-    pieces.reverse()  # what was staged last is still in the caches
-    if thread_count == 1 or len(pieces) == 1:
-        for flat, indices, values in pieces:
-            _write(flat, indices, values)
-        return
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="commit") as pool:
-        list(pool.map(lambda piece: _write(*piece), pieces))
-
-
-def _pieces(name: str, flat: Bits, each: Write) -> Iterator[tuple[Bits, Indices | None, Bits]]:
-    """A tensor's write in parts of at most PIECE_COUNT elements."""
-    indices, values = each
-    if indices is not None and len(indices) and not (indices[0] >= 0 and indices[-1] < len(flat)):
-        raise IndexError(f"tensor {name!r}: position {indices[-1]} lies outside its {len(flat)} elements")
-    for first in range(0, len(values), PIECE_COUNT):
-        part = slice(first, first + PIECE_COUNT)
-        yield (flat[part], None, values[part]) if indices is None else (flat, indices[part], values[part])
-
-
-def _write(flat: Bits, indices: Indices | None, values: Bits) -> None:
-    if indices is None:
-        np.copyto(flat, values)
-    else:
-        scatter(flat, indices, values)
-
-
-def _over(cell: _Cell | None, newer: _Cell) -> _Cell:
-    """`cell` with newer values over it; may reuse its arrays."""
-    if cell is None or newer.indices is None:
+def _over(older: Write | None, newer: Write) -> Write:
+    """`older` with newer values over it; may reuse its arrays."""
+    fresh, changed = newer
+    if older is None or fresh is None:
         return newer
-    if cell.indices is None:
-        cell.values[newer.indices] = newer.values
-        return cell
-    where = np.searchsorted(cell.indices, newer.indices)
-    where[where == len(cell.indices)] = 0
-    found = cell.indices[where] == newer.indices if len(cell.indices) else np.zeros(len(newer.indices), dtype=np.bool_)
-    cell.values[where[found]] = newer.values[found]
+    indices, values = older
+    if indices is None:
+        values[fresh] = changed
+        return older
+    at, found = _found(indices, fresh)
+    values[at[found]] = changed[found]
     if found.all():
-        return cell
-    indices = np.concatenate([cell.indices, newer.indices[~found]])
+        return older
+    indices = np.concatenate([indices, fresh[~found]])
     order = np.argsort(indices, kind="stable")
-    return _Cell(indices[order], np.concatenate([cell.values, newer.values[~found]])[order])
+    return indices[order], np.concatenate([values, changed[~found]])[order]
+
+
+def _found(indices: Indices, wanted: Indices) -> tuple[Indices, NDArray[np.bool_]]:
+    """Where each of `wanted` is in ascending `indices`, and whether it is there at all."""
+    if not len(indices):
+        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.bool_)
+    at = np.searchsorted(indices, wanted)
+    at[at == len(indices)] = 0
+    return at, indices[at] == wanted
+
+
+def _filled(live: Bits, written: Write | None) -> Bits:
+    """A copy of a tensor with staged values in it."""
+    whole = np.array(live)
+    if written is not None:
+        whole[... if written[0] is None else written[0]] = written[1]
+    return whole

@@ -52,6 +52,7 @@ from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import CODEC, HASH, BlockRow, WeightManifest, chunk_digest, chunk_hash
 from rollfab.fabric.queue.rows import event_row, head_row, holder_row, lease_row, version_rows, worker_row
 from rollfab.fabric.rules.weights.chain import plan
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.checks import make_groups
 
@@ -283,7 +284,7 @@ def read_chunk(data: bytes) -> None:
     kind = "keyframe" if choice & 1 else "delta"
     cut = min(len(body), choice)
     rows = [row(0, 0, 0, cut), row(1, 0, cut, len(body) - cut)]
-    stage = Stage(LAYOUT, None if choice & 2 else OLD, 1)
+    stage = Stage(whole(LAYOUT), None if choice & 2 else OLD, 1)
     stage.begin(manifest(kind, [body], rows if choice & 5 else rows[1:]))
     stage.feed(body)
     stage.end()

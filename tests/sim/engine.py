@@ -13,13 +13,12 @@ from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.codec import Bits
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.fabric.versions.stage import commit
+from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.workers.engines.base import (
     EngineLimits,
     EngineStats,
     Generation,
     GenerationRequest,
-    StagedWeights,
     TurnsAtCommit,
 )
 from tests.sim.policy import SHAPES, context_of, ending, extend, next_token, weights_digest
@@ -179,14 +178,12 @@ class FakeEngine:
         self._on_rest("wake")
         return WAKE_S
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """Its tokens follow from their context and the weights alone: it has no KV cache to keep."""
         self._check()
         assert not self._is_asleep, "weights for an engine that sleeps"
         await asyncio.sleep(COMMIT_S)
-        commit(staged, self._bits)  # type: ignore[arg-type]
+        commit(staged, self._bits)
         self._version, self._digest = staged.version, weights_digest(self._bits)
         self._on_apply(self._version, self._digest)
         return COMMIT_S

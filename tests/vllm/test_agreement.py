@@ -20,6 +20,7 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.agreement import Agreement
 from rollfab.fabric.contract.records import Group, Rollout, RunConfig, Sampling, Span
 from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.versions.commit import Staged
 from rollfab.trainer.agreement import FLOAT32, AgreementReporter
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.common.config import VllmConfig
@@ -37,13 +38,8 @@ pickle.dump(logprobs, open(sys.argv[3], "wb"))
 """
 
 
-@dataclass(frozen=True)
-class Staged:
-    version: int
-    tensors: dict[str, Any]
-
-    def writes(self) -> dict[str, Any]:
-        return {name: (None, values.reshape(-1).view(np.uint32)) for name, values in self.tensors.items()}
+def staged(version: int, tensors: dict[str, Any]) -> Staged:
+    return Staged(version, {name: (None, values.reshape(-1).view(np.uint32)) for name, values in tensors.items()})
 
 
 @dataclass
@@ -123,9 +119,9 @@ async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
 
 async def test_vllm_agrees_with_the_trainer_and_a_worker_with_a_wrong_tensor_is_named(bed: Bed) -> None:
     # Given a worker that samples at version 0 and, after a commit, at version 1
-    await bed.engine.apply(Staged(0, bed.tensors[0]))
+    await bed.engine.apply(staged(0, bed.tensors[0]))
     before = await bed.sample("good")
-    await bed.engine.apply(Staged(1, bed.tensors[1]))
+    await bed.engine.apply(staged(1, bed.tensors[1]))
     good = await bed.sample("good")
     # When the trainer compares both batches with its model at version 1
     agreement = await bed.compare(before, good)
@@ -136,7 +132,7 @@ async def test_vllm_agrees_with_the_trainer_and_a_worker_with_a_wrong_tensor_is_
     assert abs(agreement.fresh.importance_sampling_ratio_mean - 1) < 1e-5
     assert agreement.stale.logprob_difference_mean > 0.1
     # When another worker has one tensor that is five percent off, and says version 1 as well
-    await bed.engine.apply(Staged(1, {WRONG: (bed.tensors[1][WRONG] * np.float32(1.05))}))
+    await bed.engine.apply(staged(1, {WRONG: (bed.tensors[1][WRONG] * np.float32(1.05))}))
     agreement = await bed.compare(good, await bed.sample("perturbed"))
     # Then that one is named, and no other
     assert [alarm.worker_id for alarm in agreement.alarms] == ["perturbed"]

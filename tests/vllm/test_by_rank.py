@@ -19,20 +19,19 @@ from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
-from rollfab.fabric.versions.rank_plan import cut_for_ranks
-from rollfab.fabric.versions.snapshot import Identity, Snapshot
-from rollfab.fabric.versions.stage import Staged
+from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Bits, Generation, GenerationRequest
 from rollfab.workers.engines.ranks import Ranks, StagedByRanks
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
-from rollfab.workers.engines.vllm.inplace.version_files import HEAD, MappedVersions
+from rollfab.workers.engines.vllm.inplace.version_files import HEAD, MappedVersion
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
+from tests.support.weights.random_trainer import RUN, RandomTrainer
+from tests.support.weights.rank_maps import cut_for_ranks
 from tests.vllm import transfer_engines as engines
 from tests.vllm.transfer_engines import QWEN2
 
-RUN = "parts"
 LAYOUT = engines.layout_of(QWEN2)
 ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 COLUMNS = ("o_proj.weight", "down_proj.weight")
@@ -44,32 +43,8 @@ REGIONS = cut_for_ranks(
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-class Trainer:
-    """Publishes random weights, cut along the ranks' borders."""
-
-    def __init__(self, store: WeightStore) -> None:
-        self.store = store
-        self.bits = engines.random_bits(LAYOUT, 1)
-        self._snapshot = Snapshot(LAYOUT, self.bits, regions=REGIONS, thread_count=1)
-        self._version = -1
-
-    async def publish(self, fraction: float = 1.0) -> WeightManifest:
-        """The next version; a fraction of all elements is new in it."""
-        self._version += 1
-        identity = Identity(run_id=RUN, epoch=1, version=self._version)
-        if self._version == 0:
-            await self.store.open_publisher(RUN)
-            prepared = self._snapshot.prepare_keyframe(identity)
-        else:
-            fresh, dice = engines.random_bits(LAYOUT, 10 + self._version), np.random.default_rng(self._version)
-            chosen = {name: dice.random(len(bits)) < fraction for name, bits in self.bits.items()}
-            self.bits = {name: np.where(chosen[name], fresh[name], bits) for name, bits in self.bits.items()}
-            prepared = self._snapshot.prepare_delta(identity, self.bits)
-        await self.store.put_chunks(prepared.manifest, 0, prepared.chunks)
-        await self.store.put_manifest(prepared.manifest)
-        await self.store.advance_head(prepared.manifest, 1)
-        self._snapshot.advance(prepared)
-        return prepared.manifest
+def trainer_of_sane_weights() -> RandomTrainer:
+    return RandomTrainer(LAYOUT, REGIONS, draw=lambda version: engines.random_bits(LAYOUT, 1 + version))
 
 
 @pytest.fixture
@@ -110,7 +85,7 @@ class FaultyDoor(LocalDoor):
 
 def damage(path: str) -> None:
     """Turn one bit over in the second half of Q, which rank 1 holds."""
-    (manifest,) = MappedVersions([path]).manifests
+    manifest = MappedVersion(path).manifest
     half = next(spec.element_count for spec in LAYOUT.tensors if spec.name == Q) // 2
     row = next(row for row in manifest.rows if LAYOUT.tensors[row.tensor].name == Q and row.region.start >= half)
     place = HEAD.size + len(manifest.pack()) + int(manifest.chunk_bytes[: row.chunk].sum()) + row.offset
@@ -187,19 +162,19 @@ def directory(tmp_path: Path) -> Path:
 async def test_after_versions_in_parts_an_engine_is_the_one_that_loaded_the_last(
     directory: Path, tmp_path: Path, store: WeightStore
 ) -> None:
-    trainer = Trainer(store)
+    trainer = trainer_of_sane_weights()
     async with engine_of(directory, probes_writes=False) as engine:
-        receiver = Receiver(trainer.store, RUN, engine, options=ReceiverOptions(audit_every=2))
+        receiver = Receiver(store, RUN, engine, options=ReceiverOptions(audit_every=2))
         # Given a keyframe, then a sparse, a dense, and two sparse ones in one commit
         for fractions in ([1.0], [0.02], [1.0], [0.02, 0.05]):
             if len(fractions) == 2:
                 await begun(engine, "through")
-            payload_bytes = sum([(await trainer.publish(fraction)).payload_bytes for fraction in fractions])
+            payload_bytes = sum([(await trainer.publish(store, fraction)).payload_bytes for fraction in fractions])
             assert await receiver.update()
             # Then no rank has read all of it, and both together have
             assert receiver.staged is not None
-            assert max(receiver.staged.fetched_bytes) < 0.75 * payload_bytes
-            assert sum(receiver.staged.fetched_bytes) >= payload_bytes
+            assert max(receiver.staged.read_bytes) < 0.75 * payload_bytes
+            assert sum(receiver.staged.read_bytes) >= payload_bytes
         # And a turn in flight went on with the new weights
         await engine.resume("test")
         assert [version for _, _, version in (await ended(engine)).versions] == [2, 4]
@@ -216,15 +191,15 @@ async def test_after_versions_in_parts_an_engine_is_the_one_that_loaded_the_last
 async def test_a_rank_that_fails_or_dies_as_it_stages_keeps_all_of_them_where_they_are(
     directory: Path, store: WeightStore
 ) -> None:
-    trainer = Trainer(store)
+    trainer = trainer_of_sane_weights()
     async with engine_of(directory, door=FaultyDoor, probes_writes=False) as engine:
         door = engine._door
         assert isinstance(door, FaultyDoor)
-        receiver = Receiver(trainer.store, RUN, engine, options=ReceiverOptions(audit_every=0))
-        await trainer.publish()
+        receiver = Receiver(store, RUN, engine, options=ReceiverOptions(audit_every=0))
+        await trainer.publish(store)
         await receiver.update()
         before = trainer.bits
-        await trainer.publish(0.1)
+        await trainer.publish(store, 0.1)
         door.damages = True
         with pytest.raises(WeightError, match=r"version 1 .* not committed on any rank: rank 1 DigestMismatch"):
             await receiver.update()
@@ -234,12 +209,12 @@ async def test_a_rank_that_fails_or_dies_as_it_stages_keeps_all_of_them_where_th
         assert await receiver.update()
         assert_equal(await engine.read_weights(), trainer.bits)
         whole = {name: (None, bits) for name, bits in trainer.bits.items()}
-        await engine.apply(Staged(1, whole, np.zeros(0, dtype=np.uint64)))
-        await trainer.publish(0.1)
+        await engine.apply(Staged(1, whole))
+        await trainer.publish(store, 0.1)
         assert await receiver.update()
         assert_equal(await engine.read_weights(), trainer.bits)
 
-        await trainer.publish(0.1)
+        await trainer.publish(store, 0.1)
         door.kills = True
         with pytest.raises(WeightError, match=r"version 3 .* on any rank: rank 1 gave no answer: vLLM has ended"):
             await asyncio.wait_for(receiver.update(), 60.0)

@@ -1,6 +1,5 @@
 """The map of a vLLM rank, against the weights that vLLM holds."""
 
-import asyncio
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.format.layout import Layout
-from rollfab.fabric.opened import RedisFabric
-from rollfab.fabric.versions.rank_parts import ShardMap, check_maps
-from rollfab.fabric.versions.rank_reader import ShardReader
-from rollfab.fabric.versions.rank_stage import ShardStage, agree, part_sums, vote
+from rollfab.fabric.versions.commit import Staged, commit
+from rollfab.fabric.versions.rank_parts import ShardMap, check_regions
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
-from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.fabric.versions.stage import Stage, part_sums
+from rollfab.fabric.versions.vote import agree, vote
 from rollfab.workers.engines.vllm.inplace.rank_part import shard_map
 from tests.vllm import transfer_engines as engines
 from tests.vllm.transfer_engines import LLAMA, QWEN2
@@ -33,20 +30,17 @@ def tell(worker: Any) -> bytes:
     return pickle.dumps((made, bits))
 
 
-async def staged_by_ranks(layout: Layout, bits: list[dict[str, Any]], ranks: list[Rank]) -> list[Staged]:
+def staged_by_ranks(layout: Layout, bits: list[dict[str, Any]], ranks: list[Rank]) -> list[Staged]:
     """The step from the first bits to the second, as both ranks stage and agree on it."""
-    snapshot = Snapshot(layout, bits[0], 0)
-    with EmbeddedBroker.start() as broker:
-        async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
-            store = fabric.weights
-            await store.open_publisher(RUN)
-            prepared = snapshot.prepare_delta(Identity(run_id=RUN, epoch=1, version=1), bits[1])
-            await store.put_chunks(prepared.manifest, 0, prepared.chunks)
-            await store.put_manifest(prepared.manifest)
-            staged = [
-                await ShardReader(store, made).stage([prepared.manifest], ShardStage(made, live, 0))
-                for made, live in ranks
-            ]
+    prepared = Snapshot(layout, bits[0], 0).prepare_delta(Identity(run_id=RUN, epoch=1, version=1), bits[1])
+    staged = []
+    for made, live in ranks:
+        stage = Stage(made, live, 0)
+        stage.begin(prepared.manifest)
+        for chunk in prepared.chunks:
+            stage.feed(chunk)
+        stage.end()
+        staged.append(stage.finish())
     votes = [vote(rank, made, staged[rank]) for rank, (made, _) in enumerate(ranks)]
     agree(votes, prepared.manifest, len(ranks))
     return staged
@@ -68,8 +62,8 @@ def test_what_two_ranks_stage_by_their_maps_is_what_vllm_itself_places(
             vllm.write({name: (None, values) for name, values in bits[version].items()})
             told.append([pickle.loads(answer) for answer in vllm.call("collective_rpc", tell)])
 
-    check_maps([made for made, _ in told[0]])
-    staged = asyncio.run(staged_by_ranks(layout, bits, told[0]))
+    check_regions(layout, {one.region for made, _ in told[0] for one in made.slices})
+    staged = staged_by_ranks(layout, bits, told[0])
     for (made, live), (_, expected), writes in zip(*told, staged, strict=True):
         commit(writes, live)
         np.testing.assert_array_equal(part_sums(made, live), writes.sums)

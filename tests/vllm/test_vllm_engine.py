@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest, Writes
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
@@ -22,15 +22,6 @@ from rollfab.workers.engines.vllm.step.scheduler_page import Page
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 PROMPT = np.arange(5, 85, dtype=np.int32)  # two and a half blocks of KV cache
-
-
-@dataclass(frozen=True)
-class Staged:
-    version: int
-    tensors: dict[str, Any]
-
-    def writes(self) -> dict[str, Any]:
-        return self.tensors
 
 
 @pytest.fixture

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal, Protocol
 
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling
+from ...fabric.format.codec import Bits as Bits
 from ...fabric.format.layout import Layout
+from ...fabric.versions.commit import Staged
+from ...fabric.versions.commit import Writes as Writes
 
-Bits = NDArray[Any]  # stored bits of a tensor, flat, as uint8 / uint16 / uint32
-Writes = Mapping[str, tuple[NDArray[np.int64] | None, Bits]]  # name → flat positions, or None for all; values
 TurnsAtCommit = Literal["keep", "recompute"]  # what happens to the KV cache of requests in flight when weights change
 
 
@@ -84,15 +82,6 @@ class EngineStats:
     kv_capacity_tokens: int = 0  # 0: not known
 
 
-class StagedWeights(Protocol):
-    """Verified absolute values, ready to be written: name → (indices int64 or None for all, values as stored bits)."""
-
-    @property
-    def version(self) -> int: ...
-
-    def writes(self) -> Writes: ...
-
-
 class Engine(Protocol):
     """An inference engine that holds one model."""
 
@@ -149,9 +138,7 @@ class Engine(Protocol):
         """Stored bits of every parameter in host memory, flat, read only: live views on a CPU, a copy on a GPU."""
         ...
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """Write staged weights in place between two steps; returns the pause in seconds.
 
         A request that has no token yet starts over with the new weights. The others go on with their tokens, and their

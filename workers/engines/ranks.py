@@ -3,7 +3,7 @@
 - A version's chunks are fetched once for the node and gathered, encoded; each rank reads only the byte ranges that hold
   something of its own, and decodes them. No process holds the version decoded and whole.
 - All ranks stage before any commits: what `stage` hands out is agreed on by every rank, and has the sums of its
-  manifest (fabric/versions/rank_stage.py). Where they do not agree, none has written anything.
+  manifest (fabric/versions/vote.py). Where they do not agree, none has written anything.
 - The commit itself is an engine's ordinary one: between two steps, with the same choices for turns in flight.
 """
 
@@ -23,13 +23,13 @@ class StagedByRanks:
     """A version that every rank has staged and all agree on.
 
     sums: uint64 (T,), of the whole state once it is committed. changed_count: elements that all ranks together write,
-    copies counted. fetched_bytes: what each rank read, by rank. ticket: by which the ranks know it.
+    copies counted. read_bytes: what each rank read, by rank. ticket: by which the ranks know it.
     """
 
     version: int
     sums: Sums
     changed_count: int
-    fetched_bytes: tuple[int, ...]
+    read_bytes: tuple[int, ...]
     ticket: str
 
 

@@ -25,7 +25,7 @@ from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import Head, Holder, WeightManifest, check_state
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.weights.patience import Patience
-from ...fabric.versions.stage import Staged
+from ...fabric.versions.commit import Staged
 from ..engines.base import Bits
 
 log = logging.getLogger(__name__)

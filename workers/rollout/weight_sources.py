@@ -3,7 +3,8 @@
 - One worker of a node fetches a chunk, the others find it in shared memory.
 - A worker that listens serves its node's chunks and its live weights to other nodes, and takes its place in the tree
   of relays.
-- What a collective brings is kept beside, until the head names it. Torch is loaded when the first one is offered.
+- What a collective brings is kept until it is live, and lies in the node's memory too. Torch is loaded when the first
+  one is offered.
 - All of it stands in front of the broker's store; receivers need not know (weights.py).
 """
 
@@ -21,7 +22,6 @@ import xxhash
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import ConfigError
 from ...fabric.delivery.collective.addresses import node
-from ...fabric.delivery.collective.collected import CollectedStore
 from ...fabric.delivery.collective.receiver import CollectiveReceiver
 from ...fabric.delivery.node_cache import ChunkCache, open_cache
 from ...fabric.delivery.node_store import RelayedStore
@@ -71,7 +71,6 @@ class WeightSupply:
         self._relayed: RelayedStore | None = None
         self._server: RelayServer | None = None
         self._collective: CollectiveReceiver | None = None
-        self._store: CollectedStore | None = None
 
     async def open(self) -> None:
         """Open the cache, the server and the way up.
@@ -88,14 +87,12 @@ class WeightSupply:
         self._relayed = RelayedStore(self._broker, self._cache, parents=self._parents, clock=self._clock)
         if options.listen:
             await self._listen(self._relayed)
-        self._store = CollectedStore(self._relayed)
-        self._collective = CollectiveReceiver(self._store, self._me.holder_id, clock=self._clock)
+        self._collective = CollectiveReceiver(self._relayed, self._me.holder_id, clock=self._clock)
 
     def receiver(self, run_id: str, engine: Engine) -> WeightReceiver:
         """A receiver of one run that reads from here, and serves from its engine where this worker listens."""
-        assert self._store is not None, "not open"
-        store = self._store
-        store.forget_others(run_id)
+        assert self._relayed is not None, "not open"
+        store = self._relayed
 
         async def attend() -> None:
             store.forget(run_id, made.version)

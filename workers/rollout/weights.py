@@ -40,9 +40,11 @@ from ...fabric.format.digest import state_sums
 from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import Damage, Head, Holder, Sums, WeightManifest, check_state
 from ...fabric.ports.weights import WeightStore
+from ...fabric.versions.commit import Staged
 from ...fabric.versions.held import readable
+from ...fabric.versions.rank_parts import whole
 from ...fabric.versions.reader import ChainReader, report_damages
-from ...fabric.versions.stage import Stage, Staged
+from ...fabric.versions.stage import Stage
 from ..engines.base import Bits, Engine, TurnsAtCommit
 from ..engines.ranks import HasRanks, Ranks, StagedByRanks
 from .peer_copies import VersionSource, stage_snapshot
@@ -299,7 +301,7 @@ class WeightReceiver:
             if self._ranks is not None:
                 return manifests, await self._stage_by_ranks(self._ranks, manifests, have), head
             live = None if have is None else self._engine.weight_bits()
-            stage = Stage(layout, live, self.version, self._sums)
+            stage = Stage(whole(layout), live, self.version, self._sums)
             staged = await self._reader.stage(manifests, stage, may_end_early=True)
             return [each for each in manifests if each.version <= staged.version], staged, head
         except (ChainBroken, DigestMismatch, WireError):

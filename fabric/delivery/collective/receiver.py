@@ -1,12 +1,5 @@
 """A receiver's side: taking part in the rounds that are offered, and keeping what came.
 
-    store = CollectedStore(fabric.weights, capacity_bytes=8 << 30)
-    collective = CollectiveReceiver(store, worker_id)
-    while True:                                  # the receiver's loop, or a task of its own
-        await store.wait_head(run_id, version, poll_s)   # also returns when something is offered
-        await collective.attend(run_id)
-        …                                        # stage and commit, from the same store, once the head has moved
-
 - What came is only kept, never applied: the head says what a version is, and the stage verifies it again.
 - A round that fails leaves nothing behind; the version comes in the next round, by the broker, or from a peer.
 """
@@ -19,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ...contract.clock import Clock, SystemClock
 from ...contract.errors import BrokerError, FabricError, WireError
+from ..node_store import RelayedStore
 from .addresses import LOOPBACK, host_towards, node
-from .collected import CollectedStore
 from .invitations import CLOSED, OPEN, OVER, Answer, CollectiveOptions, Offer, Watch
 from .round import Room, load
 from .side_thread import SideThread
@@ -44,7 +37,7 @@ class CollectiveReceiver:
 
     def __init__(
         self,
-        store: CollectedStore,
+        store: RelayedStore,
         member: str,
         *,
         options: CollectiveOptions | None = None,
@@ -140,7 +133,7 @@ class CollectiveReceiver:
         except FabricError as error:
             log.warning("collective.not_received", extra={**facts, "error": str(error)})
             return False
-        is_whole = self._store.add(collected.manifest, collected.chunks)
+        is_whole = await self._store.keep(collected.manifest, collected.chunks)
         log.info("collective.received", extra={**facts, "is_whole": is_whole})
         return is_whole
 

@@ -21,9 +21,11 @@ from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.format.manifest import Holder, WeightManifest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
+from rollfab.fabric.versions.commit import commit
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.reader import ChainReader
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
-from rollfab.fabric.versions.stage import Stage, commit
+from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish.publisher import Publisher
 
 from .live import without_log
@@ -150,7 +152,7 @@ async def _join(store: WeightStore, recording: Recording, state: Any, deltas_byt
     straight = direct.prepare_delta(Identity(run_id=RUN_ID, epoch=0, version=head.version), recording.split(state))
     reader = ChainReader(cast(WeightStore, counting), RUN_ID)
     manifests = await reader.plan(have, head.version)
-    commit(await reader.stage(manifests, Stage(recording.layout, bits, have)), bits)
+    commit(await reader.stage(manifests, Stage(whole(recording.layout), bits, have)), bits)
     if not np.array_equal(live, state):
         raise FabricError(f"one {LAG} versions behind version {head.version} did not end with its weights")
     return Join(

@@ -28,8 +28,8 @@ from rollfab.fabric.format.kernels import load
 from rollfab.fabric.format.kernels.protocol import NUMBA, NUMPY, Kernels, Scratch
 from rollfab.fabric.format.layout import Layout
 from rollfab.fabric.format.regions import Region, cut
+from rollfab.fabric.versions.commit import scatter
 from rollfab.fabric.versions.entropy import Floor, block_floor, entropy_bits
-from rollfab.fabric.versions.scatter import scatter
 
 from .baselines import Bits, Codec, baselines
 from .recording import Recording, places

@@ -22,6 +22,7 @@ from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.delivery.node_cache import open_cache
 from rollfab.fabric.delivery.node_store import RelayedStore
 from rollfab.fabric.format.digest import state_sums
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.reader import ChainReader
 from rollfab.fabric.versions.stage import Stage
 
@@ -77,7 +78,7 @@ class NodeWorker(Role):
         head = await self.head_above(OURS, self.version)
         reader = ChainReader(self._relayed or self.store, OURS)
         manifests = await reader.plan(self.version, head)
-        staged = await reader.stage(manifests, Stage(self.layout, self._bits, self.version, self._sums))
+        staged = await reader.stage(manifests, Stage(whole(self.layout), self._bits, self.version, self._sums))
         return staged.changed_count
 
 

@@ -26,8 +26,10 @@ from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.rules.weights.chain import KEYFRAME
+from rollfab.fabric.versions.commit import COMMIT_THREAD_COUNT_MAX, commit, write
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.reader import FETCH_BYTES_MAX, ChainReader
-from rollfab.fabric.versions.stage import COMMIT_THREAD_COUNT_MAX, Stage, commit, write
+from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish.publisher import Publisher
 
 from .recording import Recording
@@ -146,7 +148,7 @@ class LiveReceiver(Role):
         head = await self.head_above(OURS, self.version)
         seen_s = time.monotonic()
         manifests = await self._reader.plan(self.version, head)
-        stage = Stage(self.layout, self._bits, self.version, self._sums)
+        stage = Stage(whole(self.layout), self._bits, self.version, self._sums)
         staged = await self._reader.stage(manifests, stage)
         staged_s = time.monotonic()
         commit(staged, self._bits, thread_count=self._thread_count)

@@ -34,7 +34,7 @@ from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Holder
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
-from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 
@@ -166,7 +166,7 @@ class FileEngine:
         return self.live
 
     async def apply(self, staged: Staged, *, turns: str = "keep", may_reuse_prefix: bool = False) -> float:
-        for name, write in staged.writes().items():  # one by one, so that a kill comes between them, too
+        for name, write in staged.writes.items():  # one by one, so that a kill comes between them, too
             commit(Staged(staged.version, {name: write}, staged.sums), self.live)
             await asyncio.sleep(0.01)
         self._journal.write("wrote", staged.version, digest_of(self.live))

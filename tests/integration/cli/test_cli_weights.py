@@ -18,7 +18,7 @@ from rollfab.deploy.main import app
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import ConfigError, FabricError
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.workers.engines.vllm.attached.checkpoint import save_bits
+from rollfab.fabric.inspect.safetensors import save_bits
 from tests.integration.cli.test_cli import rollfab as command
 
 RUN = "weights"

@@ -7,8 +7,7 @@ engine, idle and at version 0 when each begins; its counts go on.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest_asyncio
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
+from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
 from tests.support.queue.played_worker import RUN, Stage, until
 from tests.support.weights.reference import (
@@ -42,15 +42,6 @@ if KIND == "vllm":
 SLOT_COUNT, CONTEXT_TOKENS = 8, 256
 PROMPT = np.arange(5, 45, dtype=np.int32)  # two and a half blocks of KV cache
 BOTH: tuple[TurnsAtCommit, ...] = ("keep", "recompute")
-
-
-@dataclass
-class Staged:
-    version: int
-    tensors: dict[str, tuple[Any, Any]]
-
-    def writes(self) -> Mapping[str, tuple[Any, Any]]:
-        return self.tensors
 
 
 def random_weights(engine: Engine, version: int, scale: float = 0.25) -> Staged:
@@ -731,7 +722,7 @@ async def test_read_weights_gives_what_the_engine_computes_with_at_that_time(eng
     staged = random_weights(engine, 1)
     await engine.apply(staged)
     after = await engine.read_weights()
-    assert before.keys() == after.keys() == staged.tensors.keys()
-    for name, (_, values) in staged.tensors.items():
+    assert before.keys() == after.keys() == staged.writes.keys()
+    for name, (_, values) in staged.writes.items():
         np.testing.assert_array_equal(after[name], values)
         assert (before[name] != values).any()

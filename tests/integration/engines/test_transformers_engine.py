@@ -5,7 +5,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import ConfigError, EngineError, WeightError
 from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.request import stretches
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
@@ -29,14 +29,6 @@ from rollfab.workers.engines.transformers import loop as transformers_loop  # no
 from rollfab.workers.engines.transformers.sampler import RowReader, draw  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-
-
-class Staged:
-    def __init__(self, version: int, **tensors: Any) -> None:
-        self.version, self.tensors = version, {name.replace("__", "."): value for name, value in tensors.items()}
-
-    def writes(self) -> Mapping[str, Any]:
-        return self.tensors
 
 
 async def started(**options: Any) -> TransformersEngine:
@@ -101,7 +93,7 @@ async def test_requests_without_a_distribution_end_alone_with_what_they_had_made
     engine = await started()
     engine.generate(ask("runs"))
     await until_it_runs(engine, "runs")
-    await engine.apply(Staged(1, model__embed_tokens__weight=BROKEN))
+    await engine.apply(Staged(1, {"model.embed_tokens.weight": BROKEN}))
     engine.generate(ask("one token", max_tokens=1))
     ended = {generation.request_id: generation for generation in await gather(engine, 2)}
     assert all(each.finish_reason == "error" and "not numbers" in (each.error or "") for each in ended.values())
@@ -109,7 +101,7 @@ async def test_requests_without_a_distribution_end_alone_with_what_they_had_made
     assert np.isfinite(ended["runs"].logprobs).all() and len(ended["one token"].completion_ids) == 0
     assert engine.stats().running_count == engine.stats().waiting_count == 0
 
-    await engine.apply(Staged(2, model__embed_tokens__weight=(None, np.zeros(104 * 64, dtype=np.uint32))))
+    await engine.apply(Staged(2, {"model.embed_tokens.weight": (None, np.zeros(104 * 64, dtype=np.uint32))}))
     engine.generate(ask("healed", max_tokens=3))
     (healed,) = await gather(engine, 1)
     assert healed.finish_reason == "length" and np.isfinite(healed.logprobs).all()
@@ -133,7 +125,7 @@ async def test_a_torn_write_fails_the_engine_rather_than_generating_with_it(monk
     engine = await started()
     engine.generate(ask("running"))
     with pytest.raises(WeightError, match="version 1"):
-        await engine.apply(Staged(1, model__norm__weight=TORN))
+        await engine.apply(Staged(1, {"model.norm.weight": TORN}))
     (ended,) = await gather(engine, 1)
     assert ended.finish_reason == "error"
     with pytest.raises(EngineError, match="crashed"):
@@ -196,7 +188,7 @@ async def test_bfloat16_weights_are_written_as_the_bits_they_are() -> None:
     spec = next(spec for spec in engine.layout.tensors if spec.name == "model.norm.weight")
     bits = np.arange(spec.element_count, dtype=np.uint16) + 0x3F00
     assert (spec.dtype, engine.weight_bits()[spec.name].dtype) == ("bfloat16", np.uint16)
-    await engine.apply(Staged(3, model__norm__weight=(None, bits)))
+    await engine.apply(Staged(3, {"model.norm.weight": (None, bits)}))
     assert (engine.weight_bits()[spec.name] == bits).all()
     engine.generate(ask("one", max_tokens=8))
     (one,) = await gather(engine, 1)
@@ -260,7 +252,7 @@ async def test_a_seeded_request_that_is_read_again_with_the_same_weights_goes_on
     # When the same weights are written again and again in the middle
     for version in range(1, 6):
         await until_it_runs(engine, f"{version - 1}")
-        await engine.apply(Staged(version, model__norm__weight=(None, norm)), turns="recompute")
+        await engine.apply(Staged(version, {"model.norm.weight": (None, norm)}), turns="recompute")
     for generation in await gather(engine, 6):
         expected = whole[generation.request_id]
         assert generation.completion_ids.tolist() == expected.completion_ids.tolist()

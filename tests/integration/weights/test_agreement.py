@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rollfab.deploy.cli.status import draw, snapshot
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import Group, Rollout, Sampling, Span
 from rollfab.fabric.queue.keys import ShardKeys
+from rollfab.fabric.versions.commit import Staged
 from rollfab.trainer import aio
 from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
@@ -45,24 +46,19 @@ async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
         yield world
 
 
-class Staged:
+def staged(version: int, model: Any, factor: float = 1.0) -> Staged:
     """A model's parameters as a version; `factor` is what silently happened to one of them."""
-
-    def __init__(self, version: int, model: Any, factor: float = 1.0) -> None:
-        self.version = version
-        self._tensors = {name: each.detach().clone() for name, each in model.named_parameters()}
-        self._tensors[WRONG] *= factor
-
-    def writes(self) -> Mapping[str, Any]:
-        return {name: (None, each.numpy().view(np.uint32).ravel()) for name, each in self._tensors.items()}
+    tensors = {name: each.detach().clone() for name, each in model.named_parameters()}
+    tensors[WRONG] *= factor
+    return Staged(version, {name: (None, each.numpy().view(np.uint32).ravel()) for name, each in tensors.items()})
 
 
-async def sampled(worker_id: str, staged: Staged, count: int = 6) -> tuple[Rollout, ...]:
+async def sampled(worker_id: str, version: Staged, count: int = 6) -> tuple[Rollout, ...]:
     """What a worker samples with these weights, several requests in one batch."""
     engine = TransformersEngine(TransformersConfig(slot_count=count, seed=len(worker_id)))
     await engine.start()
     try:
-        await engine.apply(staged)
+        await engine.apply(version)
         prompts = {str(index): np.arange(5, 12 + 3 * index, dtype=np.int32) for index in range(count)}
         for name, prompt_ids in prompts.items():
             engine.generate(GenerationRequest(request_id=name, prompt_ids=prompt_ids, sampling=Sampling(max_tokens=24)))
@@ -93,7 +89,7 @@ async def sampled(worker_id: str, staged: Staged, count: int = 6) -> tuple[Rollo
 
 async def batch(model: Any, *, factor: float) -> list[Group]:
     """Groups of two workers, of which one has a tensor multiplied by `factor` and says that it is at version 0, too."""
-    good, other = await sampled("good", Staged(0, model)), await sampled("other", Staged(0, model, factor))
+    good, other = await sampled("good", staged(0, model)), await sampled("other", staged(0, model, factor))
     return [Group(group_id=rows[0].group_id, task_id="t", rollouts=rows) for rows in (good, other)]
 
 

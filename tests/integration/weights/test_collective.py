@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import PayloadTooLarge
-from rollfab.fabric.delivery.collective.collected import CollectedStore
 from rollfab.fabric.delivery.collective.invitations import CLOSED, Answer, CollectiveFailed, CollectiveOptions, Offer
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher, SendReport
 from rollfab.fabric.delivery.collective.receiver import CollectiveReceiver
 from rollfab.fabric.delivery.collective.round import Room
 from rollfab.fabric.delivery.collective.side_thread import SideThread
+from rollfab.fabric.delivery.node_store import RelayedStore
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Head, WeightManifest
@@ -94,7 +94,7 @@ class Rig:
         self.publisher = CollectivePublisher(self.broker, "run", options=self.options)
 
     def receiver(self, name: str, capacity_bytes: int = 1 << 30, watch: object = None) -> CollectiveReceiver:
-        self.store = CollectedStore(self.broker, capacity_bytes=capacity_bytes)
+        self.store = RelayedStore(self.broker, None, capacity_bytes=capacity_bytes)
         return CollectiveReceiver(self.store, name, options=self.options, watch=watch)
 
     async def send(

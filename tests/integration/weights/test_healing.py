@@ -50,7 +50,7 @@ class Engine:
         return {name: array.copy() for name, array in self.bits.items()}
 
     async def apply(self, staged: Any, **_: Any) -> float:
-        for name, (indices, values) in staged.writes().items():
+        for name, (indices, values) in staged.writes.items():
             self.bits[name][... if indices is None else indices] = values
         return 0.0
 

@@ -71,21 +71,6 @@ async def test_eight_readers_of_a_node_fetch_each_chunk_once(broker: CountingSto
         await store.close()
 
 
-async def test_parts_of_chunks_come_out_of_chunks_fetched_once(broker: CountingStore, tmp_path: Path) -> None:
-    manifest = await Trainer(broker).publish(0)
-    stores = [RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST) for _ in range(2)]
-    whole = await broker.chunks(manifest, [0, 2])
-    broker.fetched.clear()
-
-    parts = [await store.chunk_ranges(manifest, [(2, 10, 20), (0, 0, 5), (2, 0, 10)]) for store in stores]
-
-    assert whole[0] is not None and whole[1] is not None
-    assert parts == [[whole[1][10:30], whole[0][:5], whole[1][:10]]] * 2
-    assert sorted(broker.fetched) == [(0, "keyframe", 0), (0, "keyframe", 2)]
-    for store in stores:
-        await store.close()
-
-
 async def test_a_corrupt_file_is_fetched_again(broker: CountingStore, tmp_path: Path) -> None:
     trainer = Trainer(broker)
     await trainer.publish(0)

@@ -1,25 +1,16 @@
-"""Trainers and engines by shards, as real processes: what is published is the gathered model, or nothing is."""
+"""Trainers by shards, as real processes: what is published is the gathered model, or nothing is."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
-from rollfab.fabric.contract.errors import WeightError
-from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.opened import RedisFabric
-from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
-from rollfab.fabric.versions.rank_plan import cut_for_ranks
-from rollfab.fabric.versions.rank_stage import agree
 from rollfab.fabric.versions.reader import fetch_bits
-from rollfab.fabric.versions.snapshot import Identity, Snapshot
-from tests.support.processes.rank_processes import Answer, Ranks
-from tests.support.processes.sharded_engine import engine_ranks
-from tests.support.processes.sharded_trainer import trainer_ranks
+from tests.support.processes.sharded_trainer import Answer, Ranks, trainer_ranks
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -176,91 +167,3 @@ async def test_ranks_are_told_of_one_that_was_interrupted(url: str, store: Any) 
         assert (answers[0]["error"], answers[1]["text"]) == ("TimeoutError", told)
         assert {answer["text"] for answer in trainer.all("publish", 1)} == {told}
         assert (await store.head("interrupted")).version == 0
-
-
-class Dense:
-    """A trainer of one process, and every version whole."""
-
-    layout = Layout(
-        tuple(
-            TensorSpec(name, "bfloat16", shape)
-            for name, shape in {"column": (512, 128), "row": (128, 512), "norm": (128,)}.items()
-        )
-    )
-
-    def __init__(self, store: Any, run_id: str, size: int) -> None:
-        self.store, self.run_id, self.size = store, run_id, size
-        self.dice = np.random.default_rng(size)
-        self.versions = [{spec.name: self.random(spec.element_count) for spec in self.layout.tensors}]
-        cut = cut_for_ranks(self.layout, row_parts={"column": size}, column_parts={"row": size})
-        self.snapshot = Snapshot(self.layout, self.versions[0], regions=cut)
-
-    def random(self, count: int) -> Any:
-        return self.dice.integers(0, 1 << 16, count, dtype=np.uint16)
-
-    async def publish(self) -> None:
-        version = self.snapshot.version + 1
-        if version == 0:
-            epoch = await self.store.open_publisher(self.run_id)
-            assert epoch == 1
-            prepared = self.snapshot.prepare_keyframe(Identity(run_id=self.run_id, epoch=1, version=0))
-        else:
-            new = {name: array.copy() for name, array in self.versions[-1].items()}
-            for array in new.values():
-                array[:: self.dice.integers(3, 9)] += 1
-            prepared = self.snapshot.prepare_delta(Identity(run_id=self.run_id, epoch=1, version=version), new)
-            self.versions.append(new)
-        await self.store.put_chunks(prepared.manifest, 0, prepared.chunks)
-        await self.store.put_manifest(prepared.manifest)
-        await self.store.advance_head(prepared.manifest, 1)
-        self.snapshot.advance(prepared)
-
-    async def agree(self, answers: Sequence[Answer]) -> None:
-        """What whoever leads the ranks does between stage and commit."""
-        version = self.snapshot.version
-        (manifest,) = await self.store.manifests(self.run_id, [(version, DELTA if version else KEYFRAME)])
-        agree([answer["vote"] for answer in answers if "vote" in answer], manifest, self.size)
-
-    def part(self, version: int, rank: int) -> dict[str, bytes]:
-        """What a rank holds of a version, by ordinary slicing."""
-        bits, size = self.versions[version], self.size
-        return {
-            "column": np.split(bits["column"].reshape(512, 128), size)[rank].tobytes(),
-            "row": np.split(bits["row"].reshape(128, 512), size, axis=1)[rank].tobytes(),
-            "norm": bits["norm"].tobytes(),
-        }
-
-    def assert_held(self, engine: Ranks, version: int, ranks: Sequence[int]) -> None:
-        for rank, state in zip(ranks, engine.some(ranks, "state"), strict=True):
-            assert state["version"] == version
-            assert state["bits"] == self.part(version, rank)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-async def test_when_a_rank_is_killed_between_stage_and_commit_no_rank_commits(url: str, store: Any, size: int) -> None:
-    run_id, everyone = f"engine-{size}", range(size)
-    dense = Dense(store, run_id, size)
-    await dense.publish()
-    with engine_ranks(size, url, run_id, dense.layout) as engine:
-        await dense.agree(engine.all("stage", 0))
-        engine.all("commit")
-        dense.assert_held(engine, 0, everyone)
-        keyframe_bytes = (await store.manifests(run_id, [(0, "keyframe")]))[0].payload_bytes
-        for state in engine.all("state"):
-            assert state["fetched_bytes"] < 1.05 * keyframe_bytes / size + 4096
-
-        await dense.publish()
-        await dense.agree(engine.all("stage", 1))
-        engine.processes[1].kill()
-        engine.processes[1].join()
-        answers = engine.all("stage", 1)  # each tells its vote again, where it can
-
-        with pytest.raises(WeightError, match="not committed on any rank: rank 1 gave no answer"):
-            await dense.agree(answers)
-        dense.assert_held(engine, 0, [rank for rank in everyone if rank != 1])
-
-        engine.restart(1)
-        await dense.publish()
-        await dense.agree(engine.all("stage", 2))
-        engine.all("commit")
-        dense.assert_held(engine, 2, everyone)

@@ -103,6 +103,24 @@ async def test_a_collective_brings_versions_that_the_broker_has_no_room_for(
     await publisher.close()
 
 
+async def test_what_a_collective_brought_is_there_for_the_whole_node_also_where_the_broker_has_no_room(
+    store: FaultyStore, workers: Workers, model: torch.nn.Module
+) -> None:
+    # Given a version that one worker of the node has by a collective, and the broker has not
+    store.room = 0
+    first, _ = await workers.start("first")
+    await _until_held(store, 1)
+    publisher = Publisher(store, RUN, carrier="collective")
+    await publisher.publish(model.named_parameters(), 0)
+    assert await first.wait(0, WAIT_S), first.error
+    await publisher.close()
+
+    # When another worker of the node begins, which takes no copies of peers, then it has it too
+    late, engine = await workers.start("late", believes_peers=False)
+    assert await late.wait(0, WAIT_S), late.error
+    assert_holds(engine, model)
+
+
 async def _held_by_one_worker(store: FaultyStore, workers: Workers, model: torch.nn.Module) -> Publisher:
     """Version 0 went by a collective: a worker that serves has it, and the store has no chunk of it."""
     store.room = 0

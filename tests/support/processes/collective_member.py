@@ -18,18 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollfab.fabric.delivery.collective.collected import CollectedStore
 from rollfab.fabric.delivery.collective.invitations import CollectiveOptions
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher
 from rollfab.fabric.delivery.collective.receiver import CollectiveReceiver
+from rollfab.fabric.delivery.node_store import RelayedStore
+from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
 from tests.support.weights.collective_versions import OPTIONS, Versions, digest_of
 
 
-class CountingStore(CollectedStore):
-    """Counts the chunks that the broker is asked for, by version; keeps none itself."""
+class CountingStore(PassingStore):
+    """Counts the chunks that the broker is asked for, by version."""
 
     def __init__(self, inner: WeightStore) -> None:
         super().__init__(inner)
@@ -63,7 +64,7 @@ Say = Callable[[tuple[Any, ...]], None]
 
 async def receive(fabric: RedisFabric, run_id: str, member: str, misdeed: Misdeed, say: Say) -> None:
     broker = CountingStore(fabric.weights)
-    store = CollectedStore(broker)
+    store = RelayedStore(broker, None)
     collective = CollectiveReceiver(store, member, options=CollectiveOptions(**OPTIONS), watch=misdeed)
     version = -1
     await collective.attend(run_id)  # loads torch

@@ -1,24 +1,78 @@
-"""Ranks of a sharded trainer as processes: real FSDP2 over gloo, and publishers that can be made to fail or die."""
+"""Ranks of a sharded trainer as processes: real FSDP2 over gloo, and publishers that can be made to fail or die.
+
+One server process imports what is slow to import, once, and every rank is forked from it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tests.support.brokers.redis_server import free_port
-from tests.support.processes.rank_processes import Answer, Ranks, ranks
 
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "rollfab.trainer.publish.exchange", "rollfab.fabric.opened"]
+ANSWER_S = 60.0
 TIMEOUT_S = 20.0  # how long rank 0 waits for a rank that lives, on a loaded machine
 
+Answer = dict[str, Any]
 
-def trainer_ranks(size: int, url: str) -> AbstractContextManager[Ranks]:
+
+@dataclass
+class Ranks:
+    """All ranks of one trainer."""
+
+    processes: list[BaseProcess] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)
+
+    def all(self, do: str, *arguments: Any) -> list[Answer]:
+        """Have every rank do it at once; what they say, by rank. A rank that died says {"dead": True}."""
+        return self.some(range(len(self.pipes)), do, *arguments)
+
+    def some(self, ranks: Sequence[int], do: str, *arguments: Any) -> list[Answer]:
+        for rank in ranks:
+            with contextlib.suppress(BrokenPipeError):
+                self.pipes[rank].send((do, arguments))
+        return [self._answer(rank) for rank in ranks]
+
+    def _answer(self, rank: int) -> Answer:
+        try:
+            assert self.pipes[rank].poll(ANSWER_S), f"rank {rank} says nothing"
+            answer: Answer = self.pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return {"dead": True}
+        return answer
+
+
+@contextmanager
+def trainer_ranks(size: int, url: str) -> Iterator[Ranks]:
     """A trainer of `size` ranks; `open` gives it a model and a run."""
-    return ranks(size, _main, free_port(), url)
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    port = free_port()
+
+    made = Ranks()
+    try:
+        for rank in range(size):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_main, args=(rank, size, theirs, port, url), daemon=True)
+            process.start()
+            theirs.close()
+            made.processes.append(process)
+            made.pipes.append(ours)
+        yield made
+    finally:
+        for process in made.processes:
+            process.kill()
+            process.join()
 
 
 def _main(rank: int, size: int, pipe: Connection, port: int, url: str) -> None:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.contract.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.format.manifest import WeightManifest
+from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.fabric.versions.reader import fetch_weights
-from rollfab.fabric.versions.stage import commit
 from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.publish.tensors import collect
-from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit
+from rollfab.workers.engines.base import TurnsAtCommit
 from tests.standin.broker import Broker, DirectClient
 from tests.standin.weight_tables import WeightTables
 
@@ -106,19 +106,17 @@ class BitsEngine:
     async def read_weights(self) -> Mapping[str, NDArray[Any]]:
         return {name: array.copy() for name, array in self.bits.items()}
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         if turns == "keep" and not self.can_keep:
             raise EngineUnsupported("it has one cache only")
         self.commits.append((turns, may_reuse_prefix))
         if self.reject:
             self.reject = False
-            name, (_, values) = next(iter(staged.writes().items()))
+            name, (_, values) = next(iter(staged.writes.items()))
             self.bits[name][: len(values)] += 1
             raise EngineError("the engine could not write")
         kept = self.bits[self.loses].copy() if self.loses else None
-        commit(staged, self.bits)  # type: ignore[arg-type]
+        commit(staged, self.bits)
         if kept is not None:
             self.bits[self.loses][:] = kept
         return 0.0

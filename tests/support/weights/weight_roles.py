@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollfab.fabric.contract.errors import FabricError, VersionConflict
 from rollfab.fabric.format.manifest import Holder
-from rollfab.fabric.versions.stage import Staged
+from rollfab.fabric.versions.commit import Staged
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from tests.support.weights.weight_models import Model

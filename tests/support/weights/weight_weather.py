@@ -23,9 +23,9 @@ from rollfab.fabric.format.digest import state_sums
 from rollfab.fabric.format.layout import Layout
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.rules.weights.chain import Link as ChainLink
-from rollfab.fabric.versions.stage import Staged, commit
+from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.fabric.versions.store import RedisWeightStore
-from rollfab.workers.engines.base import StagedWeights, TurnsAtCommit
+from rollfab.workers.engines.base import TurnsAtCommit
 from tests.sim.link import Link, Network
 from tests.sim.virtual_loop import Process, VirtualClock, VirtualLoop
 from tests.standin.broker import Broker, DirectClient
@@ -207,7 +207,7 @@ class TornEngine:
     the last with what was written.
     """
 
-    def __init__(self, layout: Layout, bits: Bits, random: Random, on_commit: Callable[[StagedWeights | None], None]):
+    def __init__(self, layout: Layout, bits: Bits, random: Random, on_commit: Callable[[Staged | None], None]):
         self.layout = layout
         self.live = bits
         self.tears = 0.0
@@ -221,9 +221,7 @@ class TornEngine:
         await asyncio.sleep(self._random.uniform(0.0, 0.002))
         return {name: array.copy() for name, array in self.live.items()}
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         self.on_commit(None)
         await asyncio.sleep(self._random.uniform(0.0, 0.005))
         if self._random.random() < self.tears:
@@ -236,9 +234,9 @@ class TornEngine:
         self.on_commit(staged)
         return 0.0
 
-    async def _tear(self, staged: StagedWeights) -> None:
+    async def _tear(self, staged: Staged) -> None:
         """Write a part, in no order, and wait in the middle of it: killed there, broken off there, or going on."""
-        writes = list(staged.writes().items())
+        writes = list(staged.writes.items())
         self._random.shuffle(writes)
         for name, (indices, values) in writes[: self._random.randrange(len(writes) + 1)]:
             count = self._random.randrange(len(values) + 1)

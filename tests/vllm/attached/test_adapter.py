@@ -1,7 +1,6 @@
 """Weights as a LoRA adapter, on real vLLM."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.adapter import adapter_layout
 from rollfab.workers.engines.vllm.common.config import VllmConfig
@@ -19,15 +19,6 @@ from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, wr
 
 RANK, ALPHA = 8, 16
 PROMPT = np.arange(5, 45, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class Staged:
-    version: int
-    tensors: dict[str, Any]
-
-    def writes(self) -> dict[str, Any]:
-        return self.tensors
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Attaching to a vLLM server that takes weights: development mode, our backend, log-probabilities after temperature."""
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.attached.backend import ServerDoor
 from rollfab.workers.engines.vllm.attached.client import Client
@@ -122,15 +122,6 @@ async def test_logprobs_after_temperature_are_those_sampled_from(
     assert (await tell(door, "again", temperature=temperature, seed=3))[0] == told[0]
 
 
-@dataclass(frozen=True)
-class Staged:
-    version: int
-    model: Path
-
-    def writes(self) -> dict[str, Any]:
-        return writes_of(self.model, self.version)
-
-
 async def test_a_commit_in_the_middle_of_a_turn_is_marked_where_it_happened(
     server: Server, models: list[Path], torch_model: TorchReference
 ) -> None:
@@ -141,8 +132,8 @@ async def test_a_commit_in_the_middle_of_a_turn_is_marked_where_it_happened(
     try:
         versions: tuple[tuple[int, int, int], ...] = ()
         while len(versions) < 2:  # on a busy machine the turn may have ended before we come to commit
-            await engine.apply(Staged(1, models[1]), turns="recompute")
-            made = await committed_in_the_middle(engine, Staged(2, models[2]))
+            await engine.apply(Staged(1, writes_of(models[1], 1)), turns="recompute")
+            made = await committed_in_the_middle(engine, Staged(2, writes_of(models[2], 2)))
             ids, versions = made.completion_ids.tolist(), made.versions
     finally:
         await engine.close()

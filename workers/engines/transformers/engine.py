@@ -29,13 +29,13 @@ from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
 from ....fabric.contract.models import is_preset
 from ....fabric.format.layout import Layout
+from ....fabric.versions.commit import Staged, check_writes
 from ...serving.guarding.guard import GuardConfig
 from ...serving.guarding.thread import GuardThread
 from ..admission import context_of
-from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit
+from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit
 from ..request import Admission
 from ..steps import StepHook
-from ..writes import check_writes
 
 if TYPE_CHECKING:
     from .loop import EngineLoop
@@ -276,11 +276,9 @@ class TransformersEngine:
         """It never sleeps: raises as `sleep` does."""
         return await self.sleep()
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """A write that fails half-way leaves a torn model: the engine then fails as in a crash."""
-        store, writes, version = self._live_store(), staged.writes(), staged.version
+        store, writes, version = self._live_store(), staged.writes, staged.version
         check_writes(store.layout, writes)
 
         def commit(engine_loop: EngineLoop) -> float:

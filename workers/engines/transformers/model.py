@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ....fabric.contract.errors import EngineError
 from ....fabric.contract.models import is_preset, model_config
 from ....fabric.format.layout import Layout, TensorSpec
-from ....fabric.versions.stage import COMMIT_THREAD_COUNT_MAX, write
+from ....fabric.versions.commit import COMMIT_THREAD_COUNT_MAX, write
 from ..base import Bits, Writes
 
 PRESET_SEED = 0  # a preset starts from the same random weights in every process

@@ -18,8 +18,8 @@ import orjson
 
 from ....fabric.contract.errors import EngineError
 from ....fabric.format.layout import Layout, TensorSpec
+from ....fabric.inspect.safetensors import save_bits
 from ..base import Writes
-from .attached.checkpoint import save_bits
 from .common.arena import Mirror
 from .common.backend import Abilities
 from .local import LocalDoor, translated

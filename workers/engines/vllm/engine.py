@@ -25,9 +25,9 @@ from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import EngineError, WeightError
 from ....fabric.contract.models import is_preset
 from ....fabric.format.layout import Layout
+from ....fabric.versions.commit import Staged, check_writes
 from ..admission import context_of
-from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, StagedWeights, TurnsAtCommit, Writes
-from ..writes import check_writes
+from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit, Writes
 from .backends import new_door
 from .common.arena import Mirror
 from .common.backend import Ask, Door
@@ -282,11 +282,9 @@ class VllmEngine:
                 scratch.close()
         return {name: _read_only(bits) for name, bits in scratch.bits.items()}
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """A write that fails half-way leaves a torn model: the engine then fails as in a crash."""
-        writes = staged.writes()
+        writes = staged.writes
         self._check_live()
         self._door.check_turns(turns)
         check_writes(self._door.facts.layout, writes)

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError, WeightError
+from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError
 from ....fabric.contract.models import is_preset, model_config
 from ...serving.guarding.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
-from .common.arena import PARCEL, Mirror, pack
+from .common.arena import Mirror, pack, posted
 from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
 from .common.names import PROBE
-from .common.shared import SharedFile, aside
+from .common.shared import aside
 from .plugin import children_die_with_us, register
 from .step.scheduler_page import Page
 
@@ -288,18 +288,8 @@ class LocalDoor:
 
     async def write(self, writes: Writes, version: int) -> None:
         size = sum(values.nbytes for _, values in writes.values())
-        parcel = await aside(size, pack, writes)
-        try:
-            file = await aside(size, SharedFile, PARCEL, len(parcel))
-        except OSError as error:
-            raise WeightError(
-                f"no room in shared memory for version {version} ({len(parcel):,} bytes): {error}", version=version
-            ) from error
-        try:
-            await aside(size, file.write, parcel)
-            await self.update({"parcel": str(file.path)}, "vLLM did not take the weights", version)
-        finally:
-            file.close()
+        async with posted(await aside(size, pack, writes)) as path:
+            await self.update({"parcel": path}, "vLLM did not take the weights", version)
 
     async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
         """Blocks of an older salt are never found again; vLLM takes them when it needs room."""

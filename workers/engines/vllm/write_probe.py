@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from ....fabric.contract.errors import EngineError
 from ....fabric.contract.records import Sampling
 from ....fabric.format.layout import Layout, TensorSpec
+from ....fabric.versions.commit import Staged
 from ..base import Bits, Engine, GenerationRequest, Writes
 
 if TYPE_CHECKING:
@@ -33,15 +33,6 @@ PROMPT_TOKENS = 16
 ROWS = 48  # of a matrix that are written: those of the prompt's tokens, and as many that it does not have
 TIMEOUT_S = 120.0
 FLOATS = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class _Staged:
-    version: int
-    tensors: Writes
-
-    def writes(self) -> Writes:
-        return self.tensors
 
 
 async def probe_writes(engine: Engine, facts: ModelFacts, *, is_dummy: bool, is_whole: bool = False) -> None:
@@ -147,7 +138,7 @@ def _stored(values: NDArray[np.float32], dtype: str) -> Bits:
 
 
 async def _write(engine: Engine, writes: Writes) -> None:
-    await engine.apply(_Staged(-1, writes), turns="recompute")  # what every door can
+    await engine.apply(Staged(-1, writes), turns="recompute")  # what every door can
 
 
 async def _answer(engine: Engine, facts: ModelFacts) -> tuple[Any, ...]:

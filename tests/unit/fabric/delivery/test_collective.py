@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from pathlib import Path
 
 import pytest
 
 from rollfab.fabric.delivery.collective.addresses import LOOPBACK, host_towards, node
-from rollfab.fabric.delivery.collective.collected import CollectedStore, default_capacity_bytes
 from rollfab.fabric.delivery.collective.invitations import CollectiveFailed
 from rollfab.fabric.delivery.collective.meeting import Meeting
 from rollfab.fabric.delivery.collective.side_thread import Progress, SideThread
+from rollfab.fabric.delivery.node_cache import ChunkCache
+from rollfab.fabric.delivery.node_store import RelayedStore, default_capacity_bytes
 from rollfab.fabric.format.manifest import WeightManifest
 from tests.standin.fabric import StandInFabric
 from tests.support.weights.collective_versions import Versions
@@ -22,32 +24,34 @@ def a_version(version: int, chunk_count: int = 4) -> tuple[WeightManifest, list[
     return Versions("run", 1, chunk_count).next(version)
 
 
-async def test_what_was_collected_is_asked_of_nobody_else_and_the_rest_is() -> None:
+async def test_what_was_collected_is_asked_of_nobody_else_and_the_rest_is(tmp_path: Path) -> None:
     # Given a version of which the broker has all and the collective brought half
     manifest, chunks = a_version(0)
     broker = StandInFabric().weights
     await broker.put_chunks(manifest, 0, [chunks[0], chunks[1], b"of the broker", b"of the broker"])
-    store = CollectedStore(broker)
-    assert not store.add(manifest, {2: chunks[2]})
-    assert not store.add(manifest, {3: chunks[3]})
+    store, beside = (RelayedStore(broker, ChunkCache(tmp_path)) for _ in range(2))
+    assert not await store.keep(manifest, {2: chunks[2]})
+    assert not await store.keep(manifest, {3: chunks[3]})
+    assert await store.keep(manifest, dict(enumerate(chunks[:2])))
+    store.forget("run", 0)
+    assert not await store.keep(manifest, {2: chunks[2], 3: chunks[3]})
 
-    # When chunks and parts of chunks are read
-    found = await store.chunks(manifest, [3, 0, 2, 1])
-    parts = await store.chunk_ranges(manifest, [(2, 5, 9), (1, 0, 3), (3, 1, 1)])
+    # When chunks are read, then each comes from where it is, in the order asked for
+    assert await store.chunks(manifest, [3, 0, 2, 1]) == [chunks[3], chunks[0], chunks[2], chunks[1]]
 
-    # Then each comes from where it is, in the order asked for
-    assert found == [chunks[3], chunks[0], chunks[2], chunks[1]]
-    assert parts == [chunks[2][5:14], chunks[1][:3], chunks[3][1:2]]
+    # And others of the node find them in its cache, also when they are live here
+    store.forget("run", 0)
+    assert (store.kept_bytes, await beside.chunks(manifest, [2, 3])) == (0, chunks[2:])
 
 
 async def test_chunks_of_a_version_that_never_came_out_are_not_taken_for_those_of_its_successor() -> None:
     manifest, chunks = a_version(0)
-    store = CollectedStore(StandInFabric().weights)
-    assert store.add(manifest, dict(enumerate(chunks)))
+    store = RelayedStore(StandInFabric().weights, None)
+    assert await store.keep(manifest, dict(enumerate(chunks)))
 
     again = dataclasses.replace(manifest, chunk_hashes=["0" * 64, *manifest.chunk_hashes[1:]])
 
-    assert await store.chunks(again, [0, 1]) == [None, None]
+    assert await store.chunks(again, [0]) == [None]
     assert await store.chunks(manifest, [0, 1]) == chunks[:2]
 
 
@@ -56,27 +60,26 @@ async def test_the_collected_versions_stay_within_their_bytes_and_the_oldest_mak
     manifests = [dataclasses.replace(a_version(0)[0], version=version) for version in range(3)]
     chunks = dict(enumerate(a_version(0)[1]))
     size = sum(map(len, chunks.values()))
-    store = CollectedStore(StandInFabric().weights, capacity_bytes=2 * size)
+    store = RelayedStore(StandInFabric().weights, None, capacity_bytes=2 * size)
 
     # When a third comes
-    assert all(store.add(manifest, chunks) for manifest in manifests)
+    assert all([await store.keep(manifest, chunks) for manifest in manifests])
 
     # Then the first has gone; one that could never fit is not kept; and what is live may be forgotten
-    assert store.held_bytes == 2 * size
+    assert store.kept_bytes == 2 * size
     assert await store.chunks(manifests[0], [1]) == [None]
     assert await store.chunks(manifests[2], [1]) == [chunks[1]]
-    assert not store.add(manifests[0], {**chunks, 9: bytes(2 * size)})
+    tight = RelayedStore(StandInFabric().weights, None, capacity_bytes=size - 1)
+    assert not await tight.keep(manifests[0], chunks)
     store.forget("run", 1)
     assert await store.chunks(manifests[1], [1]) == [None]
-    assert store.held_bytes == size
-    store.forget_others("run")
-    assert store.held_bytes == size
-    store.forget_others("another")
-    assert store.held_bytes == 0
+    assert store.kept_bytes == size
+    store.forget("another", 2)
+    assert store.kept_bytes == size
 
 
 def test_the_bytes_kept_are_bounded_by_the_machine_unless_said_otherwise() -> None:
-    assert CollectedStore(StandInFabric().weights).capacity_bytes == default_capacity_bytes() >= 8 << 30
+    assert RelayedStore(StandInFabric().weights, None).capacity_bytes == default_capacity_bytes() >= 8 << 30
 
 
 def test_a_meeting_waits_for_what_others_say_and_no_longer_than_it_may() -> None:

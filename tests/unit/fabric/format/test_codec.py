@@ -17,7 +17,7 @@ from rollfab.fabric.format.decoder import Decoder
 from rollfab.fabric.format.digest import sum_range
 from rollfab.fabric.format.kernels import load
 from rollfab.fabric.format.kernels.protocol import NUMBA, NUMPY, Kernels
-from rollfab.fabric.versions.scatter import scatter
+from rollfab.fabric.versions.commit import scatter
 
 # The first call on an element width compiles, where no cache of that is there yet.
 pytestmark = pytest.mark.timeout(180)
@@ -45,13 +45,11 @@ def restore(encoded: Encoded | None, old: Bits, kernels: Kernels | None = None) 
         return new
     frozen = old.copy()
     frozen.flags.writeable = False
-    indices, olds, values = Decoder(kernels).resolve(encoded.data, frozen, len(old), old.dtype)
-    if olds is not None:
-        np.testing.assert_array_equal(olds, old if indices is None else old[indices])
-    if indices is None:
-        new[:] = values
+    taken = Decoder(kernels).take(encoded.data, frozen, len(old), old.dtype)
+    if taken.positions is None:
+        new[:] = taken.values
     else:
-        scatter(new, indices, values, kernels=kernels)
+        scatter(new, taken.positions, taken.values, kernels=kernels)
     return new
 
 
@@ -187,7 +185,7 @@ def test_a_dense_block_is_taken_without_a_base(kernels: Kernels) -> None:
 
     taken = Decoder(kernels).take(data, None, 500, new.dtype, key=5, start=9)
 
-    assert taken.is_absolute and taken.positions is None
+    assert taken.positions is None
     assert taken.change == sum_range(5, 9, new, kernels=kernels)
 
 
@@ -215,10 +213,10 @@ def test_a_dense_block_needs_no_base(kernels: Kernels, states: list[Bits]) -> No
     new = states[-1]
     encoded = Encoder(kernels).dense(new)
 
-    indices, olds, values = Decoder(kernels).resolve(encoded.data, None, len(new), new.dtype)
+    taken = Decoder(kernels).take(encoded.data, None, len(new), new.dtype)
 
-    assert indices is None and olds is None
-    np.testing.assert_array_equal(values, new)
+    assert taken.positions is None
+    np.testing.assert_array_equal(taken.values, new)
 
 
 def test_steps_without_a_base_are_refused(kernels: Kernels) -> None:
@@ -227,7 +225,7 @@ def test_steps_without_a_base_are_refused(kernels: Kernels) -> None:
     assert encoded is not None
 
     with pytest.raises(WireError, match="needs a base"):
-        Decoder(kernels).resolve(encoded.data, None, 100, old.dtype)
+        Decoder(kernels).take(encoded.data, None, 100, old.dtype)
 
 
 def test_floats_that_arithmetic_would_lose_are_kept(kernels: Kernels) -> None:

@@ -21,6 +21,7 @@ from rollfab.fabric.format.codec import HEADER, SPARSE, STREAM, VALUES
 from rollfab.fabric.format.decoder import Decoder
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.rules.weights.chain import KEYFRAME, Link, plan
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.stage import Stage
 from tests.fuzz.damage import damaged
 from tests.fuzz.targets import LAYOUT, OLD, TARGETS, attack, blocks, manifest, row
@@ -203,7 +204,7 @@ def test_a_chunk_of_the_wrong_kind_is_refused_whatever_its_manifest_says(mode: s
 def test_a_keyframe_of_steps_is_refused() -> None:
     sparse = blocks()["sparse"]
     rows = [row(1, 0, 0, len(sparse)), row(0, 0, 0, len(sparse))]
-    stage = Stage(LAYOUT, None)
+    stage = Stage(whole(LAYOUT), None)
     stage.begin(manifest("keyframe", [sparse], rows))
     with pytest.raises(WireError, match="needs a base"):
         stage.feed(sparse)
@@ -211,7 +212,7 @@ def test_a_keyframe_of_steps_is_refused() -> None:
 
 def test_a_delta_without_a_base_is_refused_where_nothing_is_held() -> None:
     with pytest.raises(ChainBroken):
-        Stage(LAYOUT, None).begin(manifest("delta", [b""], [], base_version=-1))
+        Stage(whole(LAYOUT), None).begin(manifest("delta", [b""], [], base_version=-1))
 
 
 GOOD = row(1, 0, 0, 4)
@@ -233,13 +234,13 @@ BAD_ROWS = {
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_a_row_that_points_nowhere_is_refused(case: str) -> None:
     with pytest.raises(WireError):
-        Stage(LAYOUT, OLD, 1).begin(manifest("delta", [b"1234"], [BAD_ROWS[case]]))
+        Stage(whole(LAYOUT), OLD, 1).begin(manifest("delta", [b"1234"], [BAD_ROWS[case]]))
 
 
 def test_a_block_that_comes_twice_is_refused() -> None:
     rows = [row(1, 0, 0, 2), row(1, 0, 2, 2)]
     with pytest.raises(WireError, match="twice"):
-        Stage(LAYOUT, OLD, 1).begin(manifest("delta", [b"1234"], rows))
+        Stage(whole(LAYOUT), OLD, 1).begin(manifest("delta", [b"1234"], rows))
 
 
 @pytest.mark.parametrize(

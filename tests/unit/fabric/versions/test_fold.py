@@ -1,8 +1,7 @@
-"""Folding versions into a jump: right, or refused where a source is gone or damaged."""
+"""Folding versions into a jump is refused where a source is gone or damaged; test_stage.py has what a jump does."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ChainBroken, DigestMismatch, WeightError
@@ -10,7 +9,6 @@ from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.rules.weights.chain import JUMPS
 from rollfab.fabric.versions.fold import fold
 from rollfab.fabric.versions.snapshot import Identity
-from rollfab.fabric.versions.stage import Stage, commit
 from tests.standin.fabric import StandInFabric
 from tests.standin.weight_tables import WeightTables
 from tests.support.processes.relay_nodes import RUN, Trainer
@@ -21,7 +19,7 @@ JUMP = Identity(run_id=RUN, epoch=1, version=3)
 
 
 class Chain:
-    """A keyframe and three deltas of one tensor. start: the weights before the deltas."""
+    """A keyframe and three deltas of one tensor."""
 
     def __init__(self) -> None:
         self.store = StandInFabric().weights
@@ -30,28 +28,8 @@ class Chain:
 
     async def publish(self) -> Chain:
         await self.trainer.publish(0)
-        self.start = {name: array.copy() for name, array in self.trainer.bits.items()}
         self.deltas = [await self.trainer.publish(version) for version in (1, 2, 3)]
         return self
-
-
-async def test_a_jump_has_the_effect_of_the_versions_that_it_folds() -> None:
-    # Given
-    chain = await Chain().publish()
-
-    # When
-    made = await fold(chain.store, JUMP, JUMPS[0], chain.deltas)
-    stage = Stage(chain.trainer.layout, chain.start, 0)
-    stage.begin(made.manifest)
-    for chunk in made.chunks:
-        stage.feed(chunk)
-    stage.end()
-    commit(stage.finish(), chain.start)
-
-    # Then
-    assert (made.manifest.base_version, made.manifest.version) == (0, 3)
-    for name, array in chain.trainer.bits.items():
-        np.testing.assert_array_equal(chain.start[name], array)
 
 
 @pytest.mark.parametrize(

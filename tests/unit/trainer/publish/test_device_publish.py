@@ -18,9 +18,11 @@ from rollfab.fabric.format.kernels.places import on_host
 from rollfab.fabric.format.kernels.torch_loops import TEMPORARY_FACTOR
 from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout
 from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
+from rollfab.fabric.versions.commit import commit
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
-from rollfab.fabric.versions.stage import Stage, commit
+from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.trainer.publish.tensors import collect
 from tests.support.weights.faulty_weights import RUN, FaultyStore, published
@@ -300,7 +302,7 @@ async def test_a_publisher_on_the_device_writes_what_one_on_the_host_does(store:
         assert published(store) == published(other)
         (manifest,) = await store.manifests(RUN, [(version, report.kind)])
         assert manifest is not None
-        commit(await ChainReader(store, RUN).stage([manifest], Stage(layout, live, version - 1)), live)
+        commit(await ChainReader(store, RUN).stage([manifest], Stage(whole(layout), live, version - 1)), live)
         for name, expected in world.collect("host")[1].items():
             np.testing.assert_array_equal(live[name], expected)
     assert report.kind == DELTA

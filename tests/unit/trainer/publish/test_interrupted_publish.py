@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 from rollfab.fabric.contract.errors import ConfigError, VersionConflict, WeightError
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.format.codec import Encoded, Encoder
+from rollfab.fabric.versions.commit import commit
 from rollfab.fabric.versions.held import readable
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
-from rollfab.fabric.versions.stage import Stage, commit
+from rollfab.fabric.versions.stage import Stage
 from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
@@ -145,7 +147,7 @@ async def assert_right(store: RedisWeightStore, truths: dict[int, dict[str, NDAr
     reader = ChainReader(store, RUN)
     manifests = await reader.plan(min(held), head)
     layout = next(iter((await readable(store, RUN, await store.held(RUN))).values())).tensors
-    commit(await reader.stage(manifests, Stage(layout, live, min(held))), live)
+    commit(await reader.stage(manifests, Stage(whole(layout), live, min(held))), live)
     assert_same(live, truths[head])
 
 

@@ -30,10 +30,12 @@ from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Holder, WeightManifest
 from rollfab.fabric.rules.weights.chain import DELTA, GRACE_COUNT, JUMPS, KEYFRAME
 from rollfab.fabric.rules.weights.publish import VERSION_MAX
+from rollfab.fabric.versions.commit import commit
 from rollfab.fabric.versions.held import readable
+from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.reader import ChainReader, fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
-from rollfab.fabric.versions.stage import Stage, commit
+from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish import upkeep
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.trainer.publish.tensors import collect
@@ -372,7 +374,7 @@ async def test_every_eight_deltas_are_folded_into_a_jump_that_leads_to_the_same_
     assert manifest is not None and manifest.base_version == 0
     layout = manifest.tensors
     reader = ChainReader(store, RUN)
-    staged = await reader.stage([manifest], Stage(layout, start, 0))
+    staged = await reader.stage([manifest], Stage(whole(layout), start, 0))
     commit(staged, start)
     for name in weights:
         np.testing.assert_array_equal(start[name], weights[name])
@@ -523,9 +525,9 @@ async def test_a_reader_goes_around_a_jump_whose_chunks_are_gone(store: FaultySt
     reader = ChainReader(store, RUN)
 
     with pytest.raises(ChainBroken):
-        await reader.stage(await reader.plan(0, 8), Stage(jump.tensors, {"w": start}, 0))
+        await reader.stage(await reader.plan(0, 8), Stage(whole(jump.tensors), {"w": start}, 0))
     way = await reader.plan(0, 8)
-    commit(await reader.stage(way, Stage(jump.tensors, {"w": start}, 0)), {"w": start})
+    commit(await reader.stage(way, Stage(whole(jump.tensors), {"w": start}, 0)), {"w": start})
 
     assert [manifest.kind for manifest in way] == [DELTA] * 8
     np.testing.assert_array_equal(start, weights["w"])
@@ -538,12 +540,12 @@ async def test_a_snapshot_with_a_flipped_bit_is_healed_by_its_next_keyframe() ->
 
     keyframe = snapshot.prepare_keyframe(Identity(run_id=RUN, epoch=1, version=3))
 
-    stage = Stage(snapshot.layout, None)
+    stage = Stage(whole(snapshot.layout), None)
     stage.begin(keyframe.manifest)
     for chunk in keyframe.chunks:
         stage.feed(chunk)
     stage.end()
-    np.testing.assert_array_equal(stage.finish().writes()["w"][1], snapshot.bits["w"])
+    np.testing.assert_array_equal(stage.finish().writes["w"][1], snapshot.bits["w"])
     np.testing.assert_array_equal(snapshot.sums, keyframe.manifest.sums)
 
 

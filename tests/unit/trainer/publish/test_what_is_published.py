@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollfab.fabric.contract.errors import ConfigError, FabricError, InputError, LayoutMismatch
 from rollfab.fabric.contract.models import PRESETS, model_config, preset_shapes
 from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
-from rollfab.fabric.inspect.safetensors import INDEX
+from rollfab.fabric.inspect.safetensors import INDEX, save_bits
 from rollfab.fabric.versions.reader import Weights, fetch_weights
 from rollfab.trainer.publish.publisher import Publisher
-from rollfab.workers.engines.vllm.attached.checkpoint import save_bits
 from tests.support.weights.faulty_weights import RUN, FaultyStore
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,20 +14,21 @@ torch = pytest.importorskip("torch")
 
 from rollfab.fabric.contract.errors import DigestMismatch, EngineError, WeightError  # noqa: E402
 from rollfab.fabric.format.layout import Layout, TensorSpec  # noqa: E402
-from rollfab.fabric.versions.rank_plan import cut_for_ranks  # noqa: E402
-from rollfab.fabric.versions.snapshot import Identity, Snapshot  # noqa: E402
-from rollfab.workers.engines.base import Bits, StagedWeights, TurnsAtCommit  # noqa: E402
+from rollfab.fabric.versions.commit import Staged  # noqa: E402
+from rollfab.workers.engines.base import Bits, TurnsAtCommit  # noqa: E402
 from rollfab.workers.engines.vllm.inplace import by_rank  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.by_rank import VllmRanks, Write  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.pieces import integers, piece_of  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.placement import Memory, Placement  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.rank_answers import StageOrder  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.rank_part import RankPart  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.version_files import HEAD  # noqa: E402
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver  # noqa: E402
 from tests.standin.fabric import StandInFabric  # noqa: E402
 from tests.standin.weight_tables import WeightTables  # noqa: E402
+from tests.support.weights.random_trainer import RUN, RandomTrainer  # noqa: E402
+from tests.support.weights.rank_maps import cut_for_ranks  # noqa: E402
 
-RUN = "parts"
 LAYOUT = Layout(
     (
         TensorSpec("column.weight", "bfloat16", (64, 48)),
@@ -89,13 +92,11 @@ class PartsEngine:
         await write()
         return 0.0
 
-    async def apply(
-        self, staged: StagedWeights, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
-    ) -> float:
+    async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """A whole version."""
         for part, placement in zip(self.door.parts, self.door.placements, strict=True):
             part.was_written()
-            for name, (indices, values) in staged.writes().items():
+            for name, (indices, values) in staged.writes.items():
                 assert indices is None
                 placement.write_all(name, integers(values))
         return 0.0
@@ -108,43 +109,13 @@ class PartsEngine:
         return found
 
 
-class Trainer:
-    """Publishes random bits, a fraction of them new."""
+class Trainer(RandomTrainer):
+    """Cuts along the ranks' borders."""
 
     def __init__(self, rank_count: int) -> None:
+        rows, columns = {"column.weight": rank_count}, {"row.weight": rank_count}
+        super().__init__(LAYOUT, cut_for_ranks(LAYOUT, row_parts=rows, column_parts=columns), rank_count)
         self.store = StandInFabric().weights
-        self.dice = np.random.default_rng(rank_count)
-        self.bits = {spec.name: self._random(spec) for spec in LAYOUT.tensors}
-        regions = cut_for_ranks(
-            LAYOUT, row_parts={"column.weight": rank_count}, column_parts={"row.weight": rank_count}
-        )
-        self._snapshot = Snapshot(LAYOUT, self.bits, regions=regions, thread_count=1)
-        self._version = -1
-
-    def _random(self, spec: TensorSpec) -> Bits:
-        bits: Bits = self.dice.integers(0, 1 << 16, spec.element_count).astype(spec.bits_dtype)
-        return bits
-
-    async def publish(self, fraction: float = 1.0) -> int:
-        """Returns its bytes."""
-        self._version += 1
-        identity = Identity(run_id=RUN, epoch=1, version=self._version)
-        if self._version == 0:
-            await self.store.open_publisher(RUN)
-            prepared = self._snapshot.prepare_keyframe(identity)
-        else:
-            self.bits = {
-                spec.name: np.where(
-                    self.dice.random(spec.element_count) < fraction, self._random(spec), self.bits[spec.name]
-                )
-                for spec in LAYOUT.tensors
-            }
-            prepared = self._snapshot.prepare_delta(identity, self.bits)
-        await self.store.put_chunks(prepared.manifest, 0, prepared.chunks)
-        await self.store.put_manifest(prepared.manifest)
-        await self.store.advance_head(prepared.manifest, 1)
-        self._snapshot.advance(prepared)
-        return prepared.manifest.payload_bytes
 
 
 def receiver_of(trainer: Trainer, engine: PartsEngine) -> WeightReceiver:
@@ -162,6 +133,15 @@ def assert_holds(engine: PartsEngine, bits: dict[str, Bits]) -> None:
                 assert torch.equal(held, expected), name
 
 
+def turn_over(path: Path, place: int) -> None:
+    """One bit of a byte."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
 @pytest.mark.parametrize("rank_count", [1, 2, 4])
 async def test_after_a_chain_each_rank_holds_its_slice_of_the_dense_result(rank_count: int) -> None:
     trainer, engine = Trainer(rank_count), PartsEngine(rank_count)
@@ -169,7 +149,7 @@ async def test_after_a_chain_each_rank_holds_its_slice_of_the_dense_result(rank_
     receiver = receiver_of(trainer, engine)
     for fractions in ([1.0], [0.01], [1.0], [0.02, 0.6]):
         for fraction in fractions:
-            await trainer.publish(fraction)
+            await trainer.publish(trainer.store, fraction)
         assert await receiver.update()
         assert_holds(engine, trainer.bits)
     assert receiver.version == 4
@@ -177,27 +157,27 @@ async def test_after_a_chain_each_rank_holds_its_slice_of_the_dense_result(rank_
 
 async def test_a_rank_reads_its_own_blocks_alone() -> None:
     trainer, engine = Trainer(4), PartsEngine(4)
-    payload_bytes = await trainer.publish()
+    payload_bytes = (await trainer.publish(trainer.store)).payload_bytes
     ranks, gathering = engine.ranks, engine.ranks.gather()
     receiver = receiver_of(trainer, engine)
     await receiver._reader.stage(await receiver._reader.plan(None, 0), gathering)
     staged = await ranks.stage(gathering, None)
     gathering.close()
-    assert max(staged.fetched_bytes) < 0.3 * payload_bytes
-    assert sum(staged.fetched_bytes) >= payload_bytes
+    assert max(staged.read_bytes) < 0.3 * payload_bytes
+    assert sum(staged.read_bytes) >= payload_bytes
 
 
 async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_are_until_a_keyframe_heals_it() -> None:
     trainer, engine = Trainer(2), PartsEngine(2)
     receiver = receiver_of(trainer, engine)
-    await trainer.publish()
+    await trainer.publish(trainer.store)
     await receiver.update()
     torn = engine.door.placements[1].memories[0].flat
     torn ^= 1
     before = await engine.read_weights()
 
-    await trainer.publish(0.5)
-    with pytest.raises(DigestMismatch, match=r"in column\.weight: no rank committed"):
+    await trainer.publish(trainer.store, 0.5)
+    with pytest.raises(DigestMismatch, match=r"tensor column\.weight differs"):
         await receiver.update()
     assert receiver.version == 0
     after = await engine.read_weights()
@@ -213,10 +193,10 @@ async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(
     trainer, engine = Trainer(2), PartsEngine(2)
     await engine.ranks.survey()
     receiver = receiver_of(trainer, engine)
-    await trainer.publish()
+    await trainer.publish(trainer.store)
     assert await receiver.update()
     before = dict(trainer.bits)
-    await trainer.publish(0.1)
+    await trainer.publish(trainer.store, 0.1)
     run = WeightTables.of(trainer.store, RUN)
     (manifest,) = await trainer.store.manifests(RUN, [(1, "delta")])
     assert manifest is not None
@@ -246,16 +226,33 @@ async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(
     assert_holds(engine, trainer.bits)
 
 
+async def test_a_block_that_is_damaged_on_its_way_to_a_rank_keeps_all_of_them_where_they_are() -> None:
+    # Given a version that was gathered well, and then a byte that only rank 1 reads turned over in its file
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish(trainer.store)
+    (manifest,) = await receiver._reader.plan(None, 0)
+    with closing(engine.ranks.gather()) as gathering:
+        await receiver._reader.stage([manifest], gathering)
+        row = next(row for row in manifest.rows if row.tensor == 0 and row.start)
+        before = int(manifest.chunk_bytes[: row.chunk].sum()) + row.offset
+        turn_over(Path(gathering.paths[0]), HEAD.size + len(manifest.pack()) + before)
+
+        # When, Then
+        with pytest.raises(WeightError, match=r"any rank: rank 1 DigestMismatch: a block in chunk 0 of version 0"):
+            await engine.ranks.stage(gathering, None)
+
+
 async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_there() -> None:
     trainer, engine = Trainer(2), PartsEngine(2)
     receiver = receiver_of(trainer, engine)
-    await trainer.publish()
+    await trainer.publish(trainer.store)
     await receiver.update()
     norm = engine.door.placements[1].memories[1].flat
     norm ^= 1
     engine.door.parts[1].was_written()
-    await trainer.publish(0.01)  # changes next to nothing of it
-    with pytest.raises(DigestMismatch, match=r"in norm\.weight; rank 1 differs from another"):
+    await trainer.publish(trainer.store, 0.01)  # changes next to nothing of it
+    with pytest.raises(DigestMismatch, match=r"on rank 1 than on another that holds the same, in norm\.weight"):
         await receiver.update()
 
 
@@ -263,10 +260,10 @@ async def test_a_rank_that_is_gone_or_silent_is_named_and_nothing_is_committed(m
     monkeypatch.setattr(by_rank, "ANSWER_S", 0.5)
     trainer, engine = Trainer(2), PartsEngine(2)
     receiver = receiver_of(trainer, engine)
-    await trainer.publish()
+    await trainer.publish(trainer.store)
     await receiver.update()
     before = trainer.bits
-    await trainer.publish(0.5)
+    await trainer.publish(trainer.store, 0.5)
     engine.door.silent = 1
     with pytest.raises(WeightError, match=r"version 1 .* on any rank: rank 1 gave no answer"):
         await receiver.update()
@@ -279,7 +276,7 @@ async def test_a_rank_that_is_gone_or_silent_is_named_and_nothing_is_committed(m
 async def test_what_was_staged_before_another_order_or_another_commit_is_void() -> None:
     trainer, engine = Trainer(2), PartsEngine(2)
     receiver = receiver_of(trainer, engine)
-    await trainer.publish()
+    await trainer.publish(trainer.store)
     manifests = await receiver._reader.plan(None, 0)
     staged = [await receiver._stage_by_ranks(engine.ranks, manifests, None) for _ in range(2)]
     with pytest.raises(WeightError, match="not staged any more"):
@@ -293,7 +290,7 @@ async def test_what_was_staged_before_another_order_or_another_commit_is_void() 
 async def test_who_serves_others_takes_whole_versions_and_weights_held_in_parts_are_not_on_offer(may: bool) -> None:
     trainer, engine = Trainer(2), PartsEngine(2)
     receiver = WeightReceiver(trainer.store, RUN, engine, options=NO_AUDIT, may_stage_by_ranks=may)  # type: ignore[arg-type]
-    await trainer.publish()
+    await trainer.publish(trainer.store)
     await receiver.update()
     assert_holds(engine, trainer.bits)
     assert receiver.stamp() == (None if may else (0, 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,9 @@ import pytest
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch, WeightError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.inspect.safetensors import save_bits
+from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import EngineLimits, Generation, GenerationRequest, TurnsAtCommit, Writes
-from rollfab.workers.engines.vllm.attached.checkpoint import save_bits
 from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights
 from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
@@ -124,15 +124,6 @@ class PlayedDoor:
 
     async def wake(self) -> None:
         self.note("wake")
-
-
-@dataclass(frozen=True)
-class Staged:
-    version: int
-    tensors: dict[str, Any]
-
-    def writes(self) -> Writes:
-        return self.tensors
 
 
 B_ONES = {"b": (None, np.full(4, 1, dtype=np.uint32))}

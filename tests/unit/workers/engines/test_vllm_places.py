@@ -20,7 +20,7 @@ from rollfab.workers.engines.vllm.attached.model import ServedModel
 from rollfab.workers.engines.vllm.common.arena import MIRROR, PARCEL, Mirror
 from rollfab.workers.engines.vllm.common.shared import SharedFile, open_shared
 from rollfab.workers.engines.vllm.inplace.rank_answers import DIRECTORY_PREFIX, check_directory
-from rollfab.workers.engines.vllm.inplace.version_files import MappedVersions
+from rollfab.workers.engines.vllm.inplace.version_files import MappedVersion
 
 LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no anonymous files here")
 LAYOUT = Layout((TensorSpec("w", "float32", (4,)),))
@@ -65,7 +65,7 @@ def test_no_other_file_is_opened_or_written(tmp_path: Path) -> None:
             with pytest.raises(WeightError, match="no memory"):
                 Mirror(LAYOUT, way)
             with pytest.raises(WeightError, match="no memory"):
-                MappedVersions([str(way)])
+                MappedVersion(str(way))
     assert victim.read_bytes() == lookalike.read_bytes() == PRECIOUS
     mirror.close()
 

@@ -23,13 +23,12 @@ import numpy as np
 
 from .....fabric.contract.errors import EngineError, FabricError, InputError, WeightError
 from .....fabric.format.layout import Layout
-from .....fabric.inspect.safetensors import NAMES, StoredTensor, open_checkpoint
+from .....fabric.inspect.safetensors import NAMES, StoredTensor, open_checkpoint, save_bits
 from ...base import Bits, Writes
-from ..common.arena import PARCEL, Mirror, pack
+from ..common.arena import Mirror, pack, posted
 from ..common.layout import checkpoint_layout
 from ..common.names import BACKEND
-from ..common.shared import SharedFile, aside
-from .checkpoint import save_bits
+from ..common.shared import aside
 from .client import Client
 from .model import ServedModel
 
@@ -241,15 +240,8 @@ class DeltaWeights:
         if not by_path:
             await self._update({"data": base64.b64encode(parcel).decode()}, version)
             return
-        try:
-            file = await aside(len(parcel), SharedFile, PARCEL, len(parcel))
-        except OSError as error:
-            raise WeightError(f"no room in shared memory for {len(parcel):,} bytes of weights: {error}") from error
-        try:
-            await aside(len(parcel), file.write, parcel)
-            await self._update({"parcel": str(file.path)}, version)
-        finally:
-            file.close()
+        async with posted(parcel) as path:
+            await self._update({"parcel": path}, version)
 
     async def _update(self, information: dict[str, Any], version: int | None = None) -> None:
         name = {} if version is None else {"weight_version": str(version)}

@@ -11,6 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from .....fabric.contract.errors import WireError
+from .....fabric.contract.errors import WeightError, WireError
 from .....fabric.format.layout import Layout
 from ...base import Bits, Writes
-from .shared import SharedFile, open_shared
+from .shared import SharedFile, aside, open_shared
 
 ALIGNMENT = 64
 HEAD = struct.Struct("<4sI")  # magic, bytes of the JSON after it
@@ -105,6 +107,25 @@ def pack(writes: Writes) -> memoryview:
         parcel[place : place + array.nbytes] = array.view(np.uint8)
         place += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     return parcel.data
+
+
+@asynccontextmanager
+async def posted(parcel: memoryview) -> AsyncIterator[str]:
+    """The path of a file that holds a parcel, meanwhile.
+
+    Raises:
+        WeightError: there is no room for it.
+    """
+    size = len(parcel)
+    try:
+        file = await aside(size, SharedFile, PARCEL, size)
+    except OSError as error:
+        raise WeightError(f"no room in shared memory for {size:,} bytes of weights: {error}") from error
+    try:
+        await aside(size, file.write, parcel)
+        yield str(file.path)
+    finally:
+        file.close()
 
 
 def unpack(parcel: bytes | memoryview | mmap.mmap) -> dict[str, tuple[NDArray[np.int64] | None, Bits]]:

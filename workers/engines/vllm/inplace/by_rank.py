@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,11 +20,11 @@ from .....fabric.contract.errors import EngineError, FabricError, WeightError
 from .....fabric.format.layout import Layout
 from .....fabric.format.regions import Region
 from .....fabric.versions.rank_parts import check_regions
-from .....fabric.versions.rank_stage import agree
+from .....fabric.versions.vote import Vote, agree
 from ...base import TurnsAtCommit
 from ...ranks import Gathering, StagedByRanks
 from ..common.backend import Door
-from .rank_answers import DIRECTORY_PREFIX, Answer, StageOrder, answer_count, read_answers
+from .rank_answers import DIRECTORY_PREFIX, StageOrder, answer_count, read_answers
 from .version_files import VersionFiles
 
 log = logging.getLogger(__name__)
@@ -98,11 +99,11 @@ class VllmRanks:
         Raises:
             EngineError, WeightError, LayoutMismatch: this model is not one to stage by ranks.
         """
-        answers, cause = await self._ask(next(self._tickets), [], -1, ANSWER_S)
-        wrong = [answer.vote.error for answer in answers if answer.vote.error]
-        if cause is not None or wrong or len(answers) != self._rank_count:
+        votes, cause = await self._ask(next(self._tickets), [], -1, ANSWER_S)
+        wrong = [vote.error for vote in votes if vote.error]
+        if cause is not None or wrong or len(votes) != self._rank_count:
             raise EngineError(f"its ranks cannot stage their parts: {cause or (wrong or ['one gave no answer'])[0]}")
-        rows = [row for answer in answers for row in answer.vote.regions.tolist()]
+        rows = [row for vote in votes for row in vote.regions.tolist()]
         check_regions(self._layout, {Region(*row) for row in rows})
 
     def gather(self) -> VersionFiles:
@@ -113,11 +114,11 @@ class VllmRanks:
         goal, ticket = gathering.manifests[-1], next(self._tickets)
         limit_s = ANSWER_S + sum(each.payload_bytes for each in gathering.manifests) / BYTES_PER_S_MIN
         try:
-            answers, cause = await self._ask(ticket, gathering.paths, -1 if have is None else have, limit_s)
+            votes, cause = await self._ask(ticket, gathering.paths, -1 if have is None else have, limit_s)
         except EngineError as error:
             raise WeightError(f"version {goal.version} was not staged: {error}", version=goal.version) from error
         try:
-            agree([answer.vote for answer in answers], goal, self._rank_count)
+            agree(votes, goal, self._rank_count)
         except WeightError as error:
             if cause is None:
                 raise
@@ -125,8 +126,8 @@ class VllmRanks:
         return StagedByRanks(
             version=goal.version,
             sums=goal.sums,
-            changed_count=sum(answer.changed_count for answer in answers),
-            fetched_bytes=tuple(answer.fetched_bytes for answer in answers),
+            changed_count=sum(vote.changed_count for vote in votes),
+            read_bytes=tuple(vote.read_bytes for vote in votes),
             ticket=ticket,
         )
 
@@ -147,19 +148,19 @@ class VllmRanks:
 
     async def _ask(
         self, ticket: str, files: Sequence[str], have: int, limit_s: float
-    ) -> tuple[list[Answer], EngineError | None]:
-        """Answers within the limit, and why vLLM gives no more of them."""
+    ) -> tuple[list[Vote], EngineError | None]:
+        """Votes within the limit, and why vLLM gives no more of them."""
         with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as directory:
             order = StageOrder(ticket=ticket, have=have, files=files, answers=directory)
 
             async def tell() -> None:
                 self._ticket = ticket
-                await self._door.update({"stage": order.row()}, "vLLM's ranks did not begin to stage")
+                await self._door.update({"stage": asdict(order)}, "vLLM's ranks did not begin to stage")
 
             await self._between(tell)
             return await self._answers(Path(directory), limit_s)
 
-    async def _answers(self, directory: Path, limit_s: float) -> tuple[list[Answer], EngineError | None]:
+    async def _answers(self, directory: Path, limit_s: float) -> tuple[list[Vote], EngineError | None]:
         until_s, pause_s = self._clock.now_s() + limit_s, POLL_S_MIN
         while self._clock.now_s() < until_s:
             if answer_count(directory) == self._rank_count:

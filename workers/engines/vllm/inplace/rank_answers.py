@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import orjson
 
 from .....fabric.contract.errors import WeightError, WireError
 from .....fabric.format.regions import Region
-from .....fabric.versions.rank_stage import Vote
+from .....fabric.versions.vote import Vote
 
 UNFINISHED = ".new"
 DIRECTORY_PREFIX = "rollfab-answers-"
@@ -25,7 +25,7 @@ DIRECTORY_PREFIX = "rollfab-answers-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """What every rank is asked. files: of MappedVersions; none: only tell your part. have: -1: no version is live.
+    """What every rank is asked. files: of VersionFiles; none: only tell your part. have: -1: no version is live.
 
     answers: a directory. ticket: by which the commit names what is staged.
     """
@@ -35,23 +35,10 @@ class StageOrder:
     files: Sequence[str]
     answers: str
 
-    def row(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"ticket": self.ticket, "have": self.have, "files": list(self.files), "answers": self.answers}
-
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> StageOrder:
-        """The inverse."""
+        """The order that asdict makes such a row of."""
         return cls(ticket=str(row["ticket"]), have=int(row["have"]), files=row["files"], answers=str(row["answers"]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Of one rank. fetched_bytes: what it read. changed_count: elements that it would write."""
-
-    vote: Vote
-    fetched_bytes: int = 0
-    changed_count: int = 0
 
 
 def check_directory(directory: Path) -> None:
@@ -69,18 +56,9 @@ def check_directory(directory: Path) -> None:
         raise WeightError(f"{str(directory)[:100]!r} is no directory for answers of this user: nothing was done")
 
 
-def give_answer(directory: Path, answer: Answer) -> None:
+def give_answer(directory: Path, vote: Vote) -> None:
     """Raises OSError: nobody waits for it any more."""
-    vote = answer.vote
-    row = {
-        "rank": vote.rank,
-        "version": vote.version,
-        "regions": vote.regions.tolist(),
-        "sums": vote.sums.tolist(),
-        "error": vote.error,
-        "fetched_bytes": answer.fetched_bytes,
-        "changed_count": answer.changed_count,
-    }
+    row = asdict(vote) | {"regions": vote.regions.tolist(), "sums": vote.sums.tolist()}
     unfinished = directory / f"{vote.rank}{UNFINISHED}"
     unfinished.write_bytes(orjson.dumps(row))
     unfinished.rename(directory / str(vote.rank))
@@ -91,25 +69,26 @@ def answer_count(directory: Path) -> int:
     return len(_paths(directory))
 
 
-def read_answers(directory: Path) -> list[Answer]:
+def read_answers(directory: Path) -> list[Vote]:
     """All that are there, by rank. Raises WireError: one is damaged."""
-    return sorted(map(_read, _paths(directory)), key=lambda answer: answer.vote.rank)
+    return sorted(map(_read, _paths(directory)), key=lambda vote: vote.rank)
 
 
 def _paths(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if path.suffix != UNFINISHED]
 
 
-def _read(path: Path) -> Answer:
+def _read(path: Path) -> Vote:
     try:
         row = orjson.loads(path.read_bytes())
-        vote = Vote(
+        return Vote(
             rank=int(row["rank"]),
             version=int(row["version"]),
             regions=np.array(row["regions"], dtype=np.int64).reshape(-1, len(Region._fields)),
             sums=np.array(row["sums"], dtype=np.uint64),
             error=str(row["error"]),
+            read_bytes=int(row["read_bytes"]),
+            changed_count=int(row["changed_count"]),
         )
-        return Answer(vote=vote, fetched_bytes=int(row["fetched_bytes"]), changed_count=int(row["changed_count"]))
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise WireError(f"the answer of rank {path.name} cannot be read: {error}") from error

@@ -9,11 +9,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -22,15 +21,15 @@ from .....fabric.contract.errors import WeightError
 from .....fabric.format.layout import Layout, TensorSpec
 from .....fabric.format.manifest import Sums
 from .....fabric.format.regions import Region
+from .....fabric.versions.commit import Staged
 from .....fabric.versions.rank_parts import ShardMap, ShardSlice
-from .....fabric.versions.rank_reader import ShardReader
-from .....fabric.versions.rank_stage import ShardStage, failed_vote, vote
-from .....fabric.versions.stage import Staged
+from .....fabric.versions.stage import Stage
+from .....fabric.versions.vote import failed_vote, vote
 from ...base import Bits
 from .pieces import Piece, integers
 from .placement import Placement
-from .rank_answers import Answer, StageOrder, give_answer
-from .version_files import MappedVersions
+from .rank_answers import StageOrder, give_answer
+from .version_files import MappedVersion
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +57,12 @@ class RankPart:
         sums = self._sums if order.have == self._version else None
         try:
             # Now: later who asked may have closed the files, and a GPU's weights may be asleep.
-            source, live = MappedVersions(order.files), self._live()
+            versions, live = [MappedVersion(path) for path in order.files], self._live()
         except Exception as error:  # whatever it is, the others wait for this rank's answer
             log.warning("weights.part_not_staged", exc_info=True)
             _fail(order, self._rank, error)
             return
-        threading.Thread(target=self._work, args=(order, source, live, sums), name="stage-part", daemon=True).start()
+        threading.Thread(target=self._work, args=(order, versions, live, sums), name="stage-part", daemon=True).start()
 
     def commit(self, ticket: str) -> None:
         """Write what was staged under this ticket, in place.
@@ -75,7 +74,7 @@ class RankPart:
             staged = self._staged if ticket == self._ticket else None
         if staged is None:
             raise WeightError(f"rank {self._rank} has not staged what it is to commit: stage it again")
-        for name, (indices, values) in staged.writes().items():
+        for name, (indices, values) in staged.writes.items():
             flat, bits = self._memories[name].flat, integers(values)
             if indices is None:
                 flat.copy_(bits)
@@ -94,22 +93,19 @@ class RankPart:
         self.forget()
         self._version, self._sums = -1, None
 
-    def _work(self, order: StageOrder, source: MappedVersions, live: dict[str, Bits], sums: Sums | None) -> None:
+    def _work(
+        self, order: StageOrder, versions: Sequence[MappedVersion], live: dict[str, Bits], sums: Sums | None
+    ) -> None:
         try:
-            reader = ShardReader(source, self._map, gap_bytes=0)  # in memory one more range costs nothing
-            stage = ShardStage(self._map, live, order.have, sums)
-            staged = asyncio.run(reader.stage(source.manifests, stage))
+            stage = Stage(self._map, live, order.have, sums)
+            read_bytes = sum(version.stage(stage, self._map) for version in versions)
+            staged = stage.finish()
             with self._lock:
                 if self._ticket != order.ticket:
                     return
                 self._staged = staged
-            answer = Answer(
-                vote=vote(self._rank, self._map, staged),
-                fetched_bytes=reader.fetched_bytes,
-                changed_count=staged.changed_count,
-            )
             with contextlib.suppress(OSError):  # nobody waits for it any more
-                give_answer(Path(order.answers), answer)
+                give_answer(Path(order.answers), vote(self._rank, self._map, staged, read_bytes))
         except Exception as error:
             log.warning("weights.part_not_staged", exc_info=True)
             _fail(order, self._rank, error)
@@ -122,7 +118,7 @@ class RankPart:
 
 def _fail(order: StageOrder, rank: int, error: Exception) -> None:
     with contextlib.suppress(OSError):
-        give_answer(Path(order.answers), Answer(vote=failed_vote(rank, error)))
+        give_answer(Path(order.answers), failed_vote(rank, error))
 
 
 # ---------------------------------------------------------------- rank map

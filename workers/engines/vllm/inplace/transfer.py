@@ -32,8 +32,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from .....fabric.contract.errors import WeightError, WireError
 from .....fabric.format.layout import Layout
+from .....fabric.versions.commit import check_writes
 from ...base import Writes
-from ...writes import check_writes
 from ..common.arena import PARCEL, Mirror, unpack
 from ..common.shared import open_shared
 from .copied_weights import check_live, derive_again, derived_names

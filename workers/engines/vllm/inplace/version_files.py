@@ -10,14 +10,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 
-from .....fabric.contract.errors import WeightError, WireError
+from .....fabric.contract.errors import DigestMismatch, WeightError, WireError
 from .....fabric.format.layout import Layout
-from .....fabric.format.manifest import WeightManifest
-from .....fabric.ports.weights import Range
+from .....fabric.format.manifest import WeightManifest, block_digest
+from .....fabric.versions.rank_parts import ShardMap
+from .....fabric.versions.stage import Stage
 from ..common.shared import SharedFile, open_shared
 
 HEAD = struct.Struct("<4sQ")  # magic, bytes of the manifest after it
@@ -79,32 +79,47 @@ class VersionFiles:
             file.close()
 
 
-class MappedVersions:
-    """The files of VersionFiles, in a rank: a RangeSource of their manifests.
+class MappedVersion:
+    """A file of VersionFiles, in a rank.
 
     Raises:
-        WeightError, WireError: a file is not one. OSError: it is not on this machine, or gone.
+        WeightError, WireError: it is none. OSError: it is not on this machine, or gone.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.manifests: list[WeightManifest] = []
-        self._chunks: dict[int, tuple[memoryview, list[int]]] = {}  # by version: all of the file, where chunks begin
-        for path in paths:
-            handle = open_shared(path, VERSION)
-            try:
-                view = memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
-            finally:
-                os.close(handle)
-            magic, length = HEAD.unpack_from(view)
-            if magic != MAGIC:
-                raise WireError(f"{path} holds no version")
-            manifest = WeightManifest.unpack(bytes(view[HEAD.size : HEAD.size + length]))
-            ends = HEAD.size + length + np.cumsum(manifest.chunk_bytes, dtype=np.int64)
-            starts: list[int] = (ends - manifest.chunk_bytes).tolist()
-            self.manifests.append(manifest)
-            self._chunks[manifest.version] = view, starts
+    def __init__(self, path: str) -> None:
+        handle = open_shared(path, VERSION)
+        try:
+            self._view = memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
+        finally:
+            os.close(handle)
+        magic, length = HEAD.unpack_from(self._view)
+        if magic != MAGIC:
+            raise WireError(f"{path} holds no version")
+        self.manifest = WeightManifest.unpack(bytes(self._view[HEAD.size : HEAD.size + length]))
+        ends = HEAD.size + length + np.cumsum(self.manifest.chunk_bytes, dtype=np.int64)
+        self._starts: list[int] = (ends - self.manifest.chunk_bytes).tolist()
 
-    async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
-        """Bytes of chunks; no file lacks one."""
-        view, starts = self._chunks[manifest.version]
-        return [bytes(view[starts[chunk] + start : starts[chunk] + start + length]) for chunk, start, length in ranges]
+    def stage(self, stage: Stage, part: ShardMap) -> int:
+        """Stage the blocks that hold something of the rank; returns their bytes.
+
+        Raises:
+            LayoutMismatch, ChainBroken, DigestMismatch, WireError: as Stage, which is useless then.
+        """
+        manifest, read_bytes = self.manifest, 0
+        stage.begin(manifest)
+        for row, digest in zip(manifest.rows, manifest.block_digests.tolist(), strict=True):
+            if not part.needs(row.region):
+                continue
+            start = self._starts[row.chunk] + row.offset
+            data = self._view[start : start + row.length]
+            if block_digest(data) != digest:
+                raise DigestMismatch(
+                    f"a block in chunk {row.chunk} of version {manifest.version} ({manifest.kind}) of run"
+                    f" {manifest.run_id!r} is corrupt: fetch it again",
+                    version=manifest.version,
+                    chunk=row.chunk,
+                )
+            stage.take(row, data)
+            read_bytes += row.length
+        stage.end()
+        return read_bytes
