@@ -186,6 +186,26 @@ def test_every_module_says_what_it_owns() -> None:
     assert silent == []
 
 
+def test_whoever_catches_everything_says_why_or_raises_it_on() -> None:
+    silent = []
+    for path in source_files():
+        if path.suffix != ".py" or path.parts[0] not in ROOMS:
+            continue
+        lines = (ROOT / path).read_text().splitlines()
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None
+                or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+            ):
+                comment = re.sub(r"noqa: \w+", "", lines[node.lineno - 1].partition("#")[2])
+                raises = isinstance(node.type, ast.Name) and node.type.id == "BaseException"
+                raises = raises and any(isinstance(each, ast.Raise) for each in ast.walk(node))
+                if len(comment.strip(" #-")) < 8 and not raises:
+                    silent.append(f"{path}:{node.lineno}")
+
+    assert silent == []
+
+
 def test_no_folder_holds_more_than_a_person_takes_in() -> None:
     """Of Python files: packages of the rooms, and tests."""
     folders: dict[str, int] = {}

@@ -146,7 +146,7 @@ class Publisher:
                     return PublishReport(**await self._ranks.follow(hello))
                 try:
                     report = await self._publish(*await self._ranks.meet(hello), wants_keyframe=keyframe)
-                except Exception as error:
+                except Exception as error:  # told to the other ranks, who wait, and raised
                     await self._ranks.end(error)
                     raise
                 await self._ranks.end(asdict(report))

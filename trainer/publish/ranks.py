@@ -149,7 +149,7 @@ class Ranks:
         """Return the result of `work`; where other ranks wait for it, also return an error."""
         try:
             return await work()
-        except Exception as error:
+        except Exception as error:  # the lead gets it as this rank's answer, and ends the publish on all
             if self._exchange is None:
                 raise
             log.warning("weights.rank_failed", exc_info=True, extra={"rank": self._rank})

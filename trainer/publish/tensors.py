@@ -131,7 +131,7 @@ def _items(named: Any) -> Iterator[Any]:
             item = next(iterator)
         except StopIteration:
             return
-        except Exception as error:
+        except Exception as error:  # of a user's iterator: raised on, with the place
             where = "before the first tensor" if last is None else f"after tensor {last!r}"
             error.add_note(f"rollfab: raised by what was given to publish, {where}; nothing was written")
             raise
@@ -186,7 +186,7 @@ def _naming(name: str, tensor: Any) -> Iterator[None]:
         yield
     except FabricError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a tensor's own class raises
         raise InputError(
             f"tensor {name!r} ({type(tensor).__name__}) cannot be read: {type(error).__name__}: {error}", name=name
         ) from error

@@ -133,7 +133,7 @@ class RewardAsker:
             for run_id, rows in asked.items():
                 try:
                     await asyncio.to_thread(self._enqueue, run_id, rows)
-                except Exception:
+                except Exception:  # the keeper asks again for a reward that does not come
                     log.exception("rewards.not_asked", extra={"run_id": run_id, "count": len(rows)})
 
     def _enqueue(self, run_id: str, asked: Mapping[Row, bool]) -> None:

@@ -68,7 +68,7 @@ class CollectiveReceiver:
             return await self._attend(run_id)
         except BrokerError:
             raise
-        except Exception:
+        except Exception:  # of torch.distributed: the version comes by the broker, and the next offer is attended
             log.exception("collective.attending_failed", extra={"run_id": run_id})
             return False
 

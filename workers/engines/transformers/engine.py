@@ -383,7 +383,7 @@ class LoopThread:
         def command() -> None:
             try:
                 answer = partial(_answer, future, function(engine_loop))
-            except Exception as error:
+            except Exception as error:  # raised in the caller's event loop; this thread goes on
                 answer = partial(_refuse, future, error)
                 if is_fatal:
                     raise

@@ -162,7 +162,7 @@ class VllmEngine:
             self._end(opened, reason or "error", error)
         except EngineError as error:
             self._end(opened, "error", str(error))
-        except Exception as error:
+        except Exception as error:  # of vLLM's stream: this request alone ends, and its agent asks again
             log.exception("engine.stream_failed", extra={"request_id": opened.ask.request_id})
             self._end(opened, "error", f"reading its tokens failed: {error!r}")
 

@@ -106,7 +106,7 @@ class RankPart:
                 self._staged = staged
             with contextlib.suppress(OSError):  # nobody waits for it any more
                 give_answer(Path(order.answers), vote(self._rank, self._map, staged, read_bytes))
-        except Exception as error:
+        except Exception as error:  # the vote of this rank: all ranks stay where they are, and the worker tries again
             log.warning("weights.part_not_staged", exc_info=True)
             _fail(order, self._rank, error)
 
