@@ -1,12 +1,12 @@
 """The way to a broker: one client per process role, opened, checked, and patient with restarts.
 
-- A broker is used only after `check_broker` found it fit: new enough, never evicting, writable, loaded. Of a Redis
+- A broker is used only after `check_broker` found it fit: new enough, never evicting, writable, loaded. In a Redis
   Cluster, every primary is checked.
 - A lost connection is retried within a budget of seconds, not of attempts, so a restart of a few seconds goes
   unnoticed. *Every* command is retried, also one whose reply was lost: the scripts of this room are written to be
   repeated. A caller that must not repeat opens its own client with `patience_s=0`.
 - Behind Sentinel the budget is at least what the sentinels need to replace a primary, so that goes unnoticed too.
-- Where everybody may put a socket, one that another user put there is not trusted with what we know.
+- In a directory where everybody may put a socket, we do not trust a socket that another user put there.
 - Nothing here reads the environment, and no text holds a password.
 """
 
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 CONNECTION_COUNT_MAX = 32
 LOADING_POLL_S = 0.25
-LONG_S = 1.0  # for opening: then it is looked what listens there
-# Longest silence where another server may take over: a machine that is gone says nothing, and patience must outlast it.
+LONG_S = 1.0  # for opening: after this we look what listens there
+# Longest silence where another server may take over: a lost machine says nothing, and patience must outlast that.
 SILENCE_S = 6.0
 
 
@@ -105,7 +105,7 @@ async def _open(
     patience_s: float,
     open_patience_s: float,
 ) -> redis.asyncio.Redis:
-    """As `open_broker`, which also says where another scheme would do."""
+    """Do the same as `open_broker`, which adds whether another scheme would do."""
 
     def pools(silence_s: float) -> Pools:
         timeout_s = min(socket_timeout_s, silence_s)
@@ -145,7 +145,7 @@ def check_socket(path: Path) -> None:
     try:
         owner, shared = path.stat().st_uid, path.parent.stat().st_mode & stat.S_IWOTH
     except OSError:
-        return  # connecting says more
+        return  # the error of connecting says more
     if shared and owner not in (os.geteuid(), 0):
         raise ConfigError(
             f"the broker's socket {path} belongs to user {owner}, in a directory that every user may write to: it may "
@@ -155,7 +155,7 @@ def check_socket(path: Path) -> None:
 
 
 def _of_ended(error: BrokerError, url: str) -> BrokerError:
-    """The same error, or what to start where the URL was that of a private broker which has ended with its owner."""
+    """Return the same error, or say what to start if the URL is of a private broker that ended with its owner."""
     starter = starter_of(url) if error.facts.get("reason") == "unreachable" else ""
     if not starter:
         return error
@@ -164,7 +164,7 @@ def _of_ended(error: BrokerError, url: str) -> BrokerError:
 
 
 async def _cluster_nodes(client: redis.asyncio.Redis, parts: BrokerUrl) -> Sequence[Address]:
-    """The address of the node that we are connected to; none where it is a broker by itself."""
+    """Return the address of the cluster node that we are connected to; empty if it is a single broker."""
     try:
         if not (await client.info("cluster")).get("cluster_enabled"):
             return ()
@@ -198,7 +198,7 @@ async def check_broker(client: redis.asyncio.Redis, *, loading_timeout_s: float 
 
 
 async def _facts_when_loaded(client: redis.asyncio.Redis, until_s: float) -> BrokerFacts:
-    """What a server says once it has loaded its data, or what it says at `until_s`."""
+    """Read a server's facts once it has loaded its data, or at `until_s`."""
     begun_s, has_said = asyncio.get_running_loop().time(), False
     while True:
         with translate(client):
@@ -214,7 +214,7 @@ async def _facts_when_loaded(client: redis.asyncio.Redis, until_s: float) -> Bro
 
 # ---------------------------------------------------------------- scheme
 #
-# What listens where a URL leads, where opening it fails or takes long: does the URL's scheme or password fit it?
+# Looks what listens where a URL leads, if opening it fails or takes long: does the URL's scheme or password fit it?
 #
 # Nothing secret is sent: a PING without a password, in plain or in TLS whose certificate nobody checks.
 
@@ -225,7 +225,7 @@ DISABLED = b"cluster support disabled"
 
 
 async def misfit(url: str, parts: BrokerUrl, reason: str) -> BrokerError | None:
-    """What is wrong with the URL, as an error; None: nothing that is seen so. reason: of an error that there was."""
+    """Say what is wrong with the URL, as an error; None if nothing shows. reason: of the error in opening it."""
     if not parts.hosts:
         return None
     is_tls, kind = parts.client_url.startswith("rediss:"), "" if parts.topology == "any" else f"+{parts.topology}"
@@ -254,7 +254,7 @@ def _error(url: str, text: str, reason: str) -> BrokerError:
 
 
 async def _ask(address: Address, command: bytes, *, is_tls: bool) -> bytes | None:
-    """The beginning of what a server answers; None: nothing, or nothing that a broker says."""
+    """Return the beginning of a server's answer; None if there is none, or none that a broker gives."""
     context = None
     if is_tls:
         context = ssl.create_default_context()

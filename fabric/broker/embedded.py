@@ -4,8 +4,8 @@ Owns one data directory, its lock, and the server that lives in it.
 
 - Two servers never share a directory. The server inherits an flock on `broker.lock`, so the lock lasts exactly
   as long as the server (or a child of it that is still writing) lives, whatever became of its owner.
-- A directory that another user owns or may write to is not used, nor is what one left written there: whoever makes the
-  configuration, the password or the data decides what the server does.
+- A directory that another user owns or may write to is not used, nor are files that another user left there: whoever
+  makes the configuration, the password or the data decides what the server does.
 - A kept directory has a steady URL: a restart comes back where clients look for it.
 - A directory whose owner lives is refused at once; where the owner is gone, its server is given a moment to end.
 - The server stops with its owner, however the owner ends (`server_process.py` says how).
@@ -141,7 +141,7 @@ class EmbeddedBroker:
 
 
 def find_broker(data_directory: Path) -> str | None:
-    """The URL of the private broker that lives in this directory now, or None if none does."""
+    """Return the URL of the private broker that lives in this directory now, or None if none does."""
     try:
         _check_ours(data_directory)
         with (data_directory / LOCK).open("rb") as file:
@@ -155,9 +155,9 @@ def find_broker(data_directory: Path) -> str | None:
 
 
 def starter_of(url: str, data_directory: Path | None = None) -> str:
-    """Who started the private broker that a URL leads to, alive or not; empty: nobody who said so.
+    """Say who started the private broker that a URL leads to, alive or not; empty if its starter gave no name.
 
-    It is looked for in `data_directory`, if given, and where the URL's socket is.
+    Look in `data_directory`, if given, and where the URL's socket is.
     """
     parts = urlsplit(url)
     homes = ([] if data_directory is None else [data_directory]) + (
@@ -170,7 +170,7 @@ def starter_of(url: str, data_directory: Path | None = None) -> str:
             if written["url"] == url:
                 return str(written.get("starter", ""))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # there never was one, or it is only just starting
+            continue  # there never was a broker, or it is only just starting
     return ""
 
 
@@ -190,7 +190,7 @@ def _prepare_directory(data_directory: Path | None) -> Path:
 
 
 def _check_ours(directory: Path) -> None:
-    """See to it that nobody else has a hand in a directory.
+    """Require a directory in which nobody else has a hand.
 
     Raises:
         ConfigError: another user owns it or a file in it that we read, or may write there, or may read the lock.
@@ -214,7 +214,7 @@ def _check_ours(directory: Path) -> None:
 
 
 def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
-    """Own the directory. Returns the locked descriptor and what the last server there left written."""
+    """Own the directory. Return the locked descriptor and what the last server there wrote."""
     try:
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -237,7 +237,7 @@ def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _lives(pid: Any) -> bool:
-    """Whether a process is there, and no zombie."""
+    """Whether a process exists and is no zombie."""
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:
@@ -246,7 +246,7 @@ def _lives(pid: Any) -> bool:
         return False
     except OSError:
         return True  # another user's
-    with contextlib.suppress(OSError):  # where there is no /proc, one that is dead and not yet buried counts as alive
+    with contextlib.suppress(OSError):  # where there is no /proc, a zombie counts as alive
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return True
 
@@ -277,7 +277,7 @@ def _write_lock(lock: int, content: dict[str, Any]) -> None:
 
 
 def _doors(directory: Path, transport: Literal["unix", "tcp"], port: int | None, previous_url: str) -> list[Door]:
-    """The ways in to try, in order: a port can be lost to another process between our looking and the bind."""
+    """List the ways in to try, in order: another process can take a port between our looking and the bind."""
     path = directory / "broker.sock"
     if transport == "unix" and len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
         return [Door(path=path)]

@@ -1,11 +1,11 @@
 """A primary that Sentinel watches: every connection asks the sentinels where it is, and checks that it is one.
 
-- What the sentinels say is asked anew for every connection, inside its retries: after a fail-over the next attempt
-  finds the replica that was promoted.
-- A connection whose server stops being the primary is dropped, and what was asked goes again (scripts bear it). A
-  server that only was the primary once is never believed: its role is read as each connection opens.
-- Replication is asynchronous: what the old primary had accepted and not passed on is gone. docs/guarantees.md says
-  what that means for each kind of write.
+- The sentinels are asked anew for every connection, inside its retries: after a fail-over the next attempt finds the
+  replica that was promoted.
+- A connection whose server stops being the primary is dropped, and its commands go again (scripts bear it). A former
+  primary is never believed: each connection reads its server's role as it opens.
+- Replication is asynchronous: writes that the old primary accepted and did not pass on are gone. docs/guarantees.md
+  says what that means for each kind of write.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .clients.url import Address, BrokerUrl, shown
 
 __all__ = ["LedClient", "Sentinels"]
 
-ASK_TIMEOUT_S = 1.0  # per sentinel: another one knows as much
+ASK_TIMEOUT_S = 1.0  # per sentinel: the next one knows as much
 FAILOVER_S = 10.0  # from "it is down" to a promoted replica: agreeing, electing, telling; 1-3 s where nobody is late
 
 
 class Sentinels:
-    """Those who know where the primary is; any of them will do."""
+    """The sentinels, which know where the primary is; any of them will do."""
 
     def __init__(self, url: BrokerUrl, pools: Pools) -> None:
         assert url.hosts
@@ -49,7 +49,7 @@ class Sentinels:
         }
 
     async def primary(self) -> Address:
-        """Where the primary is now.
+        """Ask where the primary is now.
 
         Raises:
             PrimaryUnknown: no sentinel answers, or none of them watches this service.
@@ -58,7 +58,7 @@ class Sentinels:
         return found[0].decode(), int(found[1])
 
     async def down_after_s(self) -> float:
-        """How long the primary must be silent before they replace it."""
+        """Ask how long the primary must be silent before they replace it."""
         found = await self._ask("MASTER")
         facts = dict(zip(found[::2], found[1::2], strict=True))
         return int(facts[b"down-after-milliseconds"]) / 1000
@@ -84,7 +84,7 @@ class Sentinels:
 
 
 async def _raw(client: redis.asyncio.Redis, *words: str) -> Any:
-    """The answer as it came: the library's shapes of these differ from version to version."""
+    """Return the answer as it came: the library shapes these answers differently from version to version."""
     pool: Any = client.connection_pool
     connection = await pool.get_connection()
     try:
@@ -104,7 +104,7 @@ class LedClient(TypedClient):
 
     @classmethod
     async def open(cls, url: BrokerUrl, pools: Pools, patience_s: float, open_patience_s: float) -> LedClient:
-        """Find the primary and greet it. Arguments as of `open_broker`.
+        """Find the primary and greet it. Arguments as in `open_broker`.
 
         Raises:
             BrokerError: no sentinel or no primary is there, or it refused us.
@@ -131,7 +131,7 @@ class LedClient(TypedClient):
 
 
 def led_by(sentinels: Sentinels, kind: type[Any]) -> type[Any]:
-    """The same class of connections, going wherever the primary is."""
+    """Return the same class of connections, going wherever the primary is."""
     return type(f"Led{kind.__name__}", (_Led, kind), {"sentinels": sentinels})
 
 
@@ -143,14 +143,14 @@ class _Led:
         await super()._connect()  # type: ignore[misc]
 
     async def on_connect_check_health(self: Any, check_health: bool = True) -> None:
-        """As in the library; then make sure of the server's role."""
+        """Do the same as the library; then make sure of the server's role."""
         await super().on_connect_check_health(check_health)  # type: ignore[misc]
         await self.send_command("INFO", "replication", check_health=False)
         if b"role:master" not in await self.read_response():
             raise PrimaryUnknown(f"{self.host}:{self.port} is not the primary of {self.sentinels.service!r} now")
 
     async def read_response(self: Any, *args: Any, **options: Any) -> Any:
-        """As in the library; a server that has become a replica is a lost connection."""
+        """Do the same as the library; treat a server that has become a replica as a lost connection."""
         try:
             return await super().read_response(*args, **options)  # type: ignore[misc]
         except exceptions.ResponseError as error:

@@ -1,4 +1,4 @@
-"""What a broker says about itself, and what of that is wrong for us."""
+"""Facts that a broker tells about itself, and the reasons why it cannot be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERSION_WAITAOF = {"redis": (7, 2, 0), "valkey": (8, 0, 0)}
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerFacts:
-    """What a broker says about itself."""
+    """Facts that a broker tells about itself."""
 
     server_kind: Literal["redis", "valkey"]
     version: tuple[int, int, int]
@@ -29,7 +29,7 @@ class BrokerFacts:
 
     @property
     def version_text(self) -> str:
-        """For people: "Valkey 9.1.2"."""
+        """Show the version to people: "Valkey 9.1.2"."""
         return f"{self.server_kind.capitalize()} {'.'.join(map(str, self.version))}"
 
     @property
@@ -54,7 +54,7 @@ def broker_facts(info: Mapping[str, Any]) -> BrokerFacts:
 
 
 def problems(facts: BrokerFacts) -> list[str]:
-    """Why this broker cannot be used, each with the next step; empty for a fit one."""
+    """List the reasons why this broker cannot be used, each with the next step; empty for a fit broker."""
     found = []
     if facts.version < VERSION_MIN[facts.server_kind]:
         found.append(f"is {facts.version_text}, too old: use Redis >= 7.0 or Valkey >= 8")

@@ -7,7 +7,7 @@
 - Writes reach the disk within a second (AOF, everysec); nothing is ever evicted.
 - A server that does not come up is an error with the tail of its log, never a wait without end.
 
-Which directory, whose turn it is and what the URL should be are left to `embedded.py`.
+`embedded.py` chooses the directory and the URL, and decides who may start a server.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Door:
 
     @property
     def url(self) -> str:
-        """What clients connect to."""
+        """Return the URL that clients connect to."""
         if self.path is not None:
             return f"unix://{quote(str(self.path))}"
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
     @property
     def config(self) -> str:
-        """The server's own words for this door."""
+        """Return the lines for this door in the server's configuration."""
         if self.path is not None:
             return f"port 0\nunixsocket {_quoted(self.path)}\nunixsocketperm 700"
         return f"port {self.port}\nbind 127.0.0.1\nrequirepass {self.password}"
@@ -107,7 +107,7 @@ class Door:
 
 
 def server_binary() -> Path:
-    """The bundled server program. Finds it without importing its package, whose client we do not use.
+    """Find the bundled server program, without importing its package, whose client we do not use.
 
     Raises:
         ConfigError: not installed, or not for this platform.
@@ -130,9 +130,9 @@ def spawn(
     """Start a server in `directory` and return once it answers at `door`.
 
     Args:
-        door: where it shall listen.
+        door: where it must listen.
         directory: exists, and is ours alone.
-        lock: a file descriptor the server shall hold as long as it lives.
+        lock: a file descriptor that the server holds as long as it lives.
         is_temporary: remove the directory should this process die.
         maxmemory_bytes: 0 for no limit.
         ready_timeout_s: how long it may be silent.

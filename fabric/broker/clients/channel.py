@@ -1,13 +1,13 @@
 """Many commands, few round trips.
 
 - Commands that tasks ask for at the same time travel together: a hundred trajectories that settle at once cost one
-  round trip. One shared round trip is under way at a time; what is asked meanwhile waits for it and goes with the next.
+  round trip. One shared round trip is under way at a time; commands asked meanwhile wait for it and go with the next.
 - Answers are bytes, numbers and lists as the broker sends them (RESP2), with none of the client library's shaping;
   packing and parsing are done by hiredis.
-- Lost connections are retried as the pool says (broker/connection.py), with all commands of the round trip: they must
-  bear repeating, as the scripts do.
+- Lost connections are retried as the pool says (broker/connection.py), with all commands of the round trip: it must be
+  safe to repeat them, as it is with the scripts.
 
-Which commands, and what their answers mean, is left to the queues.
+The queues choose the commands and know what the answers mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Argument", "Channel", "Command", "checked", "stream_entries"]
 Argument = str | bytes | int | float
 Command = Sequence[Argument]
 
-COMMAND_COUNT_MAX = 256  # of one shared round trip: bounds what waits for its slowest command
+COMMAND_COUNT_MAX = 256  # of one shared round trip: bounds how many wait for its slowest command
 
 
 class Channel:
@@ -37,14 +37,14 @@ class Channel:
     def __init__(self, client: Redis) -> None:
         self._client = client
         self._open: _Batch | None = None
-        self._turn = asyncio.Lock()  # one shared round trip at a time: what is asked meanwhile joins the next
+        self._turn = asyncio.Lock()  # one shared round trip at a time: commands asked meanwhile join the next
 
     async def ask(self, *command: Argument) -> Any:
-        """The answer to one command; its error is raised."""
+        """Return the answer to one command; raise its error."""
         return checked(await self.ask_many([command]))[0]
 
     async def ask_many(self, commands: Sequence[Command]) -> list[Any]:
-        """Answers in order, an error as an exception object in its place. Commands that block have no place here."""
+        """Return answers in order, an error as an exception object in its place. No command may block."""
         batch = self._open
         if batch is None or len(batch.commands) >= COMMAND_COUNT_MAX:
             batch = self._open = _Batch()
@@ -52,7 +52,7 @@ class Channel:
         return await batch.join(commands)
 
     async def ask_alone(self, commands: Sequence[Command]) -> list[Any]:
-        """As `ask_many`, in a round trip of its own: for commands that block."""
+        """Do the same as `ask_many`, in a round trip of its own: for commands that block."""
         packed = b"".join([_packed(command) for command in commands])
         pool: Any = self._client.connection_pool
         connection = await pool.get_connection()
@@ -87,7 +87,7 @@ class Channel:
 
 
 class _Batch:
-    """What several tasks ask in one round trip."""
+    """The commands that several tasks ask in one round trip."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
@@ -113,7 +113,7 @@ class _Batch:
         return all(answers.done() for _, answers in self._waiting)
 
     def _leave(self) -> None:
-        """A task was cancelled: a round trip that nobody waits for must not outlive the client."""
+        """Note that a task was cancelled: a round trip that nobody waits for must not outlive the client."""
         if self.is_sent and self.is_abandoned and self.task is not None:
             self.task.cancel()
 
@@ -141,7 +141,7 @@ async def _answer(connection: Any) -> Any:
 
 
 def checked(answers: list[Any]) -> list[Any]:
-    """The answers, if none is an error; else the first error is raised."""
+    """Return the answers, or raise the first error among them."""
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
@@ -149,5 +149,5 @@ def checked(answers: list[Any]) -> list[Any]:
 
 
 def stream_entries(answer: Any) -> list[tuple[str, bytes, list[bytes]]]:
-    """An XREAD or XREADGROUP answer as (stream, entry id, fields and values in turn); no fields: it was deleted."""
+    """Read an XREAD or XREADGROUP answer: (stream, entry id, fields and values in turn); a deleted entry has none."""
     return [(name.decode(), entry_id, fields or []) for name, entries in answer or () for entry_id, fields in entries]

@@ -1,8 +1,7 @@
 """The client library's commands, on a Redis Cluster.
 
-The library has a client for clusters of its own. It keeps other connections than ours, counts attempts instead of
-seconds, and cannot share round trips; so here its commands go through ClusterChannel, and only the shaping of their
-answers is the library's.
+The library's own client for clusters opens connections of its own making, counts attempts instead of seconds, and
+cannot share round trips. So its commands go through ClusterChannel here; only the shaping of answers is the library's.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ClusterClient(TypedClient):
     async def open(
         cls, seeds: Sequence[Address], pools: Pools, patience_s: float, open_patience_s: float
     ) -> ClusterClient:
-        """Find out who holds what. Arguments as of `open_broker`; `seeds`: nodes to ask.
+        """Find out which node holds which slots. Arguments as in `open_broker`; `seeds`: nodes to ask.
 
         Raises:
             BrokerError: no node answers, or it refused us.
@@ -68,11 +67,11 @@ class ClusterClient(TypedClient):
         return client
 
     def channel(self) -> ClusterChannel:
-        """Another way to ask, that shares round trips with nobody else's."""
+        """Make another channel, which shares round trips with no other."""
         return ClusterChannel(self._topology, self._patience_s)
 
     def primaries(self) -> list[redis.asyncio.Redis]:
-        """A client for each node that holds slots; these know nothing of the others, and have no patience."""
+        """Return a client for each node that holds slots; each knows only its node, and has no patience."""
         return [self._topology.client(address) for address in self._topology.primaries()]
 
     async def _ask(self, *args: Any, **options: Any) -> Any:
@@ -83,7 +82,7 @@ class ClusterClient(TypedClient):
         return _shaped(self.response_callbacks, args[0], answer, options)
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
-        """Commands that travel together; never a transaction, which scripts are for."""
+        """Make a pipeline of commands that travel together; never a transaction, as scripts do that."""
         assert not transaction
         return _Pipeline(self._seed_pool, self.response_callbacks, self._channel)
 
@@ -112,7 +111,7 @@ class _Pipeline(Pipeline):
 
 
 def _command(args: Any) -> list[Any]:
-    """As the broker wants it; the library writes "XGROUP CREATE" as one word."""
+    """Split a command as the broker wants it; the library writes "XGROUP CREATE" as one word."""
     return [*str(args[0]).split(), *args[1:]]
 
 
@@ -128,10 +127,10 @@ def _shaped(callbacks: Any, name: str, answer: Any, options: dict[str, Any]) -> 
 #
 # - Commands for one node that are asked at the same time share a round trip, as on a single broker (channel.py).
 # - MOVED and ASK are followed; a node that is lost, loading or without its majority is asked again, with the map of
-#   slots read anew, for as long as patience lasts. What was sent may have run: commands must bear repeating, as ever.
+#   slots read anew, for as long as patience lasts. A lost command may have run: it must be safe to repeat, as ever.
 # - `ask_alone` keeps the commands of one node together: if one of them has to go again, all of them do. A WAIT never
 #   speaks of another connection's write.
-# - A command names keys of one slot; who waits at several shards asks once for each (waiting.py).
+# - A command names keys of one slot; a caller that waits at several shards asks once for each (waiting.py).
 
 
 ASKING: Command = ("ASKING",)
@@ -158,12 +157,12 @@ class ClusterChannel:
         return await _Errand(self._topology, self._channels, commands, is_alone=False).run(self._patience_s)
 
     async def ask_alone(self, commands: Sequence[Command]) -> list[Any]:
-        """As `ask_many`, in round trips of its own, one per node: for commands that block or belong together."""
+        """Do the same as `ask_many`, in a round trip of its own per node: for commands that block or go together."""
         return await _Errand(self._topology, self._channels, commands, is_alone=True).run(self._patience_s)
 
 
 class _Errand:
-    """Some commands on their way, until each has its answer."""
+    """A set of commands on their way, until each has its answer."""
 
     def __init__(
         self, topology: Topology, channels: dict[Address, Channel], commands: Sequence[Command], *, is_alone: bool
@@ -177,7 +176,7 @@ class _Errand:
         self._asked_at: dict[int, Address] = {}  # commands that were sent on by ASK, for one time
 
     async def run(self, patience_s: float) -> list[Any]:
-        """Answers in order. Raises what a lost node raises, when patience ends."""
+        """Return answers in order. Raise the error of a lost node when patience ends."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + patience_s
         left = list(range(len(self._commands)))
@@ -200,7 +199,7 @@ class _Errand:
             await self._reread(seen)
 
     def _parts(self, left: Sequence[int]) -> dict[tuple[Address, bool], list[int]]:
-        """What goes where: commands by node, those sent on by ASK apart."""
+        """Sort commands by node, and keep apart those that ASK sent on."""
         parts: dict[tuple[Address, bool], list[int]] = {}
         for index in left:
             try:
@@ -230,7 +229,7 @@ class _Errand:
             self._answers[index] = answer
 
     def _unsettled(self, parts: Sequence[Sequence[int]]) -> list[int]:
-        """What has to go again."""
+        """Return the commands that have to go again."""
         again: list[int] = []
         for part in parts:
             bad = [index for index in part if _has_to_go_again(self._answers[index])]
@@ -238,14 +237,14 @@ class _Errand:
         return sorted(again)
 
     def _follow(self, left: Sequence[int]) -> bool:
-        """Note where commands were sent on to; False where any failed otherwise."""
+        """Note where commands were sent on to; return False if any failed otherwise."""
         self._asked_at.clear()
         is_sent_on = True
         for index in left:
             answer = self._answers[index]
             if not isinstance(answer, exceptions.AskError):
                 is_sent_on &= not isinstance(answer, Exception)
-            elif not answer.host:  # the node does not know that one's name
+            elif not answer.host:  # the node does not know the name of the other
                 is_sent_on = False
             elif isinstance(answer, exceptions.MovedError):
                 self._topology.moved(answer.slot_id, (answer.host, answer.port))
@@ -272,5 +271,5 @@ class _Errand:
 def _has_to_go_again(answer: Any) -> bool:
     if isinstance(answer, (exceptions.AskError, *LOST, *PASSING)):
         return True
-    # What a blocked command is told when its node stops being a primary.
+    # A blocked command gets this answer when its node stops being a primary.
     return isinstance(answer, exceptions.ResponseError) and str(answer).startswith("UNBLOCKED")

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-SAY_AFTER_S = 5.0  # of trying in vain: whoever waits is told for what
+SAY_AFTER_S = 5.0  # of trying in vain: then the log says what the caller waits for
 
 NEVER_PASSING = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.MaxConnectionsError)
 BACKOFF = ExponentialWithJitterBackoff(base=0.02, cap=0.5)
@@ -43,7 +43,7 @@ class PatientRetry(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """Call `do` until it succeeds, fails for good, or patience ends; `fail` is told of every failure."""
+        """Call `do` until it succeeds, fails for good, or patience ends; call `fail` with every failure."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._patience_s
         failure_count = 0
@@ -63,7 +63,7 @@ class PatientRetry(Retry):
                 await asyncio.sleep(min(left_s, pause_s(failure_count)))
 
     def _say(self, error: BaseException, left_s: float, now_s: float) -> None:
-        """Once for all calls that wait for the same broker."""
+        """Log the wait once for all calls that wait for the same broker."""
         if now_s - self._said_at_s >= self._patience_s:
             self._said_at_s = now_s
             text = "the broker has not answered for %.0f s (%s): trying for another %.0f s. Is it running?"
@@ -71,7 +71,7 @@ class PatientRetry(Retry):
 
 
 def pause_s(failure_count: int) -> float:
-    """How long to wait after this many failures: 20 ms, doubling up to half a second, with jitter."""
+    """Return how long to wait after this many failures: 20 ms, doubling up to half a second, with jitter."""
     return float(BACKOFF.compute(failure_count))
 
 

@@ -26,7 +26,7 @@ __all__ = ["NamedPool", "Pools"]
 
 
 class NamedPool(redis.asyncio.BlockingConnectionPool):
-    """A bounded pool that knows what people call the broker it leads to: a URL without secrets."""
+    """A bounded pool that knows its broker's name for people: a URL without secrets."""
 
     def __init__(self, *, broker_name: str, **options: Any) -> None:
         super().__init__(**options)
@@ -34,14 +34,14 @@ class NamedPool(redis.asyncio.BlockingConnectionPool):
         self._home = Home()
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
-        """As the library's; refused in a forked child, whose sockets are its parent's."""
+        """Do the same as the library; refuse it in a forked child, whose sockets are its parent's."""
         self._home.check()
         connection: Any = await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
         return connection
 
 
 class Pools:
-    """Makes pools from what a URL and a process want.
+    """Makes pools with the settings of a URL and of a process.
 
     Args:
         url: with credentials, TLS and the library's own settings.
@@ -80,13 +80,13 @@ class Pools:
         name: str | None = None,
         **changes: Any,
     ) -> NamedPool:
-        """A pool for the URL's own address, or for another.
+        """Make a pool for the URL's own address, or for another.
 
         Args:
             patience_s: how long each connecting and each command keeps trying.
             address: another server of the same broker, reached by TCP.
             kind: another class of connections than the URL's.
-            name: what texts call the broker; default: the address.
+            name: the broker's name in texts; default: the address.
             changes: options of the library that differ from the URL's.
         """
         options = {**self._options, **changes}
@@ -105,25 +105,25 @@ class Pools:
 
 # ---------------------------------------------------------------- prompt
 #
-# Connections of the client library that obey when the task that uses them is cancelled.
+# Connections of the client library that stop when the task that uses them is cancelled.
 #
-# The library sends inside `asyncio.wait_for`, which up to Python 3.11 swallows a cancelling that comes in the moment
-# the sending is done (python/cpython#86296): a loop that was told to end went on, and whoever waited for its end
-# waited for ever. Measured: of cancellings at random moments, one in 25 was lost. It also made a task for every
+# The library sends inside `asyncio.wait_for`, which up to Python 3.11 swallows a cancellation that comes in the moment
+# the sending is done (python/cpython#86296): a loop that was told to end went on, and a caller that waited for its end
+# waited for ever. Measured: of cancellations at random moments, one in 25 was lost. It also made a task for every
 # command.
 #
-# They also say what they wait for, once a broker has been silent for SAY_AFTER_S on a command that does not block by
-# itself: a broker that is frozen takes connections and bytes as if it lived, and its silence is borne for long.
+# These connections also log what they wait for, once a broker has been silent for SAY_AFTER_S on a command that does
+# not block by itself: a frozen broker takes connections and bytes as if it lived, and we bear its silence for long.
 
 
 log = logging.getLogger(__name__)
 
-SAY_AGAIN_S = 60.0  # to whoever waits for the same broker
+SAY_AGAIN_S = 60.0  # to all that wait for the same broker
 said_at_s: dict[str, float] = {}  # by the broker's name
 
 
 def prompt(connection_class: type[Any]) -> type[Any]:
-    """The same class of connections, with sending that can be cancelled."""
+    """Return the same class of connections, with sending that can be cancelled."""
     return type(connection_class.__name__, (_Prompt, connection_class), {})
 
 
@@ -132,22 +132,22 @@ class _Prompt:
     _teller: asyncio.TimerHandle | None = None
 
     def note(self, commands: Iterable[Command]) -> None:
-        """Take down what goes next: packing does it, and whoever packs for itself."""
+        """Note the commands that go next: packing calls this, and so does a caller that packs by itself."""
         self._blocks = any(map(is_blocking, commands))
 
     def pack_command(self: Any, *args: Any) -> Any:
-        """As in the library."""
+        """Do the same as the library, and note the commands."""
         self.note((args,))
         return super().pack_command(*args)  # type: ignore[misc]
 
     def pack_commands(self: Any, commands: Iterable[Any]) -> Any:
-        """As in the library."""
+        """Do the same as the library, and note the commands."""
         commands = list(commands)
         self.note(commands)
         return super().pack_commands(commands)  # type: ignore[misc]
 
     async def read_response(self: Any, *args: Any, **options: Any) -> Any:
-        """As in the library; the first answer to what was sent ends the telling of silence."""
+        """Do the same as the library; the first answer ends the warnings of silence."""
         try:
             return await super().read_response(*args, **options)  # type: ignore[misc]
         finally:
@@ -168,7 +168,7 @@ class _Prompt:
             log.warning(text, name, SAY_AFTER_S, left_s)
 
     async def send_packed_command(self: Any, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
-        """As in the library; a send that did not end well closes the connection."""
+        """Do the same as the library; close the connection if the send does not end well."""
         blocks = self._blocks  # before a greeting is packed
         if not self.is_connected:
             await self.connect_check_health(check_health=False)

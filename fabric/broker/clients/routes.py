@@ -1,10 +1,10 @@
 """Which slot of a Redis Cluster a command belongs to.
 
-Pure: commands in, slots out. Only what this room sends is understood.
+Pure: commands in, slots out. It understands only the commands that this room sends.
 
 - The keys of a command share a slot, as all keys of one tag do; the first says which.
 - A command without a key goes where the fabric's own keys are, so that TIME is the clock of the heartbeats; within a
-  sequence it goes where the command before it went, so that WAIT speaks of that one's write.
+  sequence it goes where the command before it went, so that WAIT speaks of the write of that command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STREAMS = frozenset(("XREAD", "XREADGROUP"))
 
 
 def key_of(command: Command) -> bytes | None:
-    """The key that a command is routed by, its first; None for one without a key."""
+    """Return the key that a command is routed by, its first; None for a command without a key."""
     name = _text(command[0])
     if name in KEYLESS:
         return None
@@ -57,7 +57,7 @@ def is_blocking(command: Command) -> bool:
 
 
 def _position(command: Command, word: str) -> int:
-    """Where a word stands; 0: it does not."""
+    """Return the position of a word; 0 if it is absent."""
     return next((index for index, part in enumerate(command) if index and _text(part) == word), 0)
 
 

@@ -1,9 +1,9 @@
 """A Redis Cluster as we know it: which node holds which slot, and a client for each node.
 
-- What we know is a guess that any answer may correct: a MOVED corrects one slot, anything else is a reason to read
-  the whole map again, from whichever node answers first.
-- Nodes have no patience of their own; whoever asks keeps trying (cluster.py), so that a lost node is given up for
-  the replica that takes its place.
+- Our map is a guess that any answer may correct: a MOVED corrects one slot, anything else is a reason to read the
+  whole map again, from the first node that answers.
+- Clients of nodes have no patience of their own; the caller keeps trying (cluster_client.py), so that it gives up a
+  lost node for the replica that takes its place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Topology:
     Args:
         pools: makes the connections to a node.
         seeds: nodes to ask first.
-        name: what texts call the cluster.
+        name: the cluster's name in texts.
     """
 
     def __init__(self, pools: Pools, seeds: Sequence[Address], name: str) -> None:
@@ -47,12 +47,12 @@ class Topology:
         self._pools = pools
         self._seeds = tuple(seeds)
         self._slots: list[Address | None] = [None] * SLOT_COUNT
-        self._nodes: tuple[Address, ...] = ()  # all that the map names, replicas too: one of them may survive the rest
+        self._nodes: tuple[Address, ...] = ()  # all that the map names, replicas too: a replica may survive the rest
         self._clients: dict[Address, redis.asyncio.Redis] = {}
         self._lock = asyncio.Lock()
 
     def holder(self, slot: int) -> Address:
-        """Who holds a slot, as far as we know.
+        """Return the node that holds a slot, as far as we know.
 
         Raises:
             ClusterDownError: nobody does.
@@ -63,17 +63,17 @@ class Topology:
         return found
 
     def primaries(self) -> list[Address]:
-        """Every node that holds slots."""
+        """Return every node that holds slots."""
         return sorted({address for address in self._slots if address is not None})
 
     def client(self, address: Address) -> redis.asyncio.Redis:
-        """The client for one node, without patience."""
+        """Return the client for one node, without patience."""
         if address not in self._clients:
             self._clients[address] = redis.asyncio.Redis.from_pool(self._pools.make(0.0, address=address))
         return self._clients[address]
 
     def moved(self, slot: int, address: Address) -> None:
-        """A node said that another one holds this slot."""
+        """Note that another node holds this slot, as a node said."""
         self._slots[slot] = address
 
     async def read(self, seen: int) -> None:
@@ -93,7 +93,7 @@ class Topology:
             self.reading_count += 1
 
     async def _read_from(self, asked: Address) -> tuple[list[Address | None], tuple[Address, ...]]:
-        """Slots and nodes as one node knows them."""
+        """Read slots and nodes as one node knows them."""
         try:
             async with asyncio.timeout(MAP_TIMEOUT_S):
                 rows = await Channel(self.client(asked)).ask("CLUSTER", "SLOTS")
@@ -116,13 +116,13 @@ class Topology:
 
 
 def _address(holder: Sequence[Any], asked: Address) -> Address:
-    """A node of the map; one without a name is the one that was asked."""
+    """Return the address of a node of the map; a node without a name is the node that we asked."""
     name = (holder[0] or b"").decode()
     return (name if name not in ("", "?") else asked[0]), int(holder[1])
 
 
 async def first_answer(asked: Sequence[Coroutine[Any, Any, T]]) -> T:
-    """The first that answers; the others are cancelled. Raises the last error where none does."""
+    """Return the first answer and cancel the other questions; raise the last error if none is answered."""
     waiting = {asyncio.ensure_future(one) for one in asked}
     tasks = list(waiting)
     try:

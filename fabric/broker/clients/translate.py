@@ -1,6 +1,6 @@
 """The client library's exceptions, said in our own words.
 
-- Every exception of redis-py that leaves `fabric/bus` goes through `translate`, and keeps its cause.
+- Every exception of redis-py that leaves the fabric goes through `translate`, and keeps its cause.
 - The text names the broker (without secrets), the cause and the next step; facts["reason"] is a word for programs.
 - Our own errors, cancellation, and programmer errors (redis.DataError) pass untouched.
 """
@@ -21,7 +21,7 @@ from .url import shown
 
 __all__ = ["PrimaryUnknown", "answers_of", "broker_name", "name_of", "translate"]
 
-# First match wins, so subclasses stand before their bases. {cause} is what the broker or the system said.
+# First match wins, so subclasses stand before their bases. {cause} is the text of the broker or the system.
 REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
     (
         exceptions.OutOfMemoryError,
@@ -66,7 +66,7 @@ REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
 
 
 class PrimaryUnknown(exceptions.ConnectionError):
-    """The sentinels name no primary that is one; there may be one in a moment."""
+    """The server that the sentinels name is no primary, or they name none; this may change in a moment."""
 
 
 CAUSES: tuple[tuple[type[BaseException], str, str], ...] = (
@@ -157,10 +157,10 @@ class translate:
 
 
 async def answers_of(pipeline: Any) -> list[Any]:
-    """What the commands of a pipeline are answered, errors in their places.
+    """Return the answers to a pipeline's commands, errors in their places and without their tracebacks.
 
-    An error's traceback would hold the frame that holds all answers, until Python looks for such circles: megabytes,
-    at every survey, where somebody put large rows and a key of another type.
+    A traceback would hold the frame that holds all answers until Python collects such circles: megabytes at every
+    survey, where somebody put large rows and a key of another type.
     """
     answers: list[Any] = await pipeline.execute(raise_on_error=False)
     for answer in answers:
@@ -170,13 +170,13 @@ async def answers_of(pipeline: Any) -> list[Any]:
 
 
 def broker_name(client: redis.asyncio.Redis) -> str:
-    """Where a client leads, as a URL without user, password or settings."""
+    """Return where a client leads, as a URL without user, password or settings."""
     pool: Any = client.connection_pool
     return getattr(pool, "broker_name", None) or name_of(pool.connection_kwargs, is_tls=_is_tls(client))
 
 
 def name_of(options: Mapping[str, Any], *, is_tls: bool) -> str:
-    """What to call the server that connections with these options lead to."""
+    """Name the server that connections with these options lead to."""
     database = options.get("db") or 0
     if "path" in options:
         return f"unix://{options['path']}" + (f"?db={database}" if database else "")
@@ -192,7 +192,7 @@ def _ours(error: exceptions.RedisError, client: redis.asyncio.Redis | None) -> F
 
 
 def _explain(error: exceptions.RedisError, *, is_tls: bool) -> tuple[str, str, str]:
-    """Reason, text with a place for {cause}, and the cause."""
+    """Return the reason, a text with a place for {cause}, and the cause."""
     said = str(error).strip() or type(error).__name__
     for kind, reason, text in REPLIES:
         if isinstance(error, kind):
@@ -212,7 +212,7 @@ def _explain(error: exceptions.RedisError, *, is_tls: bool) -> tuple[str, str, s
 
 
 def _bare(error: BaseException) -> BaseException:
-    """The same, and its causes, without the library's sixty lines of frames, which add nothing to the text."""
+    """Strip the error and its causes of the library's sixty lines of frames, which add nothing to the text."""
     for each in (error, *_causes(error)):
         each.__traceback__ = None
     return error

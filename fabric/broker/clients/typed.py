@@ -1,8 +1,8 @@
 """Keys of another type than the command that reads or writes them: they hold nothing of ours.
 
-- A reading finds nothing there, and goes on; one that would have waited waits. A writing puts the table in its place,
-  where the user in the URL may. So no reader asks for itself; scripts have the same in queue/lua/use/typed.lua.
-- Pipelines and channels answer as the broker does: who surveys tables names such keys.
+- A reading command finds nothing there, and goes on; a blocking one waits first. A writing command puts our table in
+  the key's place, if the URL's user may. So no reader has to check types; queue/lua/use/typed.lua does it for scripts.
+- Pipelines and channels answer as the broker does, so a survey of tables can name such keys.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def is_wrong_type(error: object) -> bool:
 
 
 class TypedClient(redis.asyncio.Redis):
-    """A client whose single commands bear keys of another type."""
+    """A client whose single commands get along with keys of another type."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """As in the library."""
+        """Do the same as the library, except at a key of another type."""
         try:
             return await self._ask(*args, **options)
         except ResponseError as error:
@@ -50,7 +50,7 @@ class TypedClient(redis.asyncio.Redis):
 
 
 async def _nothing(name: str, words: list[Any]) -> Any:
-    """What a command answers for a key that does not exist, as the client library shapes it."""
+    """Return a command's answer for a key that does not exist, as the client library shapes it."""
     if name == "BLPOP":
         await asyncio.sleep(min(float(words[-1]) or SILENCE_S, SILENCE_S))
     elif name == "XREAD" and "BLOCK" in words:

@@ -1,4 +1,4 @@
-"""Broker URLs: what we accept, what is in one, and how to show one without its secrets.
+"""Broker URLs: the forms we accept, the parts of a URL, and how to show one without its secrets.
 
 - One broker: redis://, rediss://, unix://. Any node of a Redis Cluster may be given like that: it is recognised.
 - Several nodes of a Redis Cluster, so that one of them may be down: redis+cluster://host:port,host:port.
@@ -53,13 +53,13 @@ SETTINGS_TLS = frozenset(
     }
 )
 SETTINGS_SENTINEL = frozenset({"sentinel_username", "sentinel_password"})
-OURS = SETTINGS_SENTINEL | {"durability", "reward_queue"}  # what the client library must not see
+OURS = SETTINGS_SENTINEL | {"durability", "reward_queue"}  # settings that the client library must not see
 PORTS = {"sentinel": 26379}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerUrl:
-    """What a URL says."""
+    """The parts of a URL."""
 
     topology: Literal["any", "cluster", "sentinel"]
     """any: one broker, or a node of a cluster, which is found out on connecting."""
@@ -68,13 +68,13 @@ class BrokerUrl:
     hosts: tuple[Address, ...]
     """The nodes, or the sentinels; empty for a unix socket."""
     service: str = ""
-    """What the sentinels call the primary."""
+    """The sentinels' name for the primary."""
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
     durability: Durability = "memory"
-    """What a push waits for (queue/durability.py)."""
+    """How safe a push must be before it counts (queue/durability.py)."""
     reward_queue: str | None = field(default=None, repr=False)
-    """The broker of the reward queue, where it is another one: rq cannot use a Redis Cluster."""
+    """The broker of the reward queue, where it differs: rq cannot use a Redis Cluster."""
 
 
 def resolve_url(url: str | None) -> str | None:
@@ -164,13 +164,13 @@ def _hosts(parts: SplitResult) -> tuple[Address, ...]:
 
 
 def shown(address: Address) -> str:
-    """An address as in a URL."""
+    """Write an address as in a URL."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _fault(parts: SplitResult) -> str:
-    """What is wrong with a URL that can be read, or an empty string."""
+    """Say what is wrong with a URL that can be read; empty if nothing is."""
     if parts.scheme not in SCHEMES:
         return "its scheme must be redis, rediss or unix, or one of the first two with +cluster or +sentinel"
     if parts.fragment:

@@ -1,7 +1,7 @@
 """Waiting at several shards of a Redis Cluster, where no command may name keys of more than one slot.
 
-- One task waits at each shard; the first that finds something ends the others. That loses nothing: a stream is waited
-  for by XREAD, which takes nothing, and a bell that was taken for nobody is a hint (queue/keys.py).
+- One task waits at each shard; the first that finds something ends the others. That loses nothing: XREAD, which waits
+  at a stream, takes nothing, and a bell that was taken for nobody is only a hint (queue/keys.py).
 - On a single broker one command names all shards, and there is one wait.
 """
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 async def first_found(waits: Sequence[Coroutine[Any, Any, Iterable[T] | None]]) -> list[T]:
-    """Return what the first of several waits finds, with whatever others found meanwhile; nothing if none does.
+    """Return the findings of the first of several waits, and of others that ended meanwhile; nothing if none finds any.
 
-    Waits that still run are cancelled, so none may record what it has read: that is for the caller.
+    Waits that still run are cancelled, so no wait may record what it has read: the caller does that.
     Raises the error of a wait unless another one has found something.
     """
     if len(waits) == 1:
