@@ -1,6 +1,6 @@
-"""What a person types here to run a command of ours: the next step of a message can be copied from it.
+"""Commands of ours as a person types them here, so that the next step can be copied from a message.
 
-Texts name commands as `rollfab …`, in backticks; whoever shows one to a person puts in how the program is called.
+Texts name commands as `rollfab …`, in backticks; code that shows a text to a person puts in how the program is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def command(words: str = "") -> str:
-    """What to type here to run a command of ours: a program that is not on the PATH is named by where it is."""
+    """Return the words to type here to run a command of ours: a program outside the PATH is named by its path."""
     name = shutil.which("rollfab")
     own = next(
         (each for each in (Path(sys.argv[0]), Path(sys.executable).with_name("rollfab")) if _is_ours(each)), None
@@ -39,7 +39,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def with_commands(shown: T) -> T:
-    """A text whose quoted commands can be typed here; or plain values (dicts, lists) with every text so."""
+    """Rewrite the quoted commands in a text, or in all texts of plain values (dicts, lists), as one types them here."""
     return cast(T, _put(shown, f"`{command()} "))
 
 

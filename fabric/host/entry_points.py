@@ -1,4 +1,4 @@
-"""What is installed under an entry-point group: names only, nothing is imported."""
+"""Names installed under an entry-point group; nothing is imported."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from importlib.metadata import entry_points
 
 
 def installed(group: str) -> list[str]:
-    """Names that installed packages register under `group`, sorted."""
+    """Return the names that installed packages register under `group`, sorted."""
     return sorted({point.name for point in entry_points(group=group)})

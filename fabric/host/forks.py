@@ -1,7 +1,7 @@
-"""The process that opened a connection, and the children that it forks: theirs is a copy which must not be used.
+"""The process that opened a connection; children that it forks must not use their copy.
 
-A forked child shares the sockets of its parent: a command of it would mix with the parent's, and what it waits for is
-run by a thread that it does not have.
+A forked child shares the sockets of its parent: its commands would mix with the parent's, and it would wait for a
+thread that it does not have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Home:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Require that process.
+        """Require to be in that process.
 
         Raises:
             ConnectionForked: this is a child that was forked.

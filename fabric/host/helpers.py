@@ -1,6 +1,6 @@
 """Tasks that run beside their owner: begun together, watched in one place, and ended with it.
 
-The error of a helper ends its owner, at the owner's next `check` or at the end: never in the middle of what it does.
+The error of a helper ends its owner, at the owner's next `check` or at the end: never in the middle of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Have tasks end, and wait for that; their errors are nobody's."""
+    """Cancel tasks and wait for their end; nobody sees their errors."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -27,7 +27,7 @@ class Helpers:
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended a helper."""
+        """Return the error that ended a helper, if any."""
         ended = (task.exception() for task in self._tasks if task.done() and not task.cancelled())
         return next((error for error in ended if error is not None), None)
 
@@ -37,7 +37,7 @@ class Helpers:
             raise error
 
     async def end(self) -> None:
-        """End all of them."""
+        """End all helpers."""
         await end_all(self._tasks)
 
     async def __aenter__(self) -> Helpers:

@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of a field."""
+    """The description of a field."""
 
     help: str
     key: str = ""
-    """Its name in a file; the command line has dashes for underscores. Empty: the field's."""
+    """Its name in a file; the command line has dashes for underscores. Empty: the field's name."""
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Option:
     is_secret: bool = False
     """It may hold a secret, and is shown masked."""
     check: Callable[[Any], object] | None = None
-    """Raises ConfigError for a value that cannot be."""
+    """Raises ConfigError for an impossible value."""
     check_open: Callable[[Any], object] | None = None
     """Likewise, where others can read the value: a command line, a file."""
 
@@ -52,29 +52,29 @@ class Described:
 
     @property
     def type_name(self) -> str:
-        """Of one value: "tuple[int, ...]" and "int | None" are of int."""
+        """Return the type of one value: int for "tuple[int, ...]" and "int | None"."""
         return self.kind.removeprefix("tuple[").partition(" ")[0].removesuffix(",")
 
     @property
     def is_list(self) -> bool:
-        """Whether it may be given several times."""
+        """Whether the option may be given several times."""
         return self.kind.startswith("tuple")
 
     def value_in(self, whole: Any) -> Any:
-        """What a dataclass holds there."""
+        """Return the value of this field in a dataclass."""
         for part in self.parts:
             whole = getattr(whole, part)
         return getattr(whole, self.name)
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
-    """A field with what is said of it; details: see Option."""
+    """Declare a field with its description; details: see Option."""
     said = Option(help=help, **details)
     return field(default=default, repr=not said.is_secret, metadata={"option": said})
 
 
 def describe(whole: type[Any], parts: tuple[str, ...] = ()) -> Iterator[Described]:
-    """The options of a dataclass and its parts, in their order."""
+    """Yield the options of a dataclass and its parts, in their order."""
     for each in fields(whole):
         said = each.metadata.get("option")
         if said is not None:
@@ -84,7 +84,7 @@ def describe(whole: type[Any], parts: tuple[str, ...] = ()) -> Iterator[Describe
 
 
 def make(whole: type[T], values: Mapping[str, Any], parts: tuple[str, ...] = ()) -> T:
-    """A dataclass of values by key; what is missing has its default."""
+    """Make a dataclass of values by key; a missing value has its default."""
     given = {each.name: values[each.key] for each in describe(whole) if not each.parts and each.key in values}
     made = {each.name: make(part, values) for each in fields(whole) if (part := _part(each.default_factory))}  # type: ignore[arg-type]
     return whole(**given, **made)
