@@ -2,11 +2,11 @@
 
 - RIGHTS below is the table. A role is given the scripts it calls, the commands it sends itself, and keys (keys.py) that
   it reads or writes. The commands inside a script are read from the script's own text, so they cannot be forgotten.
-- The broker checks every command of a script against the caller's rights, as if it were sent alone. So whoever may run
-  scripts may run any text, and yet do no more than the table says. Which keys a script is handed is not a right:
-  that is what the second part of each user's line, in parentheses, allows.
+- The broker checks every command of a script against the caller's rights, as if it were sent alone. So a user who may
+  run scripts may run any text, and yet do no more than the table says. A script may be handed more keys than the user
+  may use by itself: the second part of each user's line, in parentheses, allows that.
 - {rf} is the fabric's tag, {run} any shard of any run, {weights} the weights of any run. Runs are not told apart:
-  whoever must not touch another's runs needs a broker of their own.
+  a user who must not touch another's runs needs a broker of their own.
 - Passwords are 256 random bits; the file holds their SHA-256.
 
 Who writes the file, and where, is deploy/cli/acl.py's.
@@ -34,7 +34,7 @@ CLUSTER = "cluster|slots asking"  # to find the nodes of a Redis Cluster, and to
 
 @dataclass(frozen=True, kw_only=True)
 class Rights:
-    """What one role may do. All but the first are words: names of scripts, commands, key patterns, channels."""
+    """The rights of one role. All but the first are words: names of scripts, commands, key patterns, channels."""
 
     purpose: str
     scripts: str = ""
@@ -140,19 +140,19 @@ RIGHTS: dict[str, Rights] = {
 
 
 def user_name(role: str) -> str:
-    """The broker's user of a role."""
+    """Return the name of the broker's user for a role."""
     return USER_PREFIX + role
 
 
 def role_of_user(line: str) -> str | None:
-    """The role of a line of an ACL file; None for a line that is not ours."""
+    """Return the role of a line of an ACL file; None for a line that is not ours."""
     words = line.split()
     is_ours = len(words) > 1 and words[0] == "user" and words[1].startswith(USER_PREFIX)
     return words[1].removeprefix(USER_PREFIX) if is_ours else None
 
 
 def acl_file(passwords: Mapping[str, str], kept: Iterable[str] = ()) -> str:
-    """An ACL file for redis.conf's `aclfile`: our users, and the default user shut out.
+    """Write an ACL file for redis.conf's `aclfile`: our users, and the default user shut out.
 
     Args:
         passwords: role → password.
@@ -171,7 +171,7 @@ def acl_file(passwords: Mapping[str, str], kept: Iterable[str] = ()) -> str:
 
 
 def commands_of(role: str) -> list[str]:
-    """All commands that a role may use, sorted: its own, and those of its scripts."""
+    """List all commands that a role may use, sorted: its own, and those of its scripts."""
     rights = RIGHTS[role]
     found = {word for words in (rights.commands, EVERYONE, CLUSTER) for word in words.split()}
     for script in rights.scripts.split():
@@ -212,6 +212,6 @@ def _patterns(words: str) -> list[str]:
 
 @cache
 def _commands_in(script: str) -> frozenset[str]:
-    """The commands that a script may run, those of the functions it uses included."""
+    """List the commands that a script may run, including those of the functions it uses."""
     calls = CALL.findall(load_script(script))
     return frozenset((plain or in_parts).lower() for plain, in_parts in calls)

@@ -107,7 +107,7 @@ class RedisLeaseBoard(RedisLeases):
     async def delete_run(self, run_id: str) -> None:
         """Remove the run and every key of it; scans twice per tag, so it is for people, not for loops.
 
-        The second time for what those at work on it wrote before they noticed; a run made anew meanwhile is let be.
+        The second scan removes keys that workers wrote before they noticed. It spares a run made anew meanwhile.
         """
         with translate():
             raw = await self._client.hget(names.RUNS, run_id)
@@ -238,7 +238,7 @@ class RedisLeaseBoard(RedisLeases):
                 return found
 
     async def _say(self, subject: str, said: LendSetting, *before: bytes, is_named_anew: bool) -> LendSetting | None:
-        """before: the row that this changes; None: somebody else has changed it meanwhile (nothing written)."""
+        """Write a setting; None (and nothing written) if the row has changed meanwhile. before: the row to replace."""
         with translate():
             infos = await self._client.hgetall(names.WORKERS)
             now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
@@ -295,10 +295,10 @@ class RedisLeaseBoard(RedisLeases):
 
 
 def _run_in(run_id: str, raw: bytes) -> RunConfig:
-    """A run's row.
+    """Read a run's row.
 
     Raises:
-        WireError: it cannot be read; how to remove it.
+        WireError: it cannot be read; the text says how to remove it.
     """
     try:
         return run_row(run_id.encode(), raw)
@@ -307,7 +307,7 @@ def _run_in(run_id: str, raw: bytes) -> RunConfig:
 
 
 def _bases(run_id: str, raw: bytes) -> list[str]:
-    """Beginnings of the keys of a run's shards; of one that cannot be read, of all that there may be."""
+    """List the beginnings of the keys of a run's shards; of all possible shards if the run cannot be read."""
     try:
         count = run_row(run_id.encode(), raw).shard_count
     except WireError:

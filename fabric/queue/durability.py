@@ -1,10 +1,10 @@
-"""What a push waits for before it counts as acknowledged: the broker's memory, its disk, or a replica.
+"""How safe a push must be before it counts as acknowledged: in the broker's memory, on its disk, or on a replica.
 
 - memory: the broker has it. It survives whatever happens to other processes, and the broker as far as its own
   persistence goes (docs/guarantees.md).
 - disk: the broker's append-only file is synced past it (WAITAOF). A power cut does not take it back.
 - replica: a replica has it, too (WAIT). A fail-over to that replica does not take it back.
-- A push travels with its barrier over one connection, and both are repeated together: the barrier speaks of the write
+- A push travels with its barrier over one connection, and both are repeated together: the barrier confirms the write
   just before it, and push_group writes something even for a group that it knows already.
 """
 
@@ -33,7 +33,7 @@ NEXT_STEPS = {
 
 
 def check_durability(facts: BrokerFacts, durability: Durability) -> None:
-    """Refuse at the start what could never be confirmed.
+    """Refuse at the start a durability that the broker could never confirm.
 
     Raises:
         ConfigError: durability "disk" on a broker that has no append-only file, or cannot tell of it.
@@ -47,7 +47,7 @@ def check_durability(facts: BrokerFacts, durability: Durability) -> None:
 
 
 async def call_durably(scripts: Scripts, calls: Sequence[Call], durability: Durability) -> list[Any]:
-    """Run scripts of one slot, and wait until what they wrote is safe.
+    """Run scripts of one slot, and wait until their writes are safe.
 
     Returns:
         Answers in order, an error as an exception object in its place.

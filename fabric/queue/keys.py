@@ -121,7 +121,7 @@ CLOCK = f"{PREFIX}:{{rf}}:clock"
 
 
 def table_of(key: str | bytes) -> str:
-    """What people call a key: "runs" for the fabric's, "r1.0:counters" for that of a shard."""
+    """Return the name of a key for people: "runs" for a key of the fabric, "r1.0:counters" for a key of a shard."""
     text = one_line(key if isinstance(key, str) else key.decode("utf-8", "backslashreplace"))
     if not text.startswith(f"{PREFIX}:{{"):
         return text  # rq's
@@ -130,7 +130,7 @@ def table_of(key: str | bytes) -> str:
 
 
 def key_of(table: str) -> str:
-    """The key of a table, by the name that people call it."""
+    """Return the key of a table, from its name for people."""
     tag, colon, rest = table.partition(":")
     if tag == "rq":
         return table
@@ -138,12 +138,12 @@ def key_of(table: str) -> str:
 
 
 def deleted_run(run_id: str) -> str:
-    """Says for a while that a run was deleted."""
+    """Return the key that says for a while that a run was deleted."""
     return f"{PREFIX}:{{rf}}:deleted:{run_id}"
 
 
 def lease_bell(worker_id: str) -> str:
-    """The list that wakes a worker when its lease has changed."""
+    """Return the key of the list that wakes a worker when its lease has changed."""
     return f"{PREFIX}:{{rf}}:lease_bell:{worker_id}"
 
 

@@ -3,8 +3,8 @@
 - Only a leading controller writes. Everything it writes carries its term: leases are refused by a shard that a newer
   term has written to, the rest by the counter of terms. A leader that was replaced changes nothing, whatever it does.
 - A reading of the whole board is three round trips, and carrying out a plan two to six, however many workers there are.
-- A worker's assignment is written before its lease, and shard 0 of a run last: it is the one that is read, so whatever
-  a controller that dies in between has left undone is seen by the next.
+- A worker's assignment is written before its lease, and shard 0 of a run last. Readers read shard 0, so if a controller
+  dies in between, the next one sees what is left to do.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .status import queue_status, read_status, sum_up
 __all__ = ["RedisLeases"]
 
 STANDING = 0
-REFUSED = -1  # what set_leases answers where a newer term or lease is in place …
-SAME_LEASE = 1  # … and where it only extended
+REFUSED = -1  # set_leases answers this where a newer term or lease is in place …
+SAME_LEASE = 1  # … and this where it only extended a lease
 
 
 class RedisLeases:
@@ -47,7 +47,7 @@ class RedisLeases:
     def __init__(self, client: Redis) -> None:
         self._client: Any = client  # its stubs do not know that replies are bytes
         self._scripts = Scripts(client)
-        self._seen: dict[bytes, tuple[bytes, WorkerInfo]] = {}  # what workers said at the last survey
+        self._seen: dict[bytes, tuple[bytes, WorkerInfo]] = {}  # infos of workers at the last survey
 
     async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:
         with translate():
@@ -92,7 +92,7 @@ class RedisLeases:
         )
 
     def _seen_row(self, name: bytes, raw: bytes) -> tuple[bytes, WorkerInfo]:
-        """Most workers say between two readings what they said before: reading that again would be the dearest part."""
+        """Read a worker's row, or reuse the last reading of the same row: decoding is the dearest part of a survey."""
         seen = self._seen.get(name)
         return seen if seen is not None and seen[0] == raw else (raw, worker_row(name, raw))
 
@@ -112,7 +112,7 @@ class RedisLeases:
     async def _write(
         self, term: int, changes: Sequence[LeaseChange], configs: Mapping[str, RunConfig]
     ) -> dict[int, int]:
-        """What the shards say to each change, by its id(): the worst answer of any shard."""
+        """Write changes; return the worst answer of any shard to each change, by the change's id()."""
         by_run: dict[str, list[LeaseChange]] = {}
         for change in changes:
             by_run.setdefault(change.lease.run_id, []).append(change)
@@ -132,7 +132,7 @@ class RedisLeases:
         return found
 
     async def _assign(self, term: int, runs: Mapping[str, str]) -> None:
-        """Say which run workers should look at ("": as before), and wake them."""
+        """Say which run workers should look at ("": the same as before), and wake them."""
         calls: list[Call] = [
             (
                 "assign",
@@ -173,7 +173,7 @@ class RedisLeases:
 
     async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:
         wanted = set(worker_ids)
-        # A name that is no UTF-8 is not written as it is shown: the rows are those that the last survey showed so.
+        # A name that is no UTF-8 is shown otherwise than it is stored: find its rows by the last survey.
         odd = [name for name in self._seen if _text(name) in wanted and _text(name).encode() != name]
         with translate():
             return bool(await self._scripts.call("forget_workers", [], [term, *worker_ids, *odd]))
@@ -208,7 +208,7 @@ def _bad_worker(name: bytes, info: WorkerInfo) -> BadRow:
 
 
 def beat_age(beat: float | None, now_ms: int) -> int:
-    """How long ago a heartbeat was, ms; one at no time that there is was never."""
+    """Return how long ago a heartbeat was, ms; a heartbeat at an impossible time counts as none ever."""
     return now_ms - (int(beat) if beat is not None and math.isfinite(beat) else 0)
 
 
@@ -235,7 +235,7 @@ def _leases(run_id: str, rows: Mapping[bytes, bytes], now_ms: int) -> dict[str, 
 def _by_run(
     parts: Sequence[tuple[RunConfig, ShardKeys]], answers: list[Any], clocks: Sequence[int], bad: BadRows
 ) -> dict[str, Any]:
-    """Status and leases of each run, of what its shards answered: leases, and then what queue_status asks."""
+    """Read status and leases of each run from its shards' answers: leases, then the answers to queue_status."""
     size = len(answers) // len(parts) if parts else 0
     configs = {config.run_id: config for config, _ in parts}
     leases: dict[str, list[dict[str, Lease]]] = {run_id: [] for run_id in configs}
@@ -249,7 +249,7 @@ def _by_run(
 
 
 def _good_leases(run_id: str, keys: ShardKeys, answer: Any, now_ms: int, bad: BadRows) -> dict[str, Lease]:
-    """Leases of a shard, without those that cannot be read: the next plan writes them anew."""
+    """Read the leases of a shard; leave out unreadable ones, which the next plan writes anew."""
     table = names.table_of(keys.leases)
     found = {}
     for name, raw in bad.answer(table, answer, {}).items():
@@ -261,7 +261,7 @@ def _good_leases(run_id: str, keys: ShardKeys, answer: Any, now_ms: int, bad: Ba
 
 
 def _agreed(by_shard: Sequence[Mapping[str, Lease]]) -> dict[str, Lease]:
-    """Leases of one run as all its shards have them; one that is not the same everywhere is of no slots."""
+    """Return the leases of one run; a lease that differs between shards gets no slots."""
     found: dict[str, Lease] = {}
     for name in dict.fromkeys(name for leases in by_shard for name in leases):
         held = [leases[name] for leases in by_shard if name in leases]

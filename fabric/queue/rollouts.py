@@ -1,9 +1,9 @@
 """Groups on Redis: pushed by a trainer, delivered when complete, gone when acknowledged.
 
-- Delivery is a consumer group, whose consumers are clients: "name/client". What a client received but did not
-  acknowledge is its own while it gives signs of life, and comes again to whoever takes it over, marked so.
-- Whoever holds a group may end it: nobody else's acknowledgement counts, nor anybody else's taking back of what is too
-  stale.
+- Delivery is a consumer group, whose consumers are clients: "name/client". A group that a client received but did not
+  acknowledge is its own while it gives signs of life; a client that takes it over gets it again, marked so.
+- Only the holder of a group may end it: no other client's acknowledgement counts, and no other client may take back a
+  group that is too stale.
 - A group is looked at for staleness at every delivery.
 - Back-pressure is an error: a group above the run's bound is not taken in, and the error says which are.
 - A push is acknowledged when it is as safe as `durability` asks (durability.py).
@@ -36,7 +36,7 @@ from .scripts import Call, Owner, Scripts
 from .shards import RunShards
 from .status import unknown_run
 
-LOOK_BACK_S = 5.0  # how often a consumer asks for what it was sent but never saw (the answer was lost)
+LOOK_BACK_S = 5.0  # how often a consumer asks for groups that it was sent but never saw (the answer was lost)
 PENDING_COUNT = 64  # of these looked at together
 DROP_COUNT = 500  # entries looked at behind one of no group
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
@@ -56,7 +56,7 @@ class RedisRolloutStream:
         durability: Durability = "memory",
         client_id: str | None = None,
     ) -> None:
-        """client_id: what tells consumers of one name apart. Default: a new one."""
+        """client_id: tells consumers of one name apart. Default: a new one."""
         self._client_id = client_id or new_worker_id("client")
         self._client: Any = client  # its stubs do not know that replies are bytes
         self._scripts = Scripts(client)
@@ -78,7 +78,7 @@ class RedisRolloutStream:
         return outcome(dict(zip(names, verdicts, strict=True)), doubtful)
 
     async def _push(self, calls: Sequence[Call]) -> list[Any]:
-        """Answers in order; an error of ours where the round trip failed, so that nobody knows."""
+        """Return answers in order; an error of ours where the round trip failed and the outcome is unknown."""
         by_shard: dict[Owner, list[int]] = {}  # one barrier for each shard
         for index, (_, owners, _) in enumerate(calls):
             by_shard.setdefault(owners[0] if self._durability != "memory" else "", []).append(index)
@@ -109,7 +109,7 @@ class RedisRolloutStream:
         return "push_group", [keys, keys.of_group(group.group_id)], args
 
     def _verdict(self, answer: Any, gone: FabricError | None) -> bool | FabricError:
-        """Whether the group was new, or why it is not in; `gone`: what to say where there is no such run."""
+        """Say whether the group was new, or why it was refused; `gone`: the error if there is no such run."""
         if isinstance(answer, FabricError):
             return answer
         if isinstance(answer, Exception):
@@ -148,7 +148,7 @@ class RedisRolloutStream:
             held = await self._read(consumer, at_most, "0", None)
             owed = [row for row in held if row[:2] not in self._in_hand]
             found: list[Delivery] = []
-            while owed and not found:  # what is too stale runs again, and is not found
+            while owed and not found:  # a group that is too stale runs again, and is not found
                 found = await self._deliveries(owed[:count], consumer, is_again=True)
                 del owed[:count]
             if found:
@@ -162,28 +162,28 @@ class RedisRolloutStream:
         self._look_back_at_s.clear()
 
     async def _fresh(self, consumer: str, count: int, timeout_s: float) -> list[tuple[int, bytes, str]]:
-        """Entries that nobody has received, after a wait if there are none."""
+        """Take entries that nobody has received, after a wait if there are none."""
         names = [keys.completed for keys in self._shards.all]
         if len(self._scripts.apart(names)) == 1:
             return await self._read(consumer, count, ">", None) or await self._read(consumer, count, ">", timeout_s)
         until_s = self._clock.now_s() + timeout_s
         while True:
             ends = [("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names]
-            with translate():  # before the look: what comes after it is what the wait wakes for
+            with translate():  # before the look: any group that comes after it ends the wait
                 rows = [[] if is_wrong_type(each) else each for each in await self._scripts.channel.ask_many(ends)]
                 last = [each[0][0] if each else b"0-0" for each in checked(rows)]
             found = await self._read(consumer, count, ">", None)
             left_ms = int((until_s - self._clock.now_s()) * 1000)
             if found or left_ms <= 0:
                 return found
-            with translate():  # by XREAD: what XREADGROUP takes in a wait that is cancelled would be seen by nobody
+            with translate():  # by XREAD: entries that a cancelled XREADGROUP took would be seen by nobody
                 each = zip(names, last, strict=True)
                 await first_found([self._client.xread({name: end}, count=1, block=left_ms) for name, end in each])
 
     async def _read(
         self, consumer: str, count: int, after: str, timeout_s: float | None
     ) -> list[tuple[int, bytes, str]]:
-        """Entries of the completed streams as (shard, entry id, group id); no group id: it was deleted meanwhile."""
+        """Read the completed streams: (shard, entry id, group id); the group id of a deleted entry is empty."""
         names = [keys.completed for keys in self._shards.all]
         block = () if timeout_s is None else ("BLOCK", max(1, int(timeout_s * 1000)))
         command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, self._holder(consumer), "COUNT", count, *block)
@@ -207,7 +207,7 @@ class RedisRolloutStream:
         ]
 
     async def _make_room(self, names: Sequence[str]) -> None:
-        """Make the streams of complete groups anew where other types of keys are in their place."""
+        """Make the streams of complete groups anew where keys of other types took their place."""
         for name in names:
             try:
                 await self._client.xgroup_create(name, CONSUMER_GROUP_TRAINER, id="0", mkstream=True)
@@ -216,7 +216,7 @@ class RedisRolloutStream:
                     raise
 
     def _holder(self, consumer: str) -> str:
-        """This client's name as a consumer in the broker."""
+        """Return this client's name as a consumer in the broker."""
         return f"{consumer}/{self._client_id}"
 
     async def _deliveries(self, rows: list[tuple[int, bytes, str]], consumer: str, *, is_again: bool) -> list[Delivery]:
@@ -268,7 +268,7 @@ class RedisRolloutStream:
             await self._scripts.call("rerun_stale", [keys, keys.of_group(group_id)], args)
 
     async def _group(self, group_id: str, raw_facts: list[bytes], made: list[bytes], *, is_again: bool) -> Group:
-        """A group of its hashes, each as fields and values in turn; a rollout that cannot be read is a failure."""
+        """Read a group from its hashes, each as fields and values in turn; an unreadable rollout is a failure."""
         facts = GroupFacts.of(dict(zip(raw_facts[::2], raw_facts[1::2], strict=True)))
         rollouts, unread = rollout_rows(group_id, dict(zip(made[::2], made[1::2], strict=True)))
         names = [trajectory_id(group_id, index) for index in range(facts.size)]
@@ -286,7 +286,7 @@ class RedisRolloutStream:
         )
 
     async def _failures(self, group_id: str, missing: Sequence[str]) -> tuple[Failure, ...]:
-        """Those of a group's trajectories without a rollout that were given up, and why."""
+        """Say which of a group's missing trajectories were given up, and why."""
         keys = self._shards.of(group_id)
         tables = (keys.trajectory.record, keys.dead)
         with translate():
@@ -298,7 +298,7 @@ class RedisRolloutStream:
         )
 
     async def _drop(self, shard: int, entry_ids: Sequence[bytes]) -> None:
-        """Remove entries of groups that are gone, and those behind them: somebody may have made up thousands."""
+        """Remove entries of groups that are gone, and dead ones behind them: somebody may have made up thousands."""
         keys, ask = self._shards.all[shard], self._scripts.channel.ask_many
         look: Command = ("XREAD", "COUNT", DROP_COUNT, "STREAMS", keys.completed, entry_ids[-1])
         with translate():
@@ -342,7 +342,7 @@ class RedisRolloutStream:
             with first_error, translate():
                 for name in await self._scripts.call("late_groups", [keys], [LATE_COUNT]):
                     group_id = name.decode("utf-8", "replace")
-                    with first_error, translate():  # one that cannot be closed keeps no other waiting
+                    with first_error, translate():  # a group that cannot be closed keeps no other waiting
                         closed += await self._scripts.call("close_group", [keys, keys.of_group(group_id)], [group_id])
         first_error.raise_it()
         return closed
@@ -365,7 +365,7 @@ class RedisRolloutStream:
 
 
 def _translated(error: Exception) -> FabricError:
-    """A broker's answer as an error of ours."""
+    """Turn a broker's error into one of ours."""
     try:
         with translate():
             raise error
@@ -374,7 +374,7 @@ def _translated(error: Exception) -> FabricError:
 
 
 def stream_rows(answer: Any) -> list[tuple[str, list[Any]]]:
-    """An XREAD or XREADGROUP answer as (stream, entries), whichever RESP version the connection speaks."""
+    """Read an XREAD or XREADGROUP answer as (stream, entries), whichever RESP version the connection speaks."""
     rows = answer.items() if isinstance(answer, dict) else answer or []
     found: list[tuple[str, list[Any]]] = []
     for name, parts in rows:

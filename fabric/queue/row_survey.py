@@ -1,8 +1,8 @@
 """Looks through the whole broker for rows that cannot be read, and removes one: for people, not for loops.
 
-- Every key is seen, up to KEY_COUNT_MAX, and its type; of a table the first ROW_COUNT_MAX rows or so. The answer says
-  what was looked at in part. Tables of which a run has one come before those of which it has many.
-- Only what cannot be read at that moment is removed, and only where it is named exactly.
+- Looks at every key and its type, up to KEY_COUNT_MAX, and at about the first ROW_COUNT_MAX rows of each table. The
+  answer names the tables that were read in part. Tables that a run has once come before those that it has many of.
+- Removes a row only if it cannot be read at that moment, and only by its exact name.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PAGE_COUNT = 100
 LISTED_COUNT_MAX = 200_000  # of a table that is read at once, to remove a row: more than any of ours may hold
 ENDLESS = 1 << 60
 
-Found = tuple[bytes, Table, str]  # key, what it should be, and what type it is
+Found = tuple[bytes, Table, str]  # key, its table, and the type that it has
 
 
 async def survey_rows(client: Any, tables: Sequence[str] = ()) -> RowSurvey:
-    """Rows that cannot be read, at most BAD_ROW_COUNT_MAX; of these tables, or of all."""
+    """List rows that cannot be read, at most BAD_ROW_COUNT_MAX; in these tables, or in all."""
     found: list[BadRow] = []
     cut: list[str] = []
     row_count = 0
@@ -64,10 +64,10 @@ async def survey_rows(client: Any, tables: Sequence[str] = ()) -> RowSurvey:
 
 
 async def remove_row(client: Any, row: BadRow) -> bool:
-    """Remove a row that cannot be read; False: it is gone already, or can be read."""
+    """Remove a row that cannot be read; return False if it is gone already, or can be read."""
     key = names.key_of(row.table).encode()
     found = [each for each in (await _typed(client, [key])) if each[2] != "none"]
-    if not found:  # a key whose name is not as it is shown
+    if not found:  # a key whose stored name differs from the shown one
         found = [each for each in (await _keys(client))[0] if names.table_of(each[0]) == row.table]
     for key, table, kind in found:
         if kind != table.kind:
@@ -86,12 +86,12 @@ async def _remove(client: Any, key: bytes, kind: str, name: bytes) -> int:
 
 
 def wrong_type(kind: str, wanted: str) -> str:
-    """What is wrong with a table of another type."""
+    """Say what is wrong with a table of another type."""
     return f"it is a {kind}, and should be a {wanted}"
 
 
 def _problem(table: Table, name: bytes, value: Any) -> str:
-    """Why a row cannot be read; empty: it can."""
+    """Say why a row cannot be read; empty if it can."""
     try:
         if table.check is not None:
             table.check(table.run, name, value)
@@ -107,7 +107,7 @@ def _size(value: Any) -> int:
 
 
 async def _keys(client: Any) -> tuple[list[Found], bool]:
-    """Every key that is a table of ours, and whether these are all."""
+    """List every key that is a table of ours, and say whether these are all."""
     servers = client.primaries() if isinstance(client, ClusterClient) else [client]
     seen: set[bytes] = set()
     for server in servers:
@@ -132,7 +132,7 @@ async def _typed(client: Any, keys: list[bytes]) -> list[Found]:
 
 
 async def _rows(client: Any, key: bytes, kind: str, count: int) -> AsyncIterator[tuple[bytes, Any]]:
-    """A table's rows as name and value."""
+    """Yield a table's rows as name and value."""
     if kind not in ("hash", "set"):
         for row in await _listed(client, key, kind, min(count, LISTED_COUNT_MAX)):
             yield row

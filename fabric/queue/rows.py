@@ -1,9 +1,10 @@
-"""Rows of the control plane, read: whoever may write to the broker may have written anything there.
+"""Readers of the control plane's rows, which may hold anything: every user with write access can write there.
 
-- What many look at, and many may write (workers, events, agreement), is shown as unreadable rather than refused: one
-  bad row must not stop the controller, or every page. What cannot be shown so is left out and noted (BadRows).
-- What only its owner writes (the head) is refused as WireError.
-- A serving team's word that cannot be read is "off": nothing is lent by mistake.
+- An unreadable row that many read and many may write (workers, events, agreement) is shown as unreadable rather than
+  refused: one bad row must not stop the controller, or every page. If it cannot be shown so, it is left out and noted
+  (BadRows).
+- An unreadable row that only its owner writes (the head) is refused as WireError.
+- An unreadable setting of a serving team counts as "off": nothing is lent by mistake.
 """
 
 from __future__ import annotations
@@ -67,24 +68,24 @@ ENDINGS = ("all", "quorum", "deadline")
 JOB_NAME = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.\d{1,9}){1,2}")
 WHOLE = re.compile(rb"-?\d{1,18}")
 SENDING = re.compile(r"(\d{1,16}):([a-z0-9-]+)\.(\d{1,16})")
-CHUNK_COUNT_MAX = 1 << 22  # of a version: terabytes
+CHUNK_COUNT_MAX = 1 << 22  # of a version: enough for terabytes
 
 log = logging.getLogger(__name__)
 
 
 class BadRows:
-    """Notes what cannot be read while a reading goes on; each of these gives something else in its place."""
+    """Collects the rows that a reading cannot read; each method returns a substitute for such a row."""
 
     def __init__(self) -> None:
         self.found: list[BadRow] = []
 
     def note(self, table: str, row: bytes | str, problem: object) -> None:
-        """Leave a row out."""
+        """Note a row that is left out."""
         if len(self.found) < BAD_ROW_COUNT_MAX:
             self.found.append(BadRow(table, shown_name(row), one_line(str(problem))))
 
     def answer(self, table: str, answer: Any, nothing: Any) -> Any:
-        """An answer of a pipeline; `nothing` where the key is of another type. Raises what else the broker refused."""
+        """Return a pipeline's answer, or `nothing` if the key is of another type. Raise the broker's other errors."""
         if not isinstance(answer, Exception):
             return answer
         if not is_wrong_type(answer):
@@ -93,7 +94,7 @@ class BadRows:
         return nothing
 
     def whole(self, table: str, row: bytes | str, raw: bytes | None, default: int) -> int:
-        """A whole number below 10^18; `default` where there is none."""
+        """Read a whole number below 10^18; `default` if there is none."""
         if raw is None:
             return default
         if WHOLE.fullmatch(raw):
@@ -102,7 +103,7 @@ class BadRows:
         return default
 
     def wholes(self, table: str, rows: Mapping[bytes, bytes]) -> dict[str, int]:
-        """Counts by name, without those that are none."""
+        """Read counts by name; leave out values that are no count."""
         found = {}
         for name, raw in rows.items():
             if WHOLE.fullmatch(raw) and name.isascii():
@@ -112,7 +113,7 @@ class BadRows:
         return found
 
     def runs(self, rows: Mapping[bytes, bytes]) -> dict[str, RunConfig]:
-        """Runs by name, without those that cannot be read."""
+        """Read runs by name; leave out unreadable ones."""
         found = {}
         for name, raw in rows.items():
             try:
@@ -123,7 +124,7 @@ class BadRows:
         return found
 
     def curve(self, table: str, rows: Mapping[bytes, bytes]) -> Curve:
-        """A shard's curve of rewards, without the rows that are none of it."""
+        """Read a shard's curve of rewards; leave out rows that do not belong to one."""
         width = self.whole(table, "width", rows.get(b"width"), 1)
         if not 1 <= width <= WHOLE_MAX:
             self.note(table, "width", f"{width} is no width")
@@ -138,11 +139,11 @@ class BadRows:
 
 
 def reward_buckets(width: int, name: bytes, raw: bytes) -> Curve:
-    """What a row of a curve says. Raises ValueError: it is none, or out of bounds."""
+    """Read a row of a curve. Raise ValueError if it is none, or out of bounds."""
     found = read_curve({b"width": b"%d" % width, name: raw}) if name != b"width" else ()
     for bucket in found:
         wholes = (bucket.count, bucket.token_sum, bucket.version + 1)
-        sums = (bucket.reward_sum, bucket.reward_square_sum)  # of large rewards they may be infinite
+        sums = (bucket.reward_sum, bucket.reward_square_sum)  # with large rewards they may be infinite
         has_numbers = isfinite(bucket.reward_min) and isfinite(bucket.reward_max) and not any(map(isnan, sums))
         if not all(0 <= each <= WHOLE_MAX for each in wholes) or not bucket.count or not has_numbers:
             raise ValueError(f"{raw[:80]!r} is out of bounds")
@@ -150,15 +151,15 @@ def reward_buckets(width: int, name: bytes, raw: bytes) -> Curve:
 
 
 def shown_name(row: bytes | str) -> str:
-    """A row's name for people, which tells it from every other."""
+    """Return a row's name for people, which tells it from every other."""
     return one_line(row if isinstance(row, str) else row.decode("utf-8", "backslashreplace"))
 
 
 def run_row(name: bytes, raw: bytes) -> RunConfig:
-    """A run.
+    """Read a run.
 
     Raises:
-        WireError: it cannot be read, is another run's, or is called what no run may be.
+        WireError: it cannot be read, is another run's, or has a name that no run may have.
     """
     config = RunConfig.decode(raw)
     if config.run_id.encode("utf-8", "replace") != name:
@@ -171,15 +172,15 @@ def run_row(name: bytes, raw: bytes) -> RunConfig:
 
 
 def is_job_name(raw: bytes) -> bool:
-    """Whether it may be the name of a trajectory or turn; others were written over some table of jobs."""
+    """Whether this may be the name of a trajectory or turn; any other was written over some table of jobs."""
     return JOB_NAME.fullmatch(raw) is not None
 
 
 def job_row(name: bytes, raw: bytes | None) -> TrajectoryJob:
-    """A trajectory's job.
+    """Read a trajectory's job.
 
     Raises:
-        WireError: there is none, it cannot be read, or it is another one's.
+        WireError: there is none, it cannot be read, or it belongs to another trajectory.
     """
     job = TrajectoryJob.decode(_there(raw))
     _check_own(name, job.trajectory_id)
@@ -187,7 +188,7 @@ def job_row(name: bytes, raw: bytes | None) -> TrajectoryJob:
 
 
 def turn_row(name: bytes, raw: bytes | None) -> TurnJob:
-    """A turn's job. Raises as job_row."""
+    """Read a turn's job. Raises the same as job_row."""
     job = TurnJob.decode(_there(raw))
     _check_own(name, job.turn_id)
     return job
@@ -206,7 +207,7 @@ def _check_own(name: bytes, job_id: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What a group's hash says of it; what cannot be read there is said as if nothing were known."""
+    """The facts of a group's hash; an unreadable fact counts as unknown."""
 
     size: int
     failed_count: int
@@ -232,7 +233,7 @@ class GroupFacts:
 
 
 def rollout_rows(group_id: str, rows: Mapping[bytes, bytes]) -> tuple[dict[str, Rollout], dict[str, str]]:
-    """A group's rollouts by trajectory, and why others cannot be read; what is no trajectory of it is left out."""
+    """Read a group's rollouts by trajectory, and say why others cannot be read; leave out rows of other groups."""
     found: dict[str, Rollout] = {}
     unread: dict[str, str] = {}
     for raw_name, raw in rows.items():
@@ -250,7 +251,7 @@ def rollout_rows(group_id: str, rows: Mapping[bytes, bytes]) -> tuple[dict[str, 
 
 
 def letter_row(run_id: str, name: bytes, raw: bytes) -> DeadLetter:
-    """A dead letter; one that cannot be read says so."""
+    """Read a dead letter; an unreadable one says so."""
     try:
         return DeadLetter.decode(raw)
     except WireError as error:
@@ -259,7 +260,7 @@ def letter_row(run_id: str, name: bytes, raw: bytes) -> DeadLetter:
 
 
 def given_up_row(run_id: str, worker_id: str, name: str, raw: bytes | None, reason: str) -> DeadLetter:
-    """The dead letter of a trajectory that no code of a user failed, by its job as the broker has it."""
+    """Make the dead letter of a trajectory that failed through no user's code, from its job in the broker."""
     try:
         return given_up(run_id, worker_id, TrajectoryJob.decode(raw or b""), reason)
     except WireError as error:
@@ -273,7 +274,7 @@ def _jobless(run_id: str, worker_id: str, name: str, reason: str) -> DeadLetter:
 
 
 def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
-    """What a worker says of itself; one that cannot be read shows as failed, in a role that nobody has."""
+    """Read a worker's info; an unreadable one shows as failed, in a role that nobody has."""
     worker_id = name.decode("utf-8", "replace")
     try:
         info = WorkerInfo.decode(raw)
@@ -286,7 +287,7 @@ def worker_row(name: bytes, raw: bytes) -> WorkerInfo:
 
 
 def agreement_row(raw: bytes | None) -> Agreement | None:
-    """How workers and trainer agreed last; what cannot be read shows as an alarm."""
+    """Read how workers and trainer agreed last; an unreadable row shows as an alarm."""
     if raw is None:
         return None
     try:
@@ -298,7 +299,7 @@ def agreement_row(raw: bytes | None) -> Agreement | None:
 
 
 def plan_row(raw: bytes | None) -> LeasePlan | None:
-    """The capacity plan; None where it cannot be read: it is for people, and the next one comes soon."""
+    """Read the capacity plan; None if unreadable: it is for people, and the next one comes soon."""
     try:
         return LeasePlan.decode(raw) if raw is not None else None
     except WireError:
@@ -306,7 +307,7 @@ def plan_row(raw: bytes | None) -> LeasePlan | None:
 
 
 def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str, dict[str, Any]]:
-    """An event as (id, kind, facts)."""
+    """Read an event as (id, kind, facts)."""
     try:
         with _reading("event"):
             facts = load_json(fields[b"facts"])
@@ -318,7 +319,7 @@ def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str,
 
 
 def lease_row(worker_id: str, run_id: str, raw: bytes, now_ms: int) -> Lease:
-    """A lease from "lease_epoch slot_count lease_until_ms" (0: standing), at the `now_ms` of the shard that had it.
+    """Read a lease from "lease_epoch slot_count lease_until_ms" (0: standing), at the `now_ms` of its shard.
 
     Raises:
         WireError: it is not written so.
@@ -339,7 +340,7 @@ def lease_row(worker_id: str, run_id: str, raw: bytes, now_ms: int) -> Lease:
 
 
 def lend_word(raw: bytes) -> LendSetting:
-    """What a serving team said, as a record or as one word.
+    """Read a serving team's setting, a record or one word.
 
     Raises:
         WireError, InputError: it is neither.
@@ -349,7 +350,7 @@ def lend_word(raw: bytes) -> LendSetting:
 
 
 def lend_row(raw: bytes) -> LendSetting:
-    """The same; what cannot be read is "off"."""
+    """Read the same; "off" if unreadable."""
     try:
         return lend_word(raw)
     except (InputError, WireError) as error:
@@ -357,7 +358,7 @@ def lend_row(raw: bytes) -> LendSetting:
 
 
 def sharing_row(raw: bytes) -> SharingReport | None:
-    """What a serving worker measured, or None where it cannot be read."""
+    """Read a serving worker's measurements; None if unreadable."""
     try:
         report = SharingReport.decode(raw)
     except WireError:
@@ -367,7 +368,7 @@ def sharing_row(raw: bytes) -> SharingReport | None:
 
 
 def head_row(run_id: str, values: Sequence[bytes | None]) -> Head:
-    """The head of a run's weights, of its version, epoch, kind and moved_by.
+    """Read the head of a run's weights from its version, epoch, kind and moved_by.
 
     Raises:
         WireError: it is not numbers and a word.
@@ -378,7 +379,7 @@ def head_row(run_id: str, values: Sequence[bytes | None]) -> Head:
 
 
 def version_rows(run_id: str, fields: list[bytes]) -> list[tuple[int, str]]:
-    """Versions held, as (version, kind), ascending, from "<version>:<kind>"; what is not written so is none."""
+    """Read the versions held, as (version, kind), ascending, from "<version>:<kind>"; leave out any other field."""
     found = []
     for field in fields:
         try:
@@ -391,9 +392,9 @@ def version_rows(run_id: str, fields: list[bytes]) -> list[tuple[int, str]]:
 
 
 def sending_rows(run_id: str, rows: Mapping[bytes, bytes]) -> list[tuple[Link, str]]:
-    """Versions that are being sent, with their fields, from "<version>:<kind>.<epoch>" → chunk count.
+    """Read the versions that are being sent, with their fields, from "<version>:<kind>.<epoch>" → chunk count.
 
-    What cannot be read is left out: its chunks go by themselves.
+    Leave out unreadable rows: their chunks expire by themselves.
     """
     found = []
     for field, count in rows.items():
@@ -413,7 +414,7 @@ def sending_rows(run_id: str, rows: Mapping[bytes, bytes]) -> list[tuple[Link, s
 
 
 def holder_row(holder_id: bytes, raw: bytes | None, address: bytes | None = None) -> Holder:
-    """Who holds weights, from "[version, node, region]", and where it serves them, if it does and one may know.
+    """Read a holder of weights from "[version, node, region]", and its address if it serves and we may read that.
 
     Raises:
         WireError: it is not written so.
@@ -427,7 +428,7 @@ def holder_row(holder_id: bytes, raw: bytes | None, address: bytes | None = None
 
 
 def damage_row(field: bytes, raw: bytes) -> Damage:
-    """What somebody could not read, from "<version>:<kind>" and "[epoch, chunks, problem, reporter]".
+    """Read a report of damage from "<version>:<kind>" and "[epoch, chunks, problem, reporter]".
 
     Raises:
         WireError: it is not written so.

@@ -2,13 +2,13 @@
 
 - A script runs whole or not at all, on one slot: all its keys come in KEYS and share a hash tag.
 - `-- keys shard.run jobs.ready inbox chunks...` in a head says which keys a script touches, by their names in keys.py.
-  The loader puts them before the script as locals (`shard.run`, `jobs.ready[1]`, `inbox`, `chunks[1]`), and builds KEYS
-  from what a caller hands over: owners of keys, in any order, and then keys that have no owner (`inbox`, `chunks...`).
+  The loader puts them before the script as locals (`shard.run`, `jobs.ready[1]`, `inbox`, `chunks[1]`). A caller hands
+  over owners of keys, in any order, and then keys that have no owner (`inbox`, `chunks...`); the loader builds KEYS.
 - Time inside a script is the broker's; callers' clocks are never trusted.
 - queue/lua/use/typed.lua stands before every script: keys of another type than theirs end none of them halfway.
 - `-- use a b` in a script's head puts the functions of a.lua and b.lua, in a folder `use`, before it, as text.
 - At the broker's memory limit a script is refused whole, before its first line, unless its head says
-  `-- flags allow-oom`: nothing new is taken in, and all that was taken in can end.
+  `-- flags allow-oom`: the broker takes in no new work, and all accepted work can end.
 - The typed caller of each script lives beside the port that it serves.
 """
 
@@ -43,7 +43,7 @@ Owner = ShardKeys | JobKeys | GroupKeys | WeightKeys | str  # a str is a key tha
 Call = tuple[str, Sequence[Owner], Sequence[Argument]]
 
 SHARD = ShardKeys("r", 0)
-# What a head may name: the attributes of these.
+# A head may name the attributes of these.
 OWNERS: dict[str, Any] = {
     "fabric": key_names,
     "weights": WeightKeys("r"),
@@ -65,11 +65,11 @@ class Scripts:
         self._sources: dict[str, tuple[str, str]] = {}
 
     def apart(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Keys of several shards as one command may name them: all together, on a Redis Cluster one by one."""
+        """Part the keys of several shards as one command may name them: all together, on a Redis Cluster one by one."""
         return [(key,) for key in keys] if self.channel.is_sharded else [keys]
 
     async def call(self, name: str, owners: Sequence[Owner], args: Sequence[Argument]) -> Any:
-        """Run script `name`; its error is raised."""
+        """Run script `name`; raise its error."""
         return checked(await self.call_many([(name, owners, args)]))[0]
 
     async def call_many(self, calls: Sequence[Call]) -> list[Any]:
@@ -81,7 +81,7 @@ class Scripts:
         return answers
 
     async def call_together(self, calls: Sequence[Call], last: Command) -> list[Any]:
-        """Run scripts of one slot and then a command, over one connection; answers in order, as `call_many`."""
+        """Run scripts of one slot and then a command, over one connection; answer in order, like `call_many`."""
         answers = await self.channel.ask_alone([*self._commands(calls), last])
         if any(isinstance(answer, NoScriptError) for answer in answers):  # all of them again: they bear it
             answers = await self.channel.ask_alone([*map(self._with_source, calls), last])
@@ -112,13 +112,13 @@ class Head:
     """The keys that a script declares, those of the functions that it uses included."""
 
     counts: Mapping[str, int | None]  # "shard.run" → how many keys it lists; None: it is one. In the order of KEYS
-    readers: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...]  # an owner, and how to read keys of it
+    readers: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...]  # an owner's type, and how to read its keys
     extras: tuple[str, ...]  # keys after them that have no owner; the last may be a list, "chunks..."
     extra_count: int  # without that list
     has_list: bool
 
     def keys(self, owners: Sequence[Owner]) -> list[str]:
-        """KEYS of a call, of what a caller hands over."""
+        """Build the KEYS of a call from the owners that a caller hands over."""
         handed: dict[type, Any] = {type(owner): owner for owner in owners}
         handed[ModuleType] = key_names
         extras = [owner for owner in owners if type(owner) is str] if str in handed else []
@@ -134,26 +134,27 @@ class Head:
 
 
 def keys_of(name: str, owners: Sequence[Owner]) -> list[str]:
-    """KEYS of a call of script `name`."""
+    """Build the KEYS of a call of script `name`."""
     return _head(name).keys(owners)
 
 
 def script_names() -> list[str]:
-    """All scripts, sorted."""
+    """List the names of all scripts, sorted."""
     return sorted(name for name, (folder, _) in _files().items() if folder != "use")
 
 
 @cache
 def load_script(name: str) -> str:
-    """The text of script `name`, with its keys and the functions it uses before it."""
+    """Return the text of script `name`, with its keys and the functions it uses before it."""
     return script_text(name, _texts())
 
 
 def script_text(name: str, texts: Mapping[str, str]) -> str:
-    """As `load_script`; texts: what each file holds, by its name.
+    """Build the text that `load_script` returns. texts: the text of each file, by its name.
 
     Raises:
-        ValueError: it, or what it uses, declares a key that does not exist, or names one that it does not declare.
+        ValueError: it, or a function it uses, declares a key that does not exist, or names a key that it does not
+            declare.
     """
     head, source = head_of(name, texts), texts[name]
     parts = "".join(texts[part] for part in _used(source))
@@ -171,7 +172,7 @@ def _head(name: str) -> Head:
 
 
 def head_of(name: str, texts: Mapping[str, str]) -> Head:
-    """What a script declares.
+    """Read what a script declares.
 
     Raises:
         ValueError: a key that does not exist, or keys of several slots.
@@ -203,7 +204,7 @@ def head_of(name: str, texts: Mapping[str, str]) -> Head:
 
 
 def _readers(found: Iterable[tuple[type, str, Any]]) -> Iterator[tuple[type, Callable[[Any], tuple[str, ...]]]]:
-    """As few as possible: one reads all keys of an owner that stand together."""
+    """Make as few readers as possible: each reads all keys of an owner that stand together."""
     for (kind, is_one), part in groupby(found, key=lambda each: (each[0], isinstance(each[2], str))):
         paths = [path for _, path, _ in part]
         if not is_one:
@@ -215,12 +216,12 @@ def _readers(found: Iterable[tuple[type, str, Any]]) -> Iterator[tuple[type, Cal
 
 
 def _only(path: str, owner: Any) -> tuple[str]:
-    """What attrgetter gives for two paths or more."""
+    """Return a tuple, as attrgetter does for two paths or more."""
     return (attrgetter(path)(owner),)
 
 
 def _locals(head: Head) -> str:
-    """Lua that gives the keys their names."""
+    """Write the Lua that gives the keys their names."""
     tables: dict[str, list[str]] = {}
     place = 1
     for word, count in head.counts.items():
@@ -254,7 +255,7 @@ def _texts() -> dict[str, str]:
 
 @cache
 def _files() -> dict[str, tuple[str, str]]:
-    """Each file's folder and text, by the file's name."""
+    """Return each file's folder and text, by the file's name."""
     found: dict[str, tuple[str, str]] = {}
     folders = [files(__package__).joinpath("lua")]
     for folder in folders:

@@ -21,23 +21,23 @@ class RunShards:
         self._next = 0
 
     def index_of(self, job_id: str) -> int:
-        """The shard of a group, trajectory or turn."""
+        """Return the index of the shard of a group, trajectory or turn."""
         return shard_of(group_of(job_id), len(self.all)) if len(self.all) > 1 else 0
 
     def of(self, job_id: str) -> ShardKeys:
-        """Keys of the shard of a group, trajectory or turn."""
+        """Return the keys of the shard of a group, trajectory or turn."""
         return self.all[self.index_of(job_id)]
 
     def check(self, job_id: str, keys: ShardKeys) -> None:
-        """A job that lies in another shard than its own was made up: nobody who asks for it looks there.
+        """Require that a job lies in its own shard: any other job was made up, and nobody who asks for it looks there.
 
         Raises:
-            WireError: it does.
+            WireError: it lies in another shard.
         """
         if self.of(job_id) is not keys:
             raise WireError(f"it lies in shard {self.all.index(keys)} and belongs to shard {self.index_of(job_id)}")
 
     def in_turn(self) -> list[ShardKeys]:
-        """All shards, starting one further each time, so that none is always served last."""
+        """Return all shards, starting one further each time, so that none is always served last."""
         self._next = (self._next + 1) % len(self.all)
         return [*self.all[self._next :], *self.all[: self._next]]

@@ -1,4 +1,4 @@
-"""A run in numbers, as its shards tell it: what is asked of each, how the answers read, and how they add up.
+"""A run in numbers: the questions to each of its shards, the reading of the answers, and their sum.
 
 - The cost is the same however long the run has lasted.
 - A caller that wants many runs puts all their shards into one round trip.
@@ -22,14 +22,14 @@ __all__ = ["details_of", "queue_status", "read_status", "sum_up", "unknown_run"]
 
 
 async def unknown_run(client: Any, run_id: str) -> RunUnknown:
-    """What to say of a run that is not there: for some days it is known that it was deleted."""
+    """Make the error for a run that is not there: for some days we know that it was deleted."""
     with translate():
         left_ms = int(await client.pttl(names.deleted_run(run_id)))
     return no_such_run(run_id, names.DELETED_TTL_MS - left_ms if left_ms > 0 else None)
 
 
 def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -> None:
-    """Ask a shard, with whatever else the pipeline carries; also for its curve of rewards, about 10 KiB, if wanted."""
+    """Ask a shard in the same pipeline as other questions; if wanted also for its curve of rewards, about 10 KiB."""
     pipeline.hmget(keys.run, "head_version", "depth", "bytes", "agreement")
     pipeline.hgetall(keys.counters)
     for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
@@ -45,7 +45,7 @@ def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -
 
 
 def read_status(answers: list[Any], keys: ShardKeys, bad: BadRows) -> dict[str, Any]:
-    """What one shard answered; what cannot be read is noted, and counts as none."""
+    """Read one shard's answers; an unreadable one is noted, and counts as none."""
     tables, nothing = _asked(keys)
     answers = [bad.answer(table, answer, none) for table, answer, none in zip(tables, answers, nothing, strict=False)]
     facts, counters, groups_waiting, *rest = answers[: len(tables) - 1]
@@ -56,7 +56,7 @@ def read_status(answers: list[Any], keys: ShardKeys, bad: BadRows) -> dict[str, 
         _held(table, rows, bad) for table, rows in zip(tables[-5:-3], (running, claimed), strict=True)
     )
     scoring = max(0, timed - running_count)
-    # Where it cannot be read, all that waits is believed to be wanted.
+    # If it cannot be read, believe that all waiting jobs are wanted.
     depth = bad.whole(tables[0], "depth", facts[1], queued + suspected + ready + suspected_turns + timed)
     return {
         "head_version": bad.whole(tables[0], "head_version", facts[0], -1),
@@ -77,7 +77,7 @@ def read_status(answers: list[Any], keys: ShardKeys, bad: BadRows) -> dict[str, 
 
 
 def _asked(keys: ShardKeys) -> tuple[list[str], list[Any]]:
-    """The tables that queue_status asks, in its order, and what each says when there is nothing in it."""
+    """List the tables that queue_status asks, in its order, and the answer of each when it is empty."""
     tables: dict[str, Any] = {keys.run: [None] * 4, keys.counters: {}, keys.completed: 0}
     tables |= dict.fromkeys((*keys.trajectory.ready, *keys.turn.ready), 0)
     tables |= dict.fromkeys((keys.trajectory.suspects, keys.turn.suspects), 0)
@@ -92,12 +92,12 @@ def _asked(keys: ShardKeys) -> tuple[list[str], list[Any]]:
 
 
 def _held(table: str, rows: dict[bytes, bytes], bad: BadRows) -> int:
-    """How many claims all workers have."""
+    """Count the claims of all workers."""
     return sum(max(0, bad.whole(table, name, raw, 0)) for name, raw in rows.items())
 
 
 def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
-    """A run of its shards."""
+    """Add up a run's status from its shards."""
 
     def total(name: str) -> dict[str, int]:
         summed: dict[str, int] = {}
@@ -122,7 +122,7 @@ def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
 
 
 def details_of(consumers: list[Any], dead: list[Any], live: set[bytes]) -> RunDetails:
-    """What XINFO CONSUMERS and HSCAN answered, one of each per shard; what a shard refused is left out.
+    """Read the answers to XINFO CONSUMERS and HSCAN, one of each per shard; leave out refusals.
 
     live: the clients that give signs of life, as "consumer/client".
     """
@@ -145,6 +145,6 @@ def details_of(consumers: list[Any], dead: list[Any], live: set[bytes]) -> RunDe
 
 
 def _pairs(row: Any) -> dict[str, Any]:
-    """A row of either RESP version: a map, or names and values in turn."""
+    """Read a row of either RESP version: a map, or names and values in turn."""
     pairs = row.items() if isinstance(row, dict) else zip(row[::2], row[1::2], strict=True)
     return {name.decode() if isinstance(name, bytes) else name: value for name, value in pairs}

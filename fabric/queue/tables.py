@@ -1,8 +1,8 @@
-"""What each table of the broker may hold, so that a survey can name what cannot be read.
+"""The rows that each table of the broker may hold, so that a survey can name those that cannot be read.
 
-- A table is what people call a key (keys.py): "runs", "r1.0:counters", "rq:queues". Which type of key it is, and what a
-  row must be, stands here, row by row of the list in keys.py; of values that are nobody's to read here (chunks, offers,
-  answers) the type alone is looked at.
+- A table is a key by its name for people (keys.py): "runs", "r1.0:counters", "rq:queues". This file has its type and
+  the check of its rows, in the order of keys.py; values that nobody reads here (chunks, offers, answers) have a type
+  alone.
 - A check raises ValueError (WireError is one) and says what is wrong.
 """
 
@@ -46,7 +46,7 @@ from .rows import (
 
 __all__ = ["Table", "table_at"]
 
-# run, row's name (of a string: empty), and its value: of a sorted set the score, of a stream the fields, of a set none
+# run, row's name (a string's is empty) and value: a sorted set's is the score, a stream's the fields, a set has none
 Check = Callable[[str, bytes, Any], object]
 KEY = re.compile(r"rf:\{(?:(?P<run>[^{}]*)\.(?P<part>w|\d+)|rf)\}:(?P<table>.+)", re.DOTALL)
 RECORD = re.compile(rb"\S+ \d+ \d+ \d+ \d+ (\d+ \d+ \d+ )?\S+")  # as queue/lua/use/record.lua reads it
@@ -60,7 +60,7 @@ SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """kind: as TYPE says. check: of a row; None: it may be anything. run: whose it is, or ""."""
+    """The kind of a table. kind: as TYPE says. check: of a row; None: any value is right. run: its run, or ""."""
 
     kind: str
     check: Check | None
@@ -68,7 +68,7 @@ class Table:
 
 
 def table_at(key: str) -> Table | None:
-    """The table that a key is, whatever lies there; None: no reader of ours looks at it."""
+    """Return the table that a key stands for, whatever lies there; None if no reader of ours looks at it."""
     if key.startswith("rq:"):
         return _named(RQ, key.removeprefix("rq:"), "")
     match = KEY.fullmatch(key)
@@ -171,7 +171,7 @@ def _head(run: str, name: bytes, raw: bytes) -> None:
 
 
 def _rq_field(run: str, name: bytes, raw: bytes) -> None:
-    """Of a job nothing else is read (workers/rewards/jobs.py)."""
+    """Check a job's only field that we read (workers/rewards/jobs.py)."""
     if name == b"data":
         try:
             data = zlib.decompressobj().decompress(raw, MIB)

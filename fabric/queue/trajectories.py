@@ -1,10 +1,10 @@
 """Trajectories on Redis: claimed by agent workers, ended by settling, failing or cancelling.
 
 - A claim ends CLAIM_MS after its last renewal; then anyone's reap gives the trajectory to another agent.
-- What an earlier claim of the same attempt had settled comes with the new claim, so the environment can be replayed.
-- One whose job, or what was settled of it, cannot be read is given up as it is claimed; others are not held up by it.
-- A shard that fails takes nothing from the others: what they gave is returned, and its error is raised by a call that
-  would return nothing. Thrown away, their claims would end as those of a lost agent do.
+- Turns that an earlier claim of the same attempt settled come with the new claim, so the environment can be replayed.
+- A trajectory whose job or settled turns cannot be read is given up as it is claimed, and holds up no other.
+- A shard that fails takes nothing from the others: a call returns their claims, and raises the error only if it has
+  nothing to return. Claims that were thrown away would count as those of a lost agent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .shards import RunShards
 log = logging.getLogger(__name__)
 
 CLAIM_MS = 2_000  # an agent renews four times as often; missing that means it is gone
-SCORE_MS = 2_000  # within this a reward must have been asked for, or be renewed by who computes it
+SCORE_MS = 2_000  # within this a reward must have been asked for, or be renewed by the worker that computes it
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
 
 
@@ -77,7 +77,7 @@ class RedisTrajectoryQueue:
         return claims
 
     async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim | None:
-        """A claim; None: what it needs cannot be read, and it was given up."""
+        """Read a claim; None if part of it is unreadable: then the trajectory was given up."""
         raw_name, fence, attempt, loss, raw, snapshot = row
         try:
             job = job_row(raw_name, raw)
@@ -102,7 +102,7 @@ class RedisTrajectoryQueue:
     async def _give_up(
         self, worker_id: str, keys: ShardKeys, raw_name: bytes, fence: int, raw: bytes | None, reason: str
     ) -> None:
-        """Fail it for good in the shard where it is: one that was made up may be in any."""
+        """Fail a trajectory for good in the shard where it is: a made-up one may be in any."""
         name = raw_name.decode()
         log.warning("trajectory.given_up", extra={"job_id": name, "reason": reason})
         await self._fail(keys, name, fence, given_up_row(self._run.run_id, worker_id, name, raw, reason), 0, 0)
@@ -243,7 +243,7 @@ class RedisTrajectoryQueue:
                     reason = GIVEN_UP.get(what.decode())
                     if reason is not None:
                         dead += 1
-                        with first_error:  # one that cannot be given up keeps no other waiting
+                        with first_error:  # a trajectory that cannot be given up keeps no other waiting
                             await self._give_up(worker_id, keys, name, fence, raw, reason)
         if not scoring:
             first_error.raise_it()
@@ -256,7 +256,7 @@ class RedisTrajectoryQueue:
 
 
 def _task_in(facts: bytes, group_id: str) -> dict[str, Any]:
-    """The task in what a group's hash says of it."""
+    """Read the task from the facts of a group's hash."""
     found = load_json(facts)
     if not isinstance(found, dict) or not isinstance(found.get("task"), dict):
         raise WireError(f"task of group {group_id} is not an object")

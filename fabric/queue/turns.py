@@ -2,9 +2,9 @@
 
 - `exchange` is the heart: one round trip hands in what finished, extends what runs and takes what is ready.
 - A result goes to the inbox of the agent that waits *now*; an agent that takes a trajectory over inherits its turn.
-- A turn that cannot be read is settled as an error by who claims it; a result that cannot be read is asked for again.
-- A shard that fails takes nothing from the others: they are all asked, and what they gave is returned. Its error is
-  raised by a call that brings nothing which would be lost with it, claims above all.
+- A worker that claims an unreadable turn settles it as an error; an agent asks again for an unreadable result.
+- A shard that fails takes nothing from the others: they are all asked, and their answers returned. A call raises the
+  error only if nothing would be lost with it, claims above all.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ class RedisTurnQueue:
     async def _read_inboxes(
         self, parts: Sequence[Sequence[str]], *block: Argument
     ) -> list[tuple[str, bytes, list[bytes]]]:
-        """Entries of inboxes, those of each part by a read of its own; what was taken last time is deleted."""
+        """Read inboxes, each part with a read of its own; delete the entries that were taken last time."""
         commands: list[Command] = []
         for names in parts:
             commands += [("XDEL", name, *self._taken[name]) for name in names if name in self._taken]
-            # From its beginning: an inbox that ended and began again after the time was set back has lower ids.
+            # From the beginning: an inbox that ended and began again after the time was set back has lower ids.
             commands.append(("XREAD", "COUNT", RESULT_COUNT, *block, "STREAMS", *names, *[b"0"] * len(names)))
         answers = await self._scripts.channel.ask_alone(commands)
         inboxes = [name for names in parts for name in names]
-        if any(map(is_wrong_type, answers)):  # what should wait there is gone; the next result makes it anew
+        if any(map(is_wrong_type, answers)):  # the inbox is gone; the next result makes it anew
             sizes = await self._scripts.channel.ask_many([("XLEN", name) for name in inboxes])
             wrong = [name for name, size in zip(inboxes, sizes, strict=True) if is_wrong_type(size)]
             await self._scripts.channel.ask_many([("DEL", name) for name in wrong])
@@ -132,7 +132,7 @@ class RedisTurnQueue:
             with first_error, translate():
                 answers = await self._scripts.call_many(list(calls.values())) if calls else []
                 answer_of = dict(zip(calls, answers, strict=True))
-                # The claims first: they are told of once. What is refused is raised after all else was read.
+                # The claims first: the broker tells of them once. Raise refusals after all else was read.
                 if (claimed := _made(answer_of.get("claim"))) is not None:
                     await self._give_up(worker_id, keys, self._read_claims(keys, claimed, outcome))
                 if (renewed := _made(answer_of.get("renew"))) is not None:
@@ -148,7 +148,7 @@ class RedisTurnQueue:
 
     def _settle_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnSettle]) -> Call:
         args: list[Any] = [worker_id, INBOX_TTL_MS]
-        inboxes: dict[str, int] = {}  # agent → which of the inbox keys is its
+        inboxes: dict[str, int] = {}  # agent → the place of its inbox among the keys
         for row in rows:
             job, result = row.claim.job, row.result
             inbox = inboxes.setdefault(job.agent_id, len(inboxes) + 1)
@@ -159,7 +159,7 @@ class RedisTurnQueue:
         return "renew", [keys, keys.turn], [worker_id, self._claim_ms, *_progress(rows)]
 
     def _read_claims(self, keys: ShardKeys, answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
-        """The claims of an answer; returns how those end whose turn cannot be read."""
+        """Note the claims of an answer; return the settling of those whose turn cannot be read."""
         code, *rows = answer
         unread = []
         if code == 0:
@@ -180,7 +180,7 @@ class RedisTurnQueue:
     async def _read_settles(
         self, worker_id: str, keys: ShardKeys, settles: Sequence[TurnSettle], answer: Sequence[Any]
     ) -> list[str]:
-        """The turns whose settling was refused. A code is 1 settled, 0 refused, or the agent that waits by now."""
+        """Note the turns whose settling was refused. A code is 1 settled, 0 refused, or the agent that waits by now."""
         refused: list[str] = []
         for row, code in zip(settles, answer, strict=True):
             readdressed = row
@@ -214,7 +214,7 @@ class RedisTurnQueue:
         return Reaped(ready_count=ready, dead_count=dead)
 
     async def _give_up(self, worker_id: str, keys: ShardKeys, lost: Sequence[TurnSettle]) -> None:
-        """Settle turns in the shard where they are: one that was made up may be in any."""
+        """Settle turns in the shard where they are: a made-up turn may be in any."""
         if lost:
             with translate():
                 answer = await self._scripts.call(*self._settle_call(worker_id, keys, lost))
@@ -232,7 +232,7 @@ def _progress(rows: Sequence[TurnProgress]) -> Iterator[Argument]:
 
 
 def _made(answer: Any) -> Any:
-    """A script's answer; None: it was not asked, or refused."""
+    """Return a script's answer; None if it was not asked, or failed."""
     return None if isinstance(answer, Exception) else answer
 
 
@@ -242,7 +242,7 @@ def _claim(row: Sequence[Any]) -> TurnClaim:
 
 
 def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:
-    """What was made of a turn so far; what cannot be read is made again."""
+    """Read a turn's tokens so far; None if there are none, or unreadable: then they are made again."""
     try:
         return TokenLog.decode(raw) if raw else None
     except WireError as error:
@@ -255,21 +255,19 @@ def _readdress(row: TurnSettle, agent_id: str) -> TurnSettle:
 
 
 def _lost(raw_name: bytes, fence: int, raw: bytes | None, problem: str = "") -> TurnSettle:
-    """The settling of a turn that has cost too many workers, or (problem) cannot be read: an error, which fails its
-    trajectory's attempt.
-    """
+    """Settle a turn that has cost too many workers, or (problem) is unreadable, as an error: it fails the attempt."""
     name = raw_name.decode()
     try:
         job = turn_row(raw_name, raw)
     except WireError as error:
         problem = problem or str(error)
-        job = TurnJob(turn_id=name, agent_id="-", sampling=Sampling(), prompt_ids=NO_IDS)  # who waits is looked up
+        job = TurnJob(turn_id=name, agent_id="-", sampling=Sampling(), prompt_ids=NO_IDS)  # its agent is looked up
     result = _failed(name, problem)
     return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=BLAME_COUNT_MAX), result=result)
 
 
 def _failed(name: str, problem: str) -> TurnResult:
-    """problem: why what the broker holds of the turn cannot be read; empty: it has cost too many workers."""
+    """Make the result of a failed turn. problem: why it cannot be read; empty: it has cost too many workers."""
     return TurnResult(
         turn_id=name,
         finish_reason="error",
