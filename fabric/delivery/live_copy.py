@@ -1,11 +1,11 @@
-"""Live weights, copied block by block without making the engine wait: for those who join.
+"""Live weights, copied block by block for joiners, without making the engine wait.
 
-- A block is copied between two looks at the source: where a commit began meanwhile it is copied again, so every block
+- A block is copied between two looks at the source: if a commit began meanwhile it is copied again, so every block
   sent is of one version. The engine never waits for a joiner; a joiner waits for a commit.
-- Where the weights move to a newer version half way, the joiner is told, and the blocks that follow are of that one;
-  how it brings those before to the same version is peer_copy.py's.
+- If the weights move to a newer version half way, the joiner is told, and the blocks that follow are of the newer one;
+  peer_copy.py brings the earlier blocks to the same version.
 - Memory: one block, its copy and its encoding for each snapshot that is being made.
-- A joiner that takes too little is dropped (RelayOptions.slow_s): another one may want its place.
+- A joiner that takes data too slowly is dropped (RelayOptions.slow_s): another one may want its place.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class SnapshotSource(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Their tensors."""
+        """Return the layout of the weights."""
         ...
 
     def stamp(self) -> tuple[int, int] | None:
-        """(version, commits begun so far), or None while a commit runs or it is in doubt which version is live.
+        """Return (version, commits begun so far), or None while a commit runs or the live version is in doubt.
 
         It must change before a commit writes its first byte. Called often, from any thread.
         """
         ...
 
     def bits(self) -> Mapping[str, Bits]:
-        """Flat stored bits by name, for reading; called in a thread, once for every block."""
+        """Return flat stored bits by name, for reading; called in a thread, once for every block."""
         ...
 
 
@@ -112,7 +112,7 @@ class LiveServer:
 
 
 class _Joiner:
-    """One that asked, and what it has taken so far."""
+    """A peer that asked for a snapshot, and the bytes it has taken so far."""
 
     def __init__(self, writer: asyncio.StreamWriter, options: RelayOptions) -> None:
         self.writer = writer
@@ -131,12 +131,12 @@ class _Joiner:
             raise PeerLost(f"a joiner took {self.sent_bytes:,} bytes in {self._sending_s:.0f} s")
 
     async def refuse(self, why: str) -> None:
-        """Tell it why there is nothing."""
+        """Tell the joiner why it gets nothing."""
         await self.send(Word.REFUSED, f"{why}: ask another one".encode())
 
 
 async def _copy(source: SnapshotSource, name: str, region: Region) -> tuple[int, Bits] | None:
-    """The version and the bits of a block, all of that version; None when it never stood still."""
+    """Return the version and the bits of a block, all of that version; None if the source never stood still."""
     for _ in range(COPY_COUNT_MAX):
         stamp = source.stamp()
         if stamp is None:

@@ -1,14 +1,14 @@
 """Chunks in the shared memory of a node: one file each, named by hash and size, for all processes of one user.
 
-- A file has its name only once it is complete; every read checks it by its fast digest, and what is corrupt is removed.
-  Whoever may write here is this user: against others chunks were proven before they came here (relay_client.py).
+- A file has its name only once it is complete; every read checks its fast digest, and removes a corrupt file. Only this
+  user may write here; chunks from other nodes were proven before they came here (relay_client.py).
 - A process alone keeps within the budget: the least recently used files leave first. Each further process that
   writes at the same time may add an eighth of it, until one of them looks again.
-- What the dead leave behind goes: unfinished files when room is made, a whole cache when another one of the same user
-  is opened or its last user closes it. The kernel's locks say who is alive, never a process id.
-- It only ever saves work: a full or missing disk, or a file taken away, is a miss.
+- Files of dead processes go: unfinished files when room is made, a whole cache when another one of the same user is
+  opened or its last user closes it. The kernel's locks say who is alive, never a process id.
+- The cache only saves work: a full or missing disk, or a file taken away, is a miss.
 
-Who fetches what is missing is node_store.py's.
+node_store.py decides which process fetches missing chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARED_MEMORY = Path("/dev/shm")
 BUDGET_BYTES = 2 << 30  # a gigabyte-sized keyframe, or hundreds of deltas
 FREE_BYTES_MIN = 128 << 20  # below it (containers often have 64 MB) a cache would only be churned
 FREE_SHARE = 2  # at most this part (1/2) of what is free becomes the budget
-SLACK_SHARE = 8  # an eighth of the budget is written between two looks at what is there
+SLACK_SHARE = 8  # an eighth of the budget is written between two looks at the files
 HEX = "[0-9a-f]{64}|[0-9a-f]{16}"
 DIGEST = re.compile(rf"(?:{HEX})\Z")
 ALIVE, UNFINISHED, TURN = "alive", "new-", "turn-"
@@ -43,10 +43,10 @@ ENTER_COUNT_MAX, ENTER_PAUSE_S = 100, 0.01  # a cache that is being cleared away
 
 
 class ChunkName(NamedTuple):
-    """What a chunk is called: its content.
+    """A chunk's name, made from its content.
 
-    digest: its hash (SHA-256, hex), so that nobody can make another one of that name; of an older publisher's, which
-    are never fetched from others, xxh3-64. fast: xxh3-64, hex, where it is known.
+    digest: its hash (SHA-256, hex), so that nobody can make another chunk of that name; xxh3-64 for a chunk of an older
+    publisher, which is never fetched from other nodes. fast: xxh3-64, hex, if known.
     """
 
     digest: str
@@ -54,13 +54,13 @@ class ChunkName(NamedTuple):
     fast: str = ""
 
     def matches(self, data: bytes | memoryview) -> bool:
-        """Whether `data`, which was proven or is the broker's, is still that chunk."""
+        """Whether `data`, which was proven or came from the broker, is still that chunk."""
         is_quick = len(data) == self.size and chunk_digest(data) in (self.fast, self.digest)
         return is_quick or (len(data) == self.size and chunk_hash(data) == self.digest)
 
 
 def chunk_name(manifest: WeightManifest, index: int) -> ChunkName:
-    """The name of chunk `index` of a version.
+    """Return the name of chunk `index` of a version.
 
     Raises:
         WireError: the manifest does not hold a digest there.
@@ -83,12 +83,12 @@ def check_chunk_name(name: ChunkName) -> None:
 
 
 def open_cache(broker_id: str, *, root: Path | None = None, budget_bytes: int = BUDGET_BYTES) -> ChunkCache | None:
-    """The node's cache of one broker's chunks; None, with one warning, where there is no room for one.
+    """Open the node's cache of one broker's chunks; None, with one warning, if there is no room for it.
 
     Args:
         broker_id: a name that all processes of this broker and node agree on.
         root: directory above it; by default one of this user in shared memory.
-        budget_bytes: at most this much is kept, and at most half of what is free there. It counts as memory of the
+        budget_bytes: at most this much is kept, and at most half of the free space there. It counts as memory of the
             container whose process wrote it.
 
     Raises:
@@ -129,7 +129,7 @@ class ChunkCache:
         return self._path(name).exists()
 
     def read(self, name: ChunkName) -> bytes | None:
-        """The chunk, verified; None when it is not there."""
+        """Return the chunk, verified; None if it is not there."""
         path = self._path(name)
         try:
             data = path.read_bytes()
@@ -143,7 +143,7 @@ class ChunkCache:
         return None
 
     def write(self, name: ChunkName, data: bytes) -> bool:
-        """Keep a chunk that was verified; returns whether it is there now."""
+        """Keep a chunk that was verified; return whether it is there now."""
         path = self._path(name)
         if path.exists():
             return True
@@ -165,7 +165,7 @@ class ChunkCache:
             return False
 
     def close(self) -> None:
-        """Leave; whoever leaves last clears the files away."""
+        """Leave; the last process to leave removes the files."""
         if self._alive < 0:
             return
         with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ class ChunkCache:
         return self.directory / f"{name.digest}-{name.size}"
 
     def _make_room(self, size: int) -> None:
-        """Look at what is there, when enough was written since, and remove what was used least recently."""
+        """Look at the files if enough was written since the last look, and remove the least recently used."""
         slack = self._budget_bytes // SLACK_SHARE
         self._unseen_bytes += size
         if self._unseen_bytes <= slack:
@@ -194,7 +194,7 @@ class ChunkCache:
 
 
 def _files(directory: Path) -> list[tuple[int, int, Path]]:
-    """(last use, bytes, path) of every chunk; unfinished ones of the dead are removed."""
+    """List (last use, bytes, path) of every chunk; remove unfinished files of dead processes."""
     found = []
     for entry in os.scandir(directory):
         path = Path(entry.path)
@@ -216,10 +216,10 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def _prepare(directory: Path) -> None:
-    """Make a directory of our own, or require that it is.
+    """Make a directory of our own, or require that it is ours.
 
     Raises:
-        ConfigError: somebody else's: what is in it could be anything.
+        ConfigError: it belongs to another user, so its files could hold anything.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
@@ -228,7 +228,7 @@ def _prepare(directory: Path) -> None:
 
 
 def _enter(directory: Path) -> int:
-    """A descriptor whose shared lock says that the cache is in use."""
+    """Return a descriptor whose shared lock says that the cache is in use."""
     for _ in range(ENTER_COUNT_MAX):
         handle = -1
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # somebody is clearing it away
@@ -244,9 +244,10 @@ def _enter(directory: Path) -> int:
 
 
 def _clear_dead(root: Path, *, keep: str) -> None:
-    """Remove the caches under `root` that no process uses any more, but for the one of that name.
+    """Remove the caches under `root` that no process uses any more, except the one named `keep`.
 
-    One that lacks its lock's file counts too: who cleared it away was killed. Directories with other files stay.
+    Also remove a cache without its lock's file: the process that was removing it was killed. Directories with other
+    files stay.
     """
     for entry in os.scandir(root):
         if entry.name == keep:
@@ -263,7 +264,7 @@ def _clear_if_dead(directory: Path) -> None:
 
 
 def _kept_bytes(directory: Path) -> int:
-    """Of the files of a cache, if it is there."""
+    """Sum the bytes of a cache's files; 0 if there is no cache."""
     kept = 0
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(directory):

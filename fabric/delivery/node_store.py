@@ -1,13 +1,13 @@
-"""The weight store as the processes of a node see it: each chunk is fetched once, by whoever comes first.
+"""The weight store as the processes of a node see it: each chunk is fetched once, by the process that comes first.
 
-- Found chunks were verified; fetched ones are verified before the node sees them. What the broker itself holds corrupt
-  is handed on as it is, and not kept: the reader says so.
-- One process fetches a version at a time (fetch_lock.py), the others take the files as they appear. The kernel gives
-  the turn to the next when its owner dies. An owner that shows neither a chunk nor a beat for stall_s is passed by one
-  process. It beats while it fetches, for as long as a piece may take (RelayOptions.piece_s).
-- What a collective brought is kept by this process until it is live, as nobody else may have it, and lies in the cache
-  like any other chunk.
-- The cache is a help, never a need: with none, or a full one, or one taken away, chunks come from above.
+- Found chunks were verified; fetched ones are verified before the node sees them. A chunk that is corrupt in the broker
+  itself is handed on as it is, and not kept: the reader reports it.
+- One process fetches a version at a time (see fetch lock below), the others take the files as they appear. The kernel
+  gives the turn to the next process when its owner dies. One process may pass an owner that shows neither a chunk nor a
+  beat for stall_s. An owner beats while it fetches, for as long as a piece may take (RelayOptions.piece_s).
+- Chunks of a collective are kept by this process until they are live, as nobody else may have them, and lie in the
+  cache like any other chunk.
+- The cache is a help, never a need: if it is missing, full or taken away, chunks come from above.
 - Nothing here waits longer than it takes to fetch, and stall_s for each owner that is stuck. After STALL_COUNT_MAX
   times stall_s without a single chunk or beat a process fetches for itself.
 """
@@ -41,14 +41,14 @@ STALL_COUNT_MAX = 4
 STALLED_COUNT_MAX = 256  # tokens remembered; a stalled owner is rare
 
 CAPACITY_BYTES_MIN = 8 << 30
-MEMORY_SHARE = 16  # of the machine's memory, for what is kept; it is filled only until that is live
+MEMORY_SHARE = 16  # of the machine's memory, for kept chunks; it is filled only until those are live
 
 Found = dict[int, bytes | None]  # by index; None: not held any more
 Version = tuple[str, int, str]  # run, version, kind
 
 
 def default_capacity_bytes() -> int:
-    """A sixteenth of the machine's memory, at least 8 GiB: a bound, not what is taken."""
+    """Return a sixteenth of the machine's memory, at least 8 GiB: a bound, not a reservation."""
     return max(CAPACITY_BYTES_MIN, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MEMORY_SHARE)
 
 
@@ -83,19 +83,19 @@ class RelayedStore(PassingStore):
 
     @property
     def has_cache(self) -> bool:
-        """Whether what is fetched stays for others: without that a relay is of no use to them."""
+        """Whether fetched chunks stay for other processes and nodes: a relay without a cache is of no use to them."""
         return self._cache is not None
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the chunks that were given to `keep` and not forgotten."""
+        """Return the bytes of the chunks that were given to `keep` and not forgotten."""
         return sum(_size(chunks) for chunks in self._kept.values())
 
     async def keep(self, manifest: WeightManifest, chunks: Mapping[int, bytes]) -> bool:
-        """Keep proven chunks, by index, beside those of the same version kept before; returns whether all are there.
+        """Keep proven chunks, by index, beside those of the same version kept before; return whether all are there.
 
-        The versions that came first make room: their chunks then come from wherever else they are. A version that is
-        larger than the whole capacity is not kept.
+        The oldest versions make room: their chunks then come from the cache or from above. A version that is larger
+        than the whole capacity is not kept.
         """
         mine = {chunk_name(manifest, index): data for index, data in chunks.items()}
         merged = self._kept.pop(_version(manifest), {}) | mine
@@ -110,7 +110,7 @@ class RelayedStore(PassingStore):
         return all(chunk_name(manifest, index) in merged for index in range(len(manifest.chunk_bytes)))
 
     def forget(self, run_id: str, up_to_version: int) -> None:
-        """Drop what was kept of versions that are live, or of no use any more."""
+        """Drop the kept chunks of versions that are live, or of no use any more."""
         self._kept = {
             name: chunks for name, chunks in self._kept.items() if name[0] != run_id or name[1] > up_to_version
         }
@@ -127,7 +127,7 @@ class RelayedStore(PassingStore):
         return [found[index] for index in indices]
 
     async def cached(self, names: Sequence[ChunkName]) -> list[bytes | None]:
-        """What the node has by itself, verified; None for the rest."""
+        """Return the chunks that the node has, verified; None for the rest."""
         if self._cache is None:
             return [None] * len(names)
         return await asyncio.to_thread(lambda cache: [cache.read(name) for name in names], self._cache)
@@ -140,7 +140,7 @@ class RelayedStore(PassingStore):
             await asyncio.to_thread(self._cache.close)
 
     async def _complete(self, cache: ChunkCache, manifest: WeightManifest, indices: Sequence[int]) -> Found:
-        """All of `indices`: from the cache, from whoever is fetching, or fetched in our turn."""
+        """Get all of `indices`: from the cache, from the process that is fetching, or fetched in our turn."""
         names = {index: chunk_name(manifest, index) for index in indices}
         found: Found = dict(await asyncio.to_thread(_read, cache, names))
         patience = _Patience(self._clock, self._options.stall_s)
@@ -148,7 +148,7 @@ class RelayedStore(PassingStore):
             turn = None if patience.is_out else self._take_turn(cache, manifest)
             if not isinstance(turn, Owner):
                 async with self._beating(turn, found):
-                    # Who had the turn before us may have finished between our look and our turn.
+                    # The owner before us may have finished between our look and our turn.
                     found.update(await asyncio.to_thread(_read, cache, missing))
                     await self._fetch(manifest, [index for index in missing if index not in found], found)
                 break
@@ -179,13 +179,13 @@ class RelayedStore(PassingStore):
         pause_s = self._options.stall_s / 4
         count, left_s = len(found), self._options.piece_s
         while left_s > 0:
-            await asyncio.sleep(pause_s)  # not the clock's: a loop that stands still shall not beat
+            await asyncio.sleep(pause_s)  # not the clock's sleep: a loop that stands still must not beat
             turn.beat()
             left_s = self._options.piece_s if len(found) > count else left_s - pause_s
             count = len(found)
 
     def _take_turn(self, cache: ChunkCache, manifest: WeightManifest) -> Turn | Owner | None:
-        """A turn, who has it, or None: nobody can keep turns here."""
+        """Return a turn, or its owner; None if nobody can keep turns here."""
         link = manifest.link
         try:
             key = f"{manifest.run_id} {link.version} {link.kind} {link.epoch}"
@@ -195,7 +195,7 @@ class RelayedStore(PassingStore):
             return None
 
     def _pass(self, manifest: WeightManifest, token: bytes) -> None:
-        """Wait no longer for the owner of a turn."""
+        """Stop waiting for the owner of a turn."""
         log.warning("relay.owner_stalled", extra={"run_id": manifest.run_id, "policy_version": manifest.version})
         self._stalled[token] = None
         while len(self._stalled) > STALLED_COUNT_MAX:
@@ -214,7 +214,7 @@ class RelayedStore(PassingStore):
     async def _arriving(
         self, manifest: WeightManifest, indices: Sequence[int]
     ) -> AsyncGenerator[tuple[int, bytes | None], None]:
-        """Chunks from the parents, verified, then the rest from the broker, unchecked."""
+        """Yield chunks from the parents, verified, then the rest from the broker, unchecked."""
         left, sizes = dict.fromkeys(indices), manifest.chunk_bytes.tolist()
         if self._parents is not None:
             async with aclosing(self._parents.chunks(manifest, indices)) as arriving:
@@ -237,11 +237,11 @@ class _Patience:
 
     @property
     def is_out(self) -> bool:
-        """Whether to wait for nobody any more."""
+        """Whether to stop waiting for anybody."""
         return self._clock.now_s() - self._renewed_s >= STALL_COUNT_MAX * self._stall_s
 
     def renew(self) -> None:
-        """Something new is there."""
+        """Start anew: a chunk came."""
         self._since_s = self._renewed_s = self._clock.now_s()
 
     def has_stalled(self, owner: Owner) -> bool:
@@ -268,29 +268,29 @@ def _read(cache: ChunkCache, names: Mapping[int, ChunkName]) -> dict[int, bytes]
 
 
 def _keep(cache: ChunkCache, name: ChunkName, data: bytes) -> None:
-    """Keep a chunk if it is what it should be."""
+    """Keep a chunk if its bytes are right."""
     if name.matches(data):
         cache.write(name, data)
 
 
 # ---------------------------------------------------------------- fetch lock
 #
-# Whose turn it is to fetch for the node: locks that the kernel takes from the dead.
+# Locks that say which process fetches for the node; the kernel takes them from the dead.
 #
-# - A turn is an flock on one of a fixed number of files, so nothing has to be cleaned up after anybody.
-# - Each turn shows a token of its own, and beats while its owner is at work. Who has waited too long for a sign of life
-#   calls that token stalled, and may then take the lock behind it; so an owner that is frozen is passed by one process,
-#   not by all.
+# - A turn is an flock on one of a fixed number of files, so nothing has to be cleaned up after a process.
+# - Each turn shows a token of its own, and beats while its owner is at work. A process that has waited too long for a
+#   sign of life calls that token stalled, and may then take the lock behind it; so one process passes a frozen owner,
+#   not all of them.
 # - No call here waits.
 
 
 SLOT_COUNT = 64  # versions that share a slot take turns for nothing, which only costs a moment
-DEPTH = 4  # so many stalled owners in a row are passed one by one; behind them everybody fetches for himself
+DEPTH = 4  # so many stalled owners in a row are passed one by one; behind them each process fetches for itself
 TOKEN_BYTES = 8
 
 
 class Owner(NamedTuple):
-    """Whose turn it is. beat_ns: when it gave its last sign of life, by the file's clock."""
+    """The owner of a turn. beat_ns: when it gave its last sign of life, by the file's clock."""
 
     token: bytes
     beat_ns: int
@@ -307,16 +307,16 @@ class Turn:
         os.utime(self._handle)
 
     def release(self) -> None:
-        """Let the next one."""
+        """Let the next process have the turn."""
         os.close(self._handle)
 
 
 def take_turn(directory: Path, key: str, stalled: Collection[bytes]) -> Turn | Owner:
-    """A turn to fetch `key`, or whose turn it is.
+    """Take the turn to fetch `key`, or return its owner.
 
     Args:
         directory: of the node's cache.
-        key: what the turn is for.
+        key: names the version to fetch.
         stalled: tokens not to wait for any longer.
 
     Raises:
@@ -332,7 +332,7 @@ def take_turn(directory: Path, key: str, stalled: Collection[bytes]) -> Turn | O
                 mine = handle if mine is None else mine
                 continue
             token = os.pread(handle, TOKEN_BYTES, 0)
-            if token not in stalled:  # also when we have one: somebody who passed a stalled owner is at work already
+            if token not in stalled:  # also when we have a lock: the process that passed a stalled owner is at work
                 return Owner(token, os.fstat(handle).st_mtime_ns)
         if mine is None:
             raise OSError(f"all {DEPTH} turns of {key!r} are stalled")

@@ -1,4 +1,4 @@
-"""A weight store around another one: what does not concern it passes through."""
+"""A weight store around another one, to which it passes every call that it does not override."""
 
 from __future__ import annotations
 

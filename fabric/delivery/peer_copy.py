@@ -1,12 +1,13 @@
-"""Joining from a peer's live weights, verified against what the broker says.
+"""Joining from a peer's live weights, verified against the broker's manifests.
 
-- What the version is, layout, sums and what leads from one version to the next, is taken from the broker's manifests;
-  from the peer only bits. Every block has a digest against loss on the way; the sums of the whole state decide.
-- A peer may move to newer versions half way. Its blocks come in the order of the cut, so those sent before a move are
-  a first part of the state: the broker's deltas of that move, applied to that part alone, bring it to the rest. So one
-  pass is enough however often the peer moves, and large models can be copied while they are trained.
+- The version, its layout, its sums and the deltas between versions come from the broker; only bits come from the peer.
+  Every block has a digest against loss on the way; the sums of the whole state decide.
+- A peer may move to newer versions half way. Its blocks come in the order of the cut, so the blocks sent before a move
+  are a first part of the state: the broker's deltas of that move, applied to that part alone, bring it to the version
+  of the rest. So one pass is enough however often the peer moves, and large models can be copied while they are
+  trained.
 - A peer that gives less than FAIR_BYTES_PER_S (rules/weights/patience.py) of the state, after slow_s, is left.
-- Memory: the whole state, a block, and what a move changes.
+- Memory: the whole state, a block, and the changes of a move.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ State = dict[str, Bits]
 
 
 class Mark(NamedTuple):
-    """From `region` on, in the order of the cut, blocks are of `version`."""
+    """A move: from `region` on, in the order of the cut, blocks are of `version`."""
 
     version: int
     region: Region
@@ -52,18 +53,18 @@ async def fetch_snapshot(
     at_least_version: int,
     options: RelayOptions | None = None,
 ) -> tuple[WeightManifest, State]:
-    """A peer's live weights, verified.
+    """Copy a peer's live weights, verified.
 
     Args:
-        store: says what the versions are; also where deltas come from if the peer moves.
+        store: gives the manifests, and the deltas if the peer moves.
         address: of the peer, a holder's.
         at_least_version: older weights are of no use.
 
     Returns:
-        A manifest of the version that they are, and flat stored bits by name.
+        A manifest of the copied version, and flat stored bits by name.
 
     Raises:
-        PeerLost: the peer is gone, has no such version, or sent what is not right: ask another one.
+        PeerLost: the peer is gone, has no such version, or sent wrong data: ask another one.
         BrokerError: the broker could not be asked.
     """
     options = options or RelayOptions()
@@ -100,7 +101,7 @@ def _version(facts: Any) -> int:
 
 
 async def _manifest(store: WeightStore, run_id: str, version: int) -> WeightManifest:
-    """What the broker says of a version that the peer has."""
+    """Return the broker's manifest of a version that the peer has."""
     names = [name for name in await store.held(run_id) if name[0] == version]
     found = await store.manifests(run_id, names[:1])  # the sums are the same in each of its manifests
     if not found or found[0] is None:
@@ -110,7 +111,7 @@ async def _manifest(store: WeightStore, run_id: str, version: int) -> WeightMani
 
 
 async def _collect(connection: Connection, manifest: WeightManifest) -> tuple[State, list[Mark]]:
-    """All blocks, as they come, and of which version they are."""
+    """Receive all blocks, and the marks that say which version they are of."""
     layout = manifest.tensors
     bits = {spec.name: np.zeros(spec.element_count, spec.bits_dtype) for spec in layout.tensors}
     regions = cut(layout)

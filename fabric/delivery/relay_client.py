@@ -1,10 +1,10 @@
 """Asking another relay: connections that prove themselves, and chunks that are verified before anyone sees them.
 
-- A peer can delay what we get, never change it: chunks are checked against the hashes of our own manifest. What has
-  none is not asked for: the broker gives it.
-- Every wait has an end (RelayOptions); whatever a peer does wrong is PeerLost, and its connection is closed.
-- Connections are kept between requests, because over long ways a new one costs several round trips. One that was kept
-  and does not answer may have been cut by something on the way: a fresh one is tried before the relay counts as lost.
+- A peer can delay chunks, never change them: they are checked against the hashes of our own manifest. Chunks without a
+  hash are not asked for: the broker gives them.
+- Every wait has an end (RelayOptions); any fault of a peer is PeerLost, and its connection is closed.
+- Connections are kept between requests, because over long ways a new one costs several round trips. A kept connection
+  that does not answer may have been cut on the way: a fresh one is tried before the relay counts as lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .node_cache import chunk_name
 from .relay_frames import HELLO, INDEX, MAGIC, VERSION, Word, frame, proof, read_address, read_body, read_head, send
 from .relay_options import RelayOptions
 
-BUFFER_BYTES = 1 << 20  # read ahead of what is being checked
+BUFFER_BYTES = 1 << 20  # read ahead of the chunk that is being checked
 REQUEST_COUNT_MAX = 4096  # chunks asked for at once: such a frame has some hundred kilobytes
 IDLE_COUNT_MAX = 4  # one relay is asked by a few tasks at a time
 
@@ -47,7 +47,7 @@ class Connection:
             host, port, secret = read_address(address)
             async with asyncio.timeout(options.parent_stall_s):
                 reader, writer = await asyncio.open_connection(host, port, limit=BUFFER_BYTES)
-        except (OSError, TimeoutError, WireError, ValueError) as error:  # the last: a name that no host can have
+        except (OSError, TimeoutError, WireError, ValueError) as error:  # ValueError: no host can have such a name
             raise PeerLost(f"a peer cannot be reached: {error or 'it does not answer'}") from error
         connection = cls(reader, writer, options)
         try:
@@ -85,7 +85,7 @@ class Connection:
             raise PeerLost(f"a peer is not a relay of ours: {error}") from error
 
     async def next(self) -> tuple[Word, bytes]:
-        """The next frame that is not BUSY.
+        """Return the next frame that is not BUSY.
 
         Raises:
             PeerLost: silent for parent_stall_s, busy for patience_s, too slow, gone, refusing, or not one of us.
@@ -113,19 +113,19 @@ class Connection:
             raise PeerLost(f"a peer has been busy for {self._options.patience_s:g} s") from error
 
     async def answer(self, expected: Word) -> bytes:
-        """The next frame, which must be that word. Raises PeerLost: it is another, or as `next`."""
+        """Return the next frame, which must be that word. Raises PeerLost: it is another, or as `next`."""
         word, data = await self.next()
         if word != expected:
             raise PeerLost(f"a peer sent {word.name} where {expected.name} was due")
         return data
 
     def close(self) -> None:
-        """Drop it, with whatever was under way."""
+        """Drop the connection, with any frame under way."""
         self._writer.transport.abort()
 
 
 class RelayClient:
-    """One relay, as its children see it."""
+    """A relay as its children see it."""
 
     def __init__(self, address: str, options: RelayOptions) -> None:
         self._address = address
@@ -136,7 +136,7 @@ class RelayClient:
     async def chunks(
         self, manifest: WeightManifest, indices: Sequence[int]
     ) -> AsyncGenerator[tuple[int, bytes | None], None]:
-        """Chunks as they come, in any order, verified; None for those that the relay does not have.
+        """Yield chunks as they come, in any order, verified; None for chunks that the relay does not have.
 
         Raises:
             PeerLost: the rest will not come from there.
@@ -164,7 +164,7 @@ class RelayClient:
                 connection.close()
 
     async def _ask_first(self, request: Mapping[str, Any]) -> Connection:
-        """A connection that was asked: a kept one that begins to answer, else a fresh one."""
+        """Send the request; return the connection: a kept one that begins to answer, else a fresh one."""
         while self._idle:
             connection = self._idle.pop()
             try:
@@ -187,7 +187,7 @@ class RelayClient:
         return connection
 
     def close(self) -> None:
-        """Drop the connections; one that is in use goes when it is done."""
+        """Drop the connections; a connection in use goes when it is done."""
         self._is_closed = True
         self._drop_idle()
 
@@ -224,7 +224,7 @@ async def _next_chunk(connection: Connection, manifest: WeightManifest, left: se
 
 
 def _read_hello(data: bytes) -> bytes:
-    """The nonce of a greeting. Raises PeerLost: it is not one of ours."""
+    """Read the nonce of a greeting. Raises PeerLost: it is not a greeting of ours."""
     with contextlib.suppress(struct.error):
         magic, version, nonce = HELLO.unpack(data)
         if magic == MAGIC and version == VERSION:

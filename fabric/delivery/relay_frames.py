@@ -1,8 +1,8 @@
-"""What relays say to one another over TCP: length-prefixed frames, bounded, versioned, with a shared secret.
+"""The frames that relays exchange over TCP: length-prefixed, bounded, versioned, with a shared secret.
 
     offset  size  content
-    0       1     what it is (Word)
-    1       4     length of what follows, little-endian, at most BYTES_MAX of that word
+    0       1     the kind of frame (Word)
+    1       4     length of the body, little-endian, at most BYTES_MAX of that word
 
     server                                  client
     HELLO   magic, version, nonce     →
@@ -11,8 +11,9 @@
     answers                           →
     REFUSED (text), then the end      →
 
-- The secret itself never travels here. Peers learn it with the address, from the broker: who may read weights there may
-  read them here. Bytes travel in the clear, as they do to a broker without TLS: keep relays inside a trusted network.
+- The secret itself never travels here. Peers learn it with the address, from the broker: a user who may read weights
+  there may read them here. Bytes travel in the clear, as they do to a broker without TLS: keep relays inside a trusted
+  network.
 - Every wait has an end: a peer that sends nothing for `stall_s` is lost. A server that is busy says so meanwhile.
 - Nothing is allocated on a header's word beyond the bound of its frame; before its proof a client may send AUTH alone.
 """
@@ -38,15 +39,15 @@ VERSION = 2  # chunks are named by hash
 FRAME = struct.Struct("<BI")
 HELLO = struct.Struct("<13sH16s")  # magic, version, nonce
 INDEX = struct.Struct("<I")  # before the bytes of a chunk
-BLOCK = struct.Struct("<IQ")  # before the bytes of a block: which one, and their xxh3-64
+BLOCK = struct.Struct("<IQ")  # before the bytes of a block: its number, and their xxh3-64
 ADDRESS_CHARS_MAX = 512
 HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 SECRET = re.compile(r"[A-Za-z0-9_-]{1,128}")
-READ_BYTES = 1 << 18  # each such piece that arrives, or is taken, shows that the peer lives
+READ_BYTES = 1 << 18  # each piece of this size that arrives, or is taken, shows that the peer lives
 
 
 class Word(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
     AUTH = 2
@@ -57,9 +58,9 @@ class Word(IntEnum):
     BUSY = 12  # wait
     DONE = 13  # all was said
     REFUSED = 14  # text: why, and what to do
-    LIVE = 20  # JSON: version, layout_digest; what the blocks that follow are
+    LIVE = 20  # JSON: version, layout_digest; of the blocks that follow
     PART = 21  # BLOCK, bytes
-    MOVED = 22  # JSON: version; what the blocks that follow are, by now
+    MOVED = 22  # JSON: the newer version of the blocks that follow
 
 
 BYTES_MAX = {
@@ -79,12 +80,12 @@ BYTES_MAX = {
 
 
 def make_address(host: str, port: int, secret: str) -> str:
-    """Where a relay is, and what opens it: what a holder tells the broker."""
+    """Make the address that a holder tells the broker: where its relay is, and the secret that opens it."""
     return f"relay://{secret}@{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def read_address(address: str) -> tuple[str, int, str]:
-    """Host, port and secret.
+    """Take an address apart: host, port and secret.
 
     Raises:
         WireError: not the address of a relay. Its text does not repeat the secret.
@@ -102,19 +103,19 @@ def read_address(address: str) -> tuple[str, int, str]:
 
 
 def proof(secret: str, nonce: bytes) -> bytes:
-    """What shows that a client knows the server's secret, 32 bytes."""
+    """Make the 32 bytes that show that a client knows the server's secret."""
     return hmac.digest(secret.encode(), MAGIC + nonce, "sha256")
 
 
 def frame(word: Word, *parts: bytes | memoryview) -> bytes:
-    """One frame. Raises AssertionError for one above its bound: that would be our fault."""
+    """Build one frame. Raises AssertionError for a frame above its bound: that would be our fault."""
     size = sum(len(part) for part in parts)
     assert size <= BYTES_MAX[word], f"{word.name} of {size} bytes"
     return b"".join((FRAME.pack(word, size), *parts))
 
 
 async def read_frame(reader: asyncio.StreamReader, stall_s: float) -> tuple[Word, bytes]:
-    """The next frame.
+    """Read the next frame.
 
     Raises:
         PeerLost: the other side is gone, or was silent for `stall_s`. WireError: it does not speak like us.
@@ -124,7 +125,7 @@ async def read_frame(reader: asyncio.StreamReader, stall_s: float) -> tuple[Word
 
 
 async def read_head(reader: asyncio.StreamReader, stall_s: float) -> tuple[Word, int]:
-    """What the next frame is, and how many bytes follow. Raises as `read_frame`."""
+    """Read the kind of the next frame, and how many bytes follow. Raises the same as `read_frame`."""
     code, size = FRAME.unpack(await read_body(reader, FRAME.size, stall_s))
     try:
         word = Word(code)
@@ -136,7 +137,7 @@ async def read_head(reader: asyncio.StreamReader, stall_s: float) -> tuple[Word,
 
 
 async def read_body(reader: asyncio.StreamReader, size: int, stall_s: float) -> bytes:
-    """So many bytes, however long they take while some come. Raises PeerLost, as `read_frame`."""
+    """Read `size` bytes, however long they take while some come. Raises PeerLost, as `read_frame`."""
     parts: list[bytes] = []
     while size:
         try:
@@ -152,7 +153,7 @@ async def read_body(reader: asyncio.StreamReader, size: int, stall_s: float) -> 
 
 
 async def send(writer: asyncio.StreamWriter, data: bytes, stall_s: float) -> None:
-    """Write, and wait until the other side has taken most of it, however long that takes while it takes some.
+    """Write, and wait until the other side has taken most of it, however long it takes while some bytes go.
 
     Raises:
         PeerLost: it took less than READ_BYTES within `stall_s`, or is gone.

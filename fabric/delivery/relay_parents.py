@@ -1,12 +1,11 @@
-"""The relays above this node, one after the other, for what each of them can give.
+"""The relays above this node, asked one after the other for the chunks that each of them can give.
 
 - A parent that is dead, frozen or wrong is left after parent_stall_s for the next one, and left alone for retry_s.
-  One that has nothing of what it is asked for (it keeps no cache) is left alone for refresh_s.
-- All of them together take no more time for nothing than rules/weights/patience.py allows, whatever the rows of
-  holders say.
-- What they yield is proven; what none of them yields, and what could not be proven, is the broker's matter
+  A parent that has none of the chunks asked for (it keeps no cache) is left alone for refresh_s.
+- All parents together waste no more time than rules/weights/patience.py allows, whatever the rows of holders say.
+- The chunks they yield are proven; chunks that none of them yields, or that could not be proven, come from the broker
   (node_store.py).
-- Who they are is tree.py's decision, over the holders that the broker knows, looked up now and then.
+- tree.py chooses the parents among the holders that the broker knows, looked up now and then.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Parents:
         self._patience = Patience(self._clock.now_s())
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Chunks as they come, verified; those that no parent has are left out."""
+        """Yield chunks as they come, verified; leave out chunks that no parent has."""
         left = dict.fromkeys(indices)
         for address in await self._usable(manifest.run_id) if manifest.has_proofs else ():
             if not left or not self._patience.is_left(self._clock.now_s()):
@@ -88,7 +87,7 @@ class Parents:
         self._clients.clear()
 
     def _wait(self, run_id: str, since_s: float, byte_count: int = 0) -> bool:
-        """A wait is over that brought so many bytes; returns whether there is patience left."""
+        """Note the end of a wait that brought so many bytes; return whether there is patience left."""
         now_s = self._clock.now_s()
         self._patience = self._patience.after(now_s, now_s - since_s, byte_count)
         is_left = self._patience.is_left(now_s)
@@ -97,7 +96,7 @@ class Parents:
         return is_left
 
     async def _usable(self, run_id: str) -> list[str]:
-        """Addresses to ask now, nearest first."""
+        """Return the addresses to ask now, nearest first."""
         now_s = self._clock.now_s()
         if now_s - self._looked_s.get(run_id, -self._options.refresh_s) >= self._options.refresh_s:
             self._looked_s[run_id] = now_s

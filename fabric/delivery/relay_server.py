@@ -1,12 +1,12 @@
-"""A relay: serves a node's chunks to other nodes, and snapshots of live weights to those who join.
+"""A relay: serves a node's chunks to other nodes, and snapshots of live weights to joiners.
 
-- Chunks come out of the node's cache; what is not there is fetched by the node's own way (node_store.py), so however
-  many ask at the same moment, each chunk comes down each edge of the tree once.
-- What a child may take is bounded: connections, one piece in memory for each, and the time it may leave it waiting.
+- Chunks come out of the node's cache; missing chunks are fetched by the node's own way (node_store.py), so however many
+  children ask at the same moment, each chunk comes down each edge of the tree once.
+- A child's share is bounded: connections, one piece in memory for each, and the time that it may leave a piece waiting.
   Connections that have not shown the secret are counted apart, and cannot keep out those that have.
-- Without a cache nothing is fetched for a child: it would cross the way above once for each of them.
-- A child that waits is told so every quarter of its patience, so that a slow way above is not taken for a dead relay.
-- Only those who know the secret are answered.
+- Without a cache nothing is fetched for a child: a chunk would come from above once for each child.
+- A waiting child hears so every quarter of its patience, so that it does not take a slow way above for a dead relay.
+- Only children that know the secret are answered.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ChunkRequest(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes) -> ChunkRequest:
-        """A request as it was sent. Raises WireError: it is not one."""
+        """Read a request. Raises WireError: it is not one."""
         facts = load_json(data)
         try:
             names = {int(row[0]): ChunkName(row[1], int(row[2]), str(row[3])) for row in facts["chunks"]}
@@ -83,10 +83,10 @@ class RelayServer:
     Args:
         store: the node's.
         may_fetch: whether chunks that the node's cache lacks are fetched for a child; not without a cache.
-        secret: what opens it; a new one by default.
+        secret: opens the relay; a new one by default.
 
     Attributes:
-        address: for Holder.address; whoever has it may ask.
+        address: for Holder.address; a peer that has it may ask.
         served_bytes: of chunks and blocks, since the start.
     """
 
@@ -173,7 +173,7 @@ class RelayServer:
         return True
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One child, from its proof to its end."""
+        """Serve one child, from its proof to its end."""
         if len(self._children) - len(self._unproven) > self._options.child_count_max:
             return await self._refuse(writer, "it has as many children as it may: ask another one")
         while True:
@@ -199,7 +199,7 @@ class RelayServer:
         await self._send(writer, frame(Word.DONE))
 
     async def _find(self, request: ChunkRequest, piece: Sequence[int]) -> list[bytes | None]:
-        """Chunks from the cache, else from above; None for those that are not to be had."""
+        """Return chunks from the cache, else from above; None for chunks that neither has."""
         found = dict(zip(piece, await self._store.cached([request.names[index] for index in piece]), strict=True))
         missing = [index for index, data in found.items() if data is None]
         if missing and self._may_fetch:
@@ -211,7 +211,7 @@ class RelayServer:
         return [found[index] for index in piece]
 
     async def _manifest(self, request: ChunkRequest) -> WeightManifest | None:
-        """The version's manifest, from the broker or remembered."""
+        """Return the version's manifest, from the broker or remembered."""
         key = (request.run_id, request.version, request.kind, request.epoch)
         if key not in self._manifests:
             (manifest,) = await self._store.manifests(request.run_id, [(request.version, request.kind)])

@@ -1,7 +1,7 @@
-"""Who fetches from whom: one relay per node, a tree of nodes in each region, one crossing between regions.
+"""The tree of relays: one relay per node, a tree of nodes in each region, one crossing between regions.
 
-- A node's relay is the one of its holders whose name hashes lowest. The nodes of a region stand in the order of their
-  hashes, and the node at place i fetches from the one at place (i - 1) div FAN_OUT: a tree as flat as it can be.
+- A node's relay is the holder whose name hashes lowest. The nodes of a region stand in the order of their hashes, and
+  the node at place i fetches from the node at place (i - 1) div FAN_OUT: a tree as flat as it can be.
 - The first node of a region is its gateway: it fetches from a node of the home region, where the broker is, chosen by
   rendezvous, or from the broker where there is none. The first node at home fetches from the broker.
 - An edge leads to a node that hashes lower in the same region, or home, whatever each node knows about the others. So
@@ -24,7 +24,7 @@ Place = tuple[str, str]  # region, node
 
 
 def ancestors(me: Holder, holders: Iterable[Holder], *, home_region: str = "", fan_out: int = FAN_OUT) -> list[Holder]:
-    """The relays above my node, nearest first; behind the last of them is the broker.
+    """Return the relays above my node, nearest first; behind the last of them is the broker.
 
     Args:
         me: any process of the node; it may be among the holders or not. A node that serves nobody stands last.
@@ -48,7 +48,7 @@ def ancestors(me: Holder, holders: Iterable[Holder], *, home_region: str = "", f
 
 
 def _relays(holders: Iterable[Holder]) -> dict[Place, Holder]:
-    """One of each node's holders that serve."""
+    """Choose the relay of each node among its holders that serve."""
     relays: dict[Place, Holder] = {}
     for holder in holders:
         known = relays.get(_place(holder))
@@ -58,7 +58,7 @@ def _relays(holders: Iterable[Holder]) -> dict[Place, Holder]:
 
 
 def _climb(order: Sequence[Place], start: Place, fan_out: int) -> list[Place]:
-    """The places above `start` in the tree over `order`, nearest first."""
+    """Return the places above `start` in the tree over `order`, nearest first."""
     above = []
     index = order.index(start)
     while index > 0:
@@ -68,7 +68,7 @@ def _climb(order: Sequence[Place], start: Place, fan_out: int) -> list[Place]:
 
 
 def _place(holder: Holder) -> Place:
-    """Where it is; one that names no node is a node by itself."""
+    """Return a holder's place; a holder that names no node is a node by itself."""
     return holder.region, holder.node or holder.holder_id
 
 

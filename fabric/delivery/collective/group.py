@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # what dist.Store is, where type checkers see it
+from torch._C._distributed_c10d import Store  # dist.Store, where type checkers see it
 
 from .invitations import CollectiveFailed
 from .meeting import Meeting
@@ -60,17 +60,17 @@ class Group:
         self._group = self._try(lambda: build(self._store, seat, self._timeout))
 
     def empty(self, byte_count: int) -> torch.Tensor:
-        """A message to be received: uint8, (byte_count,), contiguous, on the group's device."""
+        """Make room for a message: uint8, (byte_count,), contiguous, on the group's device."""
         return torch.empty(byte_count, dtype=torch.uint8, device=self.seat.device)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """From the publisher's `tensor` into everybody's; contiguous, of one dtype and shape."""
+        """Copy the publisher's `tensor` into everybody's; contiguous, of one dtype and shape."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = ROOT, 0, self._timeout
         self._try(lambda: self._finish(self._group.broadcast([tensor], options)))
 
     def combine(self, tensor: torch.Tensor) -> None:
-        """Everybody's `tensor` becomes the largest of all, element by element."""
+        """Turn everybody's `tensor` into the largest of all, element by element."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.MAX, self._timeout
         self._try(lambda: self._finish(self._group.allreduce([tensor], options)))
@@ -98,14 +98,14 @@ class Group:
             return action()
         except (RuntimeError, ValueError) as error:  # torch's errors of groups are RuntimeErrors
             failure = str(error)
-        # Out of reach of the error, whose frames hold the work, which holds the connections: while they are open, the
-        # members at their other ends wait for nothing until their time is over.
+        # Not inside the handler: the error's frames hold the work, which holds the connections. While those are open,
+        # the members at their other ends wait in vain until their time is over.
         self.close()
         raise CollectiveFailed(f"the group broke: {failure}")
 
 
 class _MeetingStore(Store):
-    """A Meeting as the store that groups are built on."""
+    """Presents a Meeting as the store that groups are built on."""
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _build_gloo(store: Store, seat: Seat, timeout: timedelta) -> Any:
 
 
 def _build_nccl(store: Store, seat: Seat, timeout: timedelta) -> Any:
-    """Unverified on a GPU."""
+    """Build a group of NCCL. Unverified on a GPU."""
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:
         raise RuntimeError("this build of torch has no NCCL")

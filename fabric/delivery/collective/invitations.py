@@ -1,14 +1,14 @@
-"""What publisher and receivers say to one another on the broker's board, and the settings both have.
+"""The messages of publisher and receivers to one another on the broker's board, and the settings both have.
 
 A round, in the order of what is said:
 
     publisher   Offer, state "open"      a version, its size and digest; who wants it?
     receivers   Answer                   I do, and this is where I am
     publisher   Offer, state "closed"    these are the members, by rank; build the group now
-    all         Answer, with `keys`      what the group's members have to know of one another to connect
+    all         Answer, with `keys`      this is how the other members connect to me
     publisher   Offer, state "over"      do not answer this one any more
 
-- A round has a name of its own, so an answer to an older one is never taken for one to this.
+- A round has a name of its own, so an answer to an older round is never taken for an answer to this one.
 - Everything that is large travels through the group; the board carries some hundred bytes per member.
 """
 
@@ -28,19 +28,19 @@ from ...contract.wire import Record
 OPEN, CLOSED, OVER = "open", "closed", "over"
 PUBLISHER = "publisher"  # its name among the answers of a round; receivers' names are worker ids
 
-Watch = Callable[[int, NDArray[np.uint8]], None]  # told of each message of a pass: its number, its bytes
+Watch = Callable[[int, NDArray[np.uint8]], None]  # called with each message of a pass: its number, its bytes
 
 
 class CollectiveFailed(WeightError):
-    """A round did not come to its end. Stays inside this room: publishers report it, receivers stay as they are."""
+    """A round did not succeed. Stays inside this room: publishers report it, receivers stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer(Record):
     """A round of one version. members: receivers by rank, from rank 1 on; empty while the round is open.
 
-    host: an address of the publisher. node: what machine and network it is on (addresses.py). is_local: all members are
-    there. stall_s: the longest that one message may take; a group that stands still for longer is given up.
+    host: an address of the publisher. node: its machine and network (addresses.py). is_local: all members are on that
+    node. stall_s: the longest that one message may take; a group that stands still for longer is given up.
     """
 
     KIND: ClassVar[int] = 41
@@ -65,7 +65,7 @@ class Offer(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Record):
-    """A receiver's word that it takes part; `keys`: what its side of the group says to the others, name → hex."""
+    """A receiver's word that it takes part; `keys`: the keys that it sets for the others, name → hex."""
 
     KIND: ClassVar[int] = 42
     IGNORES_UNKNOWN: ClassVar[bool] = True
@@ -78,10 +78,10 @@ class Answer(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
-    """How rounds are held. Of answer_s and stall_s the publisher's count: they go with its offer."""
+    """How rounds are held. The publisher's answer_s and stall_s count for all: they go with its offer."""
 
     backend: str = "gloo"
-    """"gloo" (CPU), or "nccl" (one GPU per member; unverified on a GPU). A receiver answers offers of its own only."""
+    """"gloo" (CPU), or "nccl" (one GPU per member; unverified on a GPU). Receivers answer only offers of their own."""
     device: str = "cpu"
     """Where messages lie: "cpu" for gloo, "cuda:<index>" for nccl."""
     host: str = ""
@@ -91,7 +91,7 @@ class CollectiveOptions:
     stall_s: float = 10.0
     """Longest time that building the group, or one message, may take before the group is given up."""
     attempt_count: int = 2
-    """Rounds per version: the first, and one without those who did not come through."""
+    """Rounds per version: the first, and one without the members that failed."""
 
     def __post_init__(self) -> None:
         assert self.backend in ("gloo", "nccl") and self.attempt_count >= 1

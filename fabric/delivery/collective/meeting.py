@@ -1,8 +1,8 @@
 """Where the members of one group learn how to reach one another, when no store of torch's own will do.
 
 A group of torch.distributed is built on a store of keys: each member sets some and waits for those of the others. This
-one lives in the process; what it is told to set goes out with the member's answer on the board, and what others have
-set comes in the same way.
+store lives in the process; the keys that it is told to set go out with the member's answer on the board, and the keys
+of other members come in the same way.
 
 - torch's own TCPStore is not used, because its client waits without limit for a server that is frozen: `wait`, `get`
   and connecting were all seen to hang, with every timeout set. Here a wait ends at its time, or when it is closed.
@@ -21,7 +21,7 @@ class Meeting:
     """Keys of one group, on this member's side.
 
     Args:
-        on_need: called, in the thread of the group, when there is something new for the others, or to be had of them.
+        on_need: called, in the thread of the group, when it has a new key for the others, or needs one of theirs.
         patience_s: how long keys of other members are waited for, each.
 
     Attributes:
@@ -39,19 +39,19 @@ class Meeting:
         self._reason = ""
 
     def set(self, key: str, value: bytes) -> None:
-        """A key of this member."""
+        """Set a key of this member."""
         with self._changed:
             self._own[key] = self._known[key] = bytes(value)
             self._changed.notify_all()
         self._on_need()
 
     def own(self) -> dict[str, bytes]:
-        """What this member has set."""
+        """Return the keys that this member has set."""
         with self._changed:
             return dict(self._own)
 
     def learn(self, keys: Mapping[str, bytes]) -> None:
-        """Keys that others have set; what is known already stays."""
+        """Take in keys that others have set; a known key stays as it is."""
         with self._changed:
             self._known = {**keys, **self._known}
             self._changed.notify_all()
@@ -61,7 +61,7 @@ class Meeting:
         return all(key in self._known for key in keys)
 
     def get(self, key: str) -> bytes:
-        """A key, once it is known.
+        """Wait for a key, and return it.
 
         Raises:
             CollectiveFailed: not within `patience_s`, or closed.
@@ -70,7 +70,7 @@ class Meeting:
         return self._known[key]
 
     def wait(self, keys: Sequence[str]) -> None:
-        """Until all are known.
+        """Wait until all keys are known.
 
         Raises:
             CollectiveFailed: as `get`.
@@ -85,7 +85,7 @@ class Meeting:
                 raise CollectiveFailed(self._reason or f"members of the group did not come: {', '.join(missing)}")
 
     def close(self, reason: str = "") -> None:
-        """Let nobody wait any longer. reason: what they are told."""
+        """End every wait with an error. reason: its text."""
         with self._changed:
             self._is_closed = True
             self._reason = self._reason or reason

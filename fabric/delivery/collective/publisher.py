@@ -1,4 +1,4 @@
-"""The publisher's side: offering a version to the receivers that are there, and sending it to those who want it.
+"""The publisher's side: offering a version to the receivers that are there, and sending it to those that want it.
 
     collective = CollectivePublisher(store, "run")
     report = await collective.send(prepared.manifest, prepared.chunks, expected=names_of_live_receivers)
@@ -7,8 +7,8 @@
         await store.advance_head(prepared.manifest, shard_count)
 
 - Nothing is published here: a receiver that has the chunks does nothing with them until the head names the version.
-- A member that does not come through costs one round: the next is held with those who answer again. A member is never
-  judged by what others report of it, only by whether it answers.
+- A member that fails costs one round: the next is held with the members that answer again. A member is judged only by
+  whether it answers, never by reports of others.
 - `send` ends: every wait in it has a limit, and so has the number of rounds.
 """
 
@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """What sending a version took. reached: members that hold every chunk. left_out: asked, but they do not.
+    """The outcome of sending a version. reached: members that hold every chunk. left_out: asked members that do not.
 
-    is_enough: as many as asked for are reached. error: why the last round failed, empty when it did not.
+    is_enough: as many members as wanted are reached. error: why the last round failed; empty if it did not.
     """
 
     payload_bytes: int
@@ -69,7 +69,7 @@ class SendReport:
 
 @dataclass(slots=True)
 class _Tally:
-    """How the rounds of one version go. asked: all who were thought to be there, or were. answered: the last time."""
+    """The state of a version's rounds. asked: members expected or seen. answered: members of the last round."""
 
     asked: set[str]
     answered: set[str] = field(default_factory=set)
@@ -110,13 +110,13 @@ class CollectivePublisher:
 
         Args:
             manifest: of the version; not yet the head's.
-            expected: receivers thought to be there; once all have answered, nobody else is waited for. Empty: everybody
-                who answers within answer_s takes part.
+            expected: receivers thought to be there; once all have answered, the wait ends. Empty: every receiver that
+                answers within answer_s takes part.
             quorum: how many must be reached; None: all that answered in the last round, and at least one.
 
         Raises:
             ConfigError: torch is not installed.
-            BrokerError: the board cannot be reached. Whatever else goes wrong is the report's `error`.
+            BrokerError: the board cannot be reached. Any other failure is the report's `error`.
         """
         await load()
         started_s = self._room.clock.now_s()
@@ -141,7 +141,7 @@ class CollectivePublisher:
         )
 
     async def _try(self, offer: Offer, manifest: WeightManifest, chunks: Sequence[bytes], tally: _Tally) -> bool:
-        """One round; returns whether another one might do better."""
+        """Hold one round; return whether another one might do better."""
         tally.round_count += 1
         tally.answered, tally.error = set(), ""
         try:
@@ -191,7 +191,7 @@ class CollectivePublisher:
         chunks: Sequence[bytes],
         tally: _Tally,
     ) -> set[str]:
-        """Offer, close the list of members, send; returns those that hold every chunk."""
+        """Offer, close the list of members, send; return the members that hold every chunk."""
         await self._say(offer)
         answers = await self._gather(offer, tally.asked)
         tally.answered |= answers.keys()
@@ -213,7 +213,7 @@ class CollectivePublisher:
         return {member for member, row in zip(members, missing, strict=True) if not row.any()}
 
     async def _gather(self, offer: Offer, asked: Collection[str]) -> dict[str, Answer]:
-        """Answers, once all who were asked have answered or answer_s is over."""
+        """Collect answers until all asked members have answered or answer_s is over."""
         found: dict[str, Answer] = {}
 
         async def all_there() -> bool | None:

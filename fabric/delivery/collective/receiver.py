@@ -1,6 +1,6 @@
-"""A receiver's side: taking part in the rounds that are offered, and keeping what came.
+"""A receiver's side: taking part in the rounds that are offered, and keeping the chunks that came.
 
-- What came is only kept, never applied: the head says what a version is, and the stage verifies it again.
+- The chunks are only kept, never applied: the head says what a version is, and the stage verifies them again.
 - A round that fails leaves nothing behind; the version comes in the next round, by the broker, or from a peer.
 """
 
@@ -52,10 +52,10 @@ class CollectiveReceiver:
         self._is_loaded = self._has_refused = False
 
     async def attend(self, run_id: str) -> bool:
-        """Take part in what is offered now, if anything is; returns whether a version came.
+        """Take part in the round that is offered now, if any; return whether a version came.
 
-        After a round that failed it stays for the next one, no longer than the offer's stall_s and answer_s. Never
-        raises for a round's sake: what goes wrong there is logged.
+        After a failed round, stay for the next one, no longer than the offer's stall_s and answer_s. A failed round
+        is logged, never raised.
 
         Raises:
             ConfigError: torch is not installed.
@@ -68,7 +68,7 @@ class CollectiveReceiver:
             return await self._attend(run_id)
         except BrokerError:
             raise
-        except Exception:  # of torch.distributed: the version comes by the broker, and the next offer is attended
+        except Exception:  # of torch.distributed: the version comes by the broker, and we attend the next offer
             log.exception("collective.attending_failed", extra={"run_id": run_id})
             return False
 
@@ -86,7 +86,7 @@ class CollectiveReceiver:
         await self._room.thread.close(self._options.stall_s)
 
     async def _next(self, run_id: str, stay_s: float) -> Offer | None:
-        """An offer to answer; waits up to `stay_s` for one, unless the publisher says that it is done."""
+        """Return an offer to answer; wait up to `stay_s` for one, unless the publisher says that it is done."""
 
         async def question() -> Offer | str | None:
             offer = await self._offer(run_id)
@@ -98,7 +98,7 @@ class CollectiveReceiver:
         return found if isinstance(found, Offer) else None
 
     async def _wants(self, offer: Offer) -> bool:
-        """Whether to answer: it is open, new and not too large, and not a publisher's that has been replaced."""
+        """Whether to answer: the offer is open, new, not too large, and its publisher has not been replaced."""
         if offer.state != OPEN or offer.round_id in self._seen or offer.backend != self._options.backend:
             return False
         if offer.payload_bytes > self._store.capacity_bytes:
@@ -117,7 +117,7 @@ class CollectiveReceiver:
             self._has_refused = True
 
     async def _join(self, offer: Offer) -> bool:
-        """One round, from the answer to the chunks; returns whether all of them came."""
+        """Take part in one round, from the answer to the chunks; return whether all chunks came."""
         facts = {"run_id": offer.run_id, "policy_version": offer.version, "round_id": offer.round_id}
         is_near = offer.node == node()
         host = self._options.host or (LOOPBACK if is_near else host_towards(offer.host))
@@ -147,7 +147,7 @@ class CollectiveReceiver:
         return await self._room.take_part(closed, me, rank, work, peer=closed.host)
 
     async def _closed(self, offer: Offer) -> Offer | None:
-        """The same offer, closed; None when it is over or the publisher says nothing more."""
+        """Wait for the same offer, closed; None if it is over or the publisher falls silent."""
 
         async def question() -> Offer | None:
             now = await self._offer(offer.run_id)

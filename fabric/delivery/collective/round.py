@@ -35,7 +35,7 @@ PATIENCE_STALLS = 3  # no step for so many stalls: one to meet, one to connect, 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a party to rounds has: the board it speaks on, its settings, its clock, and the thread for groups."""
+    """The means of a party to rounds: the board it speaks on, its settings, its clock, and the thread for groups."""
 
     store: WeightStore
     options: CollectiveOptions
@@ -44,7 +44,7 @@ class Room:
     watch: Watch | None = None
 
     def watcher(self, progress: Progress) -> Watch:
-        """Tells of every message as a step, and to who watches."""
+        """Make a watch that counts every message as a step, and passes it to the configured watch."""
 
         def watch(index: int, data: NDArray[np.uint8]) -> None:
             progress.step()
@@ -54,11 +54,11 @@ class Room:
         return watch
 
     def board_ttl_s(self, offer: Offer) -> float:
-        """How long a word of this round is kept: the longest that somebody might still need it."""
+        """Return how long a message of this round is kept: the longest that a member may still need it."""
         return offer.answer_s + 10 * offer.stall_s
 
     async def look(self, until_s: float, question: Callable[[], Awaitable[T | None]]) -> T | None:
-        """The first answer that is not None, asked for ever more rarely; None at `until_s` of the clock."""
+        """Ask, ever more rarely, until an answer is not None, and return it; None at `until_s` of the clock."""
         pause_s = LOOK_S
         while True:
             found = await question()
@@ -68,7 +68,7 @@ class Room:
             pause_s = min(1.5 * pause_s, LOOK_S_MAX)
 
     async def answers(self, offer: Offer) -> dict[str, Answer]:
-        """What was answered in a round, by member; words that cannot be read are passed over."""
+        """Read the answers of a round, by member; skip unreadable ones."""
         found: dict[str, Answer] = {}
         for member, raw in (await self.store.answers(offer.run_id, offer.round_id)).items():
             with contextlib.suppress(WireError):
@@ -113,7 +113,7 @@ class Room:
             await asyncio.gather(carrying, return_exceptions=True)
 
     async def _carry(self, offer: Offer, me: Answer, meeting: Meeting, wake: asyncio.Event) -> None:
-        """Bring this member's keys to the board and the others' from there, for as long as the round takes."""
+        """Write this member's keys to the board and fetch the others' from it, as long as the round lasts."""
         said: dict[str, bytes] = {}
         ranks = {member: rank for rank, member in enumerate([PUBLISHER, *offer.members])}
         pause_s = LOOK_S
@@ -134,13 +134,13 @@ class Room:
                         del ranks[member]
                 await self.clock.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, LOOK_S_MAX)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the others' keys do not come any more
+        except Exception as error:  # noqa: BLE001 - after any error the others' keys do not come any more
             log.warning("collective.not_met", extra={"run_id": offer.run_id, "error": str(error)})
             meeting.close(f"members of the group cannot be met: {error}")
 
 
 def _learn(meeting: Meeting, answer: Answer, rank: int, own: Mapping[str, bytes], offer: Offer) -> bool:
-    """Learn a member's keys; False: they are not right. The round then goes as if that member had not come."""
+    """Learn a member's keys; False if they are wrong: then the round goes on as if that member had not come."""
     try:
         meeting.learn(keys_of(answer, rank, own, offer.backend))
         return True
@@ -175,10 +175,10 @@ async def load() -> None:
 
 # ---------------------------------------------------------------- keys
 #
-# What the answers of other members may bring into the store that a group is built on.
+# The keys that answers of other members may bring into the store that a group is built on.
 #
-# torch hands gloo what it finds there, and gloo's parser believes every length in it. So a member's answer brings one
-# key, that of its own rank, and that in the form of our own: the members of a group run one build of torch.
+# torch hands gloo the values of that store, and gloo's parser believes every length in them. So a member's answer
+# brings one key, of its own rank and in the form of our own: the members of a group run one build of torch.
 #
 #     gloo   u64 bytes of the host's name, name, u64 bytes of the address, address (its family first),
 #            u64 for each member
@@ -190,10 +190,10 @@ NCCL_BYTES_MAX = 4096  # its id has 128
 
 
 def keys_of(answer: Answer, rank: int, own: Mapping[str, bytes], backend: str) -> dict[str, bytes]:
-    """The keys of the member of `rank` that may be learned; none while there are none of ours to compare with.
+    """Return the keys of the member of `rank` that may be learned; none while ours are missing for a comparison.
 
     Args:
-        own: what this member has set.
+        own: the keys that this member has set.
 
     Raises:
         WireError: they are of another form.
@@ -215,7 +215,7 @@ def keys_of(answer: Answer, rank: int, own: Mapping[str, bytes], backend: str) -
 
 
 def _like(own: bytes, theirs: bytes, member: str) -> bytes:
-    """Require that gloo reads the same lengths, of the rest, and the same family of addresses in both."""
+    """Require the same lengths behind the host's name, and the same family of addresses, in both values."""
     try:
         is_alike = _shape(own) == _shape(theirs)
     except struct.error:
@@ -226,7 +226,7 @@ def _like(own: bytes, theirs: bytes, member: str) -> bytes:
 
 
 def _shape(value: bytes) -> tuple[int, int, int]:
-    """Bytes behind the host's name, those of the address, and its family. Raises struct.error: it is cut off."""
+    """Return the bytes behind the host's name, those of the address, and its family. Raises struct.error: cut off."""
     (host_bytes,) = U64.unpack_from(value)
     if host_bytes > HOST_BYTES_MAX:
         raise struct.error("no host has such a name")

@@ -1,6 +1,6 @@
 """Work that may get stuck, in a thread that can be given up.
 
-- Who waits for it waits as long as it makes progress, and `patience_s` longer; then the thread is left behind.
+- The caller waits for the work as long as it makes progress, and `patience_s` longer; then it leaves the thread behind.
 - A thread left behind ends at its next step. Until it has, no other work is begun: at most one is ever stuck.
 - The thread is a daemon: it does not keep the process from ending.
 """
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class Progress:
-    """How far the work is; told by its thread, looked at by who waits."""
+    """How far the work is; its thread writes this, the waiting task reads it."""
 
     def __init__(self) -> None:
         self.step_count = 0
         self.is_given_up = False
 
     def step(self) -> None:
-        """A step is done.
+        """Note that a step is done.
 
         Raises:
             CollectiveFailed: nobody waits any more.
@@ -38,7 +38,7 @@ class Progress:
 
 
 class SideThread:
-    """One piece of work at a time."""
+    """Runs one piece of work at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,21 +47,22 @@ class SideThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is work under way, or left behind."""
+        """Whether work is under way, or left behind."""
         return self._future is not None and not self._future.done()
 
     async def run(self, work: Callable[[Progress], T], patience_s: float) -> T:
-        """The result of `work`.
+        """Run `work` in the thread, and return its result.
 
         Raises:
-            CollectiveFailed: no step for `patience_s`, earlier work is still stuck, or `work` raised what is no
-                FabricError. Besides, the FabricErrors of `work`.
+            CollectiveFailed: no step for `patience_s`, earlier work is still stuck, or `work` raised another error than
+                a FabricError.
+            FabricError: of `work`.
         """
         if self.is_busy:
             raise CollectiveFailed("an earlier round has not come back yet")
         progress: Progress = Progress()
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # so that giving up can not cancel it under the thread's hands
+        future.set_running_or_notify_cancel()  # so that giving up cannot cancel it while the thread runs
         self._future = future
         self._thread = threading.Thread(target=_work, args=(work, progress, future), name=self._name, daemon=True)
         try:

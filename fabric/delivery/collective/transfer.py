@@ -1,4 +1,4 @@
-"""What is said inside a group: the manifest, then the chunks as one stream of messages, then who lacks what.
+"""The messages inside a group: the manifest, then the chunks as one stream, then which member lacks which chunk.
 
     broadcast   int64 (1,)                   bytes of the manifest
     broadcast   uint8 (m,)                   the manifest, as it also goes to the broker
@@ -6,8 +6,8 @@
                 combine   uint8 (members, chunks): 1 where a member lacks a chunk
     next pass:  the chunks that somebody lacks, until nobody does, or PASS_COUNT_MAX
 
-- A chunk counts as received only with the digest that the manifest promises; one that is corrupt comes again.
-- The last combine is the confirmation: when the publisher has it, every member it names whole has said so.
+- A chunk counts as received only with the digest that the manifest promises; a corrupt chunk comes again.
+- The last combine is the confirmation: a member in it that lacks nothing has said so itself.
 - Memory: the chunks, and one message.
 """
 
@@ -34,14 +34,14 @@ Missing = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A version as a receiver has it. chunks: by index, with the right digests; all of them unless some stayed bad."""
+    """A version as a receiver got it. chunks: by index, with the right digests; all of them unless some stayed bad."""
 
     manifest: WeightManifest
     chunks: dict[int, bytes]
 
 
 def send(group: Group, manifest: WeightManifest, chunks: Sequence[bytes], watch: Watch) -> Missing:
-    """Publisher's side. Returns uint8 (members, chunks or 1): 1 where the member of rank row + 1 lacks the chunk.
+    """Send a version. Return uint8 (members, chunks or 1): 1 where the member of rank row + 1 lacks the chunk.
 
     Args:
         watch: called with the number of each message and its bytes before it leaves.
@@ -66,13 +66,13 @@ def send(group: Group, manifest: WeightManifest, chunks: Sequence[bytes], watch:
 
 
 def receive(group: Group, offer: Offer, watch: Watch) -> Collected:
-    """A receiver's side.
+    """Receive a version.
 
     Args:
         watch: called with the number of each message and its bytes as they came.
 
     Raises:
-        CollectiveFailed: a member is gone or stands still, or what came is not what was offered.
+        CollectiveFailed: a member is gone or stands still, or the manifest is not the offered one.
     """
     manifest = _receive_manifest(group, offer)
     chunk_count = len(manifest.chunk_bytes)
@@ -109,7 +109,7 @@ def _receive_manifest(group: Group, offer: Offer) -> WeightManifest:
 
 
 def _messages(chunks: Sequence[bytes], message_bytes: int) -> Iterator[NDArray[np.uint8]]:
-    """Chunks, one behind the other, as arrays of `message_bytes`, the last one shorter; each valid until the next."""
+    """Cut the chunks, in a row, into arrays of `message_bytes`, the last one shorter; each is valid until the next."""
     buffer = np.empty(message_bytes, dtype=np.uint8)
     filled = 0
     for chunk in chunks:
@@ -126,7 +126,7 @@ def _messages(chunks: Sequence[bytes], message_bytes: int) -> Iterator[NDArray[n
 
 
 def _receive_chunks(group: Group, manifest: WeightManifest, wanted: Sequence[int], watch: Watch) -> Iterator[bytes]:
-    """The chunks of a pass, unchecked, each as soon as its last byte is here."""
+    """Yield the chunks of a pass, unchecked, each as soon as its last byte is here."""
     sizes = [int(manifest.chunk_bytes[index]) for index in wanted]
     left, message_index = sum(sizes), 0
     rest = memoryview(b"")
@@ -163,10 +163,10 @@ def _agree(group: Group, missing: Missing) -> Missing:
 
 
 def _wanted(missing: Missing) -> list[int]:
-    """Chunks that any member lacks, ascending."""
+    """Return the chunks that any member lacks, ascending."""
     return [int(index) for index in np.flatnonzero(missing.any(axis=0))]
 
 
 def _tensor(group: Group, array: NDArray[Any]) -> torch.Tensor:
-    """An array on the group's device; on the CPU a view of it."""
+    """Bring an array to the group's device; on the CPU as a view."""
     return torch.from_numpy(array).to(group.seat.device)
