@@ -15,12 +15,12 @@ whichever is fewest bytes; a block without any change has no bytes at all.
   how many low bits: so many that the middle gap has at most GAP_BITS above them.
 - A step is four bits, two to a byte: an entropy coder spends at least one bit on a symbol, and most steps are worth
   less than two.
-- What does not fit (symbol 255, step 15) stands in a stream of its own: how many bytes each rest has, then byte planes.
+- Rests that do not fit (symbol 255, step 15) have a stream of their own: how many bytes each has, then byte planes.
 - Every stream is stored compressed or raw, whichever is fewer bytes. Streams: gaps, their low bits, their rest, steps,
   their rest (SPARSE); steps, their rest (STEPS); one per byte of the element, lowest first (VALUES).
 - The same block gives the same bytes whichever kernels made it.
 
-Blocks are read in decoder.py. Which of them make a version is versions/snapshot.py's and manifest.py's.
+decoder.py reads blocks; versions/snapshot.py and manifest.py make versions of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STREAM = struct.Struct("<II")  # raw length, stored length; equal: stored raw
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A block as bytes, with what it says.
+    """A block as bytes, with the changes that it says.
 
     indices: uint32 (C,), changed positions inside the block, ascending, or None for all. values: unsigned, new bits at
     those positions; olds: the bits before, None where there is no base (both views of the input where indices is None).
@@ -67,7 +67,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a block's bytes say. `numbers` are steps to add modulo 2^width, or new values when is_absolute.
+    """A decoded block. `numbers` are steps to add modulo 2^width, or new values when is_absolute.
 
     indices: int64 (C,), ascending, or None for all elements.
     """
@@ -91,9 +91,9 @@ class Encoder:
         self._entropy = zstandard.ZstdCompressor(compression_params=tuned)
 
     def delta(self, old: Flat, new: Flat) -> Encoded | None:
-        """The smallest encoding of `new` given `old` (same shape and dtype, flat); None when nothing changed.
+        """Return the smallest encoding of `new` given `old` (same shape and dtype, flat); None when nothing changed.
 
-        Both are on the host, or both on one device: then a few changes are brought from there, else both states.
+        Both are on the host, or both on one device: from there come only the changes if they are few, else both states.
         """
         if is_on_device(new):
             count, changes = load_torch().changes(old, new, _few(len(new)), self._scratch)
@@ -105,12 +105,12 @@ class Encoder:
         return self._delta(old, new, may_be_absolute=True)
 
     def dense(self, new: Flat) -> Encoded:
-        """`new` by itself, without a base."""
+        """Encode `new` by itself, without a base."""
         new = on_host(new)
         return Encoded(self._pack_values(new, len(new)), None, None, new, len(new))
 
     def fold(self, decoded: Sequence[Decoded], element_count: int, dtype: np.dtype[Any]) -> Encoded | None:
-        """The block that has the effect of these, one after another; None where they cancel out.
+        """Make the block that has the effect of these, one after another; None if they cancel out.
 
         No weights are needed: steps add modulo 2^width, and a block of values replaces what was before it. In the
         result `olds` is None, and `values` are steps unless it is a block of values.
@@ -174,5 +174,5 @@ class Encoder:
 
 
 def _few(element_count: int) -> int:
-    """With at most so many changes a block is SPARSE whatever they are, so that nothing but they is needed for it."""
+    """Return the most changes with which a block is SPARSE whatever they are: encoding it needs nothing else."""
     return math.ceil(STEPS_FRACTION_MIN * element_count) - 1

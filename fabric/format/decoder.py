@@ -1,8 +1,7 @@
-"""Blocks read: what their bytes say, what they make of the elements that they are put on, and put there at once.
+"""Reads blocks: decodes their bytes, works out the elements that they change, or writes these at once.
 
-The format is codec.py's. What a block says about itself is checked before anything of that size is made, and where a
-position lies before anything is written there. Digests are checked before all this, so what does not fit means a fault
-at the publisher.
+The format is codec.py's. A size is checked before memory of that size is made, and a position before anything is
+written there. Digests are checked before all this, so a block that does not fit means a fault at the publisher.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ GAP_DTYPE = np.dtype(np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a block makes of the elements that it is put on.
+    """The result of a block, put on the elements that it changes.
 
     positions: int64 (C,), flat in the tensor, ascending, or None for all elements of the block. values: the bits there
     afterwards. change: by how much the tensor's sum moves, modulo 2^64.
@@ -57,7 +56,7 @@ class Decoder:
         self._scratch = Scratch()
 
     def decode(self, data: bytes | memoryview, *, element_count: int, dtype: np.dtype[Any]) -> Decoded:
-        """What `data` says about a block of `element_count` elements of unsigned `dtype`.
+        """Decode `data`, a block of `element_count` elements of unsigned `dtype`.
 
         Raises:
             WireError: not such a block. Digests are checked first, so this means a fault at the publisher.
@@ -84,17 +83,17 @@ class Decoder:
         start: int = 0,
         out: tuple[Indices, Bits] | None = None,
     ) -> Taken:
-        """What `data` makes of a block that holds `current`: where in the tensor, and by how much its sum moves.
+        """Work out how `data` changes a block that holds `current`: where in the tensor, and by how much its sum moves.
 
         Args:
             data: the encoded block.
             current: unsigned (element_count,), the stored bits that steps add to, which are not written; None where
                 there are none.
             element_count, dtype: of the block.
-            key: of the tensor, for its sum (digest.tensor_key); None: the change is not asked for.
+            key: of the tensor, for its sum (digest.tensor_key); None: leave the change out.
             start: flat position in the tensor of the block's first element.
             out: where positions and values are put if the block lists positions: int64 and `dtype`, with room for its
-                changed count; by default new arrays. What is returned are their first C elements.
+                changed count; by default new arrays. The result is their first C elements.
 
         Raises:
             WireError: not such a block, one of steps without anything to add them to, or of more positions than there
@@ -118,14 +117,14 @@ class Decoder:
         return Taken(positions, values, _fitting(change))
 
     def put(self, data: bytes | memoryview, bits: Bits, *, key: int | None = None, start: int = 0) -> int:
-        """Write what `data` makes of a block into its place: for weights that nobody reads meanwhile.
+        """Write the new values of `data` into their place: for weights that nobody reads meanwhile.
 
-        One pass over memory, where `take` reads what is changed and a commit writes it later.
+        One pass over memory, where `take` reads the changed elements and a commit writes them later.
 
         Args:
             data: the encoded block.
             bits: unsigned (E,), the stored bits that steps add to; written.
-            key, start: as of `take`.
+            key, start: as in `take`.
 
         Returns:
             By how much the tensor's sum moves, modulo 2^64.
@@ -213,7 +212,7 @@ def _packed_steps(block: _Block, dtype: np.dtype[Any]) -> tuple[Bytes, Bits]:
 
 
 def _fitting(result: T | None) -> T:
-    """What a kernel joined, unless it found that it cannot be."""
+    """Return a kernel's result, or raise if it is None: the block does not fit."""
     if result is None:
         raise WireError("weight block: a position lies outside of it, or what escaped does not fit its rest")
     return result

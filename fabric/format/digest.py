@@ -7,7 +7,7 @@
     T[j] = s(TABLE_KEY, j) | 1,  B(r) = s(tensor key, r) | 1         s(key, n): splitmix64 of key + (n + 1) · GAMMA
 
 - Additive: shards, ranks and any other split of a tensor add up to it, in any order. A change moves the sum by
-  Σ h(new) - Σ h(old) over the changed positions, so a version's sums cost what changed, not what there is.
+  Σ h(new) - Σ h(old) over the changed positions, so a version's sums cost as much as has changed, not as the model has.
 - f is a bijection and K is odd: one changed element is always seen. f is not linear: a step that is added to another
   value than the publisher's moves the sum by another amount, so a wrong base is seen where elements changed.
 - For several changes at once the chance of a miss is about 2^-63; it is at most 2^-32 for the worst kind, where all
@@ -31,12 +31,12 @@ from .layout import Layout
 
 
 def tensor_key(name: str) -> int:
-    """The key of a tensor's positions: xxh3-64 of its name."""
+    """Return the key of a tensor's positions: xxh3-64 of its name."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
 def sum_at(key: int, positions: NDArray[np.int64], values: Bits, *, kernels: Kernels | None = None) -> int:
-    """Σ h over some elements.
+    """Compute Σ h over some elements.
 
     Args:
         key: of the tensor.
@@ -53,7 +53,7 @@ def sum_at(key: int, positions: NDArray[np.int64], values: Bits, *, kernels: Ker
 def change_at(
     key: int, start: int, indices: NDArray[np.int64], olds: Bits, values: Bits, *, kernels: Kernels | None = None
 ) -> int:
-    """By how much elements at flat positions start + indices move the sum when they go from olds to values.
+    """Compute by how much elements at flat positions start + indices move the sum when they go from olds to values.
 
     The same as the difference of two sums, in one go. indices: int64 (C,). olds, values: unsigned (C,).
     """
@@ -61,16 +61,16 @@ def change_at(
 
 
 def sum_range(key: int, start: int, values: Bits, *, kernels: Kernels | None = None) -> int:
-    """Σ h over the elements from flat position `start`; values: unsigned (C,), their stored bits."""
+    """Compute Σ h over the elements from flat position `start`; values: unsigned (C,), their stored bits."""
     return (kernels or load()).sum_range(key, start, values)
 
 
 def state_sums(layout: Layout, bits: Mapping[str, Bits], *, kernels: Kernels | None = None) -> NDArray[np.uint64]:
-    """The sum of every tensor, uint64 (T,) in the layout's order. bits: flat stored bits by name."""
+    """Compute the sum of every tensor, uint64 (T,) in the layout's order. bits: flat stored bits by name."""
     sums = [sum_range(tensor_key(spec.name), 0, bits[spec.name], kernels=kernels) for spec in layout.tensors]
     return np.array(sums, dtype=np.uint64)
 
 
 def sums_digest(sums: NDArray[np.uint64]) -> str:
-    """Sums, uint64 (T,), as one word: xxh3-128, hex."""
+    """Return sums, uint64 (T,), as one word: xxh3-128, hex."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(sums, dtype="<u8").tobytes())

@@ -1,4 +1,4 @@
-"""What tensors a model has: names, stored dtypes, shapes. Publisher and receivers must agree on it exactly.
+"""The tensors of a model: names, stored dtypes, shapes. Publisher and receivers must agree on it exactly.
 
 - Tensors are kept sorted by name, so the order in which a model lists its parameters does not matter.
 - A tensor is always its stored bits: an unsigned integer array of the element's width, never floats.
@@ -102,7 +102,7 @@ class Layout:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Any]) -> Layout:
-        """The layout of plain rows [name, dtype, shape] as a manifest carries them."""
+        """Make the layout of plain rows [name, dtype, shape] as a manifest carries them."""
         return cls(tuple(TensorSpec(str(name), str(dtype), tuple(map(index, shape))) for name, dtype, shape in rows))
 
     def rows(self) -> list[list[Any]]:
@@ -126,7 +126,7 @@ class Layout:
         return sum(spec.byte_count for spec in self.tensors)
 
     def check(self, other: Layout) -> None:
-        """Require that `other` is this layout; `self` is what is expected.
+        """Require that `other` is this layout; `self` is the expected one.
 
         Raises:
             LayoutMismatch: names the missing, unknown and different tensors.

@@ -1,9 +1,9 @@
-"""What a published version is: the manifest that names, sizes and digests everything in it.
+"""The manifest of a published version: names, sizes and digests of everything in it.
 
 - A manifest is written after its chunks and before the head names it; from then on it never changes.
 - Digests: every chunk and every block (xxh3-64) against loss on the way; the sums of the whole state (digest.py), which
   every receiver carries along, against a wrong base, a codec fault and drift, before anything is written. They guard
-  against faults, not against forgery. Against that every chunk has a hash (SHA-256): what comes from anybody but the
+  against faults, not against forgery. Against forgery every chunk has a hash (SHA-256): a chunk from any source but the
   broker is taken by its hash alone.
 - A block that has not changed is not listed.
 """
@@ -31,7 +31,7 @@ from .regions import Region
 
 CODEC = "step-zstd-2"
 HASH = "sha256"  # 1.5 GB/s a core with SHA-NI, blake2b 1.1 (measured); both are in the standard library
-BROKER, COLLECTIVE = "broker", "collective"  # what carried a version's chunks
+BROKER, COLLECTIVE = "broker", "collective"  # the carriers of a version's chunks
 NAMES_SHOWN_MAX = 3
 DAMAGE_CHUNK_COUNT_MAX = 64  # the publisher looks at the others of that version itself
 
@@ -53,7 +53,7 @@ class BlockRow(NamedTuple):
 
     @property
     def region(self) -> Region:
-        """The elements that it holds."""
+        """Return the block's region."""
         return Region(*self[:5])
 
 
@@ -62,7 +62,7 @@ class Head:
     """The newest published version of a run. version -1: none yet. epoch: of the publisher in charge, 0: none ever.
 
     moved_by: epoch of the publisher that made it the head. A version that a fail-over lost may be published again, by
-    another one and with other weights.
+    another publisher and with other weights.
     """
 
     version: int = -1
@@ -73,7 +73,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds weights of a run. version -1: none yet. address: where it serves bytes to others, empty: nowhere."""
+    """A holder of weights of a run. version -1: none yet. address: where it serves bytes to others, empty: nowhere."""
 
     holder_id: str
     version: int
@@ -84,10 +84,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What somebody could not read of a version: a hint, which the publisher proves by reading it itself.
+    """A report of a version that a reader could not read: a hint, which the publisher proves by reading it itself.
 
-    epoch: of its publisher, 0 where the manifest itself could not be read. chunks: the first DAMAGE_CHUNK_COUNT_MAX
-    indices; none: its manifest, or what the chunks say. problem: "missing", "corrupt" or "undecodable".
+    epoch: of its publisher, 0 if the manifest itself could not be read. chunks: the first DAMAGE_CHUNK_COUNT_MAX
+    indices; none: its manifest, or the content of chunks. problem: "missing", "corrupt" or "undecodable".
     """
 
     version: int
@@ -99,7 +99,7 @@ class Damage:
 
     @property
     def name(self) -> tuple[int, str]:
-        """By which its manifest is held."""
+        """Return the name under which its manifest is held."""
         return self.version, self.kind
 
 
@@ -134,16 +134,16 @@ class WeightManifest(Record):
     dense_bytes: int
     carrier: str = BROKER
     of_entropy_floor: float = 0.0  # the floor over the payload, as the publisher saw on a few blocks; 0: not known
-    hash_name: str = ""  # of what chunk_hashes are; another than HASH proves nothing here. Empty: an older publisher's
+    hash_name: str = ""  # the function of chunk_hashes; any but HASH proves nothing here. Empty: an older publisher's
     chunk_hashes: list[str] = field(default_factory=list)  # hex
 
     def pack(self) -> bytes:
-        """The encoded record, compressed: names and rows repeat, so a third to a tenth; every receiver fetches it."""
+        """Encode and compress the record, to a third or a tenth as names and rows repeat: every receiver fetches it."""
         return zstandard.ZstdCompressor(level=3).compress(self.encode())
 
     @classmethod
     def unpack(cls, data: bytes) -> WeightManifest:
-        """The inverse. Raises WireError: not such a record, or more bytes than one may have."""
+        """Do the inverse. Raises WireError: not such a record, or more bytes than one may have."""
         try:
             size = zstandard.frame_content_size(data)
             if not 0 <= size <= cls.bytes_max():
@@ -154,7 +154,7 @@ class WeightManifest(Record):
 
     @cached_property
     def tensors(self) -> Layout:
-        """The layout as an object.
+        """Return the layout as an object.
 
         Raises:
             WireError: the rows are not the layout that the digest names.
@@ -283,7 +283,7 @@ def check_state(manifest: WeightManifest, bits: Mapping[str, NDArray[Any]]) -> S
 
 
 def pieces(sizes: Iterable[tuple[int, int]], bytes_max: int) -> list[list[int]]:
-    """Indices in their order, in pieces of at most `bytes_max`, or one index. sizes: (index, bytes) of each."""
+    """Cut indices, in their order, into pieces of at most `bytes_max`, or of one index. sizes: rows (index, bytes)."""
     found: list[list[int]] = []
     room = 0
     for index, size in sizes:
@@ -296,15 +296,15 @@ def pieces(sizes: Iterable[tuple[int, int]], bytes_max: int) -> list[list[int]]:
 
 
 def chunk_digest(data: bytes | memoryview) -> str:
-    """xxh3-64, hex."""
+    """Return xxh3-64, hex."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def chunk_hash(data: bytes | memoryview) -> str:
-    """SHA-256, hex."""
+    """Return SHA-256, hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def block_digest(data: bytes | memoryview) -> int:
-    """xxh3-64 as a number."""
+    """Return xxh3-64 as a number."""
     return xxhash.xxh3_64_intdigest(data)

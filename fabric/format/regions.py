@@ -1,9 +1,9 @@
-"""Regions: which elements of a tensor one encoded block holds.
+"""Regions: the elements of a tensor that one encoded block holds.
 
 - A region is a number of equal runs of elements, equally far apart. One run is the ordinary case; several are a tile:
   some columns of a matrix, as a row-parallel shard or a second-dimension shard of a trainer holds them.
-- Who publishes decides how tensors are cut; who reads takes the regions as the manifest names them.
-- A region has at most BLOCK_BYTES of stored bits, which bounds what decoding a block takes.
+- The publisher decides how tensors are cut; readers take the regions as the manifest names them.
+- A region has at most BLOCK_BYTES of stored bits, which bounds the memory of decoding a block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Region(NamedTuple):
 
     @classmethod
     def span(cls, tensor: int, start: int, stop: int) -> Region:
-        """Elements [start, stop) of the flat tensor."""
+        """Make the region of elements [start, stop) of the flat tensor."""
         return cls(tensor, start, stop - start, stop - start, 1)
 
     @property
@@ -50,7 +50,7 @@ class Region(NamedTuple):
         return self.run_count == 1 or self.stride == self.run
 
     def read(self, flat: Bits) -> Bits:
-        """Its elements of a flat tensor, in order; a view where it is contiguous, else a copy."""
+        """Read its elements of a flat tensor, in order; a view if it is contiguous, else a copy."""
         if self.is_contiguous:
             return flat[self.start : self.stop]
         return np.ascontiguousarray(self._tile(flat)).reshape(-1)
@@ -63,7 +63,7 @@ class Region(NamedTuple):
             self._tile(flat)[...] = values.reshape(self.run_count, self.run)
 
     def positions(self, indices: NDArray[Any] | None) -> NDArray[np.int64]:
-        """Flat positions in the tensor, ascending, of ascending indices in the region (None: all). int64 (C,)."""
+        """Turn ascending indices in the region (None: all) into flat positions in the tensor, ascending. int64 (C,)."""
         if indices is None:
             indices = np.arange(self.element_count, dtype=np.int64)
         wide = indices.astype(np.int64, copy=False)
@@ -74,19 +74,19 @@ class Region(NamedTuple):
         return positions
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Which of flat positions in [start, stop) are in the region, and the indices there of those that are."""
+        """Tell which of the flat positions in [start, stop) are in the region, and return the indices of these."""
         run, within = np.divmod(positions - self.start, self.stride)
         is_inside = within < self.run
         return is_inside, (run * self.run + within)[is_inside]
 
     def sum(self, key: int, indices: NDArray[Any] | None, values: Bits) -> int:
-        """The share of the tensor's digest that `values` at `indices` (None: all) have; see digest.py."""
+        """Compute the share of `values` at `indices` (None: all) in the tensor's digest; see digest.py."""
         if indices is None and self.is_contiguous:
             return sum_range(key, self.start, values)
         return sum_at(key, self.positions(indices), values)
 
     def change(self, key: int, indices: NDArray[Any] | None, olds: Bits | None, values: Bits) -> int:
-        """By how much the tensor's digest moves when `olds` (None: nothing yet) at `indices` become `values`."""
+        """Compute how the tensor's digest moves when `olds` (None: nothing yet) at `indices` become `values`."""
         if olds is None:
             return self.sum(key, indices, values)
         if indices is not None and self.is_contiguous:
@@ -108,13 +108,13 @@ class Region(NamedTuple):
 
 
 def cut(layout: Layout) -> list[Region]:
-    """The ordinary cut: every tensor in contiguous regions of BLOCK_BYTES, in the layout's order."""
+    """Make the ordinary cut: every tensor in contiguous regions of BLOCK_BYTES, in the layout's order."""
     wholes = [(Region.span(tensor, 0, spec.element_count), spec) for tensor, spec in enumerate(layout.tensors)]
     return [region for whole, spec in wholes for region in cut_region(whole, spec)]
 
 
 def cut_region(region: Region, spec: TensorSpec) -> list[Region]:
-    """A region in parts of at most BLOCK_BYTES, in order: whole runs, or parts of runs that are longer."""
+    """Cut a region into parts of at most BLOCK_BYTES, in order: whole runs, or parts of runs that are longer."""
     size = BLOCK_BYTES // spec.bits_dtype.itemsize
     if region.is_contiguous:
         return [
@@ -133,5 +133,5 @@ def cut_region(region: Region, spec: TensorSpec) -> list[Region]:
 
 
 def cut_digest(regions: Iterable[Region]) -> str:
-    """xxh3-64, hex, of a cut: versions of one cut can be folded block by block."""
+    """Return xxh3-64, hex, of a cut: versions of one cut can be folded block by block."""
     return xxhash.xxh3_64_hexdigest(np.array([*regions], dtype="<i8").tobytes())

@@ -1,7 +1,7 @@
 """Parts of a block's streams: compressed or not, numbers as byte planes.
 
 - A number takes as many planes as the greatest of them needs.
-- What a stream says about itself is checked before anything of that size is made.
+- The size that a stream states is checked before memory of that size is made.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .kernels.protocol import Bits, Bytes
 
 Stream = bytes | memoryview
 
-GAP_BITS = 5  # of a middle gap: its byte then escapes once in thousands
+GAP_BITS = 5  # of a middle gap: then its byte escapes once in thousands
 GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
 GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
 SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
 
 
 def gap_shift(indices: NDArray[np.uint32]) -> int:
-    """How many low bits of a gap are noise: all but GAP_BITS of a middle one. Not of the mean: changes may cluster."""
+    """Return how many low bits of a gap are noise: all but GAP_BITS of a middle one (a mean fails: changes cluster)."""
     later = np.arange(1, len(indices), len(indices) // GAP_SAMPLE_COUNT + 1)
     if not len(later):
         return 0
@@ -35,7 +35,7 @@ def gap_shift(indices: NDArray[np.uint32]) -> int:
 
 
 def squeezed(compressor: zstandard.ZstdCompressor, raw: Stream) -> Stream:
-    """A stream compressed, or as it is where that is not longer."""
+    """Compress a stream; return it as it is if that is not longer."""
     if len(raw) > 4 * SAMPLE_BYTES:
         middle = len(raw) // 2
         sample = raw[middle : middle + SAMPLE_BYTES]
@@ -46,7 +46,7 @@ def squeezed(compressor: zstandard.ZstdCompressor, raw: Stream) -> Stream:
 
 
 def rest_bytes(numbers: Bits) -> bytes:
-    """How many bytes each number has, then the numbers as byte planes without empty high ones; nothing for none."""
+    """Write how many bytes each number has, then the numbers as byte planes without empty high ones; empty for none."""
     if not len(numbers):
         return b""
     plane_count = max(1, (int(numbers.max()).bit_length() + 7) // 8)
@@ -54,7 +54,7 @@ def rest_bytes(numbers: Bits) -> bytes:
 
 
 def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
-    """The inverse of rest_bytes.
+    """Do the inverse of rest_bytes.
 
     Raises:
         WireError: no such stream, or more than count_max numbers.
@@ -74,13 +74,13 @@ def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
 
 
 def split_planes(numbers: Bits) -> list[bytes]:
-    """Byte k of every element, for each k, lowest first."""
+    """Return byte k of every element, for each k, lowest first."""
     parts = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), numbers.itemsize)
     return [np.ascontiguousarray(parts[:, k]).tobytes() for k in range(numbers.itemsize)]
 
 
 def join_planes(planes: list[Bytes], element_count: int, dtype: np.dtype[Any]) -> Bits:
-    """Elements from their byte planes, lowest first.
+    """Join elements from their byte planes, lowest first.
 
     Raises:
         WireError: a plane has not a byte for each element.

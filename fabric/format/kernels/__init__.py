@@ -10,7 +10,7 @@ from .protocol import NUMBA, NUMPY, Kernels
 
 @cache
 def load(make: str | None = None) -> Kernels:
-    """The kernels of a make, NUMBA or NUMPY; by default the faster one that is there.
+    """Return the kernels of a make, NUMBA or NUMPY; by default the faster one that is installed.
 
     Raises:
         ConfigError: numba is asked for and is not there.

@@ -1,12 +1,13 @@
 """The loops that take blocks apart, compiled: see protocol.py for what each does.
 
-- What hostile bytes could break is checked before it is used.
+- Every number that hostile bytes could make wrong is checked before it is used.
 - Gaps are joined GROUP at a time and steps LANES at a time; the few that escape are mended afterwards.
-- Elements are asked for AHEAD of their turn. Much more than AHEAD at a time is of no use: processors drop what they
-  cannot ask for (measured: a thousand at once is slower than none).
+- Elements are asked for AHEAD of their turn. Much more than AHEAD at a time is of no use: processors drop requests
+  above their limit (measured: a thousand at once is slower than none).
 - A block is worked through LANES changes at a time, each step of it on these before the next: joins and sums are made
   while memory is waited for (measured: nearly free, where one pass after another adds all of them up).
-- Inner functions get arrays one by one: one taken out of a tuple is counted, and that costs more than joining a group.
+- Inner functions get arrays one by one: numba counts references to an array taken out of a tuple, and that costs more
+  than joining a group.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _has_escape(symbols: Bytes, k: Any) -> Any:
 def _join_some(
     symbols: Bytes, lows: Bytes, rest: Any, shift: Any, state: Any, indices: Indices, first: Any, last: Any
 ) -> Any:
-    """Positions of the gaps [first, last). state: the last position and the number of escapes before, and after."""
+    """Write positions of the gaps [first, last). state: the last position and the count of escapes; updated."""
     position, escaped = state
     k = first
     while k < last:
@@ -61,7 +62,7 @@ def _join_some(
 
 @compiled
 def join_gaps(symbols: Bytes, lows: Bytes, rest: NDArray[np.uint32], shift: int, indices: Indices) -> Any:
-    """The last position, which is the greatest: a block's gaps cannot overflow. -1 without any, or if no fit."""
+    """Write positions; return the last, which is the greatest: gaps cannot overflow. -1: none, or they do not fit."""
     state = np.int64(-1), np.int64(0)
     position, escaped = _join_some(symbols, lows, rest, np.int64(shift), state, indices, 0, len(symbols))
     return position if escaped == len(rest) else -1
@@ -75,7 +76,7 @@ def _step(number: Any, bias: Any) -> Any:
 
 @compiled
 def _wide_step(rest: Bits, escaped: Any, bias: Any, itemsize: Any) -> Any:
-    """The step of an escape; anything where there are more escapes than rest, which is found in the end."""
+    """Return the step of an escape; any number if escapes outnumber the rest, which the caller finds in the end."""
     number = np.uint64(rest[escaped]) if escaped < len(rest) else U0
     mask = ~U0 >> (U64 - np.uint64(8 * itemsize))
     return _step((number + np.uint64(STEP_ESCAPE) + np.uint64(bias)) & mask, 0)
@@ -83,7 +84,7 @@ def _wide_step(rest: Bits, escaped: Any, bias: Any, itemsize: Any) -> Any:
 
 @compiled
 def _join_steps(packed: Bytes, rest: Bits, bias: Any, steps: Bits, first: Any, last: Any, escaped: Any) -> Any:
-    """Steps [first, last); `first` is even. How many have escaped, with `escaped` before."""
+    """Write steps [first, last); `first` is even. Return how many have escaped, counting `escaped` before."""
     k = first
     while k + LANES <= last:
         escapes = join_lanes(packed, k >> 1, bias, steps, k)
@@ -109,21 +110,21 @@ def join_steps(packed: Bytes, rest: Bits, bias: int, steps: Bits) -> Any:
 
 @compiled
 def _add(current: Bits, into: Bits, start: Any, positions: Indices, values: Bits, olds: Bits, first: Any) -> Any:
-    """Up to LANES steps from `first` on become values, and are written; olds: the bits before."""
+    """Turn up to LANES steps from `first` on into values, and write them; olds: the bits before."""
     end = np.uint64(len(positions) - 1)
     for k in range(np.uint64(first), np.uint64(min(first + LANES, len(positions)))):
         prefetch(current, positions[min(k + np.uint64(AHEAD), end)] - start)
         place = np.uint64(positions[k] - start)
         old = current[place]
         olds[k - np.uint64(first)] = old
-        values[k] += old  # modulo 2^width, which a sum outside of an array is not
+        values[k] += old  # modulo 2^width, unlike a sum outside an array
         if len(into):
             into[place] = values[k]
 
 
 @compiled
 def _moved(key: Any, table: Any, positions: Indices, values: Bits, olds: Bits, first: Any) -> Any:
-    """By how much these move the digest."""
+    """Compute by how much these changes move the digest."""
     total = U0
     for k in range(np.uint64(first), np.uint64(min(first + LANES, len(positions)))):
         factor = table[positions[k] & (ROW - 1)] * row_key(key, positions[k] >> ROW_BITS)
@@ -135,10 +136,10 @@ def _moved(key: Any, table: Any, positions: Indices, values: Bits, olds: Bits, f
 def take(
     current: Bits, into: Bits, gaps: Any, shift: int, steps: Any, digest: Any, positions: Indices, values: Bits
 ) -> Any:
-    """gaps: symbols, lows, rest. steps: packed, rest. digest: key, table, start of the block.
+    """Join and add a block; return whether all of it fits, and by how much the digest moves.
 
-    Whether all of it fits, and by how much the digest moves. into: where values are written too, which may be `current`
-    itself, or nothing: an element before it is known that all fits, but never one outside.
+    gaps: symbols, lows, rest. steps: packed, rest. digest: key, table, start of the block. into: where values are
+    written too: `current` itself, or nothing. A block that does not fit may write elements, but none outside.
     """
     symbols, lows, gap_rest = gaps
     packed, step_rest = steps

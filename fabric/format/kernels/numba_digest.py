@@ -1,6 +1,6 @@
 """The digest's loops, compiled: see digest.py for the formula, protocol.py for what each does.
 
-- Everything wraps around at 64 bits, and no element waits for another: loops run on several elements at a time.
+- All sums wrap around at 64 bits, and no element waits for another: loops run on several elements at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The loops that make blocks, compiled: see protocol.py for what each does.
 
-- Counts and places are uint64: with signed ones numba asks of each index whether it counts from the end.
-- Differences are found LANES elements at a time as a word of bits, and its ones are taken two by two without asking
-  first whether there are any: a branch that is right nine times of ten costs more than writing twice (measured).
+- Counts and places are uint64: numba tests a signed index for counting from the end.
+- Differences are found LANES elements at a time as a word of bits, and its ones are taken two by two without a test
+  whether there are any: a branch that is right nine times of ten costs more than writing twice (measured).
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from .protocol import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes
 U0, U1, U2, U64 = (np.uint64(n) for n in (0, 1, 2, 64))
 ONE, ESCAPE = np.uint32(1), np.uint32(GAP_ESCAPE)
 STEP = np.uint64(LANES)
-FAR = np.uint64(1024)  # bytes asked for before they are compared: processors stop at the end of a page on their own
+FAR = np.uint64(
+    1024
+)  # bytes asked for before they are compared: processors' own prefetching stops at the end of a page
 SLICE = np.uint64(1 << 13)  # elements looked through before their differences are gathered: both are still in the cache
 
 
 @compiled
 def _find(old: Bits, new: Bits, start: Any, stop: Any, indices: NDArray[np.uint32], count: Any) -> Any:
-    """Write the differences in [start, stop) behind the first `count`, with room for two more; the new count."""
-    far = FAR // np.uint64(old.itemsize)  # a division is dear: not in the loop
+    """Write the differences in [start, stop) behind the first `count`, with room for two more; return the new count."""
+    far = FAR // np.uint64(old.itemsize)  # outside the loop, as a division is dear
     while start + STEP <= stop:
         prefetch_lanes(old, start + far)
         prefetch_lanes(new, start + far)
@@ -60,7 +62,7 @@ def _find(old: Bits, new: Bits, start: Any, stop: Any, indices: NDArray[np.uint3
 
 @compiled
 def changes(old: Bits, new: Bits, indices: NDArray[np.uint32], olds: Bits, values: Bits, count_max: Any) -> Any:
-    """Differences, counted; written while they are at most count_max. Room for a slice more."""
+    """Count the differences; write them while they are at most count_max. The arrays have room for a slice more."""
     count, start, length = U0, U0, np.uint64(len(old))
     while start < length and count <= count_max:
         stop = min(start + SLICE, length)
@@ -77,7 +79,7 @@ def changes(old: Bits, new: Bits, indices: NDArray[np.uint32], olds: Bits, value
 
 @compiled
 def split_gaps(indices: NDArray[np.uint32], shift: int, symbols: Bytes, lows: Bytes, rest: NDArray[np.uint32]) -> Any:
-    """lows: zeros, with room for WORD bytes more. How many escaped."""
+    """Split gaps; return how many escaped. lows: zeros, with room for WORD bytes more."""
     escaped, count, k = np.int64(0), len(indices), 0
     while k < count:
         if 0 < k <= count - GROUP:
@@ -104,7 +106,7 @@ def split_gaps(indices: NDArray[np.uint32], shift: int, symbols: Bytes, lows: By
 
 @compiled
 def _number(old: Any, value: Any, bias: Any, itemsize: Any) -> Any:
-    """A step as an unsigned number, small for small ones: zigzag."""
+    """Return a step as an unsigned number, small for a small step: zigzag."""
     width = np.uint64(8 * itemsize)
     step = np.uint64(value) - np.uint64(old)
     zigzag = (step << U1) ^ (U0 - ((step >> (width - U1)) & U1))
@@ -113,7 +115,7 @@ def _number(old: Any, value: Any, bias: Any, itemsize: Any) -> Any:
 
 @compiled
 def split_steps(olds: Bits, values: Bits, bias: int, packed: Bytes, rest: Bits) -> Any:
-    """packed: zeros. How many escaped."""
+    """Split steps; return how many escaped. packed: zeros."""
     escaped, count, k = np.int64(0), len(olds), 0
     while k + LANES <= count:
         escapes = split_lanes(olds, values, k, np.int64(bias), packed, k >> 1)

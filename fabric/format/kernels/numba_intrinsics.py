@@ -1,8 +1,8 @@
-"""What numba has no word for: a few machine-wide steps of the compiled loops, as LLVM code for any processor.
+"""Steps of the compiled loops that numba cannot express: a few wide operations, as LLVM code for any processor.
 
-- Every one reads or writes a fixed number of elements from a place on; the caller has seen that they are there.
+- Each reads or writes a fixed number of elements from a place on; the caller has checked that they are there.
 - Bit k of a word, and byte k of a load, is element k: little-endian machines, as the format is.
-- numba keeps compiled loops on disk by the file that they are in: who changes this file touches its users too.
+- numba keeps compiled loops on disk by the file that they are in: when you change this file, touch its users too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compiled when first called; kept on disk where a place for that can be written. Holds no lock while it runs."""
+    """Compile a function at its first call; keep it on disk if there is a place. It runs without Python's lock."""
     try:
         return cast(F, njit(nogil=True, cache=True)(function))
     except RuntimeError:  # no directory to keep it in: compiled again in every process
@@ -65,7 +65,7 @@ def _ask(builder: Any, place: Any) -> None:
 
 @_generated
 def difference_bits(context: Any, left: Any, right: Any, start: Any) -> Any:
-    """Bit k: whether left[start + k] != right[start + k], for LANES elements."""
+    """Compare LANES elements. Bit k: whether left[start + k] != right[start + k]."""
     vector = ir.VectorType(ir.IntType(left.dtype.bitwidth), LANES)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -80,7 +80,7 @@ def difference_bits(context: Any, left: Any, right: Any, start: Any) -> Any:
 
 @_generated
 def lowest_one(context: Any, word: Any) -> Any:
-    """The number of the lowest bit that is 1; 64 for none."""
+    """Return the number of the lowest bit that is 1; 64 for none."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], I1(0))
@@ -90,7 +90,7 @@ def lowest_one(context: Any, word: Any) -> Any:
 
 @_generated
 def count_ones(context: Any, word: Any) -> Any:
-    """How many bits are 1."""
+    """Count the bits that are 1."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -111,7 +111,7 @@ def prefetch(context: Any, array: Any, index: Any) -> Any:
 
 @_generated
 def prefetch_lanes(context: Any, array: Any, index: Any) -> Any:
-    """The same of all lines of array[index : index + LANES]."""
+    """Ask for all lines of array[index : index + LANES], in the same way."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         first = _pointer(context, builder, signature.args[0], arguments[0], arguments[1], I8)
@@ -124,7 +124,7 @@ def prefetch_lanes(context: Any, array: Any, index: Any) -> Any:
 
 @_generated
 def word_at(context: Any, array: Any, index: Any) -> Any:
-    """Eight bytes of a byte array as one word."""
+    """Read eight bytes of a byte array as one word."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _load(context, builder, signature.args[0], arguments[0], arguments[1], I64)
@@ -134,9 +134,9 @@ def word_at(context: Any, array: Any, index: Any) -> Any:
 
 @_generated
 def join_group(context: Any, symbols: Any, index: Any, lows: Any, shift: Any, before: Any, positions: Any) -> Any:
-    """GROUP gaps without escapes, from symbols[index] and a word of low bits, as positions behind `before`.
+    """Join GROUP gaps without escapes, from symbols[index] and a word of low bits, to positions behind `before`.
 
-    Written to positions[index : index + GROUP]; the last of them is returned.
+    Write them to positions[index : index + GROUP]; return the last of them.
     """
     wide, number = ir.VectorType(I64, GROUP), ir.VectorType(I32, GROUP)
 
@@ -162,7 +162,7 @@ def join_group(context: Any, symbols: Any, index: Any, lows: Any, shift: Any, be
 
 @_generated
 def join_lanes(context: Any, packed: Any, index: Any, bias: Any, steps: Any, place: Any) -> Any:
-    """LANES steps from packed[index], low four bits first, to steps[place]. Bit k: number k says there is more."""
+    """Join LANES steps from packed[index], low four bits first, to steps[place]. Bit k: number k has escaped."""
     half, whole = ir.VectorType(I8, LANES // 2), ir.VectorType(I8, LANES)
     target = ir.VectorType(ir.IntType(steps.dtype.bitwidth), LANES)
 
@@ -187,7 +187,7 @@ def join_lanes(context: Any, packed: Any, index: Any, bias: Any, steps: Any, pla
 
 @_generated
 def split_group(context: Any, indices: Any, index: Any, shift: Any, symbols: Any, lows: Any, place: Any) -> Any:
-    """GROUP gaps, from the index before indices[index] on, to symbols[index]; a WORD of their low bits to lows[place].
+    """Split GROUP gaps from indices[index - 1] on: symbols to symbols[index], a WORD of low bits to lows[place].
 
     Bit k: gap k has escaped.
     """
@@ -218,7 +218,7 @@ def split_group(context: Any, indices: Any, index: Any, shift: Any, symbols: Any
 
 @_generated
 def split_lanes(context: Any, olds: Any, values: Any, index: Any, bias: Any, packed: Any, place: Any) -> Any:
-    """LANES steps from olds[index] to values[index], four bits each, to packed[place]. Bit k: step k has escaped."""
+    """Split LANES steps from olds[index] to values[index], four bits each, to packed[place]. Bit k: k has escaped."""
     width = olds.dtype.bitwidth
     number, half = ir.VectorType(ir.IntType(width), LANES), ir.VectorType(I8, LANES // 2)
 

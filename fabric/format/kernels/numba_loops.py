@@ -1,7 +1,7 @@
 """The inner loops of codec and digest, compiled: see protocol.py for what each does.
 
-- Public functions take what numpy's make takes, and hand it to a compiled loop as read-only views: one compilation for
-  each element width, whoever owns the memory.
+- Public functions take the same arguments as numpy's make, and hand them to a compiled loop as read-only views: one
+  compilation for each element width, whoever owns the memory.
 - The loops are in numba_encode.py, numba_decode.py and numba_digest.py.
 """
 
@@ -102,7 +102,7 @@ def change_range(key: int, start: int, olds: Bits, values: Bits) -> int:
 
 
 def _view(array: NDArray[Any]) -> NDArray[Any]:
-    """Read only and contiguous, so that every caller's arrays are of one type to the compiler."""
+    """Make a read-only, contiguous view, so that every caller's arrays are of one type to the compiler."""
     flags = array.flags
     if flags.c_contiguous and not flags.writeable:
         return array

@@ -152,14 +152,14 @@ def sum_range(key: int, start: int, values: Bits) -> int:
 
 @cache
 def factor_table() -> Words:
-    """T of the digest, uint64 (ROW,), read only."""
+    """Return T of the digest, uint64 (ROW,), read only."""
     table = odd_keys(TABLE_KEY, np.arange(ROW, dtype=np.uint64))
     table.flags.writeable = False
     return table
 
 
 def odd_keys(key: int, numbers: Words) -> Words:
-    """s(key, n) | 1 for each n, uint64: splitmix64, the n-th word of the stream that `key` seeds."""
+    """Compute s(key, n) | 1 for each n, uint64: splitmix64, the n-th word of the stream that `key` seeds."""
     words = (numbers + np.uint64(1)) * np.uint64(GAMMA)
     words += np.uint64(key)
     words ^= words >> np.uint64(30)
@@ -172,7 +172,7 @@ def odd_keys(key: int, numbers: Words) -> Words:
 
 
 def mixed(values: Bits) -> Words:
-    """f of the digest for each value, uint64."""
+    """Compute f of the digest for each value, uint64."""
     words = values.astype(np.uint64)
     words += np.uint64(1)
     words *= np.uint64(MIX)

@@ -1,9 +1,9 @@
 """The inner loops of codec and digest, in makes of one meaning: numba where it is installed, numpy elsewhere, and torch
-for what is compared on a device.
+for bits on a device.
 
-- All give the same arrays, so an encoding does not depend on what made it. Numba's take a tenth to a quarter of numpy's
+- All give the same arrays, so an encoding does not depend on its maker. Numba's take a tenth to a quarter of numpy's
   time, and let other threads run.
-- The choice is made in `load` alone. Who wants one make (tests, bench) passes it to the codec explicitly.
+- `load` alone makes the choice. A caller that wants a certain make (tests, bench) passes it to the codec explicitly.
 - Nothing is compiled at import. A loop is compiled when it first runs on an element width, and kept on disk.
 """
 
@@ -34,7 +34,7 @@ GAMMA, AVALANCHE = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB) 
 
 
 class Changes(NamedTuple):
-    """Where two arrays differ. indices: uint32 (C,), ascending. olds, values: unsigned (C,)."""
+    """The differences of two arrays. indices: uint32 (C,), ascending. olds, values: unsigned (C,)."""
 
     indices: NDArray[np.uint32]
     olds: Bits
@@ -42,7 +42,7 @@ class Changes(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """Gaps between positions. symbols: uint8 (C,). lows: `shift` low bits of each, packed. rest: of the escaped."""
+    """Gaps between positions. symbols: uint8 (C,). lows: `shift` low bits of each, packed. rest: of escaped gaps."""
 
     symbols: Bytes
     lows: Bytes
@@ -59,7 +59,7 @@ class Sparse(NamedTuple):
 
 
 class Scratch:
-    """Memory that the calls of one thread write over: pages that are new cost more than what is written to them.
+    """Memory that the calls of one thread write over: new pages cost more than writing to them.
 
     Attributes:
         is_warned: whether one of the calls has said already that a device is full.
@@ -70,7 +70,7 @@ class Scratch:
         self._arrays: dict[tuple[str, np.dtype[Any]], NDArray[Any]] = {}
 
     def array(self, name: str, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """At least `count` elements of any content; the same ones whenever this is asked for by this name."""
+        """Return at least `count` elements of any content; the same ones at each call with this name."""
         found = self._arrays.get((name, dtype))
         if found is None or len(found) < count:
             found = self._arrays[(name, dtype)] = np.empty(count, dtype=dtype)
@@ -78,15 +78,15 @@ class Scratch:
 
 
 class Comparing(Protocol):
-    """What every make offers, for bits where it has them."""
+    """The functions of every make, for bits in the make's own place."""
 
     def changes(self, old: Flat, new: Flat, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
-        """How many elements differ; which, when they are at most `count_max`, in new arrays of the host."""
+        """Count the elements that differ; if at most `count_max`, also return them, in new arrays of the host."""
         ...
 
 
 class DeviceKernels(Comparing, Protocol):
-    """What torch's make offers, for bits on a device; all else is done on the host."""
+    """The functions of torch's make, for bits on a device; all else is done on the host."""
 
     def is_same(self, old: Flat, new: Flat) -> bool:
         """Whether all bits are equal."""
@@ -97,11 +97,11 @@ class DeviceKernels(Comparing, Protocol):
         ...
 
     def copies(self, bits: Mapping[str, Flat], beside: Mapping[str, Flat]) -> dict[str, Flat]:
-        """Copies of bits, each where `beside` has that of its name; all on the host if a device has no room."""
+        """Copy bits, each to where `beside` has that of its name; all to the host if a device has no room."""
         ...
 
     def integers(self, tensor: Any) -> Flat:
-        """A tensor's stored bits; no copy where it is contiguous. On the host if a copy has no room on its device."""
+        """Return a tensor's stored bits; no copy if contiguous. On the host if a copy has no room on its device."""
         ...
 
     def on_host(self, flat: Flat) -> Bits:
@@ -110,25 +110,25 @@ class DeviceKernels(Comparing, Protocol):
 
 
 class Kernels(Comparing, Protocol):
-    """What the makes of the host offer. Arrays are flat and contiguous; none but those said to be written is."""
+    """The functions of the host's makes. Arrays are flat and contiguous; none is written unless its text says so."""
 
     def split_gaps(self, indices: NDArray[np.uint32], shift: int) -> Gaps:
-        """Ascending indices as gaps - 1: the bits above `shift` as a byte or GAP_ESCAPE and a rest, the others packed.
+        """Split ascending indices into gaps - 1: bits above `shift` as a byte or GAP_ESCAPE and a rest, others packed.
 
         Bit k of the low bits of number n is bit n * shift + k of the stream, lowest first.
         """
         ...
 
     def join_gaps(self, gaps: Gaps, shift: int, element_count: int) -> Indices | None:
-        """The inverse, int64; None where the rest does not fit the escapes or a position lies outside the block."""
+        """Do the inverse, int64; None if the rest does not fit the escapes or a position lies outside the block."""
         ...
 
     def split_steps(self, olds: Bits, values: Bits, bias: int) -> tuple[Bytes, Bits]:
-        """zigzag(values - olds) - bias as four bits each, two to a byte, low ones first; the rest of the escaped."""
+        """Pack zigzag(values - olds) - bias as four bits each, two to a byte, low ones first; the escapes' rest too."""
         ...
 
     def join_steps(self, packed: Bytes, rest: Bits, count: int, bias: int) -> Bits | None:
-        """The inverse: steps of the dtype of `rest`; None where the rest does not fit the escapes."""
+        """Do the inverse: steps of the dtype of `rest`; None if the rest does not fit the escapes."""
         ...
 
     def take(self, current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices, Bits]) -> int | None:
@@ -146,7 +146,7 @@ class Kernels(Comparing, Protocol):
         """Join gaps and steps and add them to `bits`, which are at flat position `start` of their tensor, in place.
 
         Returns:
-            As `take`; where it is None `bits` hold anything, and nothing outside of them was written.
+            The same as `take`; if None, `bits` hold anything, and nothing outside them was written.
         """
         ...
 
@@ -167,7 +167,7 @@ class Kernels(Comparing, Protocol):
         ...
 
     def change_range(self, key: int, start: int, olds: Bits, values: Bits) -> int:
-        """change_at of all elements from flat position `start` on."""
+        """Do the same as change_at, for all elements from flat position `start` on."""
         ...
 
     def sum_range(self, key: int, start: int, values: Bits) -> int:

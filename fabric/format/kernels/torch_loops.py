@@ -1,11 +1,10 @@
 """Comparing and writing bits that are on a device, by torch: see protocol.py for what each does.
 
-- Bits are flat tensors of INTEGERS. Nothing is computed with them but whether they are equal, so it does not matter
-  that torch's are signed.
+- Bits are flat tensors of INTEGERS. They are only compared for equality, so it does not matter that torch's are signed.
 - `changes` takes at most TEMPORARY_FACTOR times the bytes of a block on the device, for each thread that calls it.
-- Where the device has no room, `changes` finds too many, as what is brought to the host whole takes none there; `write`
-  goes by way of the host, and `copies` stay there.
-- What the trainer wrote must be there, or be queued on the device's default stream.
+- If the device has no room, `changes` reports too many, since a block that comes to the host whole takes no room there;
+  `write` goes by way of the host, and `copies` stay on the host.
+- The trainer's writes must be done, or be queued on the device's default stream.
 - Tested on the CPU; unverified on a GPU.
 """
 
@@ -86,7 +85,7 @@ def on_host(flat: Flat) -> Bits:
 
 
 def as_tensor(array: Bits) -> torch.Tensor:
-    """Numbers of the host as torch's integers, in the same memory; a copy where that may not be written."""
+    """Return numbers of the host as torch's integers, in the same memory; a copy if that is read only."""
     signed: Any = array.view(np.uint8 if array.itemsize == 1 else f"<i{array.itemsize}")
     return torch.from_numpy(signed if signed.flags.writeable else signed.copy())
 
