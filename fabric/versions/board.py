@@ -4,9 +4,9 @@
   Offers and answers are keys with a time to live.
 - A holder's row that cannot be read is left out: whoever may write there may have written anything, and no weights
   depend on it.
-- Reports of damage are answers in a round that has no end: as few, and forgotten as they are
+- Reports of damage are answers in a round that has no end: bounded and forgotten as answers are
   (queue/lua/weights/answer.lua).
-- Where a holder serves opens its weights to whoever knows it, so it has a key of its own, which fewer roles may read.
+- A holder's address opens its weights to anybody who knows it, so it has a key of its own, which fewer roles may read.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RedisWeightBoard:
             except WireError as error:
                 unreadable.append(field)
                 log.warning("weights.report_unreadable", extra={"run_id": run_id, "error": str(error)})
-        if unreadable:  # nobody can clear it by its name
+        if unreadable:  # nobody can remove it by its name
             await self._forget(run_id, unreadable)
         return sorted(found, key=lambda damage: damage.name)
 

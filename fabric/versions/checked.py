@@ -1,6 +1,6 @@
 """Chunks of a version as they lie in a store, each checked against everything its manifest says of it.
 
-Who applies weights uses ChainReader; this is for looking: what is wrong is said, not raised.
+To apply weights, use ChainReader; this is for looking: faults are returned, not raised.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ..format.manifest import BlockRow, WeightManifest, block_digest, chunk_dige
 from ..ports.weights import WeightStore
 
 FETCH_BYTES_MAX = 16 << 20
-FETCH_COUNT_MAX = 2  # a chunk that was damaged on the way is right the second time
+FETCH_COUNT_MAX = 2  # a chunk damaged on the way is right the second time
 ABSENT = "is not there"
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk. data: None when it is not right. problem: why; it follows "chunk 3 …". rows: the blocks in it."""
+    """A chunk. data: None when it is not right. problem: why; it follows "chunk 3 …". rows: the blocks in it."""
 
     index: int
     data: bytes | None
@@ -28,7 +28,7 @@ class Chunk:
 
 
 async def checked_chunks(store: WeightStore, manifest: WeightManifest) -> AsyncIterator[Chunk]:
-    """All chunks of a version, in order. `rows` come with the digests of their blocks."""
+    """Yield all chunks of a version, in order. `rows` come with the digests of their blocks."""
     rows: list[list[tuple[BlockRow, int]]] = [[] for _ in manifest.chunk_bytes]
     for row, digest in zip(manifest.rows, manifest.block_digests.tolist(), strict=True):
         rows[row.chunk].append((row, digest))

@@ -2,7 +2,7 @@
 
 - Values are absolute and written in place, so a commit may be repeated or resumed and keeps every address.
 - Engines check all of a commit before they write its first byte (`check_writes`).
-- In several threads where there is much to write.
+- Large commits are written in several threads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SCATTER_COUNT_MIN = 1 << 16  # changes that are worth a thread
 class Staged:
     """Absolute values of a version, by the names of the rank's tensors; those without changes are left out.
 
-    sums: uint64 (P,), of every slice of the rank once they are written; of a whole model, of every tensor. Nothing is
-    written by them.
+    sums: uint64 (P,), of every slice of the rank after the commit; for a whole model, of every tensor. A commit does
+    not need them.
     """
 
     version: int
@@ -41,7 +41,7 @@ class Staged:
 
     @property
     def changed_count(self) -> int:
-        """Elements that a commit writes."""
+        """Count the elements that a commit writes."""
         return sum(len(values) for _, values in self.writes.values())
 
 
@@ -96,7 +96,7 @@ def write(writes: Writes, bits: Mapping[str, Bits], *, thread_count: int = 1) ->
         IndexError: a tensor's last position, or its first, lies outside; others may be written.
     """
     pieces = [piece for name, each in writes.items() for piece in _pieces(name, bits[name], each)]
-    pieces.reverse()  # what was staged last is still in the caches
+    pieces.reverse()  # the values staged last are still in the caches
     if thread_count == 1 or len(pieces) == 1:
         for flat, indices, values in pieces:
             _write(flat, indices, values)
@@ -106,7 +106,7 @@ def write(writes: Writes, bits: Mapping[str, Bits], *, thread_count: int = 1) ->
 
 
 def _pieces(name: str, flat: Bits, each: Write) -> Iterator[tuple[Bits, Indices | None, Bits]]:
-    """A tensor's write in parts of at most PIECE_COUNT elements."""
+    """Cut a tensor's write into parts of at most PIECE_COUNT elements."""
     indices, values = each
     if indices is not None and len(indices) and not (indices[0] >= 0 and indices[-1] < len(flat)):
         raise IndexError(f"tensor {name!r}: position {indices[-1]} lies outside its {len(flat)} elements")

@@ -4,8 +4,8 @@
   independently from the block's own histogram. The gaps between such positions have the entropy H(p) / p bits each.
 - A block without a base (of a keyframe) has the entropy of its new values, or of their byte planes where an element is
   wider than two bytes: a block is too short to show more of their joint distribution.
-- What tells a decoder the probabilities is not counted, so a few changes cannot come near the floor. Clustered changes
-  can go below it.
+- The floor leaves out the bits that tell a decoder the probabilities, so a few changes cannot come near it. Clustered
+  changes can go below it.
 - Cost: decoding, and a count of every step. A publisher looks at a few blocks of a version (`sampled_ratio`).
 """
 
@@ -26,13 +26,13 @@ from ..format.layout import Layout
 if TYPE_CHECKING:
     from ..format.manifest import BlockRow
 
-SAMPLE_AT = (1 / 6, 1 / 2, 5 / 6)  # where in a version the blocks lie that tell of all; one takes a millisecond
+SAMPLE_AT = (1 / 6, 1 / 2, 5 / 6)  # places of the sampled blocks, which stand for all; one takes a millisecond
 COUNTED_BYTES_MAX = 2  # wider elements have more patterns than a block has elements
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Bits that are needed at least: for positions, for steps, and for values that have no base. Floors add up."""
+    """The fewest bits needed: for positions, for steps, and for values that have no base. Floors add up."""
 
     position_bits: float = 0.0
     step_bits: float = 0.0
@@ -47,12 +47,12 @@ class Floor:
 
     @property
     def byte_count(self) -> float:
-        """All of them, in bytes."""
+        """Return the whole floor in bytes."""
         return (self.position_bits + self.step_bits + self.value_bits) / 8
 
 
 def block_floor(decoded: Decoded, element_count: int) -> Floor:
-    """The floor of one decoded block of `element_count` elements."""
+    """Compute the floor of one decoded block of `element_count` elements."""
     if decoded.is_absolute and decoded.indices is None:
         return Floor(value_bits=_value_bits(decoded.numbers))
     changed_count = len(decoded.numbers) if decoded.indices is not None else int(np.count_nonzero(decoded.numbers))
@@ -64,7 +64,7 @@ def block_floor(decoded: Decoded, element_count: int) -> Floor:
 
 
 def sampled_ratio(layout: Layout, rows: Sequence[BlockRow], chunks: Sequence[bytes]) -> float:
-    """The floor as a fraction of the payload, from a few sparse blocks of a version; 0 where it has none.
+    """Compute the floor as a fraction of the payload, from a few sparse blocks of a version; 0 if it has none.
 
     Args:
         rows: of its blocks, in the order of chunks. chunks: its encoded bytes.
@@ -82,14 +82,14 @@ def sampled_ratio(layout: Layout, rows: Sequence[BlockRow], chunks: Sequence[byt
 
 
 def position_bits(element_count: int, changed_count: int) -> float:
-    """Bits that say which `changed_count` of `element_count` elements changed, each independently: n H(p)."""
+    """Compute the bits that say which `changed_count` of `element_count` elements changed, independently: n H(p)."""
     unchanged_count = element_count - changed_count
     assert 0 <= changed_count <= element_count
     return sum(count * math.log2(element_count / count) for count in (changed_count, unchanged_count) if count)
 
 
 def entropy_bits(symbols: NDArray[Any]) -> float:
-    """Shannon entropy of the histogram of `symbols` (unsigned integers), bits per symbol; 0 for none."""
+    """Compute the Shannon entropy of `symbols` (unsigned integers), in bits per symbol; 0 for none."""
     if len(symbols) == 0:
         return 0.0
     narrow = symbols.dtype.itemsize <= COUNTED_BYTES_MAX

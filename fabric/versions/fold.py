@@ -1,6 +1,6 @@
 """Folding: several versions, one after another, become one jump that has their effect.
 
-- Steps add modulo the element's width, so no weights are needed: whoever can read the store can fold.
+- Steps add modulo the element's width, so no weights are needed: any reader of the store can fold.
 - Blocks are folded one by one, some at a time, so memory does not grow with the model or the number of versions.
 - The sums of the last version hold for the jump: it leads to the same state.
 """
@@ -33,7 +33,7 @@ def may_fold(sources: Sequence[WeightManifest]) -> bool:
 
 
 async def fold(store: WeightStore, identity: Identity, kind: str, sources: Sequence[WeightManifest]) -> Prepared:
-    """The jump of `kind` that leads from the first source's base to the last source's version.
+    """Make the jump of `kind` that leads from the first source's base to the last source's version.
 
     Raises:
         ChainBroken: a source's block is gone. DigestMismatch: one is corrupt. WireError: one cannot be decoded.
@@ -60,7 +60,7 @@ def _by_region(sources: Sequence[WeightManifest]) -> Rows:
 
 
 def _windows(regions: Sequence[Region], rows: Rows) -> list[list[Region]]:
-    """Regions in windows whose encoded blocks have about WINDOW_BYTES."""
+    """Group regions into windows whose encoded blocks have about WINDOW_BYTES."""
     windows: list[list[Region]] = []
     room = 0
     for region in regions:
@@ -76,7 +76,7 @@ def _windows(regions: Sequence[Region], rows: Rows) -> list[list[Region]]:
 async def _fetch(
     store: WeightStore, sources: Sequence[WeightManifest], items: Sequence[tuple[int, BlockRow, int]]
 ) -> dict[tuple[int, Region], bytes]:
-    """The encoded blocks, checked."""
+    """Fetch the encoded blocks, checked."""
     blocks: dict[tuple[int, Region], bytes] = {}
     for source, group in groupby(sorted(items, key=lambda item: item[0]), key=lambda item: item[0]):
         wanted = list(group)
@@ -113,7 +113,7 @@ def _fold_window(
 
 
 def _added(part: Part, more: Part) -> Part:
-    """Parts one behind the other, without changes: those of folded blocks would be steps."""
+    """Join two parts, without changes: changes of folded blocks would be steps."""
     shift = len(part.chunks)
     rows = [row._replace(chunk=row.chunk + shift) for row in more.rows]
     chunks, hashes = part.chunks + more.chunks, part.hashes + more.hashes

@@ -1,7 +1,7 @@
-"""What a store holds of a run, as far as it can be read.
+"""The versions that a store holds of a run, as far as they can be read.
 
-One manifest that cannot be read, damaged or of a release that wrote others, must not keep anyone from what leads around
-it: it is told, and counts as not held.
+An unreadable manifest, damaged or of another release, must not keep readers from the ways around it: it is logged, and
+counts as not held.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Name = tuple[int, str]  # version, kind
 
 
 async def readable(store: WeightStore, run_id: str, names: Sequence[Name]) -> dict[Name, WeightManifest]:
-    """Those of the manifests that are held and can be read, by name; in that order."""
+    """Return the manifests that are held and can be read, by name; in that order."""
     try:
         found = await store.manifests(run_id, names)
     except WireError:
@@ -38,7 +38,7 @@ async def _one(store: WeightStore, run_id: str, name: Name) -> WeightManifest | 
 
 
 def _is_named(manifest: WeightManifest, run_id: str, name: Name) -> bool:
-    """Whether it is what was asked for: a damaged one would bring its weights under another version."""
+    """Whether the manifest has the name asked for: a damaged one would bring its weights under another version."""
     if (manifest.run_id, manifest.version, manifest.kind) == (run_id, *name):
         return True
     _tell(run_id, name, f"it says that it is version {manifest.version} ({manifest.kind}) of {manifest.run_id!r}")

@@ -1,6 +1,6 @@
-"""Which elements of a model one tensor-parallel rank holds, and where.
+"""The elements of a model that one tensor-parallel rank holds, and their places.
 
-- A map says of every stretch of a checkpoint tensor that the rank holds where it lies among the rank's own flat
+- A map lists the stretches of checkpoint tensors that the rank holds, each with its place in the rank's own flat
   tensors: split by rows or columns, fused with others, padded, or whole.
 - Stretches of different ranks are equal (replicas) or have nothing in common; so sums over them add up to the model's.
 - A process that holds the whole model is a group of one rank, whose map is the identity (`whole`).
@@ -47,17 +47,17 @@ class ShardSlice(NamedTuple):
         return self.step > 0 and self.stride > (self.region.run - 1) * self.step
 
     def holds(self, region: Region) -> bool:
-        """Whether a region of the same tensor lies in it, and it is one stretch."""
+        """Whether this slice is one stretch, and a region of the same tensor lies in it."""
         return self.is_contiguous and self.region.start <= region.start and region.stop <= self.region.stop
 
     def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Flat positions in `target` of indices in the region. int64 (C,) both."""
+        """Turn indices in the region into flat positions in `target`. int64 (C,) both."""
         run, within = np.divmod(indices, self.region.run)
         places: NDArray[np.int64] = self.offset + run * self.stride + within * self.step
         return places
 
     def view(self, flat: Bits) -> Bits:
-        """Its elements in the flat tensor `target`, as a view (run_count, run)."""
+        """Return its elements in the flat tensor `target`, as a view (run_count, run)."""
         width = flat.strides[0]
         shape = (self.region.run_count, self.region.run)
         strides = (self.stride * width, self.step * width)
@@ -67,7 +67,7 @@ class ShardSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMap:
-    """What one rank holds. layout: the checkpoint's. local: the rank's own tensors, padding included."""
+    """The part of a model that one rank holds. layout: the checkpoint's. local: its own tensors, with padding."""
 
     layout: Layout
     local: Layout
@@ -75,7 +75,7 @@ class ShardMap:
 
     @cached_property
     def by_tensor(self) -> dict[int, list[tuple[int, ShardSlice]]]:
-        """Slices of each tensor, with their places among all."""
+        """Return the slices of each tensor, with their places among all slices."""
         found: dict[int, list[tuple[int, ShardSlice]]] = {}
         for place, one in enumerate(self.slices):
             found.setdefault(one.region.tensor, []).append((place, one))
@@ -83,7 +83,7 @@ class ShardMap:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether it is the identity: this rank holds the model as it is."""
+        """Whether the map is the identity: this rank holds the model as it is."""
         return self.local == self.layout and self.slices == whole(self.layout).slices
 
     def needs(self, region: Region) -> bool:
@@ -92,7 +92,7 @@ class ShardMap:
 
     @property
     def regions(self) -> NDArray[np.int64]:
-        """int64 (P, 5): the region of each slice."""
+        """Return int64 (P, 5): the region of each slice."""
         return np.array([one.region for one in self.slices], dtype=np.int64).reshape(-1, len(Region._fields))
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class ShardMap:
         held: dict[str, list[ShardSlice]] = {spec.name: [] for spec in self.local.tensors}
         for one in self.slices:
             held[one.target].append(one)
-        for target in self.local.tensors:  # one at a time: a mark for each element of all would be half the part
+        for target in self.local.tensors:  # one at a time: marks for all elements would take half the part's memory
             self._check_target(target, held[target.name])
 
     def _check_target(self, target: TensorSpec, slices: Iterable[ShardSlice]) -> None:
@@ -123,7 +123,7 @@ class ShardMap:
 
 
 def whole(layout: Layout) -> ShardMap:
-    """The map of the only rank of a model: one slice for each tensor."""
+    """Make the map of the only rank of a model: one slice for each tensor."""
     regions = [Region.span(tensor, 0, spec.element_count) for tensor, spec in enumerate(layout.tensors)]
     slices = [ShardSlice(region, layout.tensors[region.tensor].name, 0, region.run) for region in regions]
     return ShardMap(layout, layout, tuple(slices))
@@ -133,7 +133,7 @@ def check_regions(layout: Layout, regions: Iterable[Region]) -> None:
     """Require that regions together are every tensor of the layout, and have nothing in common.
 
     Raises:
-        LayoutMismatch: names the first tensor of which that is not so.
+        LayoutMismatch: names the first tensor that they do not cover so.
     """
     found: dict[int, list[Region]] = {}
     for region in regions:

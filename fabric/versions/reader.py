@@ -1,9 +1,9 @@
-"""Reading versions from a store: which manifests, then their chunks, checked, and refetched when they are not right.
+"""Reading versions from a store: choosing manifests, then fetching their chunks, checked, again if one is wrong.
 
 - A chunk reaches a stage only with the digest its manifest promises; after FETCH_COUNT_MAX tries the reader gives up.
-- The next chunks are fetched while the last are decoded; of encoded bytes at most 2 * FETCH_BYTES_MAX are in memory.
+- The next chunks are fetched while the last are decoded; at most 2 * FETCH_BYTES_MAX encoded bytes are in memory.
 - Decoding runs in a thread, so the caller's loop stays free.
-- What could not be read is left out of the next plan, and told to the publisher, who heals it.
+- The next plan avoids a version that could not be read; a report tells the publisher, which heals it.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ T_co = TypeVar("T_co", covariant=True)
 
 FETCH_BYTES_MAX = 16 << 20  # per round trip: long enough to hide the trip, small beside any model
 FETCH_COUNT_MAX = 3
-READ_COUNT_MAX = 64  # of a version that is deleted while it is read, and again
-STILL_COUNT_MAX = 2  # and while nothing is deleted: by the ways around what could not be read
-NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}  # types numpy has
+READ_COUNT_MAX = 64  # of versions that are deleted while they are read
+STILL_COUNT_MAX = 2  # and while nothing is deleted: by ways around unreadable versions
+NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}  # numpy's types
 
 
 class ChunkSink(Protocol[T_co]):
-    """What takes versions chunk by chunk, oldest first: a Stage, or what gathers them for others to stage."""
+    """A receiver of versions chunk by chunk, oldest first: a Stage, or a collector of chunks for others to stage."""
 
     def begin(self, manifest: WeightManifest) -> None:
-        """The next version; every chunk of it follows, in order, then `end`."""
+        """Begin the next version; every chunk of it follows, in order, then `end`."""
         ...
 
     def feed(self, data: bytes) -> None:
-        """The next chunk, whose digest was found right."""
+        """Take the next chunk, whose digest was found right."""
         ...
 
     def end(self) -> None:
-        """The version is complete."""
+        """End the version: it is complete."""
         ...
 
     def finish(self) -> T_co:
-        """All versions together."""
+        """Return all versions together."""
         ...
 
 
@@ -66,14 +66,14 @@ class ChainReader:
         self._store = store
         self.run_id = run_id
         self._known: dict[tuple[int, str], WeightManifest] = {}
-        self._unreadable: set[Link] = set()  # of these a chunk was gone, or stayed corrupt, or could not be decoded
+        self._unreadable: set[Link] = set()  # a chunk of these was gone, stayed corrupt, or could not be decoded
         self._damages: dict[tuple[int, str], Damage] = {}
 
     async def require(self, goal: int, head: int) -> None:
         """Require the head, or another version that a newcomer can read.
 
         Raises:
-            VersionUnknown: it is neither; the text says which are.
+            VersionUnknown: it is neither; the text lists the readable versions.
         """
         names = [name for name in await self._store.held(self.run_id) if name[0] <= head]
         await self._learn(names)
@@ -83,9 +83,9 @@ class ChainReader:
             raise VersionUnknown(f"version {goal} of run {self.run_id!r} is not held: {known}", version=goal, head=head)
 
     async def plan(self, have: int | None, goal: int) -> list[WeightManifest]:
-        """Manifests that lead from `have` to `goal`, in the order to stage them.
+        """Return manifests that lead from `have` to `goal`, in the order to stage them.
 
-        What could not be read before is avoided, and tried again where there is no other way.
+        Avoid versions that could not be read before, unless there is no other way.
 
         Raises:
             ChainBroken: the store holds no such chain.
@@ -93,7 +93,7 @@ class ChainReader:
         names = [name for name in await self._store.held(self.run_id) if name[0] <= goal]
         self._known = {name: self._known[name] for name in names if name in self._known}
         if have is not None:
-            # A receiver that keeps up needs one small delta: look there before reading what all versions are.
+            # A receiver that keeps up needs one small delta: look for it before reading all manifests.
             await self._learn([name for name in names if name[0] > have and name[1] != KEYFRAME])
             with contextlib.suppress(ChainBroken):
                 deltas = plan(have, goal, [link for link in self._links() if link.kind != KEYFRAME])
@@ -111,11 +111,11 @@ class ChainReader:
         """Fetch, check and stage versions. The stage's live weights are only read.
 
         Args:
-            may_end_early: be content with the first of them, where a later one was deleted while they came: from there
-                on there is another way, and what has come need not come again.
+            may_end_early: be content with the first of them if a later one was deleted while they came: another way
+                leads on from there, and the staged chunks need not come again.
 
         Raises:
-            LayoutMismatch, ChainBroken, DigestMismatch, WireError: as Stage; nothing was written.
+            LayoutMismatch, ChainBroken, DigestMismatch, WireError: as in Stage; nothing was written.
         """
         at: list[WeightManifest] = []
         try:
@@ -127,25 +127,25 @@ class ChainReader:
         except BaseException as error:
             if isinstance(error, (DigestMismatch, WireError)) and "chunk" not in error.facts:
                 self.doubt(at)
-            self._known.clear()  # one of them may have been damaged on the way, or be of a head that was lost
+            self._known.clear()  # a manifest may have been damaged on the way, or be of a head that was lost
             raise
         return await asyncio.to_thread(stage.finish)
 
     def doubt(self, manifests: Sequence[WeightManifest]) -> None:
-        """What these say could not be used, though their chunks are what they name: go round them where one can."""
+        """Avoid these manifests if possible: they could not be used, though their chunks are right."""
         self._known.clear()
         for manifest in manifests:
             self._note(manifest, "undecodable")
 
     def take_damages(self) -> list[Damage]:
-        """What could not be read since the last call."""
+        """Return reports of all that could not be read since the last call."""
         found, self._damages = [*self._damages.values()], {}
         return found
 
     async def _staged(self, manifest: WeightManifest, stage: ChunkSink[Any], *, may_be_gone: bool) -> bool:
-        """All chunks of a version, in order; the next are on their way while the last are decoded.
+        """Stage all chunks of a version, in order; the next are on their way while the last are decoded.
 
-        False: its first ones are gone, as they may be; the stage knows nothing of it.
+        Return False if its first chunks are gone, as they may be; the stage knows nothing of the version then.
         """
         is_begun = False
 
@@ -167,10 +167,10 @@ class ChainReader:
         return True
 
     async def _fetch(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes]:
-        """Chunks with the right digests.
+        """Fetch chunks with the right digests.
 
         Raises:
-            ChainBroken: one is gone. DigestMismatch: one stays corrupt.
+            ChainBroken: a chunk is gone. DigestMismatch: a chunk stays corrupt.
         """
         good: dict[int, bytes] = {}
         failure: ChainBroken | DigestMismatch | None = None
@@ -209,7 +209,7 @@ class ChainReader:
 
 
 async def report_damages(store: WeightStore, run_id: str, damages: Sequence[Damage], reporter: str = "") -> None:
-    """Tell the publisher what could not be read; where it cannot be told now, who reads again tells it again."""
+    """Report unreadable versions to the publisher; a report that fails now is made again by the next reader."""
     with contextlib.suppress(FabricError):
         for damage in damages:
             await store.report_damage(run_id, replace(damage, reporter=reporter))
@@ -218,7 +218,7 @@ async def report_damages(store: WeightStore, run_id: str, damages: Sequence[Dama
 async def fetch_ahead(
     batches: Sequence[list[B]], fetch: Callable[[list[B]], Coroutine[Any, Any, T]], feed: Callable[[T], None]
 ) -> None:
-    """Feed what is fetched, batch by batch, in order; `feed` runs in a thread, and the next batch comes meanwhile."""
+    """Feed fetched batches, in order; `feed` runs in a thread, and the next batch comes meanwhile."""
     task = asyncio.create_task(fetch(batches[0] if batches else []))
     try:
         for following in [*batches[1:], []]:
@@ -234,11 +234,11 @@ async def fetch_ahead(
 async def fetch_bits(
     store: WeightStore, run_id: str, version: int | None = None
 ) -> tuple[WeightManifest, dict[str, Bits]]:
-    """A version's manifest and its flat stored bits by name, everything verified. version None: the head.
+    """Return a version's manifest and its flat stored bits by name, all verified. version None: the head.
 
     Raises:
         VersionUnknown: it was never published, or can no longer be read.
-        ChainBroken: a chunk of what leads to it is missing, or is deleted again and again while it is read.
+        ChainBroken: a chunk on the way to it is missing, or is deleted again and again while it is read.
         DigestMismatch: a chunk stays corrupt, and there is no way around it.
     """
     reader = ChainReader(store, run_id)
@@ -247,7 +247,7 @@ async def fetch_bits(
         try:
             return await _read(reader, store, version)
         except (ChainBroken, DigestMismatch, WireError) as error:
-            # What is deleted while it is read is no fault: there is a newer head, or another way, to plan for.
+            # A version deleted while it is read is no fault: plan again for a newer head, or another way.
             failure, before, held = error, held, await store.held(run_id)
             still_count = still_count + 1 if held == before else 0
             if still_count == STILL_COUNT_MAX:
@@ -268,7 +268,7 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
 
 
 class Weights(dict[str, NDArray[Any]]):
-    """Arrays by name, and what they are: where numpy lacks a dtype (bfloat16, float8), the array holds its bits.
+    """Arrays by name, with their dtypes: where numpy lacks a dtype (bfloat16, float8), the array holds its bits.
 
     Args:
         dtypes: name → dtype, torch's name without the prefix.
@@ -286,17 +286,17 @@ class Weights(dict[str, NDArray[Any]]):
         return Weights, (dict(self), self.dtypes)
 
     def copy(self) -> Weights:
-        """The same arrays in another mapping."""
+        """Return the same arrays in another mapping."""
         return Weights(self, self.dtypes)
 
 
 async def fetch_weights(store: WeightStore, run_id: str, version: int | None = None) -> Weights:
-    """A version's tensors by name, in their shapes, bit-exact; types that numpy lacks (bfloat16, float8) as bits.
+    """Return a version's tensors by name, in their shapes, bit-exact; dtypes that numpy lacks (bfloat16, …) as bits.
 
-    What it gives can be published again, and is the same then.
+    The result can be published again, and has the same bits then.
 
     Raises:
-        VersionUnknown, ChainBroken, DigestMismatch: as `fetch_bits`.
+        VersionUnknown, ChainBroken, DigestMismatch: as in `fetch_bits`.
     """
     manifest, bits = await fetch_bits(store, run_id, version)
     specs = manifest.tensors.tensors
@@ -309,7 +309,7 @@ def _as_array(spec: TensorSpec, bits: Bits) -> NDArray[Any]:
 
 
 def _with_empty(layout: Layout, bits: dict[str, Bits]) -> dict[str, Bits]:
-    """`bits` with the tensors that have no elements, which no version carries."""
+    """Add to `bits` the tensors that have no elements, which no version carries."""
     empty = {spec.name: np.zeros(0, spec.bits_dtype) for spec in layout.tensors if spec.element_count == 0}
     return {**bits, **empty}
 
@@ -317,7 +317,7 @@ def _with_empty(layout: Layout, bits: dict[str, Bits]) -> dict[str, Bits]:
 def _sort_out(
     manifest: WeightManifest, found: dict[int, bytes | None], good: dict[int, bytes]
 ) -> ChainBroken | DigestMismatch | None:
-    """Move what is right to `good`; returns why the rest is not."""
+    """Move right chunks to `good`; return why the others are wrong."""
     failure: ChainBroken | DigestMismatch | None = None
     for index, data in found.items():
         if data is None:
@@ -337,7 +337,7 @@ def _sort_out(
 
 
 def _ranges(versions: Sequence[int]) -> str:
-    """Ascending versions as text: 3-5, 8."""
+    """Write ascending versions as text: 3-5, 8."""
     parts: list[list[int]] = []
     for version in versions:
         if parts and version == parts[-1][-1] + 1:

@@ -1,17 +1,17 @@
-"""The publisher's copy of what receivers hold, of the whole model or of one rank's part, and versions made from it.
+"""The publisher's copy of the receivers' weights, of the whole model or of one rank's part, and versions made from it.
 
 - A part is boxes of tensors, each flat and by itself; a whole model has one box for each tensor: all of it. Each part
   makes its own blocks and sums; those of all parts together are one version.
-- Bits stay where they are given, on the host or on a device, and are compared there (format/kernels). Of a delta only
-  the changes come to the host. Bits may be elsewhere from one version to the next.
+- Bits stay where they are given, on the host or on a device, and are compared there (format/kernels). Only the changes
+  of a delta come to the host. Bits may be elsewhere from one version to the next.
 - `prepare_*` only reads; the snapshot moves by `advance`, which the caller calls once the head has moved. A publish
   that fails leaves it where the receivers are.
-- Advancing costs as much as has changed, not as much as the model has; so do the sums of the state.
-- Each region of the new weights is read once, to a copy; the version's bytes, its sums and what the snapshot becomes
-  are made from that. So they agree, whatever the trainer does meanwhile, and nothing that is kept is a view of it.
-- Blocks are encoded side by side in threads, and lie in the chunks in the order of the cut whatever thread was first.
+- The cost of advancing grows with the changes, not with the model; so does the cost of the state's sums.
+- Each region of the new weights is read once, to a copy; the version's bytes, its sums and the next snapshot are made
+  from that copy. So they agree, whatever the trainer does meanwhile, and nothing that is kept is a view of its memory.
+- Blocks are encoded side by side in threads, and lie in the chunks in the order of the cut whichever thread was first.
 - Memory: one copy of the weights, the encoded bytes of the version being prepared, and a copy of its dense blocks.
-  Where a device has no room for the copy, it is on the host, with a warning.
+  If a device has no room for the copy, it is on the host, with a warning.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ THREAD_COUNT_MAX = 8  # memory bandwidth is used up before
 log = logging.getLogger(__name__)
 
 EncodeRegion = Callable[[Encoder, Region], Encoded | None]
-Check = Callable[[], None]  # called between two regions; what it raises ends the work
+Check = Callable[[], None]  # called between two regions; its error ends the work
 
 
 def no_check() -> None:
-    """The work is wanted whatever happens."""
+    """Check nothing: the work is wanted whatever happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a prepared version changes in one region. indices: uint32 positions in the region, None for all."""
+    """The changes of a prepared version in one region. indices: uint32 positions in the region, None for all."""
 
     region: Region
     indices: NDArray[np.uint32] | None
@@ -89,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A version ready to be sent. What it holds is its own, or the snapshot's.
+    """A version ready to be sent. Its memory is its own, or the snapshot's.
 
     chunks, changes, sums: of the part that prepared it; the manifest may be of all parts.
     """
@@ -102,7 +102,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Whose version it is, and what carries it."""
+    """A version's run, number and publisher, and its carrier."""
 
     run_id: str
     epoch: int
@@ -131,7 +131,7 @@ class Snapshot:
         thread_count: how many blocks are encoded at a time; by default as many as there are processors.
 
     Attributes:
-        sums: of its own part. The first keyframe makes those of weights that have no version.
+        sums: of its own part. For weights without a version, the first keyframe makes them.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Snapshot:
         self._thread_count = thread_count or min(THREAD_COUNT_MAX, os.cpu_count() or 1)
 
     def prepare_delta(self, identity: Identity, new: Mapping[str, Flat], check: Check = no_check) -> Prepared:
-        """The version `identity` as what differs between `new` and this snapshot, bit by bit."""
+        """Make the version `identity` from the bits that differ between `new` and this snapshot."""
         assert identity.version > self.version >= 0
 
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
@@ -172,7 +172,7 @@ class Snapshot:
         return self._assemble(identity, part, Place(kind=DELTA, base_version=self.version, sums=self.sums + part.sums))
 
     def prepare_keyframe(self, identity: Identity, check: Check = no_check) -> Prepared:
-        """This snapshot's own weights, as version `identity`."""
+        """Make the version `identity` from this snapshot's own weights."""
 
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
             return encoder.dense(self._places[region].read(self.bits[self._names[region.tensor]]))
@@ -209,7 +209,7 @@ class Snapshot:
         self.version = prepared.manifest.version
 
     def _both(self, region: Region, new: Mapping[str, Flat]) -> tuple[Flat, Flat]:
-        """A region's kept and new bits: both on one device, or else both on the host."""
+        """Return a region's kept and new bits: both on one device, or else both on the host."""
         place, name = self._places[region], self._names[region.tensor]
         old, given = self.bits[name], new[name]
         is_together = is_on_device(old) and is_on_device(given) and old.device == given.device
@@ -218,7 +218,7 @@ class Snapshot:
 
 
 def packed(layout: Layout, boxes: Iterable[Region]) -> dict[Region, Region]:
-    """Block → its place in a flat array that holds the box alone, for all blocks of the boxes, one box for a tensor."""
+    """Map each block of the boxes to its place in a flat array that holds its box alone. One box for a tensor."""
     places: dict[Region, Region] = {}
     for box in boxes:
         first = 0
@@ -229,14 +229,14 @@ def packed(layout: Layout, boxes: Iterable[Region]) -> dict[Region, Region]:
 
 
 def _copies(bits: Mapping[str, Flat], beside: Mapping[str, Flat]) -> dict[str, Flat]:
-    """Copies of bits, each where `beside` has that of its name, or all on the host."""
+    """Copy bits, each to where `beside` has that of its name, or all to the host."""
     if any(map(is_on_device, beside.values())):
         return load_torch().copies(bits, beside)
     return {name: np.array(on_host(flat)) for name, flat in bits.items()}
 
 
 def apply_change(flat: Flat, change: Change) -> None:
-    """Write what a version changes in one region of a flat tensor."""
+    """Write a version's changes in one region of a flat tensor."""
     if is_on_device(flat):
         load_torch().write(change.region.read(flat), change.indices, change.values)
     elif change.indices is None:
@@ -247,7 +247,7 @@ def apply_change(flat: Flat, change: Change) -> None:
 
 @dataclass(slots=True)
 class _Chunks:
-    """Encoded blocks, gathered into chunks of whole blocks, which are hashed while the next ones are encoded."""
+    """Gathers encoded blocks into chunks of whole blocks, and hashes a chunk while the next blocks are encoded."""
 
     hashing: ThreadPoolExecutor
     done: list[bytes] = field(default_factory=list)
@@ -256,7 +256,7 @@ class _Chunks:
     size: int = 0
 
     def add(self, data: bytes) -> tuple[int, int]:
-        """Take a block in; returns its chunk and where in it the block starts."""
+        """Take a block in; return its chunk and where in it the block starts."""
         if self.size and (self.size >= CHUNK_BYTES or self.size + len(data) > CHUNK_BYTES_MAX):
             self.close()
         offset = self.size
@@ -280,9 +280,9 @@ def encode_part(
     has_sums: bool = True,
     check: Check = no_check,
 ) -> Part:
-    """Encode regions, in order. What changes is kept where there is a base to change.
+    """Encode regions, in order. Keep the changes where there is a base to change.
 
-    has_sums False: leave the sums at 0, where the caller knows those of the state. check: called before each region.
+    has_sums False: leave the sums at 0, as the caller knows those of the state. check: called before each region.
     """
     keys = [tensor_key(spec.name) for spec in layout.tensors]
     own = threading.local()
@@ -298,7 +298,7 @@ def encode_part(
         change = None
         if encoded is not None and encoded.olds is not None:
             change = Change(region, encoded.indices, encoded.values)
-        # What is not kept is let go before the block waits for its turn.
+        # Release unneeded memory before the block waits for its turn.
         return region, encoded and replace(encoded, indices=None, olds=None, values=NOTHING), change, moved
 
     part = Part([], [], [], [], np.zeros(len(layout.tensors), dtype=np.uint64), [])
@@ -325,7 +325,7 @@ def encode_part(
 
 
 def make_manifest(identity: Identity, layout: Layout, part: Part, place: Place, *, cut: str) -> WeightManifest:
-    """The manifest of a version whose blocks are `part`. cut: digest of the regions that the publisher cuts into."""
+    """Make the manifest of a version whose blocks are `part`. cut: digest of the publisher's regions."""
     return WeightManifest(
         run_id=identity.run_id,
         epoch=identity.epoch,

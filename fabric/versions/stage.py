@@ -1,11 +1,11 @@
 """Staging: versions decoded to absolute values beside the live weights, and verified; commit.py writes them.
 
-- A stage is of what one rank holds (rank_parts.py); a model that is held whole is one slice per tensor, of one rank.
+- A stage is for the part of one rank (rank_parts.py); a whole model is one slice per tensor, of one rank.
 - Staging reads the live weights and never writes them; the engine generates meanwhile. Only the owner of the engine
   commits, so they stand still.
-- The sums of every slice are carried along with every staged value. Whoever holds all slices compares them with the
-  manifest's before anything is handed out, version by version; ranks do it together (vote.py). A wrong base shows at
-  every position that changes.
+- The sums of every slice are carried along with every staged value. A rank that holds all slices compares them with the
+  manifest's before anything is handed out, version by version; several ranks do it together (vote.py). A wrong base
+  shows at every position that changes.
 - Several versions are staged as one: later values win, steps add to staged values where there are some. A tensor that
   is staged whole already is brought on in place: nobody else reads it.
 - Memory: 8 bytes and one element per change, and a block; a keyframe, or a tensor mostly changed, as much as it has.
@@ -32,13 +32,13 @@ from .commit import Staged, Write
 from .rank_parts import ShardMap, ShardSlice, overlaps
 
 INDEX_BYTES = 8
-SUM_ELEMENTS = 1 << 20  # at a time, where sums of a tile are made anew: bounds what their positions take
+SUM_ELEMENTS = 1 << 20  # at a time, where sums of a tile are made anew: bounds the memory of their positions
 
 
 class _Growing:
-    """What a version says of one of the rank's tensors: in room for all positions it names, or the whole tensor.
+    """A version's values for one of the rank's tensors: in room for all positions it names, or the whole tensor.
 
-    whole: the tensor, where versions before have staged all of it; it is written in place.
+    whole: the tensor, if earlier versions have staged all of it; it is written in place.
     """
 
     def __init__(self, room_count: int, dtype: np.dtype[Any], whole: Bits | None) -> None:
@@ -51,11 +51,11 @@ class _Growing:
 
     @property
     def room(self) -> tuple[Indices, Bits]:
-        """What is left of it; a block's positions and values are put at its front, and then counted by `add`."""
+        """Return the room that is left; a block puts positions and values at its front, and `add` then counts them."""
         return self._positions[self._count :], self._values[self._count :]
 
     def add(self, positions: Indices, values: Bits, *, is_ordered: bool) -> None:
-        """Some elements; positions and values lie in `room` already, or are copied to it."""
+        """Add elements; their positions and values lie in `room` already, or are copied to it."""
         if self.whole is not None:
             self.whole[positions] = values
             return
@@ -71,14 +71,14 @@ class _Growing:
         self._stop = int(positions[-1]) + 1
 
     def fill(self, whole: Callable[[], Bits]) -> Bits:
-        """The whole tensor, to put a stretch on. whole: makes a copy of it, when the first such comes."""
+        """Return the whole tensor, to put a stretch on. whole: makes a copy of it for the first stretch."""
         if self.whole is None:
             self.whole = whole()
             self.whole[self._positions[: self._count]] = self._values[: self._count]
         return self.whole
 
     def write(self) -> Write:
-        """Everything, positions ascending."""
+        """Return everything as one write, positions ascending."""
         if self.whole is not None:
             return None, self.whole
         positions, values = self._positions[: self._count], self._values[: self._count]
@@ -92,7 +92,7 @@ class Stage:
     """Collects one or more versions, oldest first, chunk by chunk or block by block.
 
     Args:
-        part: what is held, of which model (rank_parts.whole: all of it).
+        part: the rank's part of which model (rank_parts.whole: all of it).
         live: its tensors' flat stored bits by name, or None when there are none.
         have: the version that `live` is; -1: none, then the first version must be a keyframe, and only elements that
             are nobody's slice are taken from `live`.
@@ -123,7 +123,7 @@ class Stage:
         self._fed_count = 0
 
     def begin(self, manifest: WeightManifest) -> None:
-        """The next version; every chunk of it follows, in order (`feed`), or every block that is needed (`take`).
+        """Begin the next version; every chunk of it follows, in order (`feed`), or every block that is needed (`take`).
 
         Raises:
             LayoutMismatch: its tensors are not the model's.
@@ -154,8 +154,7 @@ class Stage:
         self._fed_count = 0
 
     def feed(self, data: bytes | memoryview) -> None:
-        """The next chunk.
-
+        """Take the next chunk.
         Raises:
             DigestMismatch: it is not the chunk that the manifest promises; another copy of it may be.
             WireError: it cannot be decoded; the stage is useless now.
@@ -168,7 +167,7 @@ class Stage:
         self._fed_count += 1
 
     def take(self, row: BlockRow, data: memoryview) -> None:
-        """A block, whose digest was found right; nothing where it holds nothing of the rank.
+        """Take a block, whose digest was found right; ignore a block that holds nothing of the rank.
 
         Raises:
             WireError: it cannot be decoded; the stage is useless now.
@@ -179,11 +178,11 @@ class Stage:
             raise WireError(f"tensor {self._part.layout.tensors[row.tensor].name!r}: {error}") from error
 
     def end(self) -> None:
-        """The version is complete.
+        """End the version: it is complete.
 
         Raises:
-            DigestMismatch: what was staged is not what the publisher meant; the stage is useless now. Where other ranks
-                hold the rest, they find out together.
+            DigestMismatch: the staged values are not the publisher's; the stage is useless now. If other ranks hold the
+                rest, they find out together.
         """
         manifest = self._manifest
         assert manifest is not None
@@ -196,7 +195,7 @@ class Stage:
         self._manifest = None
 
     def finish(self) -> Staged:
-        """All versions together, ready to commit. The stage is empty afterwards."""
+        """Return all versions together, ready to commit. The stage is empty afterwards."""
         assert self._manifest is None, "a version has not ended"
         names = [spec.name for spec in self._part.local.tensors if spec.name in self._written]
         tensors = {name: self._smallest(name, self._written.pop(name)) for name in names}
@@ -221,7 +220,7 @@ class Stage:
             self._take_part(place, one, region, decoded)
 
     def _take_whole(self, place: int, one: ShardSlice, region: Region, data: memoryview) -> None:
-        """A stretch of the tensor that is a stretch of the rank's, too: decoded and summed in one go."""
+        """Stage a stretch of the tensor that is a stretch of the rank's, too: decode and sum it in one go."""
         growing, spec = self._grown(one.target), self._specs[one.target]
         key, first = self._keys[region.tensor], one.offset + region.start - one.region.start
         stretch = slice(first, first + region.element_count)
@@ -241,7 +240,7 @@ class Stage:
         growing.add(taken.positions, taken.values, is_ordered=True)
 
     def _take_part(self, place: int, one: ShardSlice, region: Region, decoded: Decoded) -> None:
-        """What any block and any slice have in common."""
+        """Stage the elements that a block and a slice have in common."""
         growing, key = self._grown(one.target), self._keys[region.tensor]
         where: slice | Indices
         if decoded.indices is None and region.is_contiguous and one.is_contiguous:
@@ -284,14 +283,14 @@ class Stage:
         return found
 
     def _copy(self, name: str) -> Bits:
-        """A copy of the tensor as staged so far; of a keyframe what comes is not there yet, and will be."""
+        """Copy the tensor as staged so far; the elements of a keyframe that are still missing will come."""
         if self._live is None or (self._is_keyframe and self._part.is_whole):
             made = np.empty if self._part.is_whole else np.zeros
             return made(self._specs[name].element_count, dtype=self._specs[name].bits_dtype)
         return _filled(self._live[name], self._written.get(name))
 
     def _current(self, name: str, where: slice | Indices) -> Bits:
-        """Values that steps add to: staged where there are some, live elsewhere. Not to be written."""
+        """Return the values that steps add to: staged where there are some, live elsewhere. Do not write them."""
         assert self._live is not None, "without live weights every tensor is staged whole"
         block: Bits = self._live[name][where]
         indices, values = self._written.get(name, (None, block))
@@ -308,7 +307,7 @@ class Stage:
         return block
 
     def _smallest(self, name: str, written: Write) -> Write:
-        """One write for a tensor: by position, or whole where that is fewer bytes."""
+        """Make one write for a tensor: by position, or whole if that is fewer bytes."""
         indices, values = written
         width, count = values.dtype.itemsize, self._specs[name].element_count
         if indices is None or len(values) * (INDEX_BYTES + width) < count * width:
@@ -318,7 +317,7 @@ class Stage:
 
 
 def part_sums(part: ShardMap, live: Mapping[str, Bits]) -> Sums:
-    """The sum of every slice's values, uint64 (P,). live: the rank's flat stored bits by name."""
+    """Compute the sum of every slice's values, uint64 (P,). live: the rank's flat stored bits by name."""
     return np.array([_slice_sum(part, one, live[one.target]) % 2**64 for one in part.slices], dtype=np.uint64)
 
 
@@ -351,7 +350,7 @@ def check_chunk(manifest: WeightManifest, index: int, data: bytes | memoryview) 
 
 
 def _over(older: Write | None, newer: Write) -> Write:
-    """`older` with newer values over it; may reuse its arrays."""
+    """Lay newer values over `older`; may reuse its arrays."""
     fresh, changed = newer
     if older is None or fresh is None:
         return newer
@@ -369,7 +368,7 @@ def _over(older: Write | None, newer: Write) -> Write:
 
 
 def _found(indices: Indices, wanted: Indices) -> tuple[Indices, NDArray[np.bool_]]:
-    """Where each of `wanted` is in ascending `indices`, and whether it is there at all."""
+    """Return where each of `wanted` is in ascending `indices`, and whether it is there at all."""
     if not len(indices):
         return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.bool_)
     at = np.searchsorted(indices, wanted)
@@ -378,7 +377,7 @@ def _found(indices: Indices, wanted: Indices) -> tuple[Indices, NDArray[np.bool_
 
 
 def _filled(live: Bits, written: Write | None) -> Bits:
-    """A copy of a tensor with staged values in it."""
+    """Copy a tensor with staged values in it."""
     whole = np.array(live)
     if written is not None:
         whole[... if written[0] is None else written[0]] = written[1]

@@ -1,11 +1,11 @@
 """WeightStore on Redis; its board is board.py's.
 
 - A chunk carries a time to live until its manifest is written, and a row says which versions have chunks and no
-  manifest yet. So what a publisher that dies leaves behind is deleted when the next one opens the run, as a manifest
-  is that never became the head; where nobody does, it goes away by itself.
-- A chunk's key holds its publisher's epoch: one that was replaced can not overwrite the chunks of its successor.
-- A manifest is written only when its chunks were there a moment ago, then their time to live is taken off: at or below
-  the head readers see it at once, and one without chunks would lead them astray.
+  manifest yet. So the next publisher that opens the run deletes the chunks that a dead one left behind, and manifests
+  that never became the head; if none does, the chunks expire by themselves.
+- A chunk's key holds its publisher's epoch: a replaced publisher cannot overwrite the chunks of its successor.
+- A manifest is written only if its chunks were there a moment ago, then their time to live is taken off: at or below
+  the head readers see it at once, and a manifest without chunks would lead them astray.
 - The announcement is a hint: waiting reads the head itself, at least every BLOCK_MS_MAX.
 """
 
@@ -58,7 +58,7 @@ class RedisWeightStore(RedisWeightBoard):
         return int(epoch)
 
     async def _drop_unfinished(self, run_id: str, epoch: int, kept: set[tuple[int, str]]) -> None:
-        """Delete chunks of earlier publishers that have no manifest. kept: of which there is one."""
+        """Delete chunks of earlier publishers that have no manifest. kept: the versions with a manifest."""
         sending = WeightKeys(run_id).sending
         with translate(self._client):
             rows = sending_rows(run_id, await self._client.hgetall(sending))
@@ -68,7 +68,7 @@ class RedisWeightStore(RedisWeightBoard):
                 await self._drop(run_id, replace(link, chunk_count=0) if is_kept else link, epoch, sending, field)
 
     async def _is_kept(self, manifest: WeightManifest) -> bool:
-        """Whether the chunks are there, now for good: who wrote the manifest may have died before seeing to it."""
+        """Whether the chunks are there; keep them for good, as the manifest's writer may have died before doing so."""
         return manifest.carrier != BROKER or not await self._keep(_chunk_keys(manifest.run_id, manifest.link))
 
     async def head(self, run_id: str) -> Head:
@@ -80,7 +80,7 @@ class RedisWeightStore(RedisWeightBoard):
         stream = WeightKeys(run_id).announcements
         clock = asyncio.get_running_loop().time
         until_s = clock() + timeout_s
-        seen = self._offers_seen.get(run_id)  # as it is now: an offer wakes everyone who waits, not only the first
+        seen = self._offers_seen.get(run_id)  # as it is now: an offer wakes all waiting tasks, not only the first
         while True:
             with translate(self._client):
                 last = await self._client.xrevrange(stream, count=ANNOUNCEMENT_COUNT_MAX)
@@ -160,7 +160,7 @@ class RedisWeightStore(RedisWeightBoard):
                 batch.getrange(keys[chunk], start, start + length - 1)
             with translate(self._client):
                 found += [_text(answer) for answer in await answers_of(batch)]
-        return [data or None for data in found]  # Redis answers nothing for what is not there
+        return [data or None for data in found]  # Redis answers an empty text for a missing key
 
     async def room_bytes(self) -> int | None:
         client = self._client
@@ -205,7 +205,7 @@ class RedisWeightStore(RedisWeightBoard):
                 raise refusal(code, run_id, replace(link, epoch=epoch), head_version=head_version, epoch=head_epoch)
 
     async def _lost_count(self, keys: Sequence[str]) -> int:
-        """How many chunks are not there."""
+        """Count the chunks that are not there."""
         found_count = 0
         for start in range(0, len(keys), BATCH_COUNT):
             with translate(self._client):
@@ -213,7 +213,7 @@ class RedisWeightStore(RedisWeightBoard):
         return len(keys) - found_count
 
     async def _keep(self, keys: Sequence[str]) -> int:
-        """Take the time to live off chunks; returns how many are not there."""
+        """Take the time to live off chunks; return how many are not there."""
         lost_count = 0
         for start in range(0, len(keys), BATCH_COUNT):
             part = keys[start : start + BATCH_COUNT]
@@ -235,12 +235,12 @@ def _chunk_keys(run_id: str, link: Link) -> list[str]:
 
 
 def _field(link: Link) -> str:
-    """Of the sending hash."""
+    """Return a version's field in the sending hash."""
     return f"{link.version}:{link.kind}.{link.epoch}"
 
 
 def _text(answer: Any) -> bytes:
-    """A key's bytes; none where the key was replaced by another type of key: MGET says the same of it."""
+    """Return a key's bytes; empty if a key of another type replaced it, as in MGET's answer."""
     if is_wrong_type(answer):
         return b""
     if isinstance(answer, Exception):
@@ -249,7 +249,7 @@ def _text(answer: Any) -> bytes:
 
 
 def _batches(ranges: Sequence[Range]) -> Iterator[Sequence[Range]]:
-    """Ranges in their order, so that each batch is one round trip of at most BATCH_BYTES (or one range)."""
+    """Cut ranges, in their order, into batches: each is one round trip of at most BATCH_BYTES (or one range)."""
     start = size = 0
     for index, (_, _, length) in enumerate(ranges):
         if index > start and (size + length > BATCH_BYTES or index - start >= BATCH_COUNT):
@@ -261,7 +261,7 @@ def _batches(ranges: Sequence[Range]) -> Iterator[Sequence[Range]]:
 
 
 def _room_bytes(memory: Mapping[str, Any]) -> int | None:
-    """What a server has left below its limit, from INFO memory; replicas' buffers do not count against it."""
+    """Return a server's free bytes below its limit, from INFO memory; replicas' buffers do not count against it."""
     limit = int(memory.get("maxmemory", 0))
     used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
     return max(0, limit - used) if limit else None

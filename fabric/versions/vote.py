@@ -1,8 +1,8 @@
 """The agreement of all ranks that have staged a version, before any of them commits.
 
 - Each rank votes with the sums of its slices (stage.py). A version is committed only when every rank has staged it, all
-  that hold one region have it alike, and together the regions have the sums that the manifest promises: a wrong base, a
-  codec fault or a spoiled block on one rank keeps all of them where they are.
+  holders of a region have it alike, and together the regions have the sums that the manifest promises: a wrong base, a
+  codec fault or a spoiled block on one rank keeps all ranks at their version.
 - Several versions are agreed on once, by the sums of the last.
 """
 
@@ -23,7 +23,7 @@ from .rank_parts import ShardMap
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Vote:
-    """What one rank staged. regions: int64 (P, 5); sums: uint64 (P,), of their new values. error: why it failed.
+    """One rank's staged version. regions: int64 (P, 5); sums: uint64 (P,), of their new values. error: why it failed.
 
     read_bytes: encoded blocks that it read. changed_count: elements that it would write.
     """
@@ -38,7 +38,7 @@ class Vote:
 
 
 def vote(rank: int, part: ShardMap, staged: Staged, read_bytes: int = 0) -> Vote:
-    """What a rank tells the others about what it staged."""
+    """Make the vote of a rank that has staged a version."""
     return Vote(
         rank=rank,
         version=staged.version,
@@ -50,7 +50,7 @@ def vote(rank: int, part: ShardMap, staged: Staged, read_bytes: int = 0) -> Vote
 
 
 def failed_vote(rank: int, error: Exception) -> Vote:
-    """What a rank tells the others when it could not stage."""
+    """Make the vote of a rank that could not stage."""
     regions = np.zeros((0, len(Region._fields)), dtype=np.int64)
     text = f"{type(error).__name__}: {error}"
     return Vote(rank=rank, version=-1, regions=regions, sums=np.zeros(0, dtype=np.uint64), error=text)
@@ -65,7 +65,7 @@ def agree(votes: Sequence[Vote], manifest: WeightManifest, rank_count: int) -> N
 
     Raises:
         WeightError: a rank is missing, failed, or staged another version.
-        DigestMismatch: what was staged is not what was published; names tensors and, where it can, the rank.
+        DigestMismatch: the staged values are not the published ones; names tensors and, if it can, the rank.
     """
     absent = sorted(set(range(rank_count)) - {one.rank for one in votes})
     bad = sorted((one for one in votes if one.error or one.version != manifest.version), key=lambda one: one.rank)
