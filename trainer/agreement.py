@@ -2,10 +2,11 @@
 
 N tokens that the policy made, of all rollouts in order.
 
-- A worker whose engine, weights or sampling differ silently from the trainer's says other log-probabilities than the
-  trainer's model gives for the same tokens. Spans name the worker, so the one that differs is found by name.
-- Only fresh tokens can be held against a worker (see fabric/contract/agreement.py); the rest is figured apart.
-- NaN and infinity are an alarm, never an exception. Where the trainer's own are not finite, no worker is blamed.
+- A worker whose engine, weights or sampling differ silently from the trainer's reports other log-probabilities than the
+  trainer's model gives for the same tokens. Spans name the worker, so we can name the worker that differs.
+- Only fresh tokens can be held against a worker (see fabric/contract/agreement.py); the others have figures of their
+  own.
+- NaN and infinity are an alarm, never an exception. If the trainer's own numbers are not finite, no worker is blamed.
 - Ratios are calculated with differences bounded to ±DIFFERENCE_BOUND, as every figure must stay finite.
 
 Sources. The gap and its cure, a truncated importance weight: Yao et al., "Your Efficient RL Framework Secretly Brings
@@ -58,19 +59,19 @@ UNIT = {
 
 
 def rule_for(dtypes: set[str]) -> AlarmRule:
-    """The default rule for weights that are stored in these dtypes."""
+    """Return the default rule for weights that are stored in these dtypes."""
     return FLOAT32 if dtypes <= {"float32", "float64"} else BFLOAT16
 
 
 def compare(groups: Sequence[Group], logprobs: Sequence[Any], *, version: int, rule: AlarmRule = FLOAT32) -> Agreement:
-    """Compare what workers said of their tokens with what the trainer's model says.
+    """Compare the workers' log-probabilities of their tokens with those of the trainer's model.
 
     Args:
         groups: complete groups.
-        logprobs: one array per rollout, in order: float32, shape (T,), natural log, aligned with completion_ids; what
-            stands where completion_mask is 0 is not looked at. numpy arrays, torch tensors or lists.
+        logprobs: one array per rollout, in order: float32, shape (T,), natural log, aligned with completion_ids;
+            values where completion_mask is 0 are ignored. numpy arrays, torch tensors or lists.
         version: the policy version of the weights that `logprobs` were computed with.
-        rule: what a worker may differ by.
+        rule: how much a worker may differ.
 
     Raises:
         InputError: not one array per rollout, or one of another length; names the rollout.
@@ -103,7 +104,7 @@ def compare(groups: Sequence[Group], logprobs: Sequence[Any], *, version: int, r
 
 
 def judge(rows: Sequence[WorkerFigures], rule: AlarmRule) -> list[Alarm]:
-    """At most one alarm per worker, about the first figure over its limit; the worst workers first."""
+    """Raise at most one alarm per worker, about the first figure over its limit; the worst workers first."""
     found = [(row, *over) for row in rows if (over := _over(row, rule)) is not None]
     are_calm = any(_over(row, rule) is None and row.token_count >= rule.token_count_min for row in rows)
     step = (
@@ -128,14 +129,14 @@ def judge(rows: Sequence[WorkerFigures], rule: AlarmRule) -> list[Alarm]:
 
 
 def worst_first(rows: Sequence[WorkerFigures], alarms: Sequence[Alarm]) -> tuple[WorkerFigures, ...]:
-    """At most WORKER_COUNT_MAX rows: workers with an alarm, then by their mean difference."""
+    """Sort rows, and keep at most WORKER_COUNT_MAX: workers with an alarm first, then by their mean difference."""
     blamed = {alarm.worker_id for alarm in alarms}
     order = sorted(rows, key=lambda row: (row.worker_id not in blamed, -row.logprob_difference_mean, row.worker_id))
     return tuple(order[:WORKER_COUNT_MAX])
 
 
 def _over(row: WorkerFigures, rule: AlarmRule) -> tuple[str, float, float] | None:
-    """The first figure over its limit, as (name, value, limit)."""
+    """Find the first figure over its limit, as (name, value, limit)."""
     limits: list[tuple[str, float | None]] = [("not_finite_count", 0.0)]
     if row.token_count >= rule.token_count_min:
         limits += [
@@ -165,7 +166,7 @@ def _trainer_alarm(wrong_count: int, token_count: int, version: int) -> tuple[Al
 
 
 def _values(difference_N: NDArray[np.float64], not_finite_count: int) -> dict[str, Any]:
-    """Fields of Figures. difference_N: trainer − worker, finite."""
+    """Compute the fields of Figures. difference_N: trainer − worker, finite."""
     if not len(difference_N):
         return {"not_finite_count": not_finite_count}
     far_N = np.abs(difference_N)
@@ -199,7 +200,7 @@ class _Tokens:
     workers: list[str]
 
     def by_worker(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
-        """Every worker with the indices of its tokens."""
+        """Yield every worker with the indices of its tokens."""
         order_N = np.argsort(self.maker_N, kind="stable")
         ends = np.searchsorted(self.maker_N[order_N], np.arange(len(self.workers) + 1))
         for maker, name in enumerate(self.workers):
@@ -236,11 +237,11 @@ def _tokens(rollouts: list[Rollout], logprobs: Sequence[Any], version: int) -> _
 
 
 def _makers(rollout: Rollout, version: int, makers: dict[str, int]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Which tokens are fresh (bool, shape (T,)), and who made each (int64, shape (T,), -1 where no span
-    speaks of it: not fresh).
+    """Tell which tokens are fresh (bool, shape (T,)), and which worker made each (int64, shape (T,)). A token outside
+    all spans has worker -1 and is not fresh.
 
-    An engine may change its weights within a turn and go on with the keys and values that older ones computed. What it
-    makes from there to the turn's end is no version's, so it is not fresh.
+    An engine may change its weights within a turn and go on with keys and values that older weights computed. Its
+    tokens from there to the turn's end are of no single version, so they are not fresh.
     """
     length = len(rollout.completion_ids)
     fresh_T, maker_T = np.zeros(length, dtype=bool), np.full(length, -1, dtype=np.int64)
@@ -255,7 +256,7 @@ def _makers(rollout: Rollout, version: int, makers: dict[str, int]) -> tuple[NDA
 
 
 def _array(given: Any) -> NDArray[np.float64]:
-    """A numpy array of what may be a torch tensor; without importing torch, for who has one has loaded it."""
+    """Make a numpy array of data that may be a torch tensor, without importing torch (a tensor has loaded it)."""
     if hasattr(given, "detach"):
         given = given.detach().double().cpu().numpy()
     return np.asarray(given, dtype=np.float64)
@@ -263,10 +264,10 @@ def _array(given: Any) -> NDArray[np.float64]:
 
 # ---------------------------------------------------------------- agreement report
 #
-# What becomes of a comparison: kept on the broker for all to see, and said aloud where a worker is over a limit.
+# Keeps a comparison on the broker for all to see, and raises an alarm if a worker is over a limit.
 #
 # - The newest comparison of a run replaces the one before. A worker whose alarm is open stays in it until its tokens
-#   agree again: a batch in which it made none says nothing in its favour.
+#   agree again: a batch without tokens of this worker does not clear it.
 # - An alarm is one event and one warning when it opens; `agreement.settled` is the event when it closes.
 
 
@@ -312,7 +313,7 @@ class AgreementReporter:
         return agreement
 
     async def _default_rule(self) -> AlarmRule:
-        """By what is published; a run's dtypes never change, so they are read once."""
+        """Choose the rule by the published dtypes; a run's dtypes never change, so read them once."""
         if self._rule is None:
             held = await self._weights.held(self._run_id)
             manifests = await self._weights.manifests(self._run_id, held[-1:])
@@ -323,11 +324,11 @@ class AgreementReporter:
         return self._rule
 
     def _take(self, agreement: Agreement) -> tuple[list[Alarm], list[str]]:
-        """Update what is open; returns alarms that opened and workers whose alarm closed."""
+        """Update the open alarms; return alarms that opened and workers whose alarm closed."""
         rows = {row.worker_id: row for row in agreement.workers}
         now = {alarm.worker_id: (alarm, rows.get(alarm.worker_id)) for alarm in agreement.alarms}
         opened = [alarm for name, (alarm, _) in now.items() if name not in self._open]
-        least = max(1, agreement.rule.token_count_min)  # fewer say nothing in its favour
+        least = max(1, agreement.rule.token_count_min)  # fewer do not clear a worker
         is_calm = {row.worker_id: row.token_count >= least for row in agreement.workers}
         is_calm[""] = agreement.fresh.token_count + agreement.stale.token_count > 0
         settled = [name for name in self._open if name not in now and is_calm.get(name)]
@@ -337,7 +338,7 @@ class AgreementReporter:
         return opened, [name for name in settled if name]
 
     def _with_open(self, agreement: Agreement) -> Agreement:
-        """The agreement with alarms that are open although their workers made no token of this batch, or too few."""
+        """Add to the agreement the open alarms of workers that made no token of this batch, or too few."""
         alarmed = {alarm.worker_id for alarm in agreement.alarms}
         seen = {row.worker_id for row in agreement.workers}
         older = {name: entry for name, entry in self._open.items() if name not in alarmed}

@@ -3,8 +3,8 @@
 This is the one implementation, asynchronous; client.py is the same surface for synchronous training loops.
 
 - A push acknowledged here survives the death of any process; repeating it (same group ids) changes nothing.
-- A group is acknowledged when the loop body that received it has ended; a group that was not comes again.
-- What a client holds is its own while its event loop runs; of a client that is silent, others take it over.
+- A group is acknowledged when the loop body that received it has ended; an unacknowledged group comes again.
+- A client keeps its groups while its event loop runs; others take over the groups of a silent client.
 - Bad input is refused here, before anything is written.
 """
 
@@ -44,7 +44,7 @@ from .publish.publisher import Publisher, PublishReport
 from .publish.tensors import ComparesOn, pairs_of
 from .waiting import Waiting
 
-OFFERED = {  # error; what; by whom; how to offer one
+OFFERED = {  # error; the thing; who offers it; how to offer one
     "environment": (EnvironmentUnknown, "environment", "agent worker", "an agent with `rollfab agent --environment"),
     "reward": (RewardUnknown, "reward function", "reward worker", "a reward worker with `rollfab reward --reward"),
 }
@@ -75,14 +75,14 @@ class AsyncFabric:
             run_id: 1-63 letters, digits, "-" or "_".
             model: preset, path or hub name; workers that hold it will serve the run, a local one by whatever path they
                 reach it. Needed to create.
-            environment: what trajectories play in, as agent workers offer it. Needed to create.
-            **settings: other fields of RunConfig (staleness, reward, environment_options, sampling, …). Of a run that
-                exists, and where not both of model and environment are given, these are changed and the others stay.
+            environment: the world of the trajectories, by the name that agent workers offer. Needed to create.
+            **settings: other fields of RunConfig (staleness, reward, environment_options, sampling, …). If the run
+                exists and not both of model and environment are given, these fields change and the others stay.
 
         Raises:
             RunUnknown: neither model nor environment given, and the run does not exist.
             EnvironmentUnknown: nobody offers that environment.
-            RewardUnknown: the same of its reward function.
+            RewardUnknown: nobody offers that reward function.
             ConfigError: the model can only be a path, and nothing is there; or it is a preset's name, misspelt.
             RunMismatch: the run exists with other settings.
         """
@@ -128,9 +128,9 @@ class AsyncFabric:
             raise error(text + did_you_mean(name, offered, advice), **{kind: name})
 
     async def _model(self, name: Any) -> dict[str, str]:
-        """The settings that name a model. A path of another machine will do where a worker holds it by that name."""
+        """Return the settings that name a model. A path of another machine will do if a worker holds it so."""
         if not isinstance(name, str):
-            return {"model": name}  # check_run says what is wrong
+            return {"model": name}  # check_run says why it is wrong
         try:
             found = await asyncio.to_thread(find_model, name)
         except ConfigError:
@@ -141,7 +141,7 @@ class AsyncFabric:
         return {"model": found.name, "model_digest": found.digest}
 
     async def runs(self) -> dict[str, RunConfig]:
-        """Every run on this broker."""
+        """Return every run on this broker."""
         self._home.check()
         return await self._ports.board.runs()
 
@@ -168,7 +168,7 @@ class AsyncRun:
     """One training job's namespace: its tasks, its groups, its weights."""
 
     def __init__(self, ports: RedisFabric, config: RunConfig, open_ledgers: set[Ledger] | None = None) -> None:
-        """open_ledgers: where what holds groups is noted, for whoever closes the connection."""
+        """open_ledgers: takes the ledgers that hold groups, for the closing of the connection."""
         self._home = Home()
         self._ports = ports
         self.config = config
@@ -199,7 +199,7 @@ class AsyncRun:
             tasks: dicts that JSON can carry; "task_id" names a task, "seed" fixes its world for the whole group.
             quorum: rollouts that complete a group, at most group_size: the first to end win, the rest are cancelled
                 and their slots are free within a second. Default: every trajectory must end.
-            priority: 0 first, 1, 2 last. What was begun goes before what was not.
+            priority: 0 first, 1, 2 last. Trajectories that have begun go before new ones.
             deadline: seconds after which a group is complete with the rollouts it has, even none.
             group_ids: names to use, one per task; pushing the same name again changes nothing, so a restarted
                 trainer may repeat itself. Default: new names.
@@ -213,9 +213,9 @@ class AsyncRun:
             QueueFull: still full after `timeout`, or a group is larger than the run's limit.
             BrokerError, RunUnknown: as they say.
 
-            All but InputError say in their text, and in `facts`, what was taken in: group_ids (all of this call),
-            taken, refused, doubtful (their answer was lost). An interrupt or a cancelling has it as a note. Repeating
-            the call with these group_ids takes in what is not.
+            All but InputError say in their text, and in `facts`, which groups were taken in: group_ids (all of this
+            call), taken, refused, doubtful (their answer was lost). An interrupt or a cancellation has this as a note.
+            Repeat the call with these group_ids to push the rest.
         """
         wishes = {"quorum": quorum, "priority": priority, "deadline_s": deadline}
         return await self.submit_noting(Submission(), tasks, group_size, group_ids, timeout_s=timeout, **wishes)
@@ -230,7 +230,7 @@ class AsyncRun:
         timeout_s: float,
         **wishes: Any,
     ) -> list[str]:
-        """As `submit`; how far it came is noted in `submission`, for a caller that is interrupted meanwhile."""
+        """Do the same as `submit`; note the progress in `submission`, for a caller that is interrupted meanwhile."""
         self._home.check()
         submission.begin(make_groups(tasks, group_size, group_ids, **wishes))
         return await submission.push(self._ledger, self.config, self._waiting, timeout_s)
@@ -245,21 +245,22 @@ class AsyncRun:
         refill: Iterable[Mapping[str, Any]] | None = None,
         takeover: float = TAKEOVER_S,
     ) -> Groups:
-        """Completed groups as they come. See `Groups` for when they are acknowledged.
+        """Yield completed groups as they come. See `Groups` for when they are acknowledged.
 
         Args:
             timeout: seconds without any group after which the iteration ends, and `ended_why` of the returned object
                 says why; None: wait for ever. After 5 s without a group a warning says why, and what to do.
-            consumer: who consumes; several processes of one trainer use different names. A process that starts under
-                a name gets at once what the one before it left, so two that live under one name are warned of.
+            consumer: names the consumer; several processes of one trainer use different names. A process that starts
+                under a name gets at once the groups that the process before it left, so two living processes under one
+                name cause a warning.
             count: end after this many groups.
-            keep: "varied" (rewards differ), or a function of a group. What it refuses is dropped: acknowledged, and
-                neither handed out nor counted.
+            keep: "varied" (rewards differ), or a function of a group. A group that it refuses is dropped: acknowledged,
+                and neither handed out nor counted.
             refill: tasks; the next one replaces each dropped group. A list begins anew with each call, an iterator
                 goes on.
             takeover: seconds without a sign of life of this process after which any other consumer of the run may
-                have the groups in its hands, marked `redelivered`. It gives them by itself, however long a training
-                step takes, as long as its event loop runs.
+                have the groups in its hands, marked `redelivered`. The process gives these signs by itself, however
+                long a training step takes, as long as its event loop runs.
 
         Raises:
             InputError: there is no filter of that name, or another argument makes no sense.
@@ -283,18 +284,18 @@ class AsyncRun:
     ) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact.
 
-        From the first call on, what is published is looked after in the background, until the connection is closed:
-        what is damaged in the broker, or reported so by a reader, is healed from the publisher's own copy.
+        From the first call on, a background task looks after the published versions until the connection is closed:
+        it heals damage in the broker, found by itself or reported by a reader, from the publisher's own copy.
 
         Args:
-            named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array); what
-                `weights` gave; or the path of a safetensors file or of a directory of them.
+            named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array); a result of
+                `weights`; or the path of a safetensors file or of a directory of them.
             version: must be newer than the head.
             group: of torch.distributed (its `group.WORLD`, say), where a model is sharded over ranks (FSDP2, DTensor):
                 every rank calls this alike and sends its own shards.
             compares_on: "auto": where the tensors are, which takes a copy of them there; "host".
-            keyframe: put a keyframe of this version beside its delta: workers that follow take the delta, who comes new
-                takes the keyframe. `keyframe_bytes` of the report says its size; 0 where the broker had no room for it,
+            keyframe: put a keyframe of this version beside its delta: workers that follow take the delta, new workers
+                take the keyframe. `keyframe_bytes` of the report says its size; 0 if the broker had no room for it,
                 then it is tried again in the background.
 
         Raises:
@@ -303,7 +304,7 @@ class AsyncRun:
             BrokerFull: the broker has no room for it. Nothing was published.
         """
         self._home.check()
-        named = pairs_of(named) if group is None else named  # else a rank that fails here would leave others waiting
+        named = pairs_of(named) if group is None else named  # a rank that fails here would leave others waiting
         await self._ledger.go_on()
         if self._publisher is None:
             self._publisher = Publisher(
@@ -321,16 +322,16 @@ class AsyncRun:
         return report
 
     async def close(self) -> None:
-        """End what runs in the background; the run and its work stay."""
+        """End the background tasks; the run and its work stay."""
         if self._publisher is not None:
             await self._publisher.close()
 
     async def weights(self, version: int | None = None) -> Weights:
-        """A published version (None: the head) as {name: array}; bf16 as uint16, where numpy has no type.
+        """Return a published version (None: the head) as {name: array}; bf16 as uint16, as numpy has no type for it.
 
-        Its `dtypes` say what each array is, so it can be published again as it is.
+        Its `dtypes` give the type of each array, so the result can be published again as it is.
 
-        Damage that the publisher is mending is waited for, up to HEAL_S.
+        Wait up to HEAL_S for damage that the publisher is mending.
 
         Raises:
             VersionUnknown: never published, or no longer held.
@@ -350,7 +351,7 @@ class AsyncRun:
                 await asyncio.sleep(HEAL_LOOK_S)
 
     async def head_version(self) -> int:
-        """The newest published version; -1 before the first."""
+        """Return the newest published version; -1 before the first."""
         self._home.check()
         return (await self._ports.weights.head(self.run_id)).version
 
@@ -376,7 +377,7 @@ class AsyncRun:
             logprobs: one array per rollout, in order: float32, shape (T,), natural log, aligned with completion_ids, by
                 the trainer's model at the run's sampling temperature. numpy arrays, torch tensors or lists.
             version: the policy version of the weights that computed them; default: the head.
-            rule: what may differ; default: by the dtypes of the published weights.
+            rule: the limits of the difference; default: by the dtypes of the published weights.
 
         Raises:
             InputError: not one array per rollout, or one of another length.
@@ -385,12 +386,12 @@ class AsyncRun:
         return await self._reporter.report(groups, logprobs, version, rule)
 
     async def cancel(self, group_id: str) -> bool:
-        """Drop a group that is not needed any more; False when it is not there."""
+        """Drop a group that is not needed any more; return False when it is not there."""
         self._home.check()
         return await self._ledger.cancel(group_id)
 
     async def status(self) -> RunStatus:
-        """The run in numbers."""
+        """Return the run in numbers."""
         self._home.check()
         return await self._ports.board.run_status(self.run_id)
 

@@ -1,6 +1,6 @@
-"""What a caller hands in, checked before anything is written: settings of a run, tasks, groups.
+"""Checks of a caller's input before anything is written: settings of a run, tasks, groups.
 
-- A refusal names the thing, what was given and what is expected.
+- A refusal names the thing, the given value and the expected one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..fabric.ports.queue import GroupPush
 CONSUMER_LENGTH_MAX = 200
 FLOAT_MAX = sys.float_info.max
 
-Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
+Check = tuple[str, Callable[[Any], bool]]  # the expectation in words, and whether a value meets it
 
 
 def check_settings(run_id: str, names: Iterable[str]) -> None:
     """Require that a run has these settings.
 
     Raises:
-        InputError: names the one it has not, and those it has.
+        InputError: names the setting that does not exist, and those that do.
     """
     known = sorted(field.name for field in fields(RunConfig))
     for name in names:
@@ -43,7 +43,7 @@ def check_run(config: RunConfig) -> None:
     """Require values that make sense, so that no worker finds out later.
 
     Raises:
-        InputError: names the setting, its value and what is expected.
+        InputError: names the setting, its value and the expectation.
     """
     where = f"run {config.run_id!r}"
     for name, check in _CHECKS.items():
@@ -73,7 +73,7 @@ def check_view(consumer: str, takeover_s: float) -> None:
     """Require a consumer's name and time that make sense.
 
     Raises:
-        InputError: names the argument, its value and what is expected.
+        InputError: names the argument, its value and the expectation.
     """
     is_name = isinstance(consumer, str) and bool(consumer.strip()) and len(consumer) <= CONSUMER_LENGTH_MAX
     _require("groups", "consumer", consumer, (f"a name of 1 to {CONSUMER_LENGTH_MAX} characters", lambda _: is_name))
@@ -81,7 +81,7 @@ def check_view(consumer: str, takeover_s: float) -> None:
 
 
 def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = None, **wishes: Any) -> list[GroupPush]:
-    """The groups of some tasks, checked. `wishes`: quorum, priority, deadline_s of GroupPush.
+    """Make the groups of some tasks, checked. `wishes`: quorum, priority, deadline_s of GroupPush.
 
     Raises:
         InputError, PayloadTooLarge: names the task and what is wrong with it.
@@ -152,7 +152,7 @@ def _group(group_id: str, task: dict[str, Any], group_size: int, task_id: str) -
     return GroupPush(group_id=group_id, task_id=task_id, task=task, jobs=jobs)
 
 
-# ---- what is expected of a value
+# ---- expectations of values
 
 
 def _require(where: str, name: str, value: Any, check: Check) -> None:
@@ -175,7 +175,7 @@ def _whole(least: int, most: int | None = None) -> Check:
 
 
 def _bounded(name: str) -> Check:
-    """As the run's record says, which is refused by its readers otherwise."""
+    """Return the check of a field's bounds in the run's record: its readers refuse a value outside."""
     numbers, words = bounds_of(RunConfig)
     if name in words:
         *others, last = (f'"{word}"' for word in words[name])

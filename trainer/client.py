@@ -34,15 +34,15 @@ from .publish.tensors import ComparesOn, pairs_of
 
 T = TypeVar("T")
 EXIT_S = 2.0  # for closing a connection that was left open, as the interpreter ends
-SAY_AFTER_S = 2.0  # of waiting for an interrupted call, before it is said: a person may have pressed Ctrl-C
+SAY_AFTER_S = 2.0  # of waiting for an interrupted call, before a message: a person may have pressed Ctrl-C
 
 log = logging.getLogger(__name__)
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that a forked child finds empty: what the kernel watches is its parent's, and shared with it.
+    """A selector that a forked child finds empty: the kernel's watch list is its parent's, and shared with the child.
 
-    Else the child would stop the parent's watching when it ends and lets go of its copy of the connections.
+    Otherwise a child that ends, and drops its copy of the connections, would end the parent's watch of them.
     """
 
     def __init__(self) -> None:
@@ -50,20 +50,20 @@ class _Selector(selectors.DefaultSelector):
         self._home = Home()
 
     def get_key(self, fileobj: Any) -> selectors.SelectorKey:
-        """As in the library."""
+        """Do the same as the library; in a forked child, nothing is registered."""
         if not self._home.is_here:
             raise KeyError(fileobj)
         return super().get_key(fileobj)
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """As in the library."""
+        """Do the same as the library; in a forked child, nothing is registered."""
         if not self._home.is_here:
             raise KeyError(fileobj)
         return super().unregister(fileobj)
 
 
 class _Call(Generic[T]):
-    """One coroutine on the loop, and whoever waits for it in another thread."""
+    """A coroutine on the loop, and the thread that waits for it."""
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         self.is_over = threading.Event()
@@ -72,25 +72,25 @@ class _Call(Generic[T]):
         self._task: asyncio.Task[T] | None = None
 
     def start(self) -> None:
-        """Begin; in the loop's thread."""
+        """Begin; call this in the loop's thread."""
         self._task = self._loop.create_task(self._work)
         self._task.add_done_callback(lambda _: self.is_over.set())
 
     def cancel(self) -> None:
-        """Have it end early; in the loop's thread."""
+        """End it early; call this in the loop's thread."""
         if self._task is not None:
             self._task.cancel()
             return
-        self._work.close()  # it was not begun, and will not be: what is handed to the loop runs in its order
+        self._work.close()  # it was not begun, and will not be: the loop runs callbacks in their order
         self.is_over.set()
 
     def result(self) -> T:
-        """What came of it, once it is over."""
+        """Return its result or raise its error, once it is over."""
         assert self._task is not None
         return self._task.result()
 
     def end(self) -> None:
-        """Have it end early, and return when it has: it may be reading what its caller goes on to change.
+        """End it early, and return when it has ended: it may be reading data that its caller goes on to change.
 
         Further interrupts change nothing: the first one is raised when this is done.
         """
@@ -134,7 +134,7 @@ class _Loop:
             return self._call(work)
         except BaseException:
             if self.is_at_exit and threading.current_thread().daemon:
-                threading.Event().wait()  # the interpreter ends, and this thread with it: it has nobody to tell
+                threading.Event().wait()  # the interpreter ends, and this thread with it: nobody waits for its result
             raise
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -186,7 +186,7 @@ class Fabric:
 
     @property
     def url(self) -> str:
-        """The broker's URL: what workers are started with."""
+        """Return the broker's URL, to start workers with."""
         return self._fabric.url
 
     def run(self, run_id: str, *, model: str | None = None, environment: str | None = None, **settings: Any) -> Run:
@@ -196,7 +196,7 @@ class Fabric:
         )
 
     def runs(self) -> dict[str, RunConfig]:
-        """Every run on this broker."""
+        """Return every run on this broker."""
         return self._loop.call(self._fabric.runs())
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class Fabric:
                 self._broker.stop()
 
     def _close_at_exit(self) -> None:
-        """A script that ends without `close`, however it ends, leaves nothing behind and says nothing of it."""
+        """Close silently and leave nothing behind when a script ends without `close`, however it ends."""
         if not self._loop.is_open:
             return  # a fork: the connection's thread is not in it
         self._loop.is_at_exit = True
@@ -246,7 +246,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """What the run is."""
+        """Return the run's settings."""
         return self._run.config
 
     def submit(
@@ -260,12 +260,12 @@ class Run:
         group_ids: Sequence[str] | None = None,
         timeout: float = 60.0,
     ) -> list[str]:
-        """Push one group of `group_size` trajectories per task; returns their group ids.
+        """Push one group of `group_size` trajectories per task; return their group ids.
 
-        Whatever ends it early says what was taken in: see `AsyncRun.submit`.
+        An error or interrupt says which groups were taken in: see `AsyncRun.submit`.
         """
         if isinstance(tasks, Iterator):
-            tasks = list(tasks)  # here: what makes them is the caller's code, and may take its time
+            tasks = list(tasks)  # here: the caller's code makes them, and may take its time
         submission = Submission()
         wishes = {"quorum": quorum, "priority": priority, "deadline_s": deadline}
         work = self._run.submit_noting(submission, tasks, group_size, group_ids, timeout_s=timeout, **wishes)
@@ -287,10 +287,10 @@ class Run:
         refill: Iterable[Mapping[str, Any]] | None = None,
         takeover: float = TAKEOVER_S,
     ) -> Groups:
-        """Completed groups as they come: `for group in run.groups()`, or `with run.groups(count=16) as groups`.
+        """Yield completed groups as they come: `for group in run.groups()`, or `with run.groups(count=16) as groups`.
 
         `keep` drops groups that teach nothing ("varied": those whose rewards are all equal), `refill` replaces them.
-        `takeover` seconds after this process was heard of last, other consumers may have what is in its hands.
+        `takeover` seconds after this process was heard of last, other consumers may have the groups in its hands.
         """
         found = self._run.groups(
             timeout=timeout, consumer=consumer, count=count, keep=keep, refill=refill, takeover=takeover
@@ -307,20 +307,20 @@ class Run:
     ) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact. group: of a sharded model.
 
-        keyframe: put a keyframe of this version beside its delta, for those who come new.
+        keyframe: put a keyframe of this version beside its delta, for new workers.
         """
         if group is None:
-            named = pairs_of(named)  # here: what makes tensors is the caller's code
+            named = pairs_of(named)  # here: the caller's code makes the tensors
         return self._loop.call(
             self._run.publish(named, version=version, group=group, compares_on=compares_on, keyframe=keyframe)
         )
 
     def weights(self, version: int | None = None) -> Weights:
-        """A published version (None: the head) as {name: array}, bit-exact."""
+        """Return a published version (None: the head) as {name: array}, bit-exact."""
         return self._loop.call(self._run.weights(version))
 
     def head_version(self) -> int:
-        """The newest published version; -1 before the first."""
+        """Return the newest published version; -1 before the first."""
         return self._loop.call(self._run.head_version())
 
     def report(self, **facts: Any) -> None:
@@ -335,7 +335,7 @@ class Run:
         version: int | None = None,
         rule: AlarmRule | None = None,
     ) -> Agreement:
-        """Show whether workers compute the probabilities that the trainer's model does, and name who does not."""
+        """Show whether workers compute the probabilities that the trainer's model does, and name those that do not."""
         return self._loop.call(self._run.compare(groups, logprobs, version=version, rule=rule))
 
     def cancel(self, group_id: str) -> bool:
@@ -343,7 +343,7 @@ class Run:
         return self._loop.call(self._run.cancel(group_id))
 
     def status(self) -> RunStatus:
-        """The run in numbers."""
+        """Return the run in numbers."""
         return self._loop.call(self._run.status())
 
 
@@ -387,7 +387,7 @@ class Groups:
 
 
 def name_of(work: Coroutine[Any, Any, Any]) -> str:
-    """What people call it: the method's name."""
+    """Return the name of a call for people: the method's name."""
     return str(getattr(work, "__qualname__", work))
 
 

@@ -1,4 +1,4 @@
-"""Which complete groups are worth training on. What is dropped is acknowledged, and may be replaced by another task.
+"""Filters of complete groups worth training on. A dropped group is acknowledged; another task may replace it.
 
 Source of `varied`: dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): in a group whose rewards are all equal
 every advantage is 0, so it teaches nothing.
@@ -30,7 +30,7 @@ FILTERS: Mapping[str, Keep] = {"varied": has_varied_rewards}
 
 
 def find_filter(keep: str | Keep | None) -> Keep:
-    """A filter by its name, or as given; None keeps all.
+    """Find a filter by its name, or return it as given; None keeps all.
 
     Raises:
         InputError: there is none of that name.
@@ -46,7 +46,7 @@ def find_filter(keep: str | Keep | None) -> Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """What replaces a dropped group: the next task, under a name made from the dropped one's.
+    """Replaces a dropped group by the next task, under a name made from the dropped one's.
 
     The name is the same whenever the same group is dropped, so a trainer that dies in between and drops it again
     does not push a second replacement.
@@ -55,7 +55,7 @@ class Refill:
     tasks: Iterator[Mapping[str, Any]]
 
     def name_of(self, dropped: str) -> str:
-        """`<group>-r1`, and of that `<group>-r2`."""
+        """Name the replacement of a group: `<group>-r1`, and the replacement of that `<group>-r2`."""
         found = REFILL.match(dropped)
         base, count = (found.group(1), int(found.group(2)) + 1) if found else (dropped, 1)
         suffix = f"-r{count}"

@@ -1,16 +1,16 @@
 """Groups on their way between a trainer and its run: submitted, received, and acknowledged when they are used.
 
-`Ledger` remembers what this client has pushed, holds and has acknowledged, beside a broker that may forget, and other
-consumers. A replica that takes over, or a disk that lost power, may lack the last moments of what was answered with
-"done". Pushes are known by their ids and acknowledged groups by theirs, so saying both again changes nothing where
-nothing was lost:
+`Ledger` remembers the groups that this client has pushed, holds and has acknowledged, because the broker may forget,
+and other consumers may take over. A replica that takes over, or a disk that lost power, may lack the last moments of
+writes that were answered with "done". Pushes and acknowledgements carry group ids, so repeating them changes nothing
+if nothing was lost:
 
 - While no group comes, everything pushed here and not yet received is pushed again, every PUSH_AGAIN_S.
 - A group that was acknowledged here and comes again is acknowledged again, and not handed out.
-- An acknowledgement that did not reach the broker is said again before anything else is received.
+- An acknowledgement that did not reach the broker is sent again before anything else is received.
 
-Groups that are in hand here stay so as long as this process lives: every few seconds it says that it does. Whoever
-does not say so for `takeover_s` loses them to other consumers, and is told when it acknowledges one.
+This process keeps its groups in hand as long as it lives: every few seconds it gives a sign of life. A process that is
+silent for `takeover_s` loses its groups to other consumers, and learns so when it acknowledges one.
 
 Memories are bounded, and end with the process: a trainer that starts again repeats its own pushes.
 """
@@ -39,7 +39,7 @@ from .waiting import Waiting
 log = logging.getLogger(__name__)
 
 PUSH_RETRY_S = 0.1
-ANSWER_S = 2.0  # a push that is cancelled is waited for so long, to say what it took in
+ANSWER_S = 2.0  # longest wait for the answer to a cancelled push, to say which groups it took in
 POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
 PUSH_AGAIN_S = 15.0
 PUSH_COUNT = 64  # groups a call
@@ -51,7 +51,7 @@ BEATS_MIN = 4  # signs of life that would have to be lost before others take ove
 
 
 class Submission:
-    """One submit: its groups, and how far it has come, which it says when it is refused or interrupted."""
+    """A submit: its groups, and its progress, which it reports when it is refused or interrupted."""
 
     def __init__(self) -> None:
         self.group_ids: list[str] = []
@@ -60,12 +60,12 @@ class Submission:
         self._doubtful: dict[str, None] = {}
 
     def begin(self, groups: list[GroupPush]) -> None:
-        """These are to be pushed."""
+        """Note the groups to push."""
         self._groups = groups
         self.group_ids = [group.group_id for group in groups]
 
     async def push(self, ledger: Ledger, config: RunConfig, waiting: Waiting, timeout_s: float) -> list[str]:
-        """Push all groups; returns their ids. Raises as `AsyncRun.submit` says."""
+        """Push all groups; return their ids. Raises as `AsyncRun.submit` says."""
         try:
             await ledger.go_on()
             self._check_sizes(config)
@@ -80,7 +80,7 @@ class Submission:
         return self.group_ids
 
     def _check_sizes(self, config: RunConfig) -> None:
-        """Refuse, before the first write, what would never fit."""
+        """Refuse, before the first write, groups that would never fit."""
         limit = config.trajectory_count_max // config.shard_count
         largest = max((len(group.jobs) for group in self._groups), default=0)
         if largest > limit:
@@ -101,7 +101,7 @@ class Submission:
                 await asyncio.sleep(PUSH_RETRY_S)
 
     async def _push_once(self, ledger: Ledger, groups: list[GroupPush]) -> None:
-        """Push, and note what is in. A push under way is waited for when this is cancelled: its answer says what is."""
+        """Push, and note the groups taken in. If cancelled, wait for the push under way: its answer names them."""
         names = [group.group_id for group in groups]
         push = asyncio.ensure_future(ledger.push(groups))
         try:
@@ -122,28 +122,28 @@ class Submission:
             raise
 
     def note_taken(self, group_ids: Sequence[str]) -> None:
-        """These groups are in."""
+        """Note that these groups are in."""
         for name in group_ids:
             self._taken[name] = None
             self._doubtful.pop(name, None)
 
     def note_doubtful(self, group_ids: Sequence[str]) -> None:
-        """These groups may be in."""
+        """Note that these groups may be in."""
         self._doubtful.update(dict.fromkeys(name for name in group_ids if name not in self._taken))
 
     def note_error(self, error: FabricError, group_ids: Sequence[str]) -> None:
-        """A push of these groups raised; one that does not say what is in leaves all of them in doubt."""
+        """Note the error of a push of these groups; if it does not name the groups taken in, all are in doubt."""
         self.note_doubtful(group_ids)
         self.note_sure(error)
 
     def note_sure(self, error: FabricError) -> None:
-        """What the error of a push is sure of."""
+        """Note the groups whose fate the error of a push states."""
         self.note_taken(error.facts.get("taken", ()))
         for name in error.facts.get("refused", ()):
             self._doubtful.pop(name, None)
 
     def sentence(self) -> str:
-        """For people: what is in, and what to do."""
+        """Tell people which groups are in, and what to do."""
         count, total = len(self._taken), len(self.group_ids)
         if not count and not self._doubtful:
             return "nothing of this submit was taken in"
@@ -152,12 +152,12 @@ class Submission:
         return f"{count} of {total} groups of this submit were taken in{doubt}{advice}"
 
     def note_on(self, error: BaseException) -> None:
-        """Say it on what interrupted the submit."""
+        """Add this sentence to the exception that interrupted the submit."""
         if self.sentence() not in getattr(error, "__notes__", ()):
             error.add_note(self.sentence())
 
     def explain(self, error: FabricError) -> FabricError:
-        """The error of a refused submit. Facts: group_ids, all of them; taken, doubtful and refused."""
+        """Make the error of a refused submit. Facts: group_ids, all of them; taken, doubtful and refused."""
         refused = [name for name in self.group_ids if name not in self._taken and name not in self._doubtful]
         facts = {
             "group_ids": list(self.group_ids),
@@ -169,7 +169,7 @@ class Submission:
 
 
 class Ledger:
-    """A run's rollout stream, with a memory. open_ledgers: those that hold something, for whoever closes them."""
+    """A run's rollout stream, with a memory. open_ledgers: the ledgers that hold something, so that they get closed."""
 
     def __init__(self, rollouts: RolloutStream, *, run_id: str = "", open_ledgers: set[Ledger] | None = None) -> None:
         self._rollouts = rollouts
@@ -179,8 +179,8 @@ class Ledger:
         self._used: dict[str, None] = {}
         self._unsaid: dict[tuple[int, str], Delivery] = {}  # used, while the broker could not be told
         self._in_hand: dict[tuple[int, str], str] = {}  # entry → the consumer that it was received by
-        self._in_use: Delivery | None = None  # what a plain `for` loop works on
-        self._lost: set[tuple[int, str]] = set()  # of these, what others have taken over, as was said
+        self._in_use: Delivery | None = None  # the group that a plain `for` loop works on
+        self._lost: set[tuple[int, str]] = set()  # groups that others have taken over, with a warning given
         self._takeover_s: dict[str, float] = {}  # by consumer
         self._beat_at_s: dict[str, float] = {}
         self._warned_names: set[str] = set()
@@ -190,7 +190,7 @@ class Ledger:
         self._task: asyncio.Task[None] | None = None
 
     async def push(self, groups: Sequence[GroupPush]) -> None:
-        """Push groups. Raises FabricError, as RolloutStream.push."""
+        """Push groups. Raises FabricError, like RolloutStream.push."""
         taken: set[str] = set()
         try:
             await self._rollouts.push(groups)
@@ -203,7 +203,7 @@ class Ledger:
             _bound(self._open)
 
     async def receive(self, consumer: str, timeout_s: float, *, takeover_s: float = TAKEOVER_S) -> Delivery | None:
-        """The next complete group that was not used before; None when none came in time."""
+        """Return the next complete group that was not used before; None if none came in time."""
         await self._say_again()
         self._takeover_s[consumer] = takeover_s
         await self._beat(consumer)
@@ -223,7 +223,7 @@ class Ledger:
         return delivery
 
     async def acknowledge(self, delivery: Delivery) -> None:
-        """The group was used. Where others took it over meanwhile this does not count, and is warned of."""
+        """Acknowledge a used group. If others took it over meanwhile this does not count: warn of it."""
         key = (delivery.shard, delivery.entry_id)
         self._used[delivery.group.group_id] = None
         _bound(self._used)
@@ -234,14 +234,14 @@ class Ledger:
             is_counted = await self._rollouts.acknowledge(delivery)
         except ClaimLost as error:
             is_counted, lost = False, error
-        self._unsaid.pop(key, None)  # or whoever said it at the same time has removed it
+        self._unsaid.pop(key, None)  # another task may have sent it at the same time and removed it
         if not is_counted and not is_repeated:
             await self._tell_lost(key, lost)
         self._in_hand.pop(key, None)
         self._lost.discard(key)
 
     async def _tell_lost(self, key: tuple[int, str], error: ClaimLost | None) -> None:
-        """An acknowledgement does not count. Warn, unless this process cancelled the group, or it was said already."""
+        """Warn that an acknowledgement does not count, unless this process cancelled the group or warned before."""
         if key in self._in_hand:
             with contextlib.suppress(BrokerError):
                 await self._beat(self._in_hand[key], is_due=True)  # tells whether others took over
@@ -249,7 +249,7 @@ class Ledger:
             log.warning("%s", error.message, extra={"run_id": self._run_id})
 
     def put_back(self, delivery: Delivery) -> None:
-        """The group was not used after all, unless it was and the broker is yet to be told."""
+        """Give up a group that was not used after all; keep it if it was used and the broker does not know yet."""
         key = (delivery.shard, delivery.entry_id)
         if key not in self._unsaid:
             self._in_hand.pop(key, None)
@@ -257,12 +257,12 @@ class Ledger:
             self._rollouts.put_back(delivery)
 
     def use(self, delivery: Delivery) -> None:
-        """A plain `for` loop works on a group, until it shows that it is done with it."""
+        """Note that a plain `for` loop works on a group, until it goes on."""
         assert self._in_use is None
         self._in_use = delivery
 
     async def go_on(self) -> None:
-        """The loop went on, so it is done with its group: acknowledge it."""
+        """Acknowledge the loop's group: the loop went on, so it is done with it."""
         delivery, self._in_use = self._in_use, None
         if delivery is not None:
             await self.acknowledge(delivery)
@@ -295,10 +295,10 @@ class Ledger:
             try:
                 await self._rollouts.push(groups[start : start + PUSH_COUNT])
             except QueueFull:
-                return  # what is there must be consumed first; the next round asks again
+                return  # the groups there must be consumed first; the next round asks again
 
     def _note_failed(self, group: Group) -> None:
-        """Warn of the first group that has nothing but failures, and of the tenth, hundredth, …: the others count."""
+        """Warn of the first group that has nothing but failures, and of the tenth, hundredth, …; count the others."""
         if group.rollouts or not group.failures:
             return
         self.failed_group_count += 1
@@ -323,7 +323,7 @@ class Ledger:
             self._set_timer()
 
     def _set_timer(self) -> None:
-        """Not a task that sleeps: a program that ends without closing its connection would be told of it."""
+        """Set a timer, as asyncio would warn of a sleeping task when a program ends without closing its connection."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(min(map(self._pause_s, self._in_hand.values())), self._start)
 
@@ -331,7 +331,7 @@ class Ledger:
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def _keep(self) -> None:
-        """Say that this process lives, and again later while something is in hand."""
+        """Give a sign of life, and set the next one while groups are in hand."""
         try:
             for consumer in sorted(set(self._in_hand.values())):
                 await self._beat(consumer)
@@ -348,12 +348,12 @@ class Ledger:
         return min(BEAT_S_MAX, self._takeover_s[consumer] / BEATS_MIN)
 
     async def _beat(self, consumer: str, *, is_due: bool = False) -> None:
-        """Say so, if it is due; warn of what was taken over, and once of whoever else consumes under this name."""
+        """Give a sign of life if it is due; warn of groups taken over, and once of another consumer of this name."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._beat_at_s.get(consumer, 0.0) and not is_due:
             return
         beat = await self._rollouts.beat(consumer, self._takeover_s[consumer])
-        self._beat_at_s[consumer] = now_s + 0.9 * self._pause_s(consumer)  # or every second pause would bring none
+        self._beat_at_s[consumer] = now_s + 0.9 * self._pause_s(consumer)  # else every second pause would bring none
         lost = [key for key, name in self._in_hand.items() if name == consumer and key not in self._lost]
         if beat.was_lost and lost:
             self._lost.update(lost)
@@ -382,7 +382,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Which groups a loop wants, and how long it waits for each."""
+    """A loop's wishes: which groups it wants, and how long it waits for each."""
 
     timeout: float | None
     consumer: str
@@ -397,7 +397,7 @@ class Groups:
     `async for group in run.groups()`: each is acknowledged once the program goes on, that is with the next group or
     the next call on the run. A body that raises and ends the process leaves its group to be delivered again.
 
-    `async with run.groups(count=16) as groups`: one transaction. All that were received inside are acknowledged
+    `async with run.groups(count=16) as groups`: one transaction. All groups received inside are acknowledged
     when the block ends without an exception; otherwise all of them come again, marked `redelivered`.
     """
 
@@ -462,7 +462,7 @@ class Groups:
             raise
 
     async def _drop(self, delivery: Delivery) -> None:
-        """Replace a group that is not wanted, then forget it; in this order, so that nothing is lost in between."""
+        """Replace an unwanted group, then acknowledge it; in this order, so that nothing is lost in between."""
         try:
             await self._replace(delivery.group)
             await self._ledger.acknowledge(delivery)
@@ -491,7 +491,7 @@ class Groups:
         held, self._held = self._held or [], None
         if error is None:
             answers = await asyncio.gather(*map(self._ledger.acknowledge, held), return_exceptions=True)
-            for answer in answers:  # all have ended, so none is still at it when the caller goes on
+            for answer in answers:  # all have ended, so none still runs when the caller goes on
                 if isinstance(answer, BaseException):
                     raise answer
         else:
@@ -500,6 +500,6 @@ class Groups:
 
 
 def _bound(memory: dict[str, GroupPush] | dict[str, None]) -> None:
-    """Forget the oldest above GROUP_COUNT_MAX."""
+    """Forget the oldest groups above GROUP_COUNT_MAX."""
     while len(memory) > GROUP_COUNT_MAX:
         del memory[next(iter(memory))]

@@ -29,7 +29,7 @@ from ..fabric.contract.records import Group, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSettings:
-    """Everything that decides how a run learns."""
+    """All settings that decide how a run learns."""
 
     learning_rate: float = 1e-6
     """AdamW's, at the first step."""
@@ -41,14 +41,14 @@ class GrpoSettings:
     clip_fraction: float = 0.2
     """How far a token's ratio may fall within one step, (0, 1)."""
     clip_fraction_up: float = 0.2
-    """How far it may rise, above 0. More lets a lucky rare choice become likely before it is forgotten."""
+    """How far the ratio may rise, above 0. More lets a lucky rare choice become likely before it is forgotten."""
     importance_max: float = 2.0
     """Bound on the weight of a token that older weights sampled, at least 1."""
     entropy_weight: float = 0.0
     """Reward for staying undecided, in nats."""
     kl_weight: float = 0.0
-    """Penalty for moving away from the weights at the start of the step: all that holds rollouts of advantage 0, which
-    no clipping reaches. Off as in most recent recipes."""
+    """Penalty for moving away from the weights at the start of the step: nothing else holds rollouts of advantage 0,
+    which no clipping reaches. Off, as in most recent recipes."""
     gradient_norm_max: float = 1.0
     epoch_count: int = 2
     """Passes over the rollouts of one step, at least 1."""
@@ -62,7 +62,7 @@ class GrpoSettings:
     staleness: int = 1
     """Batches generated ahead of the one being trained, and the run's staleness, at least 0."""
     temperature: float = 1.0
-    """The one that rollouts are sampled at."""
+    """The temperature that rollouts are sampled at."""
 
 
 # Found by trial on the environments as they ship, with the model preset "tiny".
@@ -96,7 +96,7 @@ PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
 
 
 def build_model(name: str, seed: int = 0) -> nn.Module:
-    """A model to train: a preset with random float32 weights drawn from `seed`, or a path or hub name.
+    """Build a model to train: a preset with random float32 weights drawn from `seed`, or a path or hub name.
 
     The same name and seed give the same bits. Dropout is off: workers have none.
     """
@@ -121,7 +121,7 @@ class Seen:
     start_B_K: Tensor
 
     def logprobs(self) -> list[NDArray[np.float32]]:
-        """Log-probabilities of each rollout's completion_ids, in order: float32, shape (T,), natural log."""
+        """Return log-probabilities of each rollout's completion_ids, in order: float32, shape (T,), natural log."""
         rows = self.start_B_K.cpu().numpy()
         found = []
         for row, rollout in enumerate(rollout for group in self.groups for rollout in group.rollouts):
@@ -147,10 +147,10 @@ class Grpo:
         )
 
     def look(self, groups: Sequence[Group]) -> Seen:
-        """Some groups as the weights see them now: what `step` starts from, and what workers are compared with.
+        """Look at groups with the weights as they are now: `step` starts from this, and workers are compared with it.
 
         Args:
-            groups: complete groups; those without rollouts add nothing. At least one rollout in all.
+            groups: complete groups, with at least one rollout in all; groups without rollouts add nothing.
         """
         batch = pad_groups(groups).to(next(self.model.parameters()).device)
         with torch.no_grad():
@@ -160,7 +160,7 @@ class Grpo:
         """Learn from some groups.
 
         Args:
-            seen: of `look`, with the weights as they are now.
+            seen: the result of `look`, with the weights as they are now.
             version: the policy version that the weights have now; default: the newest among the tokens.
 
         Returns:
@@ -178,7 +178,7 @@ class Grpo:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later process needs to go on, tensors included."""
+        """Return all that a later process needs to go on, tensors included."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -200,7 +200,7 @@ class Grpo:
         return rate
 
     def _update(self, batch: Batch, start_B_K: Tensor) -> dict[str, float]:
-        """All optimiser updates of one step; means over them."""
+        """Make all optimiser updates of one step; return means over them."""
         rows: list[dict[str, Tensor]] = []
         for index_B in self._minibatches(len(batch)):
             loss, facts = self._loss(batch.rows(index_B), start_B_K[index_B])
@@ -212,15 +212,15 @@ class Grpo:
         return {name: float(torch.stack([row[name] for row in rows]).mean()) for name in rows[0]}
 
     def _minibatches(self, row_count: int) -> Iterator[Tensor]:
-        """Row indices of each update: every epoch visits every row once, in an order that the step number decides."""
+        """Yield row indices of each update: every epoch visits every row once, in an order of the step number."""
         dice = torch.Generator().manual_seed(self.step_index)
         for _ in range(self.settings.epoch_count):
             yield from torch.split(torch.randperm(row_count, generator=dice), self.settings.minibatch_size)
 
     def _loss(self, batch: Batch, start_B_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, negated, as the mean over the minibatch's policy tokens.
+        """Compute the objective, negated, as the mean over the minibatch's policy tokens.
 
-        Rows of groups that are all alike have advantage 0 and yet count in the mean. Left out, the last few rows
+        Rows of groups that are all alike have advantage 0 and yet count in the mean. Without them, the last few rows
         that still differ would make a whole update by themselves, and undo late in training what was learnt.
 
         Source: clipping, PPO (arXiv 1707.06347); its two bounds, DAPO (arXiv 2503.14476); the two ratios, AReaL's
@@ -248,7 +248,7 @@ class Grpo:
         return -(gain + settings.entropy_weight * entropy), facts
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probability of every token after the first, and the entropy there; float32, shape (B, K)."""
+        """Compute the log-probability of every token after the first, and the entropy there; float32, shape (B, K)."""
         logits_B_K_V = self.model(batch.tokens_B_T[:, :-1]).logits.float() / self.settings.temperature
         logprobs_B_K_V = torch.log_softmax(logits_B_K_V, dim=-1)
         logprobs_B_K = logprobs_B_K_V.gather(-1, batch.tokens_B_T[:, 1:, None]).squeeze(-1)
@@ -256,7 +256,7 @@ class Grpo:
 
 
 def _describe(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """The rollouts in numbers."""
+    """Describe the rollouts in numbers."""
     infos = [rollout.info for group in groups for rollout in group.rollouts]
     return {
         "reward_mean": float(batch.rewards_B.mean()),
@@ -270,7 +270,7 @@ def _describe(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
 
 
 def _staleness(batch: Batch, version: int | None) -> float:
-    """By how many versions the tokens are behind, on average; 0 without any."""
+    """Compute by how many versions the tokens are behind, on average; 0 without any."""
     versions = batch.versions_B_T[batch.completion_mask_B_T]
     if not len(versions):
         return 0.0
@@ -285,7 +285,7 @@ def _staleness(batch: Batch, version: int | None) -> float:
 # B rollouts, T tokens of the longest (prompt and completion), G rollouts of one group.
 #
 # - Rows are padded on the right, so a causal model needs no attention mask: padding never precedes a token.
-# - Position t of `completion_mask_B_T` and `logprobs_B_T` speaks of token t itself, not of the one that follows it.
+# - Position t of `completion_mask_B_T` and `logprobs_B_T` is of token t itself, not of the token that follows it.
 # - Rollouts that failed are not in a group at all (`Group.failures`); nothing here is ever scored as 0 for them.
 
 
@@ -314,16 +314,16 @@ class Batch:
         return int(self.tokens_B_T.shape[0])
 
     def rows(self, index_B: Tensor) -> Batch:
-        """The batch of some rows; index_B: int64, shape (B',)."""
+        """Return the batch of some rows; index_B: int64, shape (B',)."""
         return Batch(*(getattr(self, name)[index_B] for name in Batch.__slots__))
 
     def to(self, device: Any) -> Batch:
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         return Batch(*(getattr(self, name).to(device) for name in Batch.__slots__))
 
 
 def group_advantages(rewards_G: NDArray[np.float32]) -> NDArray[np.float32]:
-    """How much better than its group each rollout was, in standard deviations of the group.
+    """Compute how much better than its group each rollout was, in standard deviations of the group.
 
     A group whose rewards are all equal says nothing about which rollout was better: zeros.
 
@@ -347,7 +347,7 @@ def group_advantages(rewards_G: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def pad_groups(groups: Sequence[Group]) -> Batch:
-    """All rollouts of `groups`, in order, as one batch on the CPU.
+    """Pad all rollouts of `groups`, in order, to one batch on the CPU.
 
     Groups without rollouts add no rows. There must be at least one rollout, and every one must have its reward.
     """

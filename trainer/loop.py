@@ -1,11 +1,11 @@
 """The reference training loop: submit, collect, learn, publish, and survive a kill at any point.
 
 - Group names are made of the training's seed, its first version and a count, so a restarted loop repeats its pushes
-  without effect, and one that begins anew on the same run gets groups of its own.
+  without effect, and a loop that begins anew on the same run gets groups of its own.
 - A step is one transaction: its groups are acknowledged after the weights are published and the checkpoint is written.
-  Killed before that, the same groups come again; killed after it, the checkpoint knows them and skips them.
-- A step whose every trajectory failed is an error, once: the checkpoint counts it as done, so that a training which is
-  started again goes on with the next step instead of the same error.
+  After a kill before that, the same groups come again; after a later kill, the checkpoint knows them and skips them.
+- A step whose every trajectory failed is an error, once: the checkpoint counts it as done, so that a restarted training
+  goes on with the next step instead of the same error.
 - The checkpoint replaces its predecessor in one rename.
 """
 
@@ -35,7 +35,7 @@ GROUP_TIMEOUT_S = 300.0
 
 @dataclass
 class Progress:
-    """Where training stands; all of it is in the checkpoint."""
+    """The progress of training; all of it is in the checkpoint."""
 
     step: int = 0
     version: int = 0
@@ -83,7 +83,7 @@ class TrainingLoop:
         return self.progress
 
     def _restore(self) -> None:
-        """Load the checkpoint, and make sure that the head is the model we hold; what that changed is saved at once."""
+        """Load the checkpoint, and make sure that the head is the model we hold; save at once what that changed."""
         head = self._run.head_version()
         is_new = not self._path.exists()
         if is_new:
@@ -111,7 +111,7 @@ class TrainingLoop:
         progress.submitted_count = max(progress.submitted_count, goal)
 
     def _collect(self, groups: Iterable[Group]) -> list[Group]:
-        """As many groups as one step takes, none of which was trained on before.
+        """Collect as many groups as one step takes, none of which was trained on before.
 
         Raises:
             QueueError: none came for GROUP_TIMEOUT_S.
@@ -128,7 +128,7 @@ class TrainingLoop:
         )
 
     def _is_fresh(self, group: Group) -> bool:
-        """Whether this group was not trained on yet; one that was is acknowledged and dropped."""
+        """Whether this group was not trained on yet; a group that was is acknowledged and dropped."""
         if group.group_id not in self.progress.trained_ids:
             return True
         self.progress.duplicated_count += not group.redelivered
@@ -166,7 +166,7 @@ class TrainingLoop:
         )
 
     def _note_done(self, groups: list[Group]) -> None:
-        """A step has nothing more to take from these groups."""
+        """Note that no step needs these groups any more."""
         progress = self.progress
         progress.step += 1
         progress.rollout_count += sum(len(group.rollouts) for group in groups)
@@ -200,7 +200,7 @@ class TrainingLoop:
 
 
 def summary_of(progress: Progress, settings: GrpoSettings, window: int = 3) -> dict[str, Any]:
-    """Training in numbers. Rewards are means over the first step, and over the last `window` steps.
+    """Describe the training in numbers. Rewards are means over the first step, and over the last `window` steps.
 
     lost: rollouts that were submitted and neither arrived nor are named as failed.
     """

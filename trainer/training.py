@@ -21,7 +21,7 @@ from .loop import CHECKPOINT, TrainingLoop, summary_of
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What to train, and where."""
+    """The environment to train on, and where to put the outcome."""
 
     url: str = field(repr=False)
     run_id: str
@@ -34,7 +34,7 @@ class TrainOptions:
 
 
 def tuned_for(environment: str) -> GrpoSettings:
-    """The settings that the reference trainer was tuned to for an environment.
+    """Return the reference trainer's tuned settings for an environment.
 
     Raises:
         ConfigError: none are known.
@@ -49,7 +49,7 @@ def tuned_for(environment: str) -> GrpoSettings:
 
 
 def run_training(options: TrainOptions) -> dict[str, Any]:
-    """Train the tiny model on an environment and leave summary.json; returns what is in it.
+    """Train the tiny model on an environment and leave summary.json; return its content.
 
     Raises:
         ConfigError: no settings are known for that environment, or the output cannot be a directory.
@@ -81,5 +81,5 @@ def run_training(options: TrainOptions) -> dict[str, Any]:
 
 
 def tasks(count: int, first: int) -> list[dict[str, Any]]:
-    """Tasks `first` … `first + count - 1` of an endless series: a seed each, so a group meets one world."""
+    """Make tasks `first` … `first + count - 1` of an endless series: a seed each, so a group meets one world."""
     return [{"seed": index, "number": index % 10 + 1} for index in range(first, first + count)]

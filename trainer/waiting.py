@@ -1,9 +1,9 @@
-"""Saying why a call waits: a trainer that gets no group, or may not push, is told the cause and the next step.
+"""Saying why a call waits: a trainer that gets no group, or may not push, learns the cause and the next step.
 
-- After SAY_AFTER_S of waiting one warning is logged, which Python shows on stderr where nobody has set up logging;
+- After SAY_AFTER_S of waiting one warning is logged, which Python shows on stderr if nobody has set up logging;
   again when the cause changes, and every SAY_AGAIN_S.
-- The cause is that of fabric/inspect/diagnosing.py, asked at most every LOOK_EVERY_S and only while a call waits.
-- A fabric that cannot be asked is no reason to fail: then nothing is said.
+- fabric/inspect/diagnosing.py finds the cause, at most every LOOK_EVERY_S and only while a call waits.
+- A fabric that cannot be asked is no reason to fail: then nothing is logged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_S = 1.0  # an iteration that waits for less is one of many, and asks nobody
 
 
 class Waiting:
-    """What one run's trainer was told of its waiting, over all of its calls."""
+    """The warnings to one run's trainer about its waiting, over all of its calls."""
 
     def __init__(self, board: LeaseBoard, run_id: str) -> None:
         self._board = board
@@ -37,28 +37,28 @@ class Waiting:
         self._causes: Sequence[Cause] = ()
         self._looked_at_s = self._said_at_s = float("-inf")
         self._said = ""
-        self._made: int | None = None  # what had come of the run when it was last looked at, in this wait
-        self._has_moved = False  # something came of it in this wait
+        self._made: int | None = None  # the run's output at the last look in this wait
+        self._has_moved = False  # the run made something in this wait
         self._waited_s = 0.0  # without a group, by iterations that have ended: short ones in a row are one long wait
 
     def look_in_s(self, waited_s: float) -> float:
-        """Seconds until an iteration that has waited so long should tell why."""
+        """Return the seconds until an iteration that has waited so long should tell why."""
         return max(SAY_AFTER_S - waited_s, self._looked_at_s + LOOK_EVERY_S - _now_s(), 0.0)
 
     async def tell(self, waited_s: float) -> None:
-        """An iteration has waited so long, and goes on: say why, if it is news."""
+        """Say why an iteration has waited so long, and goes on, if the cause is news."""
         causes = await self._look()
         if causes:
             self._say(causes[0], f"groups() has waited for {waited_s:.0f} s: {with_commands(causes[0].words)}")
 
     def tell_refusal(self, waited_s: float, error: FabricError) -> None:
-        """A submit is refused again and again, and goes on trying: the refusal itself says why."""
+        """Say why a submit is refused again and again, and goes on trying: the refusal itself has the cause."""
         if waited_s >= SAY_AFTER_S:
             cause = Cause(code=type(error).__name__, kind="passing", text=error.message)
             self._say(cause, f"submit has waited for {waited_s:.0f} s: {error.message}")
 
     async def why(self, waited_s: float, timeout_s: float) -> str:
-        """Why an iteration ends without another group.
+        """Say why an iteration ends without another group.
 
         Raises:
             NothingMoves: it has waited long enough to know, nothing ran meanwhile, and the run stands until somebody
@@ -85,12 +85,12 @@ class Waiting:
         return text
 
     def forget(self) -> None:
-        """A group came: what stood moves, and is told again when it stands again."""
+        """Forget the cause, as a group came: warn again when the run stands again."""
         self._causes, self._said, self._waited_s, self._looked_at_s = (), "", 0.0, float("-inf")
         self._made, self._has_moved = None, False
 
     async def _look(self, age_s: float = LOOK_EVERY_S) -> Sequence[Cause]:
-        """The causes, as they were so long ago at most."""
+        """Look up the causes; a look up to `age_s` old will do."""
         if _now_s() - self._looked_at_s >= age_s:
             self._looked_at_s = _now_s()
             try:

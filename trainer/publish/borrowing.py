@@ -1,8 +1,8 @@
-"""Work in threads on what a caller has handed over: it is read while the call lasts, and never after it.
+"""Work in threads on a caller's data: a thread reads it while the call lasts, and never after it.
 
 - `in_thread` ends when its thread has, also when it is cancelled: `asyncio.to_thread` would leave the thread behind,
-  and a trainer that goes on in place would change what that is reading.
-- A thread is asked to stop by `check`, which work calls between two pieces of what it reads.
+  and a trainer that updates in place would change the data that the thread reads.
+- `check` asks a thread to stop; the work calls it between two pieces of the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[Check], T]) -> T:
-    """The result of `work`, which runs in a thread and has ended when this returns or raises, however it does.
+    """Run `work` in a thread and return its result; the thread has ended when this returns or raises, in any case.
 
     Raises:
         WeightError: nobody ran the event loop for a while, and `work` saw it.
@@ -40,6 +40,6 @@ async def in_thread(work: Callable[[Check], T]) -> T:
     finally:
         stop.set()
         while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):  # the first one is on its way already
+            with contextlib.suppress(asyncio.CancelledError):  # the first cancellation is on its way already
                 await asyncio.wait([future])
         future.cancelled() or future.exception()  # somebody has looked

@@ -16,7 +16,7 @@ from ...fabric.format.regions import Region
 
 
 def box_of(spec: TensorSpec, tensor: DTensor, number: int) -> tuple[Region, bool]:
-    """The region that this rank holds, and whether this rank publishes it.
+    """Return the region that this rank holds, and whether this rank publishes it.
 
     Args:
         number: of the tensor in its layout.
@@ -55,7 +55,7 @@ def box_of(spec: TensorSpec, tensor: DTensor, number: int) -> tuple[Region, bool
 
 
 def _region(number: int, spec: TensorSpec, ranges: Sequence[tuple[int, int]]) -> Region:
-    """The part [first, first + count) in every dimension, as equal runs."""
+    """Return the part [first, first + count) in every dimension, as equal runs."""
     shape = spec.shape
     if any(count == 0 for _, count in ranges):
         return Region.span(number, 0, 0)

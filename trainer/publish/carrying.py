@@ -1,10 +1,10 @@
-"""What carries a version's chunks: the broker, or a collective of the receivers that are there.
+"""The carrier of a version's chunks: the broker, or a collective of the receivers that are there.
 
-- Ordinarily the broker. A run whose `weight_carrier` says so uses torch.distributed beside it: always, or where the
+- Ordinarily the broker. A run whose `weight_carrier` says so uses torch.distributed beside it: always, or if the
   broker has no room or a version is large and all receivers take part (fabric/rules/weights/carrier.py).
-- A collective that does not reach those who answered is no failure: the version goes by the broker then.
-- What a collective has carried comes to the broker as well, once the head has moved and if there is room (upkeep.py):
-  for those who were not there.
+- A collective that does not reach the receivers that answered is no failure: the version goes by the broker then.
+- Chunks that a collective carried come to the broker as well, once the head has moved and if there is room (upkeep.py):
+  for receivers that were absent.
 - Nothing is written to a broker that has no room for it.
 """
 
@@ -39,10 +39,10 @@ class Carrying:
         self._collective = None if setting == BROKER else CollectivePublisher(store, run_id, clock=clock)
 
     async def carry(self, prepared: Prepared) -> Prepared:
-        """The version, ready for the broker: with its chunks, or with a manifest that says who has them.
+        """Return the version, ready for the broker: with its chunks, or with a manifest that names another carrier.
 
         Raises:
-            BrokerFull: it is for the broker to carry, and has no room there; nothing was written.
+            BrokerFull: the broker must carry it, and has no room; nothing was written.
         """
         if self._collective is not None:
             by_collective = await self._carried(self._collective, prepared)

@@ -1,10 +1,10 @@
-"""How the ranks of one training job talk while they publish together: small messages, to rank 0 and back.
+"""Messages between the ranks of one training job while they publish together: small, to rank 0 and back.
 
 - A star of plain sends over gloo groups of its own: no collective, so a rank that dies is known by its number, and
-  those that wait for it are told.
-- Answers go through a second group: gloo closes all connections of a group in which somebody waited too long.
+  the ranks that wait for it are told.
+- Answers go through a second group: gloo closes all connections of a group in which a rank waited too long.
 - After a loss nothing is sent any more; the job starts again, as every job of torch.distributed must.
-- What is said is messages.py's.
+- messages.py defines the messages.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class RankExchange:
 
     Attributes:
         rank: in the group; size: of the group.
-        sent_bytes: what this rank has sent, all in all.
-        lost: why nothing can be said any more; empty while all is well.
+        sent_bytes: bytes that this rank has sent in all.
+        lost: why nothing can be sent any more; empty while all is well.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
@@ -53,7 +53,7 @@ class RankExchange:
         return dist.new_group(self._ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
 
     def send(self, message: RankMessage) -> None:
-        """Rank 0 gets a message. If it waits no longer, its answer says why, so that is not this call's to say."""
+        """Send a message to rank 0. If that waits no longer, this does not raise: its answer says why."""
         assert self.rank > 0
         self.check()
         try:
@@ -62,10 +62,10 @@ class RankExchange:
             log.warning("ranks.not_sent", extra={"rank": self.rank, "error": str(error)})
 
     def receive(self) -> RankMessage:
-        """What rank 0 says next.
+        """Receive the next message of rank 0.
 
         Raises:
-            WeightError: it is gone.
+            WeightError: rank 0 is gone.
         """
         assert self.rank > 0
         self.check()
@@ -76,7 +76,7 @@ class RankExchange:
             raise WeightError(self.lost, ranks=[0]) from error
 
     def tell(self, message: RankMessage) -> None:
-        """Every other rank gets this message; who is gone, `gather` says."""
+        """Send this message to every other rank; `gather` names a rank that is gone."""
         assert self.rank == 0
         data = message.encode()
         for rank in self._living():
@@ -86,10 +86,10 @@ class RankExchange:
                 self._lose(rank, error)
 
     def gather(self) -> list[RankMessage]:
-        """A message of every other rank, in their order.
+        """Receive a message of every other rank, in their order.
 
         Raises:
-            WeightError: one is gone, and named. The messages of those that live were taken.
+            WeightError: a rank is gone; names it. The messages of living ranks were taken.
         """
         assert self.rank == 0
         found: list[RankMessage] = []
@@ -104,10 +104,10 @@ class RankExchange:
         return found
 
     def check(self) -> None:
-        """Require that nobody is gone.
+        """Require that no rank is gone.
 
         Raises:
-            WeightError: somebody is.
+            WeightError: a rank is.
         """
         if self.lost:
             raise WeightError(self.lost, ranks=sorted(self._lost_ranks))

@@ -1,10 +1,10 @@
-"""Looking after what a publisher has published, while the trainer does other things.
+"""Looking after published versions, while the trainer does other things.
 
-- Once a second: what receivers report is read again, and a bounded share of everything held, in turn. What is damaged
+- Once a second: versions that receivers report are read again, and a bounded share of everything held, in turn. Damage
   is healed at once (upkeep.py), under the publisher's lock, so that it never meets a publish.
-- A report is a hint, and whoever may report may lie. In a second REPORT_BYTES_MAX are read for reports; half as many in
-  each that follows lies, down to REPORT_BYTES_MIN. A version that is read whole for a lie counts until it is made up.
-- Nothing of the trainer's memory is read: what is made again comes from the publisher's own copy.
+- A report is a hint, and may be a lie. In a second REPORT_BYTES_MAX are read for reports; half as many in each second
+  that follows lies, down to REPORT_BYTES_MIN. A version that is read whole for a lie counts until it is made up.
+- Nothing of the trainer's memory is read: chunks are made again from the publisher's own copy.
 - The publisher says that it lives, so that nobody else repairs beside it.
 """
 
@@ -24,12 +24,12 @@ from .upkeep import Upkeep
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-TEND_S = 5.0  # how long a publisher that says nothing more counts as living
-REPORT_BYTES_MAX = 64 << 20  # read in one tick because somebody says so
+TEND_S = 5.0  # how long a silent publisher counts as living
+REPORT_BYTES_MAX = 64 << 20  # read in one tick for reports
 REPORT_BYTES_MIN = 1 << 20  # after lies
-REPORT_BYTES_BACK = 1 << 20  # what a tick without reports gives back
-VISIT_BYTES = 256 << 10  # what looking at a version counts as at least: 16 in a second at the default rate
-RETRY_S_MAX = 60.0  # between attempts at what cannot be healed now, for want of room
+REPORT_BYTES_BACK = 1 << 20  # a tick without reports gives back so many
+VISIT_BYTES = 256 << 10  # a look at a version counts as at least this: 16 in a second at the default rate
+RETRY_S_MAX = 60.0  # between attempts at damage that cannot be healed now, for want of room
 
 Charge = Callable[[], int]  # our epoch, 0 before the first publish
 
@@ -40,7 +40,7 @@ class Healing:
     Args:
         lock: the publisher's, held while anything is written.
         charge: see Charge; asked under the lock.
-        bytes_per_s: read of what is held, without any report; 0: nothing.
+        bytes_per_s: rate of reading the held versions, without any report; 0: none.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Healing:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Go on in a task of the running loop, until `close`; again and again is once."""
+        """Run in a task of the running loop, until `close`; further calls change nothing."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._go(), name=f"healing {self._run_id}")
 
@@ -86,19 +86,19 @@ class Healing:
                 await self.look()
             except FabricError as error:
                 log.warning("weights.not_looked_after", extra={"run_id": self._run_id, "error": str(error)})
-            except Exception:  # what is published goes on without us: it must be said, and tried again
+            except Exception:  # publishing goes on without us: log it, and try again
                 log.exception("weights.healing_failed", extra={"run_id": self._run_id})
             await self._clock.sleep(TICK_S)
 
     async def look(self) -> None:
-        """See to the reports, read a share of what is held, heal what is damaged.
+        """Look into the reports, read a share of the held versions, heal damage.
 
         Raises:
             BrokerError: the broker could not be asked.
         """
         epoch = self._charge()
         if not epoch or (await self._store.head(self._run_id)).epoch != epoch:
-            return  # nothing is published yet, or it is another publisher's to heal
+            return  # nothing is published yet, or another publisher heals
         await self._store.tend(self._run_id, epoch, TEND_S)
         reports = await self._store.damages(self._run_id)
         seen, wounds = await self._proved(reports)
@@ -111,7 +111,7 @@ class Healing:
         await self._store.clear_damages(self._run_id, seen)
 
     async def _proved(self, reports: Sequence[Damage]) -> tuple[list[Damage], list[Wound]]:
-        """The reports that were looked into, the newest versions' first, and what is wrong indeed."""
+        """Look into reports, the newest versions first; return the reports looked into, and the damage found."""
         held = {(each.version, each.kind): each for each in self._upkeep.held()}
         self._report_allowance = min(self._report_allowance + self._report_bytes, self._report_bytes)
         seen, wounds = [], []
@@ -137,7 +137,7 @@ class Healing:
         return seen, wounds
 
     def _believe(self, has_reports: bool, is_true: bool) -> None:
-        """How much reports may have read from now on."""
+        """Set how much reports may have read from now on."""
         if is_true:
             self._report_allowance = self._report_bytes = REPORT_BYTES_MAX
         elif has_reports:
@@ -146,7 +146,7 @@ class Healing:
             self._report_bytes = min(REPORT_BYTES_MAX, self._report_bytes + REPORT_BYTES_BACK)
 
     async def _scrub(self) -> list[Wound]:
-        """Read on through what is held, as much as is allowed by now."""
+        """Read on through the held versions, as much as is allowed by now."""
         share = self._bytes_per_s * TICK_S
         self._allowance = min(self._allowance + share, share)
         wounds = []
@@ -167,7 +167,7 @@ class Healing:
         return wounds
 
     async def _once_round(self) -> AsyncIterator[tuple[int, Wound | None]]:
-        """Everything held, chunk by chunk: bytes read, and what is wrong."""
+        """Read everything held, chunk by chunk: yield bytes read, and any damage."""
         held = self._upkeep.held()
         known = {(each.version, each.kind) for each in held}
         head = max((each.version for each in held), default=-1)
@@ -185,7 +185,7 @@ class Healing:
                 yield 0, await examine(self._store, manifest)
 
     async def _heal(self, wounds: Sequence[Wound]) -> None:
-        """Look again while nobody publishes: what was deleted meanwhile is no damage."""
+        """Heal damage after another look, while nobody publishes: a version deleted meanwhile is no damage."""
         async with self._lock:
             epoch = self._charge()
             head = await self._store.head(self._run_id)

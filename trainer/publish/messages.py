@@ -24,7 +24,7 @@ MESSAGE_BYTES_MAX = 64 << 20  # as many as a manifest may have
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankMessage(Record):
-    """facts: plain values. rows: int64, boxes. data: a packed manifest."""
+    """A message. facts: plain values. rows: int64, boxes. data: a packed manifest."""
 
     KIND: ClassVar[int] = 21
     ARRAYS: ClassVar[dict[str, str]] = {"rows": "i8", "data": "u1"}
@@ -35,12 +35,12 @@ class RankMessage(Record):
 
     @classmethod
     def bytes_max(cls) -> int:
-        """As large as a manifest."""
+        """Return the bound of a message: as large as a manifest."""
         return MESSAGE_BYTES_MAX
 
 
 def said(result: Prepared | bool | FabricError | None) -> RankMessage:
-    """The message for a result of an order."""
+    """Make the message for a result of an order."""
     if isinstance(result, FabricError):
         return RankMessage(facts=told(result))
     if isinstance(result, Prepared):
@@ -49,20 +49,20 @@ def said(result: Prepared | bool | FabricError | None) -> RankMessage:
 
 
 def heard(message: RankMessage) -> WeightManifest | bool | FabricError | None:
-    """The result in a message."""
+    """Read the result in a message."""
     if "error" in message.facts:
         return rebuilt(message.facts)
     return WeightManifest.unpack(message.data.tobytes()) if len(message.data) else message.facts.get("is_same")
 
 
 def told(error: Exception) -> dict[str, Any]:
-    """An error as plain values."""
+    """Write an error as plain values."""
     if isinstance(error, FabricError):
         return {"error": error.message, "error_kind": type(error).__name__, "ranks": error.facts.get("ranks", [])}
     return {"error": f"{type(error).__name__}: {error}", "error_kind": "WeightError", "ranks": []}
 
 
 def rebuilt(facts: Mapping[str, Any]) -> FabricError:
-    """The error that was told."""
+    """Make the error anew from plain values."""
     made: FabricError = getattr(errors, facts["error_kind"], WeightError)(facts["error"], ranks=facts["ranks"])
     return made

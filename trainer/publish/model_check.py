@@ -1,9 +1,10 @@
-"""The first weights of a run against its model, before anything is written: what no worker could load is refused.
+"""Checks the first weights of a run against its model, before anything is written: no worker could load others.
 
 - A preset is known by its shapes, a directory by the headers of its safetensors files. Any other model, and one whose
   files are stored otherwise than it is listed (experts, several modalities, quantised), is not looked into.
-- The dtype of floating-point weights is the workers' to choose; one that is not the files' is said.
-- Weights that share no name with the model are another model's, and refused; but for an adapter's, which has its own.
+- Workers choose the dtype of floating-point weights; a dtype that differs from the files' is logged.
+- Weights that share no name with the model belong to another model, and are refused; but not an adapter's, which has
+  names of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OTHERWISE = ("expert", "vision", "visual", "audio", "quant", "scale", "lora")  #
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a model's weights must be. layout: dtypes are those of its files. optional: may be there or not."""
+    """The expected weights of a model. layout: dtypes are those of its files. optional: may be there or not."""
 
     layout: Layout
     optional: frozenset[str] = frozenset()
@@ -51,7 +52,7 @@ def check_model(run_id: str, name: str, layout: Layout) -> None:
     expected = {spec.name: spec for spec in model.layout.tensors}
     given = {spec.name: spec for spec in layout.tensors}
     if all(ADAPTER in each for each in given):
-        return  # beside the model, not of it: the workers know which they take
+        return  # an adapter lies beside the model: the workers know which they take
     if not expected.keys() & given.keys():
         raise ConfigError(
             f"none of the {len(given):,} tensors that were to be published ({_some(given)}) is one of model {name!r}"
@@ -87,7 +88,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def read_model(name: str) -> Model | None:
-    """What is known here of a model's weights; None: nothing that is certain."""
+    """Return the known facts of a model's weights; None if nothing is certain."""
     if is_preset(name):
         specs = [TensorSpec(each, "float32", shape) for each, shape in preset_shapes(name).items()]
         return Model(Layout(tuple(specs)), has_dtypes=False)
@@ -106,6 +107,6 @@ def read_model(name: str) -> Model | None:
 
 
 def _in_dtype_of(spec: TensorSpec, given: TensorSpec | None) -> TensorSpec:
-    """What is expected, in the floating-point type that is given."""
+    """Return the expected tensor, in the given floating-point type."""
     is_free = given is not None and "float" in spec.dtype and "float" in given.dtype
     return replace(spec, dtype=given.dtype) if is_free and given is not None else spec

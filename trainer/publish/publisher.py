@@ -4,16 +4,16 @@
   each has a publisher and calls `publish` alike, and rank 0 does here what one process does. The result is an ordinary
   version.
 - The first version of a run is a keyframe, later ones are deltas to the version before. A publisher that takes over
-  begins from the weights that the broker holds; where it cannot, or there are other ranks, with a keyframe. What stands
-  beside them (keyframes, jumps) and when versions are deleted is upkeep.py's.
+  begins from the weights that the broker holds; if it cannot, or there are other ranks, with a keyframe. upkeep.py adds
+  keyframes and jumps beside them, and deletes versions.
 - Everything is checked before anything is written: names, shapes and dtypes against the run's, the version against
   the head, the epoch against other publishers.
 - The manifest is written and the head moved when every rank has sent its chunks. The copies of the weights move only
   when the head has, to the bits that were encoded. A version whose sending failed, or was interrupted, is finished by
-  the next `publish`. Where the head is neither of the two, the next version is a keyframe.
+  the next `publish`. If the head is neither of the two, the next version is a keyframe.
 - The tensors must not change until `publish` returns or raises; then they may, for nothing reads them any more.
-- What is published is looked after from then on, in a task of the loop, until `close`: see healing.py.
-- Memory: one copy of the weights where they are compared, the encoded version, and a copy of what changed in it.
+- A task of the loop looks after published versions until `close`: see healing.py.
+- Memory: one copy of the weights where they are compared, the encoded version, and a copy of its changes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """What publishing a version took. density: changed elements as a fraction of all. keyframe_bytes, jump_bytes: of
-    what was published beside it, 0 without."""
+    """The cost of publishing a version. density: changed elements as a fraction of all. keyframe_bytes, jump_bytes: of
+    the keyframe and jumps published beside it, 0 without."""
 
     version: int
     kind: str
@@ -68,12 +68,12 @@ class Publisher:
         shard_count: of the run; every shard learns the head.
         group: of torch.distributed, the ranks that hold the model together; None: this process holds it.
         timeout_s: how long rank 0 waits for a rank.
-        thread_count: as Ranks'.
+        thread_count: as in Ranks.
         carrier: "broker", "collective" or "auto"; see carrying.py. Ranks send by the broker.
         model: the run's; its first weights are checked against it. None: they are not.
         compares_on: "auto": tensors on a GPU are compared there, which takes a copy of the weights there, others on the
             host. "host": all on the host, for a GPU without that room. "device": every torch tensor where it is.
-        scrub_bytes_per_s: of what is held, read again to find damage; 0: none without a report.
+        scrub_bytes_per_s: rate of reading held versions again to find damage; 0: none without a report.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Publisher:
             named: name → tensor, or pairs: torch tensors or numpy arrays; numpy uint16 is taken as bfloat16 bits. The
                 same names on every rank: DTensors by their own shards, others the same on every rank.
             version: above the head.
-            keyframe: put a keyframe of it beside its delta. Where that does not succeed the version is out all the
-                same, `keyframe_bytes` is 0, the log says why, and it is tried again.
+            keyframe: put a keyframe of it beside its delta. If that fails the version is out all the same,
+                `keyframe_bytes` is 0, the log says why, and it is tried again.
 
         Raises:
             InputError: no tensors, or something that is not one.
@@ -137,7 +137,7 @@ class Publisher:
             VersionConflict: not newer than the head, or another publisher took over.
             BrokerFull: the broker has no room for it; nothing was written.
             BrokerError: not sent; the next call finishes it.
-            WeightError: a rank is gone. Every rank raises the same, and rank 0's names who failed.
+            WeightError: a rank is gone. Every rank raises the same, and rank 0's names the rank that failed.
         """
         async with self._lock:
             try:
@@ -146,7 +146,7 @@ class Publisher:
                     return PublishReport(**await self._ranks.follow(hello))
                 try:
                     report = await self._publish(*await self._ranks.meet(hello), wants_keyframe=keyframe)
-                except Exception as error:  # told to the other ranks, who wait, and raised
+                except Exception as error:  # told to the other ranks, which wait, and raised
                     await self._ranks.end(error)
                     raise
                 await self._ranks.end(asdict(report))
@@ -176,22 +176,22 @@ class Publisher:
         return replace(report, keyframe_bytes=keyframe_bytes, jump_bytes=jump_bytes)
 
     def _forget(self) -> None:
-        """The next version is a keyframe, which needs nothing before it."""
+        """Make the next version a keyframe, which needs nothing before it."""
         self._ranks.forget()
         self._pending = self._report = None
 
     def start(self) -> None:
-        """Look after what is published, in a task of the running loop, until `close`; rank 0 does, for all."""
+        """Look after published versions, in a task of the running loop, until `close`; rank 0 does this for all."""
         if self._ranks.is_lead:
             self._healing.start()
 
     async def close(self) -> None:
-        """Look after nothing more, let go of a collective that was given up; a version that was not sent is lost."""
+        """Stop looking after versions, let go of an abandoned collective; a version that was not sent is lost."""
         await self._healing.close()
         await self._carrying.close()
 
     async def _has_lost_head(self) -> bool:
-        """A broker that lost its last writes (a replica took over) may lack what we built on."""
+        """Whether the broker lacks the head that we built on: it may have lost its last writes to a fail-over."""
         if self._ranks.version < 0:
             return False
         head = await self._store.head(self._run_id)
@@ -205,11 +205,11 @@ class Publisher:
     async def _open(self, layout: Layout, version: int, *, is_lost: bool) -> None:
         """Take charge of the run, once, and learn what is published.
 
-        What would be refused is refused before: a stray call must not put the run's living publisher out of charge.
+        Refuse a bad call before that: a stray call must not put the run's living publisher out of charge.
 
         Args:
-            is_lost: begin anew, without what is there. In a new epoch, or receivers that hold a lost version take the
-                next one of its number for the same.
+            is_lost: begin anew, without the versions there. In a new epoch, or receivers that hold a lost version take
+                the next one of its number for the same.
         """
         if self._epoch and not is_lost:
             return
@@ -233,7 +233,7 @@ class Publisher:
         self._epoch = epoch
 
     async def _check_layout(self, layout: Layout) -> None:
-        """The first version is compared with the run's model, where that can be read here; others with the first."""
+        """Compare the first version with the run's model, if that can be read here; others with the first."""
         if self._layout is not None:
             self._layout.check(layout)
         elif self._model is not None:
@@ -254,7 +254,7 @@ class Publisher:
         await self._ranks.resume(manifest.tensors, bits, head.version)
 
     async def _check_version(self, version: int) -> PublishReport | None:
-        """Require a version above the head; returns the report when just this was published before."""
+        """Require a version above the head; return the report if just this version was published before."""
         head = await self._store.head(self._run_id)
         if head.epoch != self._epoch:
             link = Link(version=version, base_version=-1, kind="", epoch=self._epoch, payload_bytes=0, chunk_count=0)
@@ -296,13 +296,13 @@ class Publisher:
         return prepared, report
 
     async def _send(self, prepared: Prepared, report: PublishReport, *, is_repeated: bool = False) -> None:
-        """Chunks, manifest, head; then the copies follow. Every part may be repeated."""
+        """Send chunks, manifest, head; then the copies follow. Every part may be repeated."""
         manifest = prepared.manifest
         # Until it is known that the head has moved: the next publish repeats this version first, which is harmless.
         self._pending = (prepared, report)
         try:
             head = await self._store.head(self._run_id) if is_repeated else Head()
-            # The chunks of what is out already, written again, would be for a time only.
+            # Chunks of a version that is out, written again, would get a time to live.
             if manifest.carrier == BROKER and (head.version, head.moved_by) != (manifest.version, manifest.epoch):
                 await self._ranks.put(prepared)
             await self._store.put_manifest(manifest)

@@ -1,6 +1,6 @@
 """The ranks that publish together, as one. Rank 0 gives orders; every rank, itself too, carries them out on its part.
 
-- One process is a group of one: it tells nobody anything, and raises errors as they are.
+- One process is a group of one: it sends no messages, and raises errors as they are.
 - No weights pass between ranks. Ranks say where their parts lie, and send a manifest of each part; rank 0 joins these.
 - Threads read the trainer's tensors, and have ended when `publish` has (borrowing.py).
 - A rank answers with its error, so no other rank waits in vain. The error that rank 0 raises names the rank.
@@ -71,7 +71,7 @@ class Ranks:
         share = max(1, (os.cpu_count() or 1) // self._size)
         self._thread_count = thread_count or min(THREAD_COUNT_MAX, share)
         self._snapshot: Snapshot | None = None
-        self._own: Prepared | None = None  # on other ranks than 0: its part of the version prepared last
+        self._own: Prepared | None = None  # on ranks other than 0: its part of the version prepared last
         self._met: list[Any] = []  # the boxes of each rank, as this publish has them
         self._begun: list[Any] = []  # and as the copies have
         self._firsts: list[int] = []  # of the version prepared last: each rank's first chunk
@@ -86,7 +86,7 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank's copy is all there is: others listen only while they publish."""
+        """Whether this rank has the only copy: other ranks listen only while they publish."""
         return self._size == 1
 
     async def hello(self, named: Named, version: int) -> RankMessage:
@@ -112,12 +112,12 @@ class Ranks:
         if self._exchange is None:
             return
         self._exchange.lost = f"rank {self._rank} was interrupted while publishing: start the ranks again"
-        if self.is_lead:  # nobody waits: the others may be gone
+        if self.is_lead:  # no need to wait: the others may be gone
             error = WeightError(self._exchange.lost)
             asyncio.get_running_loop().run_in_executor(None, self._tell_now, {"do": "end", **told(error)})
 
     async def follow(self, hello: RankMessage) -> dict[str, Any]:
-        """Carry out orders until rank 0 ends the publish; returns the fields of its report.
+        """Carry out orders until rank 0 ends the publish; return the fields of its report.
 
         Raises:
             FabricError: rank 0 raised it, or is gone.
@@ -183,17 +183,17 @@ class Ranks:
     async def _put_own(self, order: Order) -> None:
         own = self._own
         assert own is not None and own.manifest.version == order["version"]
-        # As much of the whole manifest as says where its chunks lie.
+        # Only the part of the whole manifest that says where its chunks lie.
         stub = replace(own.manifest, chunk_bytes=np.zeros(order["chunk_count"], dtype=np.int32))
         await self._store.put_chunks(stub, order["firsts"][self._rank], own.chunks)
 
     # ---- on rank 0
 
     async def meet(self, hello: RankMessage) -> tuple[int, Layout]:
-        """Gather all ranks; require that they publish one version of one model, and hold all of it; returns both.
+        """Gather all ranks; require that they publish one version of one model, and hold all of it; return both.
 
         Raises:
-            FabricError: they do not, or a rank has failed or is gone; named.
+            FabricError: they do not, or a rank has failed or is gone; names it.
         """
         hellos = [hello, *await self._gathered()]
         self._require([heard(message) for message in hellos])
@@ -215,15 +215,15 @@ class Ranks:
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether ranks have other parts now than the copies are of."""
+        """Whether the ranks' parts differ from those of the copies."""
         return self._begun != self._met
 
     def forget(self) -> None:
-        """The copies are not what receivers hold: `begin` before the next version."""
+        """Note that the copies differ from the receivers' weights: call `begin` before the next version."""
         self.version = -1
 
     async def begin(self) -> None:
-        """Have every rank copy what it was given."""
+        """Have every rank copy the trainer's part."""
         assert self.parts is not None
         self.forget()
         await self._all({"do": "begin"})
@@ -237,7 +237,7 @@ class Ranks:
         self._begun, self.version = self._met, version
 
     async def prepare(self, identity: Identity, kind: str) -> Prepared:
-        """A version ready to be sent. DELTA: what was given, as it differs from the copies; KEYFRAME: the copies."""
+        """Make a version ready to be sent. DELTA: the trainer's parts against the copies; KEYFRAME: the copies."""
         facts = {"run_id": identity.run_id, "epoch": identity.epoch, "version": identity.version}
         own, *others = await self._all({"do": kind, "identity": facts})
         assert isinstance(own, Prepared)
@@ -247,11 +247,11 @@ class Ranks:
         return replace(own, manifest=joined(manifests, self._cut)) if others else own
 
     async def is_same(self) -> bool:
-        """Whether every rank was given what its copy is."""
+        """Whether every rank's part equals its copy."""
         return all(await self._all({"do": "compare"}))
 
     async def put(self, prepared: Prepared) -> None:
-        """Have every rank send its chunks of the version prepared last; chunks that are all here are any version's."""
+        """Have every rank send its chunks of the version prepared last. If all chunks are here, send those alone."""
         manifest, count = prepared.manifest, len(prepared.manifest.chunk_bytes)
         own = partial(self._store.put_chunks, manifest, 0, prepared.chunks)
         order = {"do": "put", "version": manifest.version, "chunk_count": count, "firsts": self._firsts}
@@ -260,20 +260,20 @@ class Ranks:
     def advance(self, prepared: Prepared) -> None:
         """Become the version that was prepared; the other ranks follow at the next order."""
         assert self._snapshot is not None
-        self.forget()  # where this is interrupted, the copy is neither the head nor what was before
+        self.forget()  # if this is interrupted, the copy is neither the head nor the version before
         self._snapshot.advance(prepared)
         self.version = prepared.manifest.version
 
     async def end(self, ending: Mapping[str, Any] | Exception) -> None:
-        """Tell the others how it ended: with the report's fields, or an error."""
+        """Tell the other ranks how the publish ended: with the report's fields, or an error."""
         facts = told(ending) if isinstance(ending, Exception) else {"report": ending}
         await self._tell({"do": "end", **facts})
 
     async def _all(self, order: Order, own: Callable[[], Awaitable[Any]] | None = None) -> list[Any]:
-        """Have every rank carry out an order, this one by `own` if that is given; returns their results, by rank.
+        """Have every rank carry out an order, this one by `own` if given; return their results, by rank.
 
         Raises:
-            FabricError: a rank failed, or is gone; named.
+            FabricError: a rank failed, or is gone; names it.
         """
         await self._tell(order)
         results = [await self._outcome(own or partial(in_thread, self._work_of(order)))]
@@ -293,14 +293,14 @@ class Ranks:
         return [] if self._exchange is None else await asyncio.to_thread(self._exchange.gather)
 
     def _require(self, results: Sequence[Any]) -> None:
-        """Raise the first rank's error, if one has one."""
+        """Raise the first error of a rank, if any."""
         for rank, result in enumerate(results):
             if isinstance(result, FabricError):
                 raise type(result)(f"rank {rank}: {result.message}", ranks=[rank])
 
 
 def joined(manifests: Sequence[WeightManifest], cut: str) -> WeightManifest:
-    """The manifest of a version whose parts these are, by rank; their chunks lie in that order. cut: of all parts."""
+    """Join the manifests of a version's parts, by rank; their chunks lie in that order. cut: of all parts."""
     rows: list[BlockRow] = []
     first = 0
     for manifest in manifests:

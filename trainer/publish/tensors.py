@@ -1,11 +1,11 @@
-"""A trainer's tensors as stored bits: what is published, checked by name, and no copy where none is needed.
+"""A trainer's tensors as stored bits: collected and checked by name, and copied only if needed.
 
 - Tensors that are to be compared where they are (on a device) are flat torch tensors of integers of the same width,
   all others flat numpy arrays.
 - A sharded tensor (DTensor, boxes.py) is published by its own ranks, each its part. Any other is the same on every
   rank, and published by one of them, by turns.
-- What is handed over is gone through once, where `publish` is called (`pairs_of`): a generator is the caller's code.
-- Whatever goes wrong with a tensor names it.
+- The caller's tensors are iterated once, where `publish` is called (`pairs_of`): a generator is the caller's code.
+- Every error of a tensor names it.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def collect(
 
 
 def pairs_of(named: Named) -> Pairs:
-    """Names and tensors; of a path, those of the safetensors files there.
+    """List names and tensors; for a path, those of the safetensors files there.
 
     Raises:
-        InputError: it is nothing of that kind, or has no tensors. What the caller's own code raises, with a note.
+        InputError: it is nothing of that kind, or has no tensors. Errors of the caller's own code pass, with a note.
     """
     pairs: Pairs = []
     if isinstance(named, (str, os.PathLike)):
@@ -115,7 +115,7 @@ def pairs_of(named: Named) -> Pairs:
 
 
 def _items(named: Any) -> Iterator[Any]:
-    """What is there, one after another; what the caller's code raises says where."""
+    """Yield the items, one after another; add the place to an error of the caller's code."""
     last = None
     if hasattr(named, "named_parameters"):
         raise InputError(f"a {type(named).__name__} is a module: publish its .named_parameters()")
@@ -158,7 +158,7 @@ def _pair(item: Any, before: Pairs) -> tuple[str, Any]:
 
 
 def _of_files(path: Path) -> Pairs:
-    """The tensors of a checkpoint; a head that its config says is tied is left out, as models list it once."""
+    """Read the tensors of a checkpoint; leave out a head that its config says is tied, as models list it once."""
     if not path.exists():
         raise InputError(
             f"{str(path)!r} is no file or directory on this machine: publish tensors, or the path of a safetensors file"
@@ -172,7 +172,7 @@ def _of_files(path: Path) -> Pairs:
 
 
 def is_tied(directory: Path) -> bool:
-    """Whether the config there says that the model's head is its embedding."""
+    """Whether the directory's config says that the model's head is its embedding."""
     try:
         return bool(load_json((directory / "config.json").read_bytes())["tie_word_embeddings"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -181,19 +181,19 @@ def is_tied(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _naming(name: str, tensor: Any) -> Iterator[None]:
-    """Errors of torch, numpy or a tensor's own class do not say which tensor."""
+    """Name the tensor in errors of torch, numpy or its own class, which do not."""
     try:
         yield
     except FabricError:
         raise
-    except Exception as error:  # whatever a tensor's own class raises
+    except Exception as error:  # a tensor's own class may raise anything
         raise InputError(
             f"tensor {name!r} ({type(tensor).__name__}) cannot be read: {type(error).__name__}: {error}", name=name
         ) from error
 
 
 def _found(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
-    """A tensor's spec, a key of its memory, and a function that reads its bits; for a DTensor, of this rank's part."""
+    """Return a tensor's spec, a key of its memory, and a reader of its bits; for a DTensor, of this rank's part."""
     return _from_torch(name, tensor, compares_on, size) if hasattr(tensor, "detach") else _from_numpy(name, tensor)
 
 
@@ -254,7 +254,7 @@ def _from_numpy(name: str, tensor: Any) -> Found:
 
 
 def _from_bits(name: str, tensor: Stored) -> Found:
-    """Of weights that were read; where somebody has put another array into them, it is that array's dtype."""
+    """Do the same for weights read from a run; if the caller replaced an array, its own dtype counts."""
     array = tensor.array
     spec = TensorSpec(name, tensor.dtype, array.shape)
     if array.dtype != spec.bits_dtype and array.dtype.name != tensor.dtype:

@@ -1,13 +1,13 @@
-"""What keeps a run's chain short and whole, and the broker's memory bounded: keyframes, jumps, healing, and deleting
-what nobody needs.
+"""Keeps a run's chain short and whole, and the broker's memory bounded: makes keyframes and jumps, heals, and deletes
+versions that nobody needs.
 
 - All of it happens beside versions that are out already, so a failure here costs nothing but time: it is a warning, and
   the next publish tries again.
-- What is due and what may go is decided in fabric/rules/weights/chain.py.
+- fabric/rules/weights/chain.py decides which versions are due and which may go.
 - Nothing is written that the broker has no room for.
-- What is damaged is written again, byte for byte, where its bytes are kept or can be made again: those of late deltas
-  and jumps are kept, a keyframe of the head is encoded anew. Where they are not, a keyframe of the head goes round it;
-  once that is out, what cannot be read is deleted: what is held can be read.
+- A damaged version is written again, byte for byte, if its bytes are kept or can be made again: late deltas and jumps
+  are kept, a keyframe of the head is encoded anew. If not, a keyframe of the head goes round it; once that is out, the
+  unreadable version is deleted, so all held versions can be read.
 - Memory: encoded bytes of late deltas and jumps, KEPT_BYTES_MIN or a KEPT_SHAREth of the weights.
 """
 
@@ -53,23 +53,23 @@ class Upkeep:
         self._held: dict[Link, WeightManifest] = {}  # by the broker, as far as this publisher knows
         self._is_elsewhere: set[Link] = set()  # of these, whose chunks a collective carried
         self._unfoldable: set[Jump] = set()  # jumps whose sources are gone, elsewhere, unreadable, or cut differently
-        self._unsure: WeightManifest | None = None  # whether it is held is not known
-        self._wounds: dict[Link, Wound] = {}  # what is held and cannot be read
+        self._unsure: WeightManifest | None = None  # the broker may hold it or not
+        self._wounds: dict[Link, Wound] = {}  # versions that are held and cannot be read
         self._kept: dict[Link, Sequence[bytes]] = {}  # chunks of late deltas and jumps, oldest first
         self._wants_keyframe = False
-        self.is_whole = True  # whether all is done that there was to heal
+        self.is_whole = True  # whether all damage is healed
 
     def begin(self, manifests: Iterable[WeightManifest]) -> None:
-        """These are what the broker holds, and no others."""
+        """Note that the broker holds these versions, and no others."""
         self._held, self._is_elsewhere, self._unfoldable = {}, set(), set()
         self._wounds = {}
         self._unsure = None
-        self.is_whole = False  # what cannot be read of what others left is not among them
+        self.is_whole = False  # unreadable versions that others left are not among them
         for manifest in manifests:
             self.take(manifest)
 
     def take(self, manifest: WeightManifest, chunks: Sequence[bytes] = ()) -> None:
-        """The broker holds this one, too. chunks: its own; those of deltas and jumps are kept for a while."""
+        """Note that the broker holds this version, too. chunks: its own; kept for a while if of a delta or jump."""
         link = manifest.link
         self._held[link] = manifest
         if manifest.carrier != BROKER:
@@ -81,7 +81,7 @@ class Upkeep:
             self._kept.pop(next(iter(self._kept)))
 
     def held(self) -> list[WeightManifest]:
-        """What the broker holds: the newest keyframe and the way from it to the head first, then the newest first."""
+        """List the held versions: the newest keyframe and the way from it to the head, then the rest, newest first."""
         head = max((link.version for link in self._held), default=-1)
         way = _way(head, self._links)
         rest = sorted((link for link in self._held if link not in way), key=lambda link: -link.version)
@@ -89,14 +89,14 @@ class Upkeep:
 
     @property
     def _links(self) -> list[Link]:
-        """What is held and can be read."""
+        """Return the versions that are held and can be read."""
         return [link for link in self._held if link not in self._wounds]
 
     async def heal(self, wounds: Iterable[Wound], head: int, epoch: int) -> None:
-        """Make whole what can be, go round the rest, and hold nothing that cannot be read.
+        """Mend the damage that can be mended, go round the rest, and delete unreadable versions.
 
-        What needs a copy of the head waits for a later call where there is none just now: a version is half out, or
-        other ranks hold parts of it, who listen only while they publish.
+        Work that needs a copy of the head waits for a later call if there is none just now: a version is half out, or
+        other ranks, which listen only while they publish, hold parts of it.
         """
         self._wounds |= {wound.manifest.link: wound for wound in wounds if wound.manifest.link in self._held}
         self.is_whole = False
@@ -110,15 +110,15 @@ class Upkeep:
             self.is_whole = is_reached and not self._wounds and not self._wants_keyframe
 
     async def keyframe(self, epoch: int) -> int:
-        """Put a keyframe of the head beside it, if there is none; returns its bytes."""
-        self._wants_keyframe, self.is_whole = True, False  # what does not succeed now is healed later
+        """Put a keyframe of the head beside it, if there is none; return its bytes."""
+        self._wants_keyframe, self.is_whole = True, False  # if this fails now, it is healed later
         return await self._tried(self._keyframe(epoch))
 
     async def tend(self, prepared: Prepared, epoch: int, *, wants_keyframe: bool = False) -> tuple[int, int]:
-        """The head has moved by `prepared`, and the copies with it: publish what is due beside it, delete what nobody
-        needs; returns the bytes of its keyframe and of jumps into it.
+        """Publish keyframes and jumps that are due, as the head has moved by `prepared`, and the copies with it; delete
+        versions that nobody needs. Return the bytes of its keyframe and of jumps into it.
 
-        Each step is for itself: a chunk that cannot be read must not keep the broker from being cleaned up.
+        Each step stands alone: an unreadable chunk must not keep the broker from being cleaned up.
         """
         version = prepared.manifest.version
         self._wants_keyframe |= wants_keyframe
@@ -137,7 +137,7 @@ class Upkeep:
             return 0
 
     async def _look_again(self) -> int:
-        """What the broker holds, where an answer of it was lost."""
+        """Ask what the broker holds, if an answer of it was lost."""
         unsure = self._unsure
         if unsure is None:
             return 0
@@ -152,7 +152,7 @@ class Upkeep:
         return 0
 
     async def _keep(self, prepared: Prepared) -> int:
-        """What a collective has carried is for those who were there; the broker has it for the others."""
+        """Also store collective-sent chunks in the broker, for receivers that were absent."""
         manifest = prepared.manifest
         if manifest.link not in self._is_elsewhere:
             return 0
@@ -163,7 +163,7 @@ class Upkeep:
         return manifest.payload_bytes
 
     async def _jump(self, identity: Identity) -> int:
-        """Fold what is due, and what becomes due by that; returns the bytes of the jumps."""
+        """Fold the jumps that are due, and those that become due by that; return their bytes."""
         total = 0
         while due := [jump for jump in jumps_due(identity.version, self._links) if jump not in self._unfoldable]:
             for jump in due:
@@ -180,16 +180,16 @@ class Upkeep:
         try:
             folded = await fold(self._store, replace(identity, version=jump.version), jump.kind, sources)
         except (ChainBroken, DigestMismatch, WireError) as error:
-            # What cannot be read here cannot be read by receivers: they need a way around it.
+            # Receivers cannot read it either: they need a way around it.
             log.warning("weights.source_unreadable", extra={"run_id": self._run_id, "error": str(error)})
             wounds = [wound for source in sources if (wound := await examine(self._store, source)) is not None]
-            if not wounds:  # by the digests all is right: tried again it says the same
+            if not wounds:  # the digests are right: another attempt would fail alike
                 self._unfoldable.add(jump)
                 self._wants_keyframe = True
             self._wounds |= {wound.manifest.link: wound for wound in wounds}
             self.is_whole = False
             await self._mend(identity.epoch, has_copy=False)
-            raise  # what was healed is folded at the next publish
+            raise  # the next publish folds the healed versions
         return await self._beside(folded)
 
     async def _keyframe(self, epoch: int) -> int:
@@ -212,16 +212,16 @@ class Upkeep:
         return keyframe_bytes
 
     def _keyframe_bytes(self, version: int) -> int:
-        """About what a keyframe has: as the last one, or half of the weights. Encoding it to know would take long."""
+        """Estimate a keyframe's bytes: as the last one, or half of the weights. Encoding it to know would take long."""
         last = newest_keyframe(version, self._links)
         dense_bytes = max((manifest.dense_bytes for manifest in self._held.values()), default=0)
         return dense_bytes // 2 if last is None else last.payload_bytes
 
     async def _beside(self, prepared: Prepared) -> int:
-        """Publish a manifest beside the delta of its version; returns its bytes."""
+        """Publish a manifest beside the delta of its version; return its bytes."""
         manifest = prepared.manifest
         await check_room(self._store, manifest)
-        self._unsure = manifest  # until it is known to be there: what is not known is never deleted
+        self._unsure = manifest  # until we know that it is there: an unknown version is never deleted
         await self._ranks.put(prepared)
         await self._store.put_manifest(manifest)
         self.take(manifest, prepared.chunks)
@@ -229,7 +229,7 @@ class Upkeep:
         return manifest.payload_bytes
 
     async def _mend(self, epoch: int, *, has_copy: bool) -> int:
-        """Write again what is damaged and whose bytes are to be had; returns how many versions were healed."""
+        """Write damaged versions again if their bytes can be had; return how many were healed."""
         count = 0
         for link, wound in list(self._wounds.items()):
             facts = {"run_id": self._run_id, "policy_version": link.version, "damage": str(wound)}
@@ -245,7 +245,7 @@ class Upkeep:
         return count
 
     async def _chunks_of(self, wound: Wound, *, has_copy: bool) -> Sequence[bytes] | None:
-        """All chunks of a version, kept or made again; None: they are not to be had here."""
+        """Return all chunks of a version, kept or made again; None if neither is possible."""
         link = wound.manifest.link
         if wound.chunks and has_copy and link.kind == KEYFRAME and link.version == self._ranks.version:
             identity = Identity(run_id=self._run_id, epoch=link.epoch, version=link.version)
@@ -253,7 +253,7 @@ class Upkeep:
         return self._kept.get(link)
 
     async def _adopt(self, head: int, epoch: int) -> int:
-        """Of what the broker lists and we do not know, take what can be read; nobody can use the rest."""
+        """Take in readable versions that the broker lists and we do not know; delete the rest, which nobody can use."""
         known = {(link.version, link.kind) for link in self._held}
         names = [each for each in await self._store.held(self._run_id) if each[0] <= head and each not in known]
         found = await readable(self._store, self._run_id, names)
@@ -284,7 +284,7 @@ class Upkeep:
         return await self._forget(dropped, epoch)
 
     async def _forget(self, links: Sequence[Link], epoch: int) -> int:
-        """Delete versions from the broker, and from what we know."""
+        """Delete versions from the broker, and from our records."""
         await self._store.drop(self._run_id, links, epoch)
         for link in links:
             self._held.pop(link, None)
@@ -295,7 +295,7 @@ class Upkeep:
 
 
 def _way(head: int, links: Sequence[Link]) -> list[Link]:
-    """From a keyframe to the head, keyframe first; none where nothing leads there."""
+    """Find the way from a keyframe to the head, keyframe first; empty if nothing leads there."""
     try:
         return plan(None, head, links)
     except ChainBroken:
