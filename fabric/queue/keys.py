@@ -61,7 +61,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    worker. Trajectories: deleted with the group. Turns: deleted when their trajectory
                                    ends.
   rf:{run.s}:K:deadline     ZSET   id → claim_until_ms. Member deleted when the claim ends.
-  rf:{run.s}:K:held         HASH   worker_id → claims it holds. Field deleted at zero.
+  rf:{run.s}:K:held         HASH   worker_id → claims it holds. Field deleted at zero. "-": when they were counted
+                                   anew, in ms.
   rf:{run.s}:K:bell         LIST   wakes one idle worker; bounded to 64: more would only cost empty claims.
   rf:{run.s}:K:log          HASH   id → what an unfinished job has made so far: a turn's TokenLog, a trajectory's
                                    snapshot (JSON). Deleted when the job ends.

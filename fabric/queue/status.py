@@ -93,7 +93,7 @@ def _asked(keys: ShardKeys) -> tuple[list[str], list[Any]]:
 
 def _held(table: str, rows: dict[bytes, bytes], bad: BadRows) -> int:
     """Count the claims of all workers."""
-    return sum(max(0, bad.whole(table, name, raw, 0)) for name, raw in rows.items())
+    return sum(max(0, bad.whole(table, name, raw, 0)) for name, raw in rows.items() if name != b"-")
 
 
 def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:

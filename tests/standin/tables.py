@@ -69,7 +69,7 @@ class JobTables(_Tables):
     @property
     def held(self) -> dict[str, int]:
         """Claims that each worker has."""
-        return {name: int(count) for name, count in self._hash(self._keys.held).items()}
+        return {name: int(count) for name, count in self._hash(self._keys.held).items() if name != "-"}
 
     @property
     def deadlines(self) -> dict[str, float]:

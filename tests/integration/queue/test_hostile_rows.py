@@ -388,7 +388,8 @@ async def test_jobs_that_somebody_made_up_end_and_make_no_group(url: str, redis:
         waiting_for_a_reward = redis.zcard(shard.trajectory.deadline)
         assert waiting_for_a_reward == (2 if record.startswith(b"scoring") else 0)
         assert redis.zcard(shard.turn.deadline) == 0
-        assert set(redis.hvals(shard.trajectory.held) + redis.hvals(shard.turn.held)) <= {b"0"}
+        held = redis.hgetall(shard.trajectory.held) | redis.hgetall(shard.turn.held)
+        assert {count for worker, count in held.items() if worker != b"-"} <= {b"0"}
         assert await api.fabric.rollouts(run).receive("trainer", 8, 0.1) == []
         await api.fabric.board.delete_run("made-up")
 
@@ -504,8 +505,38 @@ async def test_a_claim_whose_record_somebody_wrote_over_takes_no_slot_for_good(
         await queue.reap("agent-2")
 
         # Then the agent holds the other one alone
-        assert redis.hgetall(jobs.held) == {b"agent-1": b"1"}
+        assert redis.hget(jobs.held, "agent-1") == b"1"
         await api.fabric.board.delete_run("slots")
+
+
+async def test_claims_that_are_written_over_all_the_time_have_all_counted_now_and_then_only(
+    url: str, redis: Redis
+) -> None:
+    async with running_api(url) as api:
+        # Given two thousand claims
+        run = replace(RUN, run_id="often")
+        await api.fabric.board.create_run(run)
+        jobs, queue = ShardKeys("often", 0).trajectory, api.fabric.trajectories(run)
+        names = [f"g{number}.0" for number in range(2000)]
+        redis.hset(jobs.record, mapping=dict.fromkeys(names, "claimed 1 0 0 0 0 0 0 agent-1"))
+        redis.zadd(jobs.deadline, dict.fromkeys(names, 1e15))
+        redis.hset(jobs.held, "agent-1", 2000)
+
+        # When somebody writes over one after the other, and agents take back what is not renewed
+        counted, clock = [], asyncio.get_running_loop().time
+        began_s = clock()
+        for name in names[:40]:
+            redis.hset(jobs.record, name, "junk")
+            redis.zadd(jobs.deadline, {name: 0})
+            await queue.reap("agent-2")
+            counted.append(redis.hget(jobs.held, "-"))
+        assert len(set(counted)) <= 2 + (clock() - began_s) / 1.9
+
+        # Then they are counted every two seconds at most, and in the end the count is right
+        while redis.hget(jobs.held, "agent-1") != b"1960":
+            await queue.reap("agent-2")
+            await asyncio.sleep(0.1)
+        await api.fabric.board.delete_run("often")
 
 
 async def test_suspects_that_somebody_made_up_hold_no_other_up(url: str, redis: Redis) -> None:

@@ -9,17 +9,22 @@
 -- use batch count record claims look time ring suspect giving_up
 local reaper, blame_max, suspect_loss, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = now_ms(shard.clock)
+local may_count, count_from_ms = may_count_holds(now)
 local answer, is_odd = {}, false -- whether a claim was found whose record does not say so
 
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', jobs.deadline, '-inf', now, 'LIMIT', 0, tonumber(ARGV[2]))) do
   local r = read_record(jobs.record, id)
   local what = 'ready'
   if r and r.state == 'scoring' and not ARGV[6] then r = nil end -- a turn has no reward
-  if not r and is_job(id) and redis.call('HEXISTS', jobs.record, id) == 1 then
+  local is_claim = r and is_job(id) and (r.state == 'claimed' or r.state == 'scoring')
+  if not is_claim and not may_count then
+    redis.call('ZADD', jobs.deadline, count_from_ms, id)
+    what = nil
+  elseif not r and is_job(id) and redis.call('HEXISTS', jobs.record, id) == 1 then
     -- a fence above all that it can have had
     r, what, is_odd = new_record(ARGV[6] and math.floor(now / 1000) or now * 100), 'damaged', true
     keep_to_give_up(id, r, reaper, now + claim_ms)
-  elseif not r or not is_job(id) or (r.state ~= 'claimed' and r.state ~= 'scoring') then
+  elseif not is_claim then
     redis.call('ZREM', jobs.deadline, id)
     what, is_odd = nil, true
   elseif r.state == 'scoring' then
@@ -46,5 +51,5 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', jobs.deadline, '-inf', now, 'LIM
   end
   if what then answer[#answer + 1] = {what, id, r.fence, redis.call('HGET', jobs.job, id)} end
 end
-if is_odd then count_holds() end
+if is_odd then count_holds(now) end
 return answer
