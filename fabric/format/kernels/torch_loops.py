@@ -77,11 +77,11 @@ def write(bits: torch.Tensor, indices: NDArray[np.uint32] | None, values: Bits) 
         bits.copy_(as_tensor(whole))
 
 
-def integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     try:
-        tensor = tensor.contiguous()
+        tensor = tensor.to(getattr(torch, dtype)).contiguous()
     except torch.OutOfMemoryError:
-        tensor = tensor.cpu().contiguous()
+        tensor = tensor.cpu().to(getattr(torch, dtype)).contiguous()
     return tensor.reshape(-1).view(INTEGERS[tensor.element_size()])
 
 

@@ -15,12 +15,18 @@ from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.store import RedisWeightStore
-from rollfab.trainer.publish.tensors import collect
+from rollfab.trainer.publish.tensors import ComparesOn, Named, Parts, hold
 from rollfab.workers.engines.base import TurnsAtCommit
 from tests.standin.broker import Broker, DirectClient
 from tests.standin.weight_tables import WeightTables
 
 RUN = "publish"
+
+
+def collect(named: Named, compares_on: ComparesOn = "host") -> Parts:
+    """What a publisher of its own publishes."""
+    held = hold(named, compares_on)
+    return held.parts(held.layout, held.boxes)
 
 
 class FaultyStore(RedisWeightStore):

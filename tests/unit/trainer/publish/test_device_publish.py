@@ -27,8 +27,7 @@ from rollfab.fabric.versions.reader import ChainReader, fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
 from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish.publisher import Publisher
-from rollfab.trainer.publish.tensors import collect
-from tests.support.weights.faulty_weights import RUN, FaultyStore, published
+from tests.support.weights.faulty_weights import RUN, FaultyStore, collect, published
 from tests.support.weights.weight_models import SPECIAL
 
 Bits = NDArray[Any]

@@ -38,8 +38,15 @@ from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish import upkeep
 from rollfab.trainer.publish.publisher import Publisher
-from rollfab.trainer.publish.tensors import collect
-from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, published, small_model, train
+from tests.support.weights.faulty_weights import (
+    RUN,
+    FaultyStore,
+    assert_published,
+    collect,
+    published,
+    small_model,
+    train,
+)
 
 
 @pytest.fixture
