@@ -199,6 +199,11 @@ class TransformersEngine:
         self._open_ids.difference_update(generation.request_id for generation in ended)
         return ended
 
+    async def check_integrity(self) -> None:
+        """Assert that its books agree with the library's; between two steps."""
+        assert self._ended.keys() <= self._open_ids
+        await self._thread.call(lambda engine_loop: engine_loop.check_integrity())
+
     def progress(self, request_ids: Sequence[str]) -> list[Generation]:
         engine_loop = self._thread.engine_loop
         found = [engine_loop.progress(request_id) for request_id in request_ids]

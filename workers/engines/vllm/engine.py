@@ -123,6 +123,13 @@ class VllmEngine:
         if self._mirror is not None:
             self._mirror.close()
 
+    async def check_integrity(self) -> None:
+        """Assert that its books agree."""
+        assert self._ended.keys() <= self._open.keys()
+        for name, opened in self._open.items():
+            assert name == opened.ask.request_id
+            assert name in self._ended or (opened.task is not None and not opened.task.done())
+
     # ---- requests
 
     def generate(self, request: GenerationRequest) -> None:
