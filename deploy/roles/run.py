@@ -186,6 +186,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
 
     worker_id, engine, serving = options.worker_id(options.role), options.engine, options.serving
     options.check()
+    asyncio.run(_reach(options.url, worker_id))
     sharing = _sharing(serving)
     made = _make(sharing, engine, lambda options: make_engine(options, worker_id))
     config = _rollout_config(worker_id, options)
@@ -224,6 +225,11 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
             await worker.run(stop)
 
     run_until_stopped(serve, options.url)
+
+
+async def _reach(url: str, worker_id: str) -> None:
+    """Have a wrong URL or password refused now: importing vLLM takes many seconds."""
+    await (await RedisFabric.open(url, client_name=worker_id)).close()
 
 
 def _rollout_config(worker_id: str, options: WorkerOptions) -> RolloutConfig:
