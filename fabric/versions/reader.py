@@ -105,14 +105,12 @@ class ChainReader:
         self._unreadable.clear()
         return self._manifests(plan(have, goal, self._links()))
 
-    async def stage(
-        self, manifests: Sequence[WeightManifest], stage: ChunkSink[T], *, may_end_early: bool = False
-    ) -> T:
+    async def stage(self, manifests: Sequence[WeightManifest], stage: ChunkSink[T], *, enough: int | None = None) -> T:
         """Fetch, check and stage versions. The stage's live weights are only read.
 
         Args:
-            may_end_early: be content with the first of them if a later one was deleted while they came: another way
-                leads on from there, and the staged chunks need not come again.
+            enough: be content with this version, or one above it, if a later one was deleted while they came: another
+                way leads on from there, and the staged chunks need not come again. None: with the last alone.
 
         Raises:
             LayoutMismatch, ChainBroken, DigestMismatch, WireError: as in Stage; nothing was written.
@@ -121,7 +119,8 @@ class ChainReader:
         try:
             for index, manifest in enumerate(manifests):
                 at = [manifest]
-                if not await self._staged(manifest, stage, may_be_gone=may_end_early and index > 0):
+                is_enough = enough is not None and index > 0 and manifests[index - 1].version >= enough
+                if not await self._staged(manifest, stage, may_be_gone=is_enough):
                     break
                 await asyncio.to_thread(stage.end)
         except BaseException as error:

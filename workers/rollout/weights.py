@@ -293,8 +293,12 @@ class WeightReceiver:
         return engine.ranks if self._may_stage_by_ranks and isinstance(engine, HasRanks) else None
 
     async def _stage(self, head: Head) -> tuple[list[WeightManifest], Staged | StagedByRanks, Head]:
-        """The head by the store's chain, or what there still is of it; else the newest version that others have."""
+        """The head by the store's chain, or what there still is of it; else the newest version that others have.
+
+        Never an older one than was live before, also where the live weights are in doubt: turns go on from it.
+        """
         have = None if self._is_in_doubt else self.version
+        enough = min(self.version, head.version)
         layout = self._engine.layout
         try:
             manifests = await self._reader.plan(have, head.version)
@@ -302,10 +306,10 @@ class WeightReceiver:
                 return manifests, await self._stage_by_ranks(self._ranks, manifests, have), head
             live = None if have is None else self._engine.weight_bits()
             stage = Stage(whole(layout), live, self.version, self._sums)
-            staged = await self._reader.stage(manifests, stage, may_end_early=True)
+            staged = await self._reader.stage(manifests, stage, enough=enough)
             return [each for each in manifests if each.version <= staged.version], staged, head
         except (ChainBroken, DigestMismatch, WireError):
-            above = -1 if have is None else have
+            above = enough - 1 if have is None else have
             found = await stage_snapshot(self._sources, self._store, layout, run_id=self._run_id, above=above)
             if found is None:
                 raise

@@ -339,6 +339,33 @@ async def test_a_commit_that_broke_off_is_repaired(
     assert_holds(engine, model)
 
 
+async def test_a_receiver_whose_commit_broke_off_does_not_go_back_behind_what_was_live(
+    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
+) -> None:
+    # Given an engine torn between versions 2 and 3, and a chain to 3 of which version 1 is gone
+    engine = BitsEngine(small_model(1))
+    receiver = receiver_of(store, engine)
+    for version in range(3):
+        await publisher.publish(model.named_parameters(), version)
+        train(model, 1e-5)
+        await receiver.update()
+    await publisher.publish(model.named_parameters(), 3)
+    engine.reject = True
+    with pytest.raises(EngineError):
+        await receiver.update()
+    store.lose[(1, DELTA)] = 1000
+
+    # When, then version 0 would be readable: it is not taken
+    with pytest.raises(ChainBroken):
+        await receiver.update()
+    assert receiver.version == 2 and not receiver.is_sound
+
+    store.lose.clear()
+    assert await receiver.update()
+    assert receiver.version == 3
+    assert_holds(engine, model)
+
+
 async def test_an_engine_of_another_model_is_refused(
     store: FaultyStore, publisher: Publisher, model: torch.nn.Module
 ) -> None:
