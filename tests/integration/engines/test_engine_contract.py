@@ -1,13 +1,15 @@
 """What every engine promises (workers/engines/base.py). Each environment runs the engines that it has: `make test-all`
-runs this file twice, with transformers and with real vLLM on a CPU.
+runs this file twice, with transformers and with real vLLM on a CPU. vLLM does it all once more with a step scheduled
+while the one before it runs, as on a GPU.
 
 Weights are replaced by larger random ones, version 0: as initialised, a model says one token for ever. Tests share one
 engine, idle and at version 0 when each begins; its counts go on.
 """
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -83,10 +85,37 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(kind: str) -> AsyncIterator[Engine]:
+@contextlib.contextmanager
+def scheduling_ahead() -> Iterator[None]:
+    """Engines of vLLM's build for CPUs that are started meanwhile schedule ahead, which it never lets them."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.__dict__["check_and_update_config"]
+
+    def check_and_go_ahead(cls: type, config: Any) -> None:
+        original.__func__(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_go_ahead)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
+
+
+@pytest_asyncio.fixture(
+    params=["", "ahead"] if KIND == "vllm" else [""],
+    ids=lambda how: how or "alone",
+    scope="module",
+    loop_scope="module",
+)
+async def shared(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     engine = new_engine(kind)
-    await engine.start()
+    with scheduling_ahead() if request.param else contextlib.nullcontext():
+        await engine.start()
+    if request.param:
+        scheduler = engine._door._llm.vllm_config.scheduler_config.scheduler_cls  # type: ignore[attr-defined]
+        assert scheduler.endswith(".LimitedAsyncScheduler")
     yield engine
     await engine.close()
 
