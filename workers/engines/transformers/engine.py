@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
-from ....fabric.contract.models import is_preset
+from ....fabric.contract.models import dtype_of, is_preset
 from ....fabric.format.layout import Layout
 from ....fabric.versions.commit import Staged, check_writes
 from ...serving.guarding.guard import GuardConfig
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .loop import EngineLoop
     from .model import ParameterStore
 
+FLASH_DTYPES = ("bfloat16", "float16")  # all that those kernels take; the library does not look before it switches
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig:
@@ -52,8 +54,8 @@ class TransformersConfig:
 
     model: str = "tiny"
     """Preset, path or hub name."""
-    dtype: str | None = None
-    """torch's name without the prefix; None: float32 on a CPU, bfloat16 elsewhere."""
+    dtype: str = "auto"
+    """torch's name without the prefix; "auto": float32 for presets and on a CPU, bfloat16 elsewhere."""
     device: str = "cpu"
     """torch's name, like "cpu" or "cuda:0"."""
     slot_count: int = 64
@@ -77,6 +79,12 @@ class TransformersConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}, must be at least {least}", name=name)
+
+    @property
+    def held_dtype(self) -> str:
+        """What its weights are in, where "auto" is chosen for the device."""
+        dtype = dtype_of(self.model, self.dtype)
+        return dtype if dtype != "auto" else "float32" if self.device == "cpu" else "bfloat16"
 
 
 class TransformersEngine:
@@ -131,7 +139,7 @@ class TransformersEngine:
         thread_count = config.thread_count or (1 if on_cpu and is_preset(config.model) else None)
         if thread_count is not None:
             torch.set_num_threads(thread_count)  # counts for the thread that asks
-        model = load_model(config.model, config.dtype or ("float32" if on_cpu else "bfloat16"), config.device)
+        model = load_model(config.model, config.held_dtype, config.device)
         text_config = model.config.get_text_config()
         position_count = getattr(text_config, "max_position_embeddings", None) or config.context_tokens_max
         self._context_tokens_max = min(config.context_tokens_max, position_count)
@@ -144,7 +152,7 @@ class TransformersEngine:
             page_count=config.slot_count * -(-self._context_tokens_max // page_size),
             step_tokens_max=max(config.step_tokens_max or (512 if on_cpu else 2048), config.slot_count),
             seed=secrets.randbits(31) if config.seed is None else config.seed,
-            may_use_flash=not on_cpu,
+            may_use_flash=not on_cpu and config.held_dtype in FLASH_DTYPES,
             hook=self._hook,
         )
         try:
