@@ -18,6 +18,7 @@ import asyncio
 import atexit
 import importlib.metadata
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupport
 from ....fabric.contract.models import dtype_of, is_preset
 from ....fabric.format.layout import Layout
 from ....fabric.versions.commit import Staged, check_writes
+from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardConfig
 from ...serving.guarding.thread import GuardThread
 from ..admission import context_of
@@ -118,7 +120,9 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """Takes at most 2 s; what runs or waits is dropped, and the model with it."""
-        await self._thread.close()
+        has_ended = await self._thread.close()
+        if not has_ended and self.config.guard is not None and self.config.guard.is_mps_client:
+            await asyncio.to_thread(take_off, [os.getpid()])  # this process may end in the middle of its step
         self._store = None
         if self._guard is not None:
             self._guard.close()
@@ -365,10 +369,10 @@ class LoopThread:
         self._thread.start()
         await self._started
 
-    async def close(self) -> None:
-        """End the thread after the step at hand."""
+    async def close(self) -> bool:
+        """End the thread after the step at hand; whether it has ended."""
         if self._thread is None:
-            return
+            return True
         self._request_end()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -377,6 +381,7 @@ class LoopThread:
             log.warning("engine.close_timeout", extra={"timeout_s": CLOSE_S})
         atexit.unregister(self._join)
         self._engine_loop = None
+        return self._stopped.is_set()
 
     async def call(self, function: Callable[[EngineLoop], T], *, is_fatal: bool = False) -> T:
         """Run `function` on the thread between two steps, also while the engine is held.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -25,6 +26,7 @@ import orjson
 
 from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError
 from ....fabric.contract.models import is_preset, model_config
+from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
@@ -32,7 +34,7 @@ from .common.arena import Mirror, pack, posted
 from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
-from .common.names import PROBE
+from .common.names import MPS, PROBE
 from .common.shared import aside
 from .plugin import children_die_with_us, register
 from .step.scheduler_page import Page
@@ -40,7 +42,10 @@ from .step.scheduler_page import Page
 if TYPE_CHECKING:
     from .common.config import VllmConfig
 
+log = logging.getLogger(__name__)
+
 CLOSE_S = 2.0
+IDLE_S = 2.0  # for a step that has begun to end
 START = {True: "fork", False: "spawn"}  # vLLM's processes, by whether they compute on a CPU
 SETTLE_TURNS = 8  # of the event loop, until what has arrived has reached its streams
 
@@ -89,6 +94,8 @@ class LocalDoor:
     async def open(self) -> None:
         prepare_environment(model=self._config.model)
         os.environ.pop(PROBE, None)  # set for the serving team's engine: ours must not write over its page
+        if self._is_mps_client:
+            os.environ[MPS] = "1"
         self._page = Page.create()
         with translated(self._config.log_path, "vLLM could not start"):
             with output_into(self._config.log_path), children_die_with_us():
@@ -149,6 +156,8 @@ class LocalDoor:
     async def close(self) -> None:
         vllm, self._vllm = self._vllm, None
         if vllm is not None:
+            if self._is_mps_client:
+                await self._leave(vllm)
             with contextlib.suppress(Exception):
                 _end(vllm)
             vllm.llm.shutdown = lambda *_, **__: None  # its __del__ would, at exit, when its modules are gone
@@ -156,6 +165,22 @@ class LocalDoor:
             self._page.close()
         if self._directory is not None:
             self._directory.cleanup()
+
+    @property
+    def _is_mps_client(self) -> bool:
+        return self._config.guard is not None and self._config.guard.is_mps_client
+
+    async def _leave(self, vllm: _Vllm) -> None:
+        """Let no step begin, and wait until the device is idle; where that fails, have its work taken off it."""
+        self.page.hold(True)
+        core = vllm.llm.engine_core
+        try:
+            async with asyncio.timeout(IDLE_S):
+                await core.pause_scheduler_async(mode="keep", clear_cache=False)  # it waits for every rank's device
+        except Exception as error:  # noqa: BLE001  dead or stuck: it is ended, but not with kernels under way
+            pids = [process.pid for process in core.resources.engine_manager.processes]
+            ended = await asyncio.to_thread(take_off, pids)
+            log.warning("engine.not_idle", extra={"error": repr(error), "taken_off": ended})
 
     @property
     def _llm(self) -> Any:
