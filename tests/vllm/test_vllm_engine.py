@@ -15,9 +15,7 @@ from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest, Writes
-from rollfab.workers.engines.seeds import resumed_seed
 from rollfab.workers.engines.vllm import local
-from rollfab.workers.engines.vllm.common.backend import Ask
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.inplace import packing
@@ -174,23 +172,6 @@ def multiprocessing_method() -> str:
     from vllm.utils.system_utils import get_mp_context
 
     return str(get_mp_context().get_start_method())
-
-
-@pytest.mark.parametrize("draws_by_place", [True, False])
-def test_a_seeded_request_goes_on_by_its_own_seed_where_dice_know_their_place(
-    checkpoint: Path, draws_by_place: bool
-) -> None:
-    # vLLM's second model runner, which needs a GPU, draws by (seed, place in the context).
-    door = LocalDoor(config(checkpoint))
-    door._vllm = local._Vllm(None, is_on_cpu=False, draws_by_place=draws_by_place)
-    whole, resumed, unseeded = (
-        door._parameters(
-            Ask(request_id="one", input_ids=[5] * 9, token_count_max=4, prior_count=count, sampling=sampling)
-        )
-        for count, sampling in ((0, Sampling(seed=7)), (3, Sampling(seed=7)), (3, Sampling()))
-    )
-    assert (whole.seed, resumed.seed) == (7, 7 if draws_by_place else resumed_seed(7, 3))
-    assert unseeded.seed is None
 
 
 async def test_two_tensor_parallel_ranks_answer_as_one_does(checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ engine, idle and at version 0 when each begins; its counts go on.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +21,7 @@ from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, Layou
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
+from tests.support.processes.scheduling_ahead import scheduling_ahead
 from tests.support.queue.played_worker import RUN, Stage, until
 from tests.support.weights.reference import (
     kept_logprobs,
@@ -83,24 +84,6 @@ def new_engine(kind: str) -> Engine:
 @pytest.fixture(params=[KIND], scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@contextlib.contextmanager
-def scheduling_ahead() -> Iterator[None]:
-    """Engines of vLLM's build for CPUs that are started meanwhile schedule ahead, which it never lets them."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.__dict__["check_and_update_config"]
-
-    def check_and_go_ahead(cls: type, config: Any) -> None:
-        original.__func__(cls, config)
-        config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_go_ahead)
-    try:
-        yield
-    finally:
-        CpuPlatform.check_and_update_config = original
 
 
 @pytest_asyncio.fixture(
