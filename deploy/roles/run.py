@@ -290,7 +290,9 @@ def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[
     """The engine, not started, with its guard if it shares its device. Raises ConfigError: it cannot share it so."""
     if sharing is None:
         return make_engine(engine)
-    os.environ.update(sharing.environment)
+    for name, value in sharing.environment.items():
+        os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
     made = make_engine(dataclasses.replace(engine, guard=sharing.config))
     sharing.check(made)
     return made

@@ -131,7 +131,7 @@ class Stage:
             WireError: this version of the program cannot read it.
         """
         assert self._manifest is None, "the version before has not ended"
-        self._part.layout.check(manifest.tensors)
+        self._part.layout.check_run(manifest.tensors)
         manifest.check()
         self._is_keyframe = manifest.kind == KEYFRAME
         if self._is_keyframe:

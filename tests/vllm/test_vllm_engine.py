@@ -1,6 +1,7 @@
 """What is vLLM's own about the vLLM engine; what it shares with others is in the engine contract."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest, Writes
+from rollfab.workers.engines.vllm import local
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.inplace import packing
@@ -135,6 +137,41 @@ async def test_a_cpu_says_that_it_cannot_sleep(engine: VllmEngine) -> None:
     with pytest.raises(EngineUnsupported, match="CPU"):
         await engine.sleep()
     assert (await answer(engine)).finish_reason == "length"
+
+
+async def test_a_quantised_checkpoint_is_refused_before_anything_starts(checkpoint: Path) -> None:
+    text = json.loads((checkpoint / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (checkpoint / "config.json").write_text(json.dumps({**text, "quantization_config": quantised}))
+    before = children_of(os.getpid())
+    with pytest.raises(EngineUnsupported, match=r"quantised weights \(fp8\).*Give the unquantised model"):
+        await VllmEngine(config(checkpoint)).start()
+    assert children_of(os.getpid()) == before
+
+
+async def test_an_engine_core_that_is_spawned_is_as_one_that_is_forked(
+    engine: VllmEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where CUDA is used none is forked; here only the word is changed on which that hangs.
+    monkeypatch.setattr(local, "START", {True: "spawn"})
+    before = children_of(os.getpid())
+    spawned = VllmEngine(config(checkpoint))
+    await spawned.start()
+    try:
+        assert multiprocessing_method() == "spawn"
+        forked_one, spawned_one = await answer(engine), await answer(spawned)
+        (core,) = (pid for pid in children_of(os.getpid()) if pid not in before and "VLLM" in name_of(pid))
+    finally:
+        await spawned.close()
+    assert (forked_one.completion_ids == spawned_one.completion_ids).all()
+    assert np.allclose(forked_one.logprobs, spawned_one.logprobs, atol=1e-5)
+    assert core not in children_of(os.getpid())
+
+
+def multiprocessing_method() -> str:
+    from vllm.utils.system_utils import get_mp_context
+
+    return str(get_mp_context().get_start_method())
 
 
 async def test_two_tensor_parallel_ranks_answer_as_one_does(checkpoint: Path) -> None:

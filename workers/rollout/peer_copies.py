@@ -98,7 +98,7 @@ async def stage_snapshot(
             if found is None:
                 continue
             manifest, bits = found
-            layout.check(manifest.tensors)
+            layout.check_run(manifest.tensors)
             sums = await asyncio.to_thread(check_state, manifest, bits)
         except FabricError as error:
             log.warning("weights.source_failed", extra={"run_id": run_id, "error": str(error)})

@@ -1,11 +1,13 @@
 """What every engine promises (workers/engines/base.py). Each environment runs the engines that it has: `make test-all`
-runs this file twice, with transformers and with real vLLM on a CPU.
+runs this file twice, with transformers and with real vLLM on a CPU. vLLM does it all once more with a step scheduled
+while the one before it runs, as on a GPU.
 
 Weights are replaced by larger random ones, version 0: as initialised, a model says one token for ever. Tests share one
 engine, idle and at version 0 when each begins; its counts go on.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
@@ -19,6 +21,7 @@ from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, Layou
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
+from tests.support.processes.scheduling_ahead import scheduling_ahead
 from tests.support.queue.played_worker import RUN, Stage, until
 from tests.support.weights.reference import (
     kept_logprobs,
@@ -83,10 +86,19 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(kind: str) -> AsyncIterator[Engine]:
+@pytest_asyncio.fixture(
+    params=["", "ahead"] if KIND == "vllm" else [""],
+    ids=lambda how: how or "alone",
+    scope="module",
+    loop_scope="module",
+)
+async def shared(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     engine = new_engine(kind)
-    await engine.start()
+    with scheduling_ahead() if request.param else contextlib.nullcontext():
+        await engine.start()
+    if request.param:
+        scheduler = engine._door._llm.vllm_config.scheduler_config.scheduler_cls  # type: ignore[attr-defined]
+        assert scheduler.endswith(".LimitedAsyncScheduler")
     yield engine
     await engine.close()
 

@@ -196,6 +196,7 @@ def test_a_preset_is_built_from_its_seed_alone() -> None:
     assert all(torch.equal(a, b) for a, b, _ in pairs)
     assert not all(torch.equal(a, c) for a, _, c in pairs)
     assert {parameter.dtype for parameter in one.parameters()} == {torch.float32}
+    assert {each.dtype for each in build_model("tiny", dtype="bfloat16").parameters()} == {torch.bfloat16}
     assert not one.training
     assert sum(parameter.numel() for parameter in one.parameters()) < 200_000
     assert dict(one.named_parameters())["model.embed_tokens.weight"].shape[0] == model_config("tiny")["vocab_size"]

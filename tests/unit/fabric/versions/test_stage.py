@@ -371,6 +371,31 @@ def test_another_model_is_refused_by_name() -> None:
     assert "embed: bfloat16[3, 4] instead of float32[3, 4]" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("held", "published", "mended"),
+    [
+        ("bfloat16", "float32", "with --dtype float32, or publish bfloat16"),
+        ("float32", "bfloat16", "with --dtype bfloat16, or publish float32"),
+        ("bfloat16", "float8_e4m3fn", "holds bfloat16: publish bfloat16"),
+    ],
+)
+def test_weights_of_another_dtype_are_refused_with_both_and_the_option(held: str, published: str, mended: str) -> None:
+    run, engine = (
+        Layout((TensorSpec("a", each, (3, 4)), TensorSpec("b", "int32", (2,)))) for each in (published, held)
+    )
+    with pytest.raises(LayoutMismatch) as caught:
+        Stage(whole(engine), None).begin(RandomTrainer(run).versions[0].manifest)
+    assert str(caught.value).startswith(f"the run's weights are {published}, this engine holds {held}: ")
+    assert mended in str(caught.value)
+
+
+def test_another_shape_is_not_taken_for_another_dtype() -> None:
+    run = Layout((TensorSpec("a", "float32", (4, 3)), TensorSpec("b", "float32", (2,))))
+    engine = Layout((TensorSpec("a", "bfloat16", (3, 4)), TensorSpec("b", "bfloat16", (2,))))
+    with pytest.raises(LayoutMismatch, match=r"a: float32\[4, 3\] instead of bfloat16\[3, 4\]"):
+        Stage(whole(engine), None).begin(RandomTrainer(run).versions[0].manifest)
+
+
 def test_a_keyframe_with_a_block_missing_is_refused() -> None:
     trainer, group, _ = begun(WHOLE)
     manifest = trainer.versions[0].manifest

@@ -14,7 +14,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
-from rollfab.workers.serving.device.scheduling import YieldingThread, device_time
+from rollfab.workers.serving.device.scheduling import YieldingThread
 from rollfab.workers.serving.guarding.guard import GuardOrders
 from rollfab.workers.serving.probes.probe_page import ProbeWriter
 
@@ -174,18 +174,3 @@ def test_a_step_that_need_not_give_way_does_not() -> None:
     time.sleep(0.05)
 
     assert computing.scheduler_class == os.SCHED_OTHER
-
-
-@pytest.mark.parametrize(
-    ("passed_s", "thread_s", "computes_here", "is_one", "expected"),
-    [
-        (0.500, 0.012, True, True, 0.012),  # it gave way for long, and that is not how long steps take
-        (0.500, 0.012, False, True, None),  # it waited: for a GPU, or for other threads
-        (0.014, 0.012, False, True, 0.012),
-        (0.014, 0.012, False, False, None),  # which of two steps the time was for is not known
-    ],
-)
-def test_a_step_counts_with_the_time_that_it_had_of_the_device(
-    passed_s: float, thread_s: float, computes_here: bool, is_one: bool, expected: float | None
-) -> None:
-    assert device_time(passed_s, thread_s, computes_here=computes_here, is_one=is_one) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.inspect.safetensors import save_bits
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import EngineLimits, Generation, GenerationRequest, TurnsAtCommit, Writes
-from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights
+from rollfab.workers.engines.vllm.attached.model import ServedModel
+from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights, find_weights
 from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from rollfab.workers.engines.vllm.common.config import VllmConfig
@@ -357,3 +359,32 @@ async def test_checkpoints_for_a_server_cannot_be_found_by_other_users(tmp_path:
         assert not directory.exists(), "it is gone once it is loaded"
     assert server.seen[0][0].name[-32:] != server.seen[1][0].name[-32:]
     await weights.close()
+
+
+# ---------------------------------------------------------------- what a server is
+
+
+def served(**info: Any) -> ServedModel:
+    said: dict[str, Any] = {"model_config": {"dtype": "torch.bfloat16"}, "device_config": "cuda", **info}
+    return ServedModel(
+        name="org/name",
+        root="org/name",
+        context_tokens_max=100,
+        vocabulary_size=50,
+        layout=LAYOUT,
+        server_version="0.32.0",
+        info=said,
+    )
+
+
+async def test_a_server_with_quantised_weights_is_refused_with_what_to_start_it_with() -> None:
+    client: Any = SimpleNamespace(url="http://here")
+    model = dataclasses.replace(served(), quantization="fp8")
+    with pytest.raises(EngineUnsupported, match=r"quantised weights \(fp8\).*without --quantization"):
+        await find_weights(client, model)
+
+
+async def test_the_weights_of_a_server_that_moves_its_experts_stay_as_they_are() -> None:
+    client: Any = SimpleNamespace(url="http://here")
+    found = await find_weights(client, served(parallel_config={"enable_eplb": True}))
+    assert found.kind == "fixed" and "start the server without --enable-eplb" in found.notes[0]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .....fabric.contract.errors import EngineError, FabricError, InputError, WeightError
+from .....fabric.contract.errors import EngineError, EngineUnsupported, FabricError, InputError, WeightError
 from .....fabric.format.layout import Layout
 from .....fabric.inspect.safetensors import NAMES, StoredTensor, open_checkpoint, save_bits
 from ...base import Bits, Writes
@@ -57,9 +57,24 @@ class ServerWeights(Protocol):
 
 
 async def find_weights(client: Client, model: ServedModel) -> ServerWeights:
-    """The best way that works, found by trying."""
+    """The best way that works, found by trying.
+
+    Raises:
+        EngineUnsupported: it computes with quantised weights, which no published version has.
+    """
+    if model.quantization is not None:
+        raise EngineUnsupported(
+            f"vLLM server {client.url} computes with quantised weights ({model.quantization}), and no published version"
+            " has those: start it with the unquantised model, and without --quantization",
+            quantization=model.quantization,
+        )
     if model.info is None:
         note = f"its weights cannot be changed, as it is not in development mode: {START_WITH}"
+        return FixedWeights(client, model, (note,))
+    if model.moves_experts:
+        note = (
+            "its weights cannot be changed, as it moves experts between ranks: start the server without --enable-eplb"
+        )
         return FixedWeights(client, model, (note,))
     deltas = DeltaWeights(client, model, await asyncio.to_thread(checkpoint_layout, model.root, model.dtype))
     try:

@@ -46,7 +46,7 @@ class VersionFiles:
             LayoutMismatch: its tensors are not the engine's. WireError: it cannot be read here.
             WeightError: there is no room.
         """
-        self._layout.check(manifest.tensors)
+        self._layout.check_run(manifest.tensors)
         manifest.check()
         packed = manifest.pack()
         size = HEAD.size + len(packed) + int(manifest.chunk_bytes.sum(dtype=np.int64))
