@@ -103,8 +103,11 @@ async def test_an_engine_whose_writes_do_nothing_is_refused_by_name(checkpoint: 
     class DeafDoor(LocalDoor):
         """Fake fault: takes every commit, and writes nothing."""
 
-        async def write(self, writes: Writes, version: int) -> None:
-            await self._llm.update_weight_version(str(version))
+        async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
+            if "commit" in information:
+                await self._llm.update_weight_version(str(version))
+            else:
+                await super().update(information, what, version)
 
     with pytest.raises(EngineError, match=r"change nothing.*layers\.0\.mlp\.down_proj\.weight"):
         await VllmEngine(config(checkpoint), door=DeafDoor(config(checkpoint))).start()
@@ -112,7 +115,9 @@ async def test_an_engine_whose_writes_do_nothing_is_refused_by_name(checkpoint: 
 
 async def test_a_write_that_reaches_the_input_but_not_the_output_is_noticed(checkpoint: Path) -> None:
     class HalfDeafDoor(LocalDoor):
-        """Fake fault: the output layer computes with a copy of the embedding that it is tied to."""
+        """Fake fault: the output layer computes with a copy of the embedding that it is tied to; no ranks to ask."""
+
+        rank_count = 0
 
         async def write(self, writes: Writes, version: int) -> None:
             others = {

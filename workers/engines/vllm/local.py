@@ -310,18 +310,25 @@ class LocalDoor:
 
     @property
     def rank_count(self) -> int:
-        """See by_rank.RankDoor; 1 where there are several engines in one."""
+        """See by_rank.RankDoor."""
         parallel = self._llm.vllm_config.parallel_config
-        return int(parallel.world_size) if parallel.data_parallel_size == 1 else 1
+        return int(parallel.world_size) if parallel.data_parallel_size == 1 else 0
 
     async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
         """See by_rank.RankDoor."""
+        llm = self._llm
         with translated(self._config.log_path, what):
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(_request("update", information))
-            await self._llm.finish_weight_update(None if version is None else str(version))
+            # All at once, as they are taken in order. `finish` ends the update also where the second has failed
+            calls = [llm.start_weight_update(), llm.update_weights(_request("update", information))]
+            calls.append(llm.finish_weight_update())
+            if version is not None:
+                calls.append(llm.update_weight_version(str(version)))
+            for problem in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(problem, BaseException):
+                    raise problem
 
     async def write(self, writes: Writes, version: int) -> None:
+        """Where there are several engines in one."""
         size = sum(values.nbytes for _, values in writes.values())
         async with posted(await aside(size, pack, writes)) as path:
             await self.update({"parcel": path}, "vLLM did not take the weights", version)
