@@ -163,8 +163,8 @@ class Encoder:
     def _pack(self, mode: int, width: int, count: int, streams: Sequence[Stream], shift: int = 0) -> bytes:
         compressor = self._general if mode == VALUES else self._entropy
         stored = [squeezed(compressor, stream) for stream in streams]
-        table = [STREAM.pack(len(raw), len(kept)) for raw, kept in zip(streams, stored, strict=True)]
-        return b"".join((HEADER.pack(mode, width, shift, len(streams), count), *table, *stored))
+        lengths = map(STREAM.pack, map(len, streams), map(len, stored))
+        return b"".join((HEADER.pack(mode, width, shift, len(streams), count), *lengths, *stored))
 
 
 def few_count(element_count: int) -> int:
