@@ -2,7 +2,7 @@
 
 - With plain numba in place of prefetch, blocks take 2.0 to 2.4 times as long to apply; in place of join_group and
   join_lanes, 1.1 to 1.5 times; in place of difference_bits, split_group and split_lanes, 1.1 to 1.4 times as long to
-  encode (decisions/0052). What plain numba does as fast is plain.
+  encode (decisions/0054). What plain numba does as fast is plain.
 - Each reads or writes a fixed number of elements from a place on; the caller has checked that they are there.
 - Bit k of a word, and byte k of a load, is element k: little-endian machines, as the format is.
 - numba keeps compiled loops on disk by the file that they are in: when you change this file, touch its users too.
