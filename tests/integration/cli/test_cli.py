@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from rollfab import __version__ as rollfab_version
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.trainer.client import connect as rollfab_connect
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 def rollfab(*words: str, url: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
@@ -15,6 +14,7 @@ from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.weight_sources import SupplyOptions, WeightSupply, weights_for
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
+from tests.support.until import until
 from tests.support.weights.faulty_weights import RUN, BitsEngine, FaultyStore, assert_holds, small_model, train
 
 pytestmark = pytest.mark.timeout(60)
@@ -203,6 +203,7 @@ async def _held(store: FaultyStore) -> list[WeightManifest]:
 
 
 async def _until_held(store: FaultyStore, count: int, version: int = -1) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while sum(holder.version >= version for holder in await store.holders(RUN)) < count:  # noqa: ASYNC110  it tells nobody
-            await asyncio.sleep(0.02)
+    async def are_held() -> bool:
+        return sum(holder.version >= version for holder in await store.holders(RUN)) >= count
+
+    await until(are_held, limit_s=WAIT_S)

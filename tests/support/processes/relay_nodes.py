@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.versions.reader import ChainReader
 from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
+from tests.support.until import wait_until
 
 RUN = "relayed"
 FAST = RelayOptions(stall_s=0.6, parent_stall_s=0.3, patience_s=5.0, refresh_s=0.05, piece_bytes=1 << 20)
@@ -238,12 +238,12 @@ class Processes:
 
     def wait_until_hanging(self, place: int) -> None:
         """Until the process started as number `place` waits for a broker that does not answer."""
-        until(self.files[place].with_suffix(".hangs").exists)
+        wait_until(self.files[place].with_suffix(".hangs").exists)
 
     def results(self, count: int) -> list[str]:
         """What the last `count` of them wrote, once they all have."""
         files = self.files[-count:]
-        until(lambda: all(file.exists() for file in files))
+        wait_until(lambda: all(file.exists() for file in files))
         return [file.read_text() for file in files]
 
     def close(self) -> None:
@@ -252,14 +252,6 @@ class Processes:
             process.kill()
             process.join()
             process.close()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for a condition of other processes."""
-    limit_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit_s, f"not within {timeout_s:g} s"
-        time.sleep(0.005)
 
 
 def file_names(directory: Path) -> list[str]:

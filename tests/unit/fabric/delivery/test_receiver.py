@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.peer_copies import PeerSource
 from rollfab.workers.rollout.weights import AtCommit, ReceiverOptions, WeightReceiver
+from tests.support.until import until
 from tests.support.weights.faulty_weights import RUN, BitsEngine, FaultyStore, assert_holds, bits_of, small_model, train
 
 FAST = ReceiverOptions(poll_s=0.05, retry_s=0.01, retry_s_max=0.02, audit_every=1)
@@ -56,14 +57,6 @@ def publisher(store: FaultyStore) -> Publisher:
 
 def receiver_of(store: FaultyStore, engine: BitsEngine, options: ReceiverOptions = FAST) -> WeightReceiver:
     return WeightReceiver(store, RUN, engine, options=options)  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 async def test_a_receiver_follows_the_head(store: FaultyStore, publisher: Publisher, model: torch.nn.Module) -> None:
