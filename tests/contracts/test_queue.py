@@ -25,6 +25,7 @@ from rollfab.fabric.contract.records import (
 from rollfab.fabric.ports.queue import GroupPush, Reaped, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
 from tests.contracts.conftest import World
+from tests.support import records
 
 EXPIRED_S = 0.3  # claims in these tests last 200 ms
 
@@ -45,21 +46,7 @@ def group_of_size(group_id: str, size: int) -> GroupPush:
 
 
 def rollout_of(claim: TrajectoryClaim, reward: float | None = 1.0) -> Rollout:
-    return Rollout(
-        trajectory_id=claim.job.trajectory_id,
-        group_id=claim.job.group_id,
-        task_id=claim.job.task_id,
-        reward=reward,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=claim.attempt,
-        seed=claim.job.seed,
-        spans=(Span(0, 2, "w1", 3),),
-        prompt_ids=np.array([1, 2, 3], np.int32),
-        completion_ids=np.array([4, 5], np.int32),
-        logprobs=np.array([-0.5, -0.25], np.float32),
-        completion_mask=np.array([1, 1], np.uint8),
-    )
+    return records.rollout_of(claim.job, reward, **records.made_of((4, 5), version=3), attempt=claim.attempt)
 
 
 def letter_of(claim: TrajectoryClaim) -> DeadLetter:
@@ -85,13 +72,7 @@ def turn_of(claim: TrajectoryClaim, index: int = 0, agent_id: str = "a1") -> Tur
 
 
 def result_of(name: str, tokens: int = 2) -> TurnResult:
-    return TurnResult(
-        turn_id=name,
-        finish_reason="stop",
-        spans=(Span(0, tokens, "w1", 0),),
-        completion_ids=np.arange(tokens, dtype=np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-    )
+    return records.result_of(name, np.arange(tokens))
 
 
 async def lease(world: World, worker_id: str = "w1", epoch: int = 1, slots: int = 8, ms: int | None = None) -> None:

@@ -19,13 +19,14 @@ from rollfab.fabric.contract.records import (
     Rollout,
     RunConfig,
     Sampling,
-    Span,
     TrajectoryJob,
     TurnJob,
     TurnResult,
 )
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim, TurnClaim, TurnPush, TurnSettle
+from tests.support import records
+from tests.support.until import until
 
 GROUP_SIZE = 2
 TURN_COUNT = 3
@@ -201,38 +202,21 @@ def group_of(group_id: str) -> GroupPush:
 
 def result_of(claim: TurnClaim) -> TurnResult:
     """A turn's own index, as its only token."""
-    return TurnResult(
-        turn_id=claim.job.turn_id,
-        finish_reason="stop",
-        spans=(Span(0, 1, WORKER_ID, 0),),
-        completion_ids=claim.job.prompt_ids[:1],
-        logprobs=np.zeros(1, np.float32),
-    )
+    return records.result_of(claim.job.turn_id, **records.made_of(claim.job.prompt_ids[:1], WORKER_ID))
 
 
 def rollout_of(held: Held) -> Rollout:
     """What an agent makes of TURN_COUNT turns."""
-    claim = held.claim
-    return Rollout(
-        trajectory_id=claim.job.trajectory_id,
-        group_id=claim.job.group_id,
-        task_id=claim.job.task_id,
-        reward=1.0,
-        finish_reason="terminated",
+    return records.rollout_of(
+        held.claim.job,
+        ids=held.tokens,
+        **records.made_of(held.tokens, WORKER_ID),
         turn_count=TURN_COUNT,
-        attempt=claim.attempt,
-        seed=claim.job.seed,
-        spans=(Span(0, TURN_COUNT, WORKER_ID, 0),),
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.array(held.tokens, np.int32),
-        logprobs=np.zeros(TURN_COUNT, np.float32),
-        completion_mask=np.ones(TURN_COUNT, np.uint8),
+        attempt=held.claim.attempt,
     )
 
 
 async def more_work(tally: Tally) -> None:
     """Until some more groups were pushed and some more acknowledged."""
     pushed, acknowledged = len(tally.pushed) + 5, len(tally.acknowledged) + 5
-    async with asyncio.timeout(20):
-        while len(tally.pushed) < pushed or len(tally.acknowledged) < acknowledged:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(tally.pushed) >= pushed and len(tally.acknowledged) >= acknowledged)

@@ -17,7 +17,7 @@ from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
 from rollfab.trainer.groups import Groups, Ledger, View
 from rollfab.trainer.waiting import Waiting
 from tests.standin.fabric import StandInFabric
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 

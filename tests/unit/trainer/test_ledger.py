@@ -16,7 +16,7 @@ from rollfab.trainer.checks import make_groups
 from rollfab.trainer.groups import Ledger
 from rollfab.workers.environments.failures import dead_letter
 from tests.standin.fabric import StandInFabric
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake", trajectory_count_max=4)
 
