@@ -15,7 +15,8 @@ from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import lease_bell
 from rollfab.workers.rollout.lease import LeaseKeeper, LeaseOptions
 from tests.standin.broker import Broker, DirectClient
-from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage, until
+from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage
+from tests.support.until import until
 
 INFO = WorkerInfo(worker_id=WORKER, role="dedicated", pid=1, host="h", model="m", slot_count=4)
 SERVING = replace(INFO, role="serving", pool="chat", running_count=2)
@@ -65,12 +66,9 @@ def keeper_on(board: RedisLeaseBoard, *, heartbeat_s: float = 30.0) -> tuple[Lea
 async def test_a_revoked_lease_is_known_long_before_the_next_heartbeat() -> None:
     # Given a worker that says hardly ever that it lives
     stage = Stage()
-    await stage.ask(1)
-    lease = await stage.lease(1, 1)
-    async with stage.worker(heartbeat_s=3600.0):
-        await until(lambda: stage.engine.turns)
+    async with stage.at_work(1, 1, heartbeat_s=3600.0):
         # When its lease ends, then its turn is back, and a new lease brings it here again
-        await stage.fabric.board.end_lease(lease)
+        await stage.end_lease()
         await until(lambda: stage.ready)
         await stage.lease(2, 1)
         await until(lambda: stage.engine.turns)
