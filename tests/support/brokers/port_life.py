@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollfab.fabric.contract.errors import ClaimLost
 from rollfab.fabric.contract.ids import trajectory_id, turn_id
 from rollfab.fabric.contract.records import (
     Lease,
@@ -115,7 +116,12 @@ class Life:
         while self.tally.missing or not pusher.done():
             for delivery in await self._rollouts.receive("trainer", 4, 0.1):
                 self._use(delivery.group.group_id, delivery.group.rollouts)
-                await self._rollouts.acknowledge(delivery)
+                try:
+                    await self._rollouts.acknowledge(delivery)
+                except ClaimLost:  # a fail-over lost that it was complete: it runs again
+                    if not self._has_ledger:
+                        raise
+                    continue
                 self.tally.acknowledged.add(delivery.group.group_id)
             if self._has_ledger and time.monotonic() > push_again_s:
                 taken = await self._rollouts.push([group_of(group_id) for group_id in self.tally.missing])
@@ -123,9 +129,8 @@ class Life:
                 push_again_s = time.monotonic() + PUSH_AGAIN_S
 
     def _use(self, group_id: str, rollouts: tuple[Rollout, ...]) -> None:
-        is_again = group_id in self.tally.acknowledged
-        self.tally.again += is_again
-        if is_again and self._has_ledger:
+        self.tally.again += group_id in self.tally.acknowledged
+        if group_id in self.tally.used and self._has_ledger:
             return
         self.tally.used[group_id] = self.tally.used.get(group_id, 0) + 1
         whole = [each.completion_ids.tolist() == list(range(TURN_COUNT)) for each in rollouts]

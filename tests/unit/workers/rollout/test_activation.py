@@ -125,7 +125,7 @@ async def test_a_worker_without_a_lease_puts_its_engine_to_sleep_and_a_lease_wak
 @in_virtual_time
 async def test_a_worker_that_was_not_told_to_sleep_never_does() -> None:
     stage = new_stage()
-    async with stage.worker():
+    async with stage.worker(heartbeat_s=10.0):
         await asyncio.sleep(3600.0)
     assert stage.engine.sleep_count == 0
 
@@ -170,7 +170,7 @@ async def test_an_engine_that_does_not_wake_uses_no_lease_says_why_and_is_tried_
     # Given an engine that sleeps, and will not wake
     stage = new_stage()
     await stage.ask(1)
-    async with stage.worker(sleep_after_s=1.0):
+    async with stage.worker(sleep_after_s=1.0, heartbeat_s=0.4):
         await asyncio.sleep(2.0)
         stage.engine.wake_error = "out of memory"
         await stage.lease(1, 1)
