@@ -15,6 +15,7 @@ from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.store import RedisWeightStore
+from rollfab.trainer.publish.publisher import Publisher, PublishReport
 from rollfab.trainer.publish.tensors import collect
 from rollfab.workers.engines.base import TurnsAtCommit
 from tests.standin.broker import Broker, DirectClient
@@ -120,6 +121,35 @@ class BitsEngine:
         if kept is not None:
             self.bits[self.loses][:] = kept
         return 0.0
+
+
+class Trainer:
+    """A model that is trained and published to a store that can fail. how: of its publishers."""
+
+    def __init__(self, **how: Any) -> None:
+        self.store, self.model = FaultyStore(), small_model()
+        self._how = how
+        self.start()
+
+    def start(self) -> None:
+        """Publish by a new publisher, as a trainer does that starts again."""
+        self.publisher = Publisher(self.store, RUN, **self._how)
+
+    async def publish(self, *versions: int, rate: float = 1e-3, **settings: Any) -> PublishReport:
+        """Train and publish, once for each version; return what was said of the last."""
+        for version in versions:
+            train(self.model, rate)
+            report = await self.publisher.publish(self.model.named_parameters(), version, **settings)
+        return report
+
+    async def manifest(self, version: int, kind: str) -> WeightManifest:
+        (found,) = await self.store.manifests(RUN, [(version, kind)])
+        assert found is not None
+        return found
+
+    async def check(self, version: int | None = None) -> None:
+        """Assert that what is published is the model."""
+        await assert_published(self.store, self.model, version)
 
 
 def published(store: FaultyStore) -> tuple[int, dict[Any, bytes], dict[Any, bytes]]:

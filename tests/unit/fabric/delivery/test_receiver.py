@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
@@ -30,39 +29,26 @@ from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
 from rollfab.fabric.versions import reader as chain
 from rollfab.fabric.versions import snapshot
 from rollfab.fabric.versions.stage import Stage
-from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.peer_copies import PeerSource
 from rollfab.workers.rollout.weights import AtCommit, ReceiverOptions, WeightReceiver
 from tests.support.until import until
-from tests.support.weights.faulty_weights import RUN, BitsEngine, FaultyStore, assert_holds, bits_of, small_model, train
+from tests.support.weights.faulty_weights import RUN, BitsEngine, Trainer, assert_holds, bits_of, small_model
 
 FAST = ReceiverOptions(poll_s=0.05, retry_s=0.01, retry_s_max=0.02, audit_every=1)
 NO_AUDIT = ReceiverOptions(audit_every=0)
 
 
-class Scene:
-    """A run's trainer, and a receiver of its weights, on a store that can fail."""
+class Scene(Trainer):
+    """A trainer, and a receiver of its weights."""
 
     def __init__(self) -> None:
-        self.store, self.model = FaultyStore(), small_model()
-        self.publisher = Publisher(self.store, RUN)
+        super().__init__()
         self.engine = BitsEngine(small_model(1))
         self.receiver = self.join()
 
     def join(self, engine: BitsEngine | None = None, options: ReceiverOptions = FAST, **tools: Any) -> WeightReceiver:
         """Another receiver, with the scene's engine or its own."""
         return WeightReceiver(self.store, RUN, engine or self.engine, options=options, **tools)  # type: ignore[arg-type]
-
-    async def publish(self, *versions: int, rate: float = 1e-3, **settings: Any) -> None:
-        """Train and publish, once for each version."""
-        for version in versions:
-            train(self.model, rate)
-            await self.publisher.publish(self.model.named_parameters(), version, **settings)
-
-    async def manifest(self, version: int, kind: str) -> WeightManifest:
-        (found,) = await self.store.manifests(RUN, [(version, kind)])
-        assert found is not None
-        return found
 
     def is_live(self, bits: Mapping[str, NDArray[Any]]) -> bool:
         return all((self.engine.bits[name] == each).all() for name, each in bits.items())
@@ -268,7 +254,7 @@ async def test_a_run_that_begins_anew_is_followed(scene: Scene) -> None:
 
     # Given a run that was deleted and made again under its name
     scene.store.broker.keys.held.clear()
-    scene.publisher = Publisher(scene.store, RUN)
+    scene.start()
     await scene.publish(0)
 
     assert await scene.receiver.update()
@@ -286,7 +272,8 @@ async def test_a_version_that_was_lost_and_published_again_by_another_trainer_is
     scene.store.tables.fall_back(before)
 
     # When a trainer that starts again publishes other weights under the same number
-    scene.model, scene.publisher = small_model(7), Publisher(scene.store, RUN)
+    scene.model = small_model(7)
+    scene.start()
     await scene.publish(1)
 
     # Then those are what the engine gets
@@ -347,16 +334,14 @@ async def test_a_receiver_is_known_as_a_holder_while_it_serves_the_run(scene: Sc
     holder = Holder(holder_id="w", version=-1, address="tcp://here", node="n")
     scene.receiver = scene.join(holder=holder)
 
-    async def held_version(version: int) -> None:
-        async with asyncio.timeout(30):
-            while await scene.store.holders(RUN) != [dataclasses.replace(holder, version=version)]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+    async def is_held(version: int) -> bool:
+        return await scene.store.holders(RUN) == [dataclasses.replace(holder, version=version)]
 
     async with following(scene):
-        await held_version(-1)
+        await until(lambda: is_held(-1))
         for version in (0, 1):
             await scene.publish(version)
-            await held_version(version)
+            await until(lambda version=version: is_held(version))
     assert await scene.store.holders(RUN) == []
 
 
