@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from rollfab.api.access.config import ApiConfig
 from rollfab.api.access.keys import hash_key
 from rollfab.api.app import make_app
 from rollfab.api.reading.weights import WeightReader
-from rollfab.api.server import open_socket
 from rollfab.deploy.weights.command import list_versions
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker
@@ -663,13 +661,6 @@ def test_a_key_that_can_be_guessed_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError) as caught:
         make_app(None, ApiConfig(read_keys=("secret",)))  # type: ignore[arg-type]
     assert "secret'" not in str(caught.value)
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=str(port)):
-            open_socket(ApiConfig(port=port))
 
 
 # ---------------------------------------------------------------- documentation
