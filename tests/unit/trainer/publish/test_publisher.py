@@ -151,15 +151,29 @@ async def test_a_version_that_the_broker_cannot_count_is_refused(trainer: Traine
     assert (await trainer.store.head(RUN)).version == VERSION_MAX
 
 
-async def test_another_layout_is_refused_before_anything_is_written(trainer: Trainer) -> None:
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"0.weight": torch.zeros(30, 40)}, r"0\.weight: float32\[30, 40\] instead of bfloat16\[30, 40\]"),
+        ({"0.weight": torch.zeros(40, 30).bfloat16()}, r"0\.weight: bfloat16\[40, 30\] instead of bfloat16\[30, 40\]"),
+        ({"0.bias": None}, r"1 missing \(0\.bias\)"),
+        ({"head": torch.zeros(2)}, r"1 unknown \(head\)"),
+    ],
+)
+async def test_another_layout_is_refused_before_anything_is_written(
+    trainer: Trainer, changes: dict[str, Any], text: str
+) -> None:
     await trainer.publish(0)
-    trainer.model = small_model().float()
-    with pytest.raises(LayoutMismatch, match=r"0\.weight: float32\[30, 40\] instead of bfloat16\[30, 40\]"):
-        await trainer.publish(1)
+    before = published(trainer.store)
+    named = {
+        name: each for name, each in {**dict(trainer.model.named_parameters()), **changes}.items() if each is not None
+    }
+    with pytest.raises(LayoutMismatch, match=text):
+        await trainer.publisher.publish(named, 1)
     trainer.start()
-    with pytest.raises(LayoutMismatch, match="different"):
-        await trainer.publish(1)
-    assert await trainer.store.held(RUN) == [(0, KEYFRAME)]
+    with pytest.raises(LayoutMismatch, match=rf"{text}|different"):
+        await trainer.publisher.publish(named, 1)
+    assert published(trainer.store) == before
 
 
 @pytest.mark.parametrize("version", [0, 3])
