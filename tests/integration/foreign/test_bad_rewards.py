@@ -190,6 +190,7 @@ async def play_fault(fabric: Processes, fault: str) -> None:
             assert "start the reward worker with a longer --timeout" in reason or "must return a float" in reason
         else:
             assert counters["rewards_failed"] == 2
+            assert letters["bad.0"].attempt == 1 and letters["bad.0"].traceback.startswith("Traceback")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
