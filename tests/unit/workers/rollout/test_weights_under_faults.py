@@ -9,8 +9,9 @@ import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, FabricError, WireError
 from rollfab.fabric.format.manifest import Head, WeightManifest
+from tests.sim.planted import planted
 from tests.support.weights.faulty_weights import FaultyStore, Scene, Trainer, assert_holds
-from tests.support.weights.weight_planted import PLANTS, planted
+from tests.support.weights.weight_planted import PLANTS
 from tests.support.weights.weight_storm import VERSION_COUNT, simulate
 from tests.support.weights.weight_truth import Broken, Seen
 
@@ -65,7 +66,7 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found(name: str) -> None:
-    with planted(name):
+    with planted(name, PLANTS):
         found = next((seed for seed in range(1, PLANTED_COUNT + 1) if _fails(seed)), None)
     assert found is not None, f"{PLANTED_COUNT} seeds did not find {name}"
     # And it is this bug that was found, not something that is there without it
