@@ -71,7 +71,7 @@ def restarted(fabric: Processes, name: str) -> None:
     fabric.until(lambda: child.start_count > start_count, 5.0, f"{name} is started again")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", ["dedicated", "agent"])
 def test_a_killed_worker_or_agent_loses_no_trajectory_and_repeats_no_turn_that_was_settled(
     fabric: Processes, name: str
@@ -94,7 +94,7 @@ def test_a_killed_worker_or_agent_loses_no_trajectory_and_repeats_no_turn_that_w
     assert counters["turns_settled"] == len(GROUPS) * GROUP_SIZE * TURNS
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_killed_controller_costs_its_leases_and_nothing_else(fabric: Processes) -> None:
     # Given a serving worker that runs turns under a lease which only a living controller extends
     fabric.lend("on")
@@ -138,7 +138,7 @@ def test_a_killed_reward_worker_leaves_no_trajectory_without_its_reward(fabric: 
     check_totals(fabric, run)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_killed_trainer_that_repeats_itself_gets_every_group_exactly_once(fabric: Processes, tmp_path: Path) -> None:
     # Given a trainer in the middle of a transaction
     group_count, journal = 14, tmp_path / "journal"
@@ -176,7 +176,7 @@ def test_a_killed_trainer_that_repeats_itself_gets_every_group_exactly_once(fabr
     check_totals(fabric, run)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_killed_api_is_back_and_the_run_never_noticed(fabric: Processes) -> None:
     # Given a page that is being read while a run is under way
     port = free_port()
