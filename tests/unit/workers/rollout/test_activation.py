@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.contract.records import Lease
 from rollfab.fabric.rules.queue.engine_sleep import ActivationFacts, ActivationRule, Move, Rest, decide
 from rollfab.fabric.rules.queue.engine_watch import StallRule
 from rollfab.workers.engines.base import EngineStats
@@ -80,11 +79,6 @@ def new_stage() -> Stage:
     return Stage(clock=VirtualClock(asyncio.get_running_loop()))
 
 
-async def end_lease(stage: Stage, epoch: int) -> None:
-    lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=epoch, slot_count=0, lease_until_ms=None)
-    await stage.fabric.board.end_lease(lease)
-
-
 @in_virtual_time
 async def test_a_worker_without_a_lease_puts_its_engine_to_sleep_and_a_lease_wakes_it_before_a_turn_begins() -> None:
     # Given a worker that was never leased
@@ -115,7 +109,7 @@ async def test_a_worker_without_a_lease_puts_its_engine_to_sleep_and_a_lease_wak
         stage.engine.end()
         await asyncio.sleep(30.0)
         assert stage.engine.sleep_count == 1
-        await end_lease(stage, 2)
+        await stage.end_lease()
         await asyncio.sleep(4.5)
         assert not stage.engine.is_asleep
         await asyncio.sleep(1.5)
@@ -182,7 +176,7 @@ async def test_an_engine_that_does_not_wake_uses_no_lease_says_why_and_is_tried_
         assert (stage.receivers, stage.turns.exchanges) == ([], [])
 
         # And when the controller has taken the lease away, it still tries, ever more rarely, until it is well
-        await end_lease(stage, 2)
+        await stage.end_lease()
         await asyncio.sleep(600.0)
         assert 10 <= stage.engine.wake_count <= 20
         stage.engine.wake_error = ""

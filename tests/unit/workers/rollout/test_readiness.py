@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
-from rollfab.fabric.contract.records import Lease
 from rollfab.workers.rollout.engine_sleep import MEMORY_AFTER_S, Readiness
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage
@@ -67,11 +66,6 @@ def new_stage() -> tuple[Stage, EngineWithMemory, PlayedMemory]:
     return stage, engine, engine.memory
 
 
-async def end_lease(stage: Stage, epoch: int) -> None:
-    lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=epoch, slot_count=0, lease_until_ms=None)
-    await stage.fabric.board.end_lease(lease)
-
-
 @in_virtual_time
 async def test_memory_goes_back_when_nothing_is_lent_and_is_here_before_a_turn_is_claimed() -> None:
     # Given a worker that has no lease
@@ -106,7 +100,7 @@ async def test_a_lease_that_flickers_unmaps_nothing() -> None:
         for epoch in range(1, 21, 2):
             await stage.lease(epoch, 1)
             await asyncio.sleep(1.0)
-            await end_lease(stage, epoch + 1)
+            await stage.end_lease()
             await asyncio.sleep(1.0)
         assert memory.calls == []
         await asyncio.sleep(MEMORY_AFTER_S)
@@ -191,7 +185,7 @@ async def test_an_engine_whose_memory_failed_does_not_fall_asleep_over_it() -> N
         memory.error = "out of memory"
         await stage.lease(1, 1)
         await asyncio.sleep(SOON_S)
-        await end_lease(stage, 2)
+        await stage.end_lease()
         await asyncio.sleep(60.0)
         assert (engine.is_asleep, stage.info.state) == (False, "failed")
         memory.error = ""
