@@ -36,8 +36,8 @@ from tests.support.mutants import ROOMS, ROOT, Mutant, drawn, sources
 TESTS = ("tests/unit", "tests/contracts")
 CACHE = Path.home() / ".cache" / "rollfab" / "mutation"
 TESTS_S_MAX = 60.0  # of the tests that look for one break, the quickest first
-PYTEST = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "timeout=120", "--hypothesis-seed=0")
-SIMULATION = ("-m", "tests.sim", "--seed", "1", "--seeds", "4")
+PYTEST = [*"-m pytest -q -p no:xdist -p no:cacheprovider -o timeout=120 --hypothesis-seed=0 -m".split(), "not slow"]
+SIMULATION = "-m tests.sim --seed 1 --seeds 4".split()
 
 
 # ---- which tests run what
@@ -142,7 +142,7 @@ def finder_of(mutant: Mutant, tree: Path, tests: list[str]) -> str:
     target.write_text(mutant.source)
     (tree / "tests.txt").write_text("\n".join(tests))
     try:
-        for words in ([(*PYTEST, "-x", "@tests.txt")] if tests else []) + [SIMULATION]:
+        for words in ([[*PYTEST, "-x", "@tests.txt"]] if tests else []) + [SIMULATION]:
             done = python_in(tree, words, capture_output=True, timeout=400)
             if done.returncode:
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
