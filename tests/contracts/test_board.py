@@ -18,7 +18,7 @@ from rollfab.fabric.ports.queue import RunDetails, TrajectoryClaim
 from rollfab.fabric.rules.queue.retries import given_up
 from rollfab.trainer.checks import make_groups
 from tests.contracts.conftest import World
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 
 def info(worker_id: str = "w1", **facts: object) -> WorkerInfo:

@@ -5,7 +5,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -23,18 +23,13 @@ from rollfab.workers.serving.device.priority import children_of, threads_named
 from rollfab.workers.serving.guarding.guard import GuardConfig, GuardOrders
 from rollfab.workers.serving.probes.probe_page import ProbeWriter
 from rollfab.workers.serving.probes.reader import ProbeReader
+from tests.support.until import until
 from tests.vllm.attached.checkpoints import write_config
 from tests.vllm.attached.server_process import Server, served
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 PROMPT = list(range(5, 45))
-
-
-async def until(what: Callable[[], bool]) -> None:
-    """Wait for it; the test's timeout is the limit."""
-    while not what():  # noqa: ASYNC110  shared memory tells nobody
-        await asyncio.sleep(0.005)
 
 
 # ---- the probe in a server

@@ -1,6 +1,5 @@
 """What is vLLM's own about the vLLM engine; what it shares with others is in the engine contract."""
 
-import asyncio
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.inplace import packing
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from tests.support.until import until
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 PROMPT = np.arange(5, 85, dtype=np.int32)  # two and a half blocks of KV cache
@@ -58,8 +58,7 @@ async def answer(engine: VllmEngine, request_id: str = "answer", max_tokens: int
 
 
 async def started(engine: VllmEngine, request_id: str) -> None:
-    while not any(len(each.completion_ids) for each in engine.progress([request_id])):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: any(len(each.completion_ids) for each in engine.progress([request_id])), every_s=0.001)
 
 
 async def test_at_start_the_mirror_holds_what_the_checkpoint_holds(engine: VllmEngine, checkpoint: Path) -> None:

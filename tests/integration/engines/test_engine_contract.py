@@ -22,7 +22,8 @@ from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
 from tests.support.processes.scheduling_ahead import scheduling_ahead
-from tests.support.queue.played_worker import RUN, Stage, until
+from tests.support.queue.played_worker import RUN, Stage
+from tests.support.until import until
 from tests.support.weights.reference import (
     kept_logprobs,
     kept_logprobs_elsewhere,
@@ -270,8 +271,7 @@ async def test_an_aborted_request_that_waits_has_made_nothing(engine: Engine) ->
 async def test_a_request_that_just_ended_is_handed_out_once_also_when_aborted(engine: Engine) -> None:
     goal_count = engine.stats().token_count + 2
     engine.generate(greedy("done", 2))
-    while engine.stats().token_count < goal_count:  # noqa: ASYNC110  the engine tells nobody before it hands out
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().token_count >= goal_count, every_s=0.001)
     (done,) = await engine.abort(["done"])
     assert done.finish_reason == "length" and len(done.completion_ids) == 2
     assert await engine.finished(0.02) == []
@@ -358,8 +358,7 @@ async def test_a_request_without_a_token_starts_over_with_the_new_weights(engine
     idle = engine.stats().kv_used_fraction
     engine.generate(greedy("half-read", 20))
     engine.generate(greedy("waits", 20))
-    while engine.stats().kv_used_fraction <= idle:  # noqa: ASYNC110  the engine tells nobody
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().kv_used_fraction > idle, every_s=0.001)
     await engine.pause("test")
     assert engine.progress(["half-read"])[0].completion_ids.size == 0, "the test is too slow: the prompt was read whole"
     await engine.apply(random_weights(engine, 1), turns=turns)
@@ -680,11 +679,7 @@ async def test_a_hostile_request_fails_alone_with_a_sentence(engine: Engine) -> 
 
 
 async def until_paused_by(engine: Engine, *reasons: str) -> None:
-    for _ in range(1000):
-        if engine.stats().paused_by == reasons:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"paused by {engine.stats().paused_by}, not {reasons}")
+    await until(lambda: engine.stats().paused_by == reasons, lambda: f"{reasons}, but {engine.stats().paused_by}")
 
 
 @pytest.mark.parametrize("limits", [EngineLimits(running_count=0), EngineLimits(step_tokens=0)])

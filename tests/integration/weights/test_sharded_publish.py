@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.reader import fetch_bits
 from tests.support.processes.sharded_trainer import Answer, Ranks, trainer_ranks
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 @pytest.fixture

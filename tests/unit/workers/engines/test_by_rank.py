@@ -127,6 +127,16 @@ def receiver_of(trainer: Trainer, engine: PartsEngine) -> WeightReceiver:
     return WeightReceiver(trainer.store, RUN, engine, options=NO_AUDIT)  # type: ignore[arg-type]
 
 
+async def begun(rank_count: int = 2) -> tuple[Trainer, PartsEngine, WeightReceiver]:
+    """Ranks that hold version 0."""
+    trainer, engine = Trainer(rank_count), PartsEngine(rank_count)
+    await engine.ranks.survey()
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish(trainer.store)
+    assert await receiver.update()
+    return trainer, engine, receiver
+
+
 def assert_holds(engine: PartsEngine, bits: dict[str, Bits]) -> None:
     """Every rank holds its slice, and nothing else."""
     for placement in engine.door.placements:
@@ -173,10 +183,7 @@ async def test_a_rank_reads_its_own_blocks_alone() -> None:
 
 
 async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_are_until_a_keyframe_heals_it() -> None:
-    trainer, engine = Trainer(2), PartsEngine(2)
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    await receiver.update()
+    trainer, engine, receiver = await begun()
     torn = engine.door.placements[1].memories[0].flat
     torn ^= 1
     before = await engine.read_weights()
@@ -195,11 +202,7 @@ async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_
 @pytest.mark.parametrize("how", ["missing", "flipped", "sums"])
 async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(how: str) -> None:
     # Given ranks at version 0, and a delta that is damaged in the store
-    trainer, engine = Trainer(2), PartsEngine(2)
-    await engine.ranks.survey()
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    assert await receiver.update()
+    trainer, engine, receiver = await begun()
     before = dict(trainer.bits)
     await trainer.publish(trainer.store, 0.1)
     run = WeightTables.of(trainer.store, RUN)
@@ -249,10 +252,7 @@ async def test_a_block_that_is_damaged_on_its_way_to_a_rank_keeps_all_of_them_wh
 
 
 async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_there() -> None:
-    trainer, engine = Trainer(2), PartsEngine(2)
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    await receiver.update()
+    trainer, engine, receiver = await begun()
     norm = engine.door.placements[1].memories[1].flat
     norm ^= 1
     engine.door.parts[1].take({})()
@@ -263,10 +263,7 @@ async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_t
 
 async def test_a_rank_that_is_gone_or_silent_is_named_and_nothing_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_rank, "ANSWER_S", 0.5)
-    trainer, engine = Trainer(2), PartsEngine(2)
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    await receiver.update()
+    trainer, engine, receiver = await begun()
     before = trainer.bits
     await trainer.publish(trainer.store, 0.5)
     engine.door.silent = 1

@@ -27,6 +27,7 @@ from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.write_probe import DRAWN_COUNT, lively
 from rollfab.workers.serving.guarding.guard import GuardOrders
+from tests.support.until import until
 
 LAYOUT = Layout((TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,))))
 
@@ -230,8 +231,7 @@ async def test_a_request_that_runs_through_a_commit_says_which_weights_made_what
     engine: VllmEngine, door: PlayedDoor
 ) -> None:
     ask(engine, "through")
-    while not len(engine.progress(["through"])[0].completion_ids):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: len(engine.progress(["through"])[0].completion_ids), every_s=0.0)
     await engine.apply(Staged(3, B_ONES))
     (ended,) = await engine.finished(5.0)
     (start, middle, old), (again, end, new) = ended.versions
