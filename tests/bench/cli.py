@@ -126,6 +126,7 @@ def lent(
     model: Annotated[str, typer.Option()],
     slots: Annotated[int, typer.Option()],
     context: Annotated[int, typer.Option()],
+    words: Annotated[list[str] | None, typer.Argument()] = None,
     url: Url = None,
     name: Name = None,
 ) -> None:
@@ -136,7 +137,14 @@ def lent(
 
     from .coserve.worker import run_lent
 
-    engine = EngineOptions(engine="vllm", model=model, slot_count=slots, context_tokens_max=context, log="-")
+    engine = EngineOptions(
+        engine="vllm",
+        model=model,
+        slot_count=slots,
+        context_tokens_max=context,
+        log="-",
+        words=tuple(words or ()),
+    )
     serving = ServingOptions(probe=str(probe), ttft_slo_ms=ttft, tpot_slo_ms=tpot)
     options = WorkerOptions(url=need_url(url), name=name, role="serving", engine=engine, serving=serving)
     run_lent(options, switch=switch)

@@ -1,4 +1,7 @@
-"""Comparing where the weights are: the same versions as the host path makes, byte by byte. All of it on the CPU."""
+"""Comparing where the weights are: the same versions as the host path makes, byte by byte.
+
+All of it on the CPU, unless deploy/gpu/run says another device.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
 from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.trainer.publish.tensors import collect
+from tests.support.device import DEVICE
 from tests.support.weights.faulty_weights import RUN, FaultyStore, published
 from tests.support.weights.weight_models import SPECIAL
 
@@ -62,8 +66,12 @@ class World:
             bits[where] = np.choose(kinds, [bits[where] + bits.dtype.type(1), special, other])
 
     def collect(self, compares_on: Any) -> tuple[Layout, dict[str, Any]]:
-        layout, _, bits = collect(self.tensors, compares_on)
+        layout, _, bits = collect(self.tensors if compares_on == "host" else self.there(), compares_on)
         return layout, bits
+
+    def there(self) -> dict[str, torch.Tensor]:
+        """The tensors on the device: themselves, if that is the CPU."""
+        return {name: tensor.to(DEVICE) for name, tensor in self.tensors.items()}
 
     def _some(self, byte_count: int, dtype: str) -> torch.Tensor:
         raw = self.rng.integers(0, 2 if dtype == "bool" else 256, byte_count, np.uint8)
@@ -295,7 +303,7 @@ async def test_a_publisher_on_the_device_writes_what_one_on_the_host_does(store:
         world.change(density)
 
         # When a version is published
-        report = await by_device.publish(world.tensors, version)
+        report = await by_device.publish(world.there(), version)
         await by_host.publish(world.tensors, version)
 
         # Then both brokers hold the same, and a receiver has the weights
