@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -26,6 +27,7 @@ FIGURES = "figures: "  # begins the line that a step tells them by
 SKIPPED = "skipped: "  # and the one that says why there is nothing to show here
 PASSED, FAILED, TIMED_OUT, SKIPPED_STATE = "passed", "failed", "timed out", "skipped"
 TAIL_CHARACTERS = 600
+PARENT_DEATH_SIGNAL = 1  # Linux: PR_SET_PDEATHSIG
 END_S = 10.0  # between asking a process to end and killing it
 
 
@@ -60,6 +62,7 @@ def run_child(
             stderr=subprocess.STDOUT,
             env={**environment, MARK: mark},
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         try:
             process.wait(limit_s)
@@ -79,6 +82,11 @@ def run_child(
     if told.state != PASSED:
         return Outcome(state=told.state, seconds=seconds, reason=told.reason, figures=told.figures)
     return Outcome(state=PASSED, seconds=seconds, figures=told.figures)
+
+
+def _die_with_parent() -> None:
+    """Where the run itself is killed, its step must not stay and hold the device."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def end_all(mark: str, process: subprocess.Popen[bytes]) -> None:

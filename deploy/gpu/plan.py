@@ -72,7 +72,7 @@ STEPS: tuple[Step, ...] = (
     ),
     _first("publisher", "the same at 7.6 B parameters; its peak memory, and its time by piece size", 540),
     _first("transformers-contract", "the engine contract on transformers, float32", 300, tests=[CONTRACT]),
-    _first("commit", "a commit at 7B shapes: bytes, time, temporaries, beside one that is pinned and staged", 300),
+    _first("commit", "a commit at 7B shapes: bytes, time, temporaries, beside one that is pinned and staged", 480),
     _first("members", "what becomes of two members of NCCL on one GPU: both processes live on", 240),
     _vllm("vllm-eager", "a tiny engine, eager: tokens, a commit, live weights as written", 300, module="engine"),
     _vllm(

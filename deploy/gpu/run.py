@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -198,6 +199,7 @@ def main(words: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> i
     if options.list:
         print("\n".join(f"{step.name:>22}  {step.limit_s:>4g} s  {step.shows}" for step in wanted))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by which a step's processes are ended, too
     records = Run(options, wanted).run()
     print(f"\n{table(records)}\n{options.results}")
     return int(any(record["state"] in (FAILED, TIMED_OUT) for record in records))

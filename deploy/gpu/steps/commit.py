@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,14 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | dic
 )
 PART = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.")
 Changes = dict[str, tuple[NDArray[np.int64], NDArray[Any]]]
+
+
+class Scatter(NamedTuple):
+    """A commit of one piece. flat: live memory. positions: int32 (C,) in it. values: (C,), stored bits."""
+
+    flat: torch.Tensor
+    positions: torch.Tensor
+    values: torch.Tensor
 
 
 class Fused(torch.nn.Module):
@@ -94,11 +102,12 @@ def _both_ways(
     _check(placement, bits)
     for name, flat in old.items():
         placement.write_all(name, integers(flat))
-    staged, stage_s = timed(told.device, lambda: _staged(told, placement, changes))
-    prototype = _measured(told, lambda: _scatter(placement, staged))
+    decoded, decode_s = timed(told.device, lambda: _decoded(told, placement, changes))
+    staged, copy_s = timed(told.device, lambda: _copied(told, decoded))
+    prototype = {**_measured(told, lambda: _scatter(staged)), "decode_s": decode_s, "copy_s": copy_s}
     _check(placement, bits)
     count = sum(len(places) for places, _ in changes.values())
-    return {"changed": count, "as it is": as_it_is, "prototype": {**prototype, "stage_s": stage_s}}
+    return {"changed": count, "as it is": as_it_is, "prototype": prototype}
 
 
 def _measured(told: Asked, work: Any) -> dict[str, Any]:
@@ -114,29 +123,36 @@ def _write(placement: Placement, changes: Changes) -> None:
         placement.write_some(name, integers(places), integers(values))
 
 
-def _staged(
-    told: Asked, placement: Placement, changes: Changes
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(flat, int32 positions, values) of every piece, on the device by way of pinned memory, on a stream of its own."""
+def _decoded(told: Asked, placement: Placement, changes: Changes) -> list[Scatter]:
+    """Of every piece, in host memory, which is pinned where there is a GPU."""
     found = []
-    new_stream: Any = torch.cuda.Stream
-    stream = new_stream(told.device) if told.is_gpu else None
-    with torch.cuda.stream(stream):
-        for name, (places, values) in changes.items():
-            for piece in placement.pieces[name]:
-                flat = placement.memories[piece.memory].flat
-                inside, targets = piece.targets(integers(places))
-                positions, own = targets[inside].int(), integers(values)[inside]
-                if told.is_gpu:
-                    positions, own = positions.pin_memory(), own.pin_memory()
-                to = {"device": told.device, "non_blocking": True}
-                found.append((flat, positions.to(**to), own.to(**to)))  # type: ignore[call-overload]
+    for name, (places, values) in changes.items():
+        for piece in placement.pieces[name]:
+            inside, targets = piece.targets(integers(places))
+            positions, own = targets[inside].int(), integers(values)[inside]
+            if told.is_gpu:
+                positions, own = positions.pin_memory(), own.pin_memory()
+            found.append(Scatter(placement.memories[piece.memory].flat, positions, own))
     return found
 
 
-def _scatter(_: Placement, staged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-    for flat, positions, values in staged:
-        flat.index_copy_(0, positions.long(), values)
+def _copied(told: Asked, decoded: list[Scatter]) -> list[Scatter]:
+    """The same on the device, by a stream of its own."""
+    new_stream: Any = torch.cuda.Stream
+    with torch.cuda.stream(new_stream(told.device) if told.is_gpu else None):
+        return [
+            Scatter(
+                each.flat,
+                each.positions.to(told.device, non_blocking=True),
+                each.values.to(told.device, non_blocking=True),
+            )
+            for each in decoded
+        ]
+
+
+def _scatter(staged: list[Scatter]) -> None:
+    for each in staged:
+        each.flat.index_copy_(0, each.positions.long(), each.values)
 
 
 def _check(placement: Placement, bits: dict[str, NDArray[Any]]) -> None:

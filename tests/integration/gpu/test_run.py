@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,8 +68,7 @@ def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path: Path, capsys: pytes
     assert "1 timed out" in shown and "first 1, second 2.5" in shown
 
     # Nothing of the step that hung is left, though it was in a session of its own
-    below = int((tmp_path / "below").read_text())
-    assert not Path(f"/proc/{below}").exists() or "Z" in Path(f"/proc/{below}/stat").read_text().rpartition(")")[2]
+    assert not is_alive(int((tmp_path / "below").read_text()))
 
 
 def test_a_step_that_does_not_end_when_asked_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +76,40 @@ def test_a_step_that_does_not_end_when_asked_is_killed(tmp_path: Path, monkeypat
     _, records = run(planted(tmp_path, one="deaf", two="pass"), tmp_path)
     assert (tmp_path / "below").exists()
     assert [record["state"] for record in records.values()] == ["timed out", "passed"]
+
+
+RUN = """
+import sys
+from pathlib import Path
+from rollfab.deploy.gpu.run import main
+from tests.integration.gpu.test_run import planted
+directory = Path(sys.argv[1])
+main(["--device", "cpu", "--results", str(directory / "results.jsonl")], planted(directory, one="stay"))
+"""
+
+
+@pytest.mark.parametrize(("number", "ended"), [(signal.SIGTERM, ("own", "below")), (signal.SIGKILL, ("own",))])
+def test_a_run_that_is_ended_leaves_no_step_behind(number: int, ended: tuple[str, ...], tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    going = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
+    while not (tmp_path / "below").exists() or not (tmp_path / "below").read_text():  # the test's timeout is the limit
+        time.sleep(0.05)
+    pids = {name: int((tmp_path / name).read_text()) for name in ("own", "below")}
+    going.send_signal(number)
+    assert going.wait() != 0
+    try:
+        while any(is_alive(pids[name]) for name in ended):
+            time.sleep(0.05)
+    finally:
+        for pid in filter(is_alive, pids.values()):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

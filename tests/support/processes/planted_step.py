@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ def main(how: str, directory: Path) -> None:
     with (directory / "begun").open("a") as begun:
         begun.write(f"{how}\n")
     print("a line of no meaning")
-    if how == "hang":
+    if how in ("hang", "stay"):
         print('figures: {"before": 1}', flush=True)
         below = subprocess.Popen(SLEEP, start_new_session=True)
+        (directory / "own").write_text(str(os.getpid()))
         (directory / "below").write_text(str(below.pid))
         time.sleep(600)
     if how == "deaf":
