@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -127,10 +128,13 @@ def lent(
     slots: Annotated[int, typer.Option()],
     context: Annotated[int, typer.Option()],
     words: Annotated[list[str] | None, typer.Argument()] = None,
+    mps_threads: Annotated[int | None, typer.Option()] = None,
     url: Url = None,
     name: Name = None,
 ) -> None:
     """A serving worker whose guard decides as the bench switches."""
+    if mps_threads is not None:
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(mps_threads)
     from rollfab.deploy.roles.engines import EngineOptions
     from rollfab.deploy.roles.options import WorkerOptions
     from rollfab.workers.serving.options import ServingOptions

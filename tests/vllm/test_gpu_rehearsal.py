@@ -56,4 +56,4 @@ def test_co_serving_has_every_arm(tmp_path: Path) -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="co-serving is measured on a pair of cores")
 def test_serving_lives_when_the_rollout_engine_is_killed(tmp_path: Path) -> None:
     found = figures(tmp_path, "kill")
-    assert found["requests"] == 24 and found["after_the_kill"] > 0 and not found["failures"]
+    assert found["requests"] == 48 and found["after_the_kill"] >= 24 and not found["failures"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.bench.coserve.main import Settings, measure
 
-from .pairs import HALF, pair_sizes
+from .pairs import pair_sizes
 from .telling import tell
 
 ARMS = ("alone", "share-all", "ours")
@@ -18,7 +18,6 @@ ARMS = ("alone", "share-all", "ours")
 
 def main() -> None:
     with pair_sizes() as (told, sizes):
-        is_half = HALF in dict(sizes.borrowed_environment)
         settings = Settings(
             rate_per_s=6.0 if told.is_tiny else 8.0,
             request_count=24 if told.is_tiny else 360,
@@ -27,7 +26,7 @@ def main() -> None:
             spoiled_max=0,
             calibration_count=1,
             warm_count=0,
-            arms=("alone", "ours") if is_half else ARMS,
+            arms=("alone", "ours") if sizes.borrowed_words else ARMS,
             sizes=sizes,
         )
         report = measure(settings, lambda text: print(text, flush=True))

@@ -18,7 +18,6 @@ from .telling import Asked, asked
 LIVELY = 0.25
 CONTROL_S = 30.0
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
-HALF = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 @contextmanager
@@ -29,8 +28,8 @@ def pair_sizes() -> Iterator[tuple[Asked, Sizes]]:
     parser.add_argument("--threads", type=int, help="percent of the device's threads that the rollout engine may have")
     told, options = asked(parser)
     with tempfile.TemporaryDirectory(prefix="rollfab-kit-") as name, _mps(Path(name), is_on=options.mps):
-        environment = ((HALF, str(options.threads)),) if options.threads else ()
-        yield told, _tiny(Path(name)) if told.is_tiny else _full(Path(name), environment)
+        words = ("--mps-threads", str(options.threads)) if options.threads else ()
+        yield told, _tiny(Path(name)) if told.is_tiny else _full(Path(name), words)
 
 
 def _tiny(directory: Path) -> Sizes:
@@ -45,7 +44,7 @@ def _tiny(directory: Path) -> Sizes:
     )
 
 
-def _full(directory: Path, environment: tuple[tuple[str, str], ...]) -> Sizes:
+def _full(directory: Path, words: tuple[str, ...]) -> Sizes:
     """Memory is divided when they start: 45 % for serving, 35 % for rollouts."""
     return Sizes(
         model=str(_model(directory, "1.5B")),
@@ -57,7 +56,7 @@ def _full(directory: Path, environment: tuple[tuple[str, str], ...]) -> Sizes:
         is_on_cpu=False,
         serving_words=("--gpu-memory-utilization", "0.45"),
         rollout_words=("--skip-tokenizer-init", "--gpu-memory-utilization", "0.35"),
-        borrowed_environment=environment,
+        borrowed_words=words,
     )
 
 

@@ -41,10 +41,8 @@ def main() -> None:
 
 def on_device(bits: dict[str, NDArray[Any]], device: str) -> dict[str, torch.Tensor]:
     """A copy there, as the publisher has a trainer's tensors."""
-    loops = load_torch()
     return {
-        name: loops.integers(torch.from_numpy(flat.view(f"<i{flat.itemsize}"))).to(device)
-        for name, flat in bits.items()
+        name: torch.from_numpy(flat.view(f"<i{flat.itemsize}")).to(device, copy=True) for name, flat in bits.items()
     }
 
 

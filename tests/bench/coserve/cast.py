@@ -52,7 +52,7 @@ class Sizes:
     """Of the pair. Slots: requests or turns that each engine runs at once; no dedicated slots: no dedicated worker.
 
     model: a preset, or a directory with a checkpoint; then `serving_model` is another, which serving loads. is_on_cpu:
-    the device is a core (places.py). serving_words, rollout_words: vLLM's own. borrowed_environment: the lent worker's.
+    the device is a core (places.py). serving_words, rollout_words: vLLM's own. borrowed_words: of `bench lent`.
     """
 
     model: str = "small"
@@ -64,7 +64,7 @@ class Sizes:
     is_on_cpu: bool = True
     serving_words: tuple[str, ...] = ON_CPU
     rollout_words: tuple[str, ...] = ()
-    borrowed_environment: tuple[tuple[str, str], ...] = ()
+    borrowed_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class Pair:
         words = ["--probe", str(self.probe), "--switch", str(self._switch), "--name", BORROWED, "--model", sizes.model]
         words += ["--slots", str(sizes.borrowed_slots), "--context", str(sizes.context_tokens)]
         words += ["--slo-ttft-ms", str(slo.ttft_ms), "--slo-tpot-ms", str(slo.tpot_ms)]
-        self._add(BORROWED, ["bench", "lent", *words, *self._own_words()], **dict(sizes.borrowed_environment))
+        self._add(BORROWED, ["bench", "lent", *words, *sizes.borrowed_words, *self._own_words()])
         self.until(lambda: self._is_known(BORROWED), START_S, "the serving worker to be known")
         if sizes.is_on_cpu:
             self._place_engine(BORROWED, self.pid(BORROWED))
