@@ -1,7 +1,8 @@
 """One step in a process of its own: started, watched, ended with all that it started, and read.
 
-- A step that hangs is killed at its limit, with every process that came from it: they are known by a mark in their
-  environment, whatever group or session they are in.
+- A step that hangs is killed at its limit, with every process that came from it, whatever group or session it is in.
+  They are seen below it while it runs, and known by a mark in their environment once their parents are gone (brokers
+  write their title over it).
 - A module tells its figures by a line; tests by their report.
 """
 
@@ -20,7 +21,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MARK = "ROLLFAB_KIT_STEP"
 FIGURES = "figures: "  # begins the line that a step tells them by
@@ -28,7 +29,15 @@ SKIPPED = "skipped: "  # and the one that says why there is nothing to show here
 PASSED, FAILED, TIMED_OUT, SKIPPED_STATE = "passed", "failed", "timed out", "skipped"
 TAIL_CHARACTERS = 600
 PARENT_DEATH_SIGNAL = 1  # Linux: PR_SET_PDEATHSIG
+LOOK_S = 1.0  # between two looks at what a step has started
 END_S = 10.0  # between asking a process to end and killing it
+
+
+class Known(NamedTuple):
+    """A process: its number is given again, when it started is not."""
+
+    pid: int
+    started: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +73,11 @@ def run_child(
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+        family: set[Known] = set()
         try:
-            process.wait(limit_s)
-            is_late = False
-        except subprocess.TimeoutExpired:
-            is_late = True
+            is_late = not _ends(process, began_s + limit_s, family)
         finally:
-            end_all(mark, process)
+            end_all(mark, process, family)
     seconds = time.monotonic() - began_s
     told = _told(log, report)
     if is_late:
@@ -89,12 +96,25 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def end_all(mark: str, process: subprocess.Popen[bytes]) -> None:
+def _ends(process: subprocess.Popen[bytes], until_s: float, family: set[Known]) -> bool:
+    """Wait for its end; whether it came in time. family: is told of all processes that are seen below it."""
+    while (left_s := until_s - time.monotonic()) > 0:
+        family |= below(process.pid)
+        try:
+            process.wait(min(LOOK_S, left_s))
+            return True
+        except subprocess.TimeoutExpired:
+            continue
+    return False
+
+
+def end_all(mark: str, process: subprocess.Popen[bytes], family: set[Known]) -> None:
     """End a child and all that came from it: ask first, so that memory is given back, then kill."""
+    family |= below(process.pid)
     never = threading.Event()
     for number in (signal.SIGTERM, signal.SIGKILL):
         until_s = time.monotonic() + END_S
-        while (pids := marked(mark)) and time.monotonic() < until_s:
+        while (pids := marked(mark) | living(family)) and time.monotonic() < until_s:
             for pid in pids:  # again: one may have been started since
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
@@ -103,14 +123,43 @@ def end_all(mark: str, process: subprocess.Popen[bytes]) -> None:
     process.wait(END_S)
 
 
-def marked(mark: str) -> list[int]:
+def below(pid: int) -> set[Known]:
+    """All processes that come from this one, as far as their parents live."""
+    parents: dict[int, list[Known]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        if (row := _row(int(path.name))) is not None:
+            parents.setdefault(row[0], []).append(row[1])
+    found: set[Known] = set()
+    waiting = [pid]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found.update(children)
+        waiting += [child.pid for child in children]
+    return found
+
+
+def living(family: set[Known]) -> set[int]:
+    """Those that have not ended, and whose numbers are nobody else's by now."""
+    return {known.pid for known in family if (row := _row(known.pid)) is not None and row[1] == known}
+
+
+def _row(pid: int) -> tuple[int, Known] | None:
+    """A process' parent, and what it is known by; None: it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if words[0] in "ZX" else (int(words[1]), Known(pid, int(words[19])))
+
+
+def marked(mark: str) -> set[int]:
     """Processes whose environment has the mark; this one never has it."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    found = set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if wanted in (path / "environ").read_bytes().split(b"\0"):
-                found.append(int(path.name))
+                found.add(int(path.name))
     return found
 
 

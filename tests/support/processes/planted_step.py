@@ -18,7 +18,7 @@ def main(how: str, directory: Path) -> None:
     print("a line of no meaning")
     if how in ("hang", "stay"):
         print('figures: {"before": 1}', flush=True)
-        below = subprocess.Popen(SLEEP, start_new_session=True)
+        below = subprocess.Popen(SLEEP, start_new_session=True, env={} if how == "hang" else None)  # as a broker's
         (directory / "own").write_text(str(os.getpid()))
         (directory / "below").write_text(str(below.pid))
         time.sleep(600)
