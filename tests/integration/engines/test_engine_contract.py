@@ -21,6 +21,7 @@ from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, Layou
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
+from tests.support.device import DEVICE
 from tests.support.processes.scheduling_ahead import scheduling_ahead
 from tests.support.queue.played_worker import RUN, Stage
 from tests.support.until import until
@@ -78,7 +79,15 @@ def new_engine(kind: str) -> Engine:
     from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 
     return TransformersEngine(
-        TransformersConfig(model="tiny", slot_count=SLOT_COUNT, context_tokens_max=CONTEXT_TOKENS, seed=0)
+        TransformersConfig(
+            model="tiny",
+            device=DEVICE,
+            dtype="float32",
+            slot_count=SLOT_COUNT,
+            context_tokens_max=CONTEXT_TOKENS,
+            page_size=16,
+            seed=0,
+        )
     )
 
 

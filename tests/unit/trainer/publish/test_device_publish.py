@@ -1,4 +1,7 @@
-"""Comparing where the weights are: the same versions as the host path makes, byte by byte. All of it on the CPU."""
+"""Comparing where the weights are: the same versions as the host path makes, byte by byte.
+
+All of it on the CPU, unless deploy/gpu/run says another device.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from rollfab.fabric.versions.device_changes import DeviceChanges, grouped
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
 from rollfab.trainer.publish.publisher import Publisher
+from tests.support.device import DEVICE
 from tests.support.weights.faulty_weights import RUN, FaultyStore, collect
 from tests.support.weights.weight_models import SPECIAL
 
@@ -61,8 +65,12 @@ class World:
             bits[where] = np.choose(kinds, [bits[where] + bits.dtype.type(1), special, other])
 
     def collect(self, compares_on: Any) -> tuple[Layout, dict[str, Any]]:
-        layout, _, bits = collect(self.tensors, compares_on)
+        layout, _, bits = collect(self.tensors if compares_on == "host" else self.there(), compares_on)
         return layout, bits
+
+    def there(self) -> dict[str, torch.Tensor]:
+        """The tensors on the device: themselves, if that is the CPU."""
+        return {name: tensor.to(DEVICE) for name, tensor in self.tensors.items()}
 
     def _some(self, byte_count: int, dtype: str) -> torch.Tensor:
         raw = self.rng.integers(0, 2 if dtype == "bool" else 256, byte_count, np.uint8)
