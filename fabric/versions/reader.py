@@ -82,14 +82,39 @@ class ChainReader:
             known = f"held are {_ranges(there)}" if there else "nothing is published yet; run.publish does"
             raise VersionUnknown(f"version {goal} of run {self.run_id!r} is not held: {known}", version=goal, head=head)
 
-    async def plan(self, have: int | None, goal: int) -> list[WeightManifest]:
+    async def plan(self, have: int | None, goal: int, *, epoch: int | None = None) -> list[WeightManifest]:
         """Return manifests that lead from `have` to `goal`, in the order to stage them.
 
         Avoid versions that could not be read before, unless there is no other way.
 
+        Args:
+            epoch: of the publisher in charge when the goal was seen to be published. None: it cannot have been lost
+                since then.
+
         Raises:
-            ChainBroken: the store holds no such chain.
+            ChainBroken: the store holds no such chain; or it may be of weights that were never published.
         """
+        manifests = await self._chain(have, goal)
+        if epoch is not None:
+            await self._check_published(goal, epoch)
+        return manifests
+
+    async def _check_published(self, goal: int, epoch: int) -> None:
+        """Require that the goal has been published all the time.
+
+        A broker that lost its last writes may hold manifests by which another publisher is about to publish the same
+        versions anew.
+        """
+        head = await self._store.head(self.run_id)
+        if head.epoch != epoch or head.version < goal:
+            self._known.clear()
+            raise ChainBroken(
+                f"version {goal} of run {self.run_id!r} was read while another publisher took over or the broker lost"
+                " its last writes: plan again from the head",
+                version=goal,
+            )
+
+    async def _chain(self, have: int | None, goal: int) -> list[WeightManifest]:
         names = [name for name in await self._store.held(self.run_id) if name[0] <= goal]
         self._known = {name: self._known[name] for name in names if name in self._known}
         if have is not None:
@@ -260,7 +285,7 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
     head = await store.head(reader.run_id)
     goal = head.version if version is None else version
     await reader.require(goal, head.version)
-    manifests = await reader.plan(None, goal)
+    manifests = await reader.plan(None, goal, epoch=head.epoch)
     staged = await reader.stage(manifests, Stage(whole(manifests[-1].tensors), None))
     layout = manifests[-1].tensors
     return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes.items()})

@@ -306,7 +306,7 @@ class WeightReceiver:
         enough = min(self.version, head.version)
         layout = self._engine.layout
         try:
-            manifests = await self._reader.plan(have, head.version)
+            manifests = await self._reader.plan(have, head.version, epoch=head.epoch)
             if self._ranks is not None:
                 return manifests, await self._stage_by_ranks(self._ranks, manifests, have), head
             live = None if have is None else self._engine.weight_bits()

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollfab.fabric.contract.errors import (
+    BrokerError,
     ChainBroken,
     DigestMismatch,
     EngineError,
@@ -279,6 +280,37 @@ async def test_a_version_that_was_lost_and_published_again_is_fetched_again(scen
     assert scene.receiver.version == 1
     assert_holds(scene.engine, scene.model)
     assert not await scene.receiver.update()
+
+
+async def test_what_another_publisher_has_not_published_yet_is_not_taken_for_what_the_broker_lost(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a broker that loses version 1 just after a receiver has seen it, and others on their way to another 1
+    await scene.publish(0)
+    await scene.receiver.update()
+    before = scene.store.tables.remember()
+    await scene.publish(1)
+    held = scene.store.held
+
+    async def held_later(run_id: str) -> list[tuple[int, str]]:
+        monkeypatch.undo()
+        scene.store.tables.fall_back(before)
+        scene.model = small_model(7)
+        scene.start()
+        scene.store.fail_at = "advance_head"
+        with pytest.raises(BrokerError):
+            await scene.publish(1)
+        return await held(run_id)
+
+    monkeypatch.setattr(scene.store, "held", held_later)
+
+    # When, then
+    with pytest.raises(ChainBroken, match="another publisher took over"):
+        await scene.receiver.update()
+    assert scene.receiver.version == 0 and scene.receiver.is_sound
+    await scene.publish(2)
+    assert await scene.receiver.update()
+    assert_holds(scene.engine, scene.model)
 
 
 async def test_what_is_first_written_is_read_back_before_it_counts(scene: Scene) -> None:
