@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -55,6 +55,21 @@ class ShardSlice(NamedTuple):
         run, within = np.divmod(indices, self.region.run)
         places: NDArray[np.int64] = self.offset + run * self.stride + within * self.step
         return places
+
+    def pieces(self, element_count_max: int) -> Iterator[ShardSlice]:
+        """Cut it into slices of at most so many elements, or one run."""
+        tensor, start, run, stride, run_count = self.region
+        if self.is_contiguous:
+            for first in range(0, run * run_count, element_count_max):
+                last = min(first + element_count_max, run * run_count)
+                region = Region.span(tensor, start + first, start + last)
+                yield ShardSlice(region, self.target, self.offset + first, last - first)
+            return
+        each = max(1, element_count_max // run)
+        for first in range(0, run_count, each):
+            count = min(each, run_count - first)
+            region = Region(tensor, start + first * stride, run, stride, count)
+            yield self._replace(region=region, offset=self.offset + first * self.stride)
 
     def view(self, flat: Bits) -> Bits:
         """Return its elements in the flat tensor `target`, as a view (run_count, run)."""

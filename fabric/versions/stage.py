@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,15 @@ class Live(Protocol):
 
     def __getitem__(self, where: Any, /) -> Bits:
         """Return the values of a slice, or at int64 positions; nobody writes them."""
+        ...
+
+
+@runtime_checkable
+class LiveElsewhere(Live, Protocol):
+    """A tensor on a device, which sums it there."""
+
+    def slice_sum(self, key: int, one: ShardSlice) -> int:
+        """Compute the digest's sum of a slice of it, mod 2^64. key: of the checkpoint's tensor."""
         ...
 
 
@@ -382,20 +391,13 @@ def part_sums(part: ShardMap, live: Mapping[str, Live]) -> Sums:
 
 
 def _slice_sum(part: ShardMap, one: ShardSlice, flat: Live) -> int:
-    key, region, total = tensor_key(part.layout.tensors[one.region.tensor].name), one.region, 0
-    if one.is_contiguous:
-        for first in range(0, region.element_count, SUM_ELEMENTS):
-            last = min(first + SUM_ELEMENTS, region.element_count)
-            total += sum_range(key, region.start + first, flat[one.offset + first : one.offset + last])
-        return total
-    each = max(1, SUM_ELEMENTS // region.run)
-    for run in range(0, region.run_count, each):
-        count = min(each, region.run_count - run)
-        rows = region._replace(start=region.start + run * region.stride, run_count=count)
-        first = one.offset + run * one.stride
-        reach = (count - 1) * one.stride + (region.run - 1) * one.step + 1
-        values = one._replace(region=rows, offset=0).view(flat[first : first + reach])
-        total += rows.sum(key, None, values.reshape(-1))
+    key, total = tensor_key(part.layout.tensors[one.region.tensor].name), 0
+    if isinstance(flat, LiveElsewhere):
+        return flat.slice_sum(key, one)
+    for piece in one.pieces(SUM_ELEMENTS):
+        reach = (piece.region.run_count - 1) * piece.stride + (piece.region.run - 1) * piece.step + 1
+        values = piece._replace(offset=0).view(flat[piece.offset : piece.offset + reach])
+        total += piece.region.sum(key, None, values.reshape(-1))
     return total
 
 

@@ -111,6 +111,13 @@ class DeviceKernels(Comparing, Protocol):
         """The bits as numpy's; no copy where they are in the host's memory."""
         ...
 
+    def sum_runs(self, key: int, start: int, stride: int, runs: Flat) -> int:
+        """The digest's sum of elements [k, j] at flat positions start + k * stride + j; see digest.sum_at.
+
+        Takes about 6 times 8 bytes an element on the device.
+        """
+        ...
+
 
 class Kernels(Comparing, Protocol):
     """The functions of the host's makes. Arrays are flat and contiguous; none is written unless its text says so."""

@@ -1,6 +1,6 @@
-"""Comparing and writing bits that are on a device, by torch: see protocol.py for what each does.
+"""Comparing, writing and summing bits that are on a device, by torch: see protocol.py for what each does.
 
-- Bits are flat tensors of INTEGERS. They are only compared for equality, so it does not matter that torch's are signed.
+- Bits are flat tensors of INTEGERS. Comparing for equality and wrapping arithmetic do not mind that they are signed.
 - `changes` takes at most TEMPORARY_FACTOR times the bytes that it compares on the device.
 - If the device has no room, `changes` compares halves, and in the end reports too many, since a block that comes to the
   host whole takes no room there; `write` goes by way of the host, and `copies` stay on the host.
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .protocol import Bits, Changes, Flat, Scratch
+from .numpy_loops import factor_table, odd_keys
+from .protocol import MASK, MIX, ROW, ROW_BITS, Bits, Changes, Flat, Scratch
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,32 @@ def on_host(flat: Flat) -> Bits:
         return flat
     array: Bits = flat.cpu().numpy()
     return array.view(f"<u{flat.element_size()}")
+
+
+def sum_runs(key: int, start: int, stride: int, runs: torch.Tensor) -> int:
+    run_count, run = runs.shape
+    if not runs.numel():
+        return 0
+    device = runs.device
+    starts = torch.arange(run_count, device=device).mul_(stride).add_(start)
+    positions = starts[:, None] + torch.arange(run, device=device)
+    rows = np.arange(start >> ROW_BITS, ((start + (run_count - 1) * stride + run - 1) >> ROW_BITS) + 1)
+    row_keys = as_tensor(odd_keys(key, rows.astype(np.uint64))).to(device)
+    words = row_keys[(positions >> ROW_BITS).sub_(int(rows[0]))]
+    words *= as_tensor(factor_table()).to(device)[positions.bitwise_and_(ROW - 1)]
+    words *= _mixed(runs)
+    return int(words.sum()) & MASK
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """f of the digest. int64 wraps around as uint64 does; only its shift to the right keeps the sign."""
+    words = values.long()
+    if values.element_size() < 8:
+        words = words & ((1 << (8 * values.element_size())) - 1)  # a copy also of int64
+    words = words + 1
+    words *= MIX - (1 << 64)
+    words ^= (words >> 32) & 0xFFFFFFFF
+    return words * ((words << 1) + 1)
 
 
 def as_tensor(array: Bits) -> torch.Tensor:

@@ -159,3 +159,25 @@ def test_a_state_has_a_sum_for_each_tensor_that_depends_on_its_name(kernels: Ker
 
 def _empty(name: str) -> TensorSpec:
     return TensorSpec(name, "float32", (0, 7))
+
+
+@settings(deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    start=st.sampled_from([0, 1, ROW - 3, 5_000_000_000]),
+    run=st.integers(1, 40),
+    gap=st.sampled_from([0, 1, ROW, 3 * ROW + 7]),
+    run_count=st.integers(0, 30),
+    seed=st.integers(0, 2**32),
+)
+def test_torch_sums_runs_as_the_host_sums_their_positions(
+    dtype: np.dtype[Any], start: int, run: int, gap: int, run_count: int, seed: int
+) -> None:
+    torch_loops = pytest.importorskip("rollfab.fabric.format.kernels.torch_loops")
+    bits = np.random.default_rng(seed).integers(0, 2 ** (8 * dtype.itemsize), run_count * run, dtype=dtype)
+    bits[: len(bits) // 2] |= dtype.type(1 << (8 * dtype.itemsize - 1))  # the sign, where the device has one
+    positions = start + (np.arange(run_count)[:, None] * (run + gap) + np.arange(run)).reshape(-1)
+
+    runs = torch_loops.as_tensor(bits).reshape(run_count, run)
+    assert torch_loops.sum_runs(KEY, start, run + gap, runs) == sum_at(KEY, positions, bits)
+    assert (torch_loops.as_tensor(bits).numpy().view(dtype) == bits).all(), "what is summed is not written"

@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from rollfab.fabric.contract.errors import DigestMismatch, EngineError, WeightError  # noqa: E402
 from rollfab.fabric.format.layout import Layout, TensorSpec  # noqa: E402
 from rollfab.fabric.versions.commit import Staged  # noqa: E402
+from rollfab.fabric.versions.stage import part_sums  # noqa: E402
 from rollfab.workers.engines.base import Bits, TurnsAtCommit  # noqa: E402
-from rollfab.workers.engines.vllm.inplace import by_rank, rank_part  # noqa: E402
+from rollfab.workers.engines.vllm.inplace import by_rank, lane, rank_part  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.by_rank import VllmRanks, Write  # noqa: E402
-from rollfab.workers.engines.vllm.inplace.lane import Lane, LiveBits  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.lane import DeviceBits, Lane, LiveBits  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.pieces import integers, piece_of  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.placement import Memory, Placement  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.rank_answers import StageOrder  # noqa: E402
-from rollfab.workers.engines.vllm.inplace.rank_part import RankPart  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.rank_part import RankPart, shard_map  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.version_files import HEAD  # noqa: E402
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver  # noqa: E402
 from tests.standin.fabric import StandInFabric  # noqa: E402
@@ -411,3 +412,19 @@ def test_live_bits_are_read_by_position_and_by_stretch_as_they_are_stored() -> N
     assert live[places].tolist() == bits[places].tolist()
     assert live[10:20].tolist() == bits[10:20].tolist() and live[places].dtype == np.uint16
     assert len(live[places[:0]]) == 0
+
+
+def test_bits_on_a_device_are_summed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "SUM_ELEMENTS", 100)
+    monkeypatch.setattr(LiveBits, "__getitem__", lambda *_: pytest.fail("it comes to the host"))
+    rng = np.random.default_rng(0)
+    for rank in range(2):
+        mine = shard_map(placement_of(rank, 2))
+        arrays = {
+            spec.name: rng.integers(0, 2**16, spec.element_count, dtype=spec.bits_dtype) for spec in mine.local.tensors
+        }
+        live = {
+            name: DeviceBits(integers(bits), bits.dtype, Lane(torch.device("cpu")), lambda: None)
+            for name, bits in arrays.items()
+        }
+        np.testing.assert_array_equal(part_sums(mine, live), part_sums(mine, arrays))

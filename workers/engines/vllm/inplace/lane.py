@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .....fabric.format.kernels.places import load_torch
+from .....fabric.versions.rank_parts import ShardSlice
 from ...base import Bits
 
 POSITIONS_MAX = 8 << 20  # at a time: bounds what is on the device only while they are worked with
 INT32_MAX = 2**31 - 1
+SUM_ELEMENTS = 4 << 20  # at a time: 200 MB of temporaries, and few launches beside the time that they take
 
 
 class Lane:
@@ -95,3 +98,16 @@ class LiveBits:
     def _array(self, found: torch.Tensor) -> Bits:
         array: Bits = self._lane.down(found).numpy()
         return array.view(self._dtype)
+
+
+class DeviceBits(LiveBits):
+    """Those of a tensor on a device: nothing of it comes to the host to be summed (stage.LiveElsewhere)."""
+
+    def slice_sum(self, key: int, one: ShardSlice) -> int:
+        total = 0
+        for piece in one.pieces(SUM_ELEMENTS):
+            self._go_on()
+            region = piece.region
+            runs = self._flat.as_strided((region.run_count, region.run), (piece.stride, piece.step), piece.offset)
+            total += load_torch().sum_runs(key, region.start, region.stride, runs)
+        return total

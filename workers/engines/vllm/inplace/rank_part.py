@@ -32,7 +32,7 @@ from .....fabric.versions.stage import Stage
 from .....fabric.versions.vote import Vote, failed_vote, vote
 from ..common.arena import PARCEL, unpack
 from ..common.shared import open_shared
-from .lane import Lane, LiveBits
+from .lane import DeviceBits, Lane, LiveBits
 from .pieces import Piece
 from .placement import Placement
 from .prepared import Layers, Prepared, checkpoint_puts, local_puts, prepare
@@ -168,8 +168,9 @@ class RankPart:
         def go_on() -> None:
             self._go_on(order)
 
+        kind = LiveBits if self._lane.device.type == "cpu" else DeviceBits
         live = {
-            spec.name: LiveBits(self._memories[spec.name][1].flat, spec.bits_dtype, self._lane, go_on)
+            spec.name: kind(self._memories[spec.name][1].flat, spec.bits_dtype, self._lane, go_on)
             for spec in self._map.local.tensors
         }
         sums = self._sums if versions and order.have == self._version else None  # without versions: an audit
