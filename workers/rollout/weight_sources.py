@@ -4,7 +4,7 @@
 - A worker that listens serves its node's chunks and its live weights to other nodes, and takes its place in the tree
   of relays.
 - What a collective brings is kept until it is live, and lies in the node's memory too. Torch is loaded when the first
-  one is offered.
+  one is offered, in a process beside this one.
 - All of it stands in front of the broker's store; receivers need not know (weights.py).
 """
 

@@ -158,13 +158,11 @@ class Group:
         try:
             async with asyncio.timeout(patience_s):
                 said = await self._reader.readline()
+            words: dict[str, Any] = json.loads(said) if said.endswith(b"\n") else {"failed": "its process has ended"}
         except TimeoutError:
             raise CollectiveFailed(f"nothing moved for {patience_s:g} s: the group's process is ended") from None
-        except (OSError, ValueError) as error:  # ValueError: a line without end
+        except (OSError, ValueError) as error:  # ValueError: a line without end, or not of ours
             raise CollectiveFailed(f"the group's process cannot be heard: {error}") from error
-        if not said.endswith(b"\n"):
-            raise CollectiveFailed("the group's process has ended")
-        words: dict[str, Any] = json.loads(said)
         if "failed" in words:
             raise CollectiveFailed(f"the group broke: {words['failed']}")
         return words
@@ -278,11 +276,13 @@ class Nursery:
                 start_new_session=True,
             )
         self._control = control
-        self._end = weakref.finalize(self, _end, process, control)  # also of an owner that forgets to close
+        self._end = weakref.finalize(self, _end, process, control, os.getpid())  # also if nobody closes
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], control: socket.socket, owner: int) -> None:
     control.close()
+    if os.getpid() != owner:  # a child that was forked from the owner ends
+        return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

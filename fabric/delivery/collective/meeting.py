@@ -18,19 +18,33 @@ import dataclasses
 import logging
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ...contract.errors import FabricError, WireError
+from .addresses import LOOPBACK, host_towards
+from .group import Group, Seat
 from .invitations import PUBLISHER, Answer, CollectiveFailed, Offer
-
-if TYPE_CHECKING:
-    from .round import Room
+from .round import Room
 
 log = logging.getLogger(__name__)
 
 U64, FAMILY = struct.Struct("<Q"), struct.Struct("<H")
 HOST_BYTES_MAX = 255
 NCCL_BYTES_MAX = 4096  # its id has 128
+
+
+async def build(group: Group, room: Room, offer: Offer, me: Answer, rank: int, *, peer: str) -> None:
+    """Build the group of a closed offer.
+
+    Args:
+        rank: 0 for the publisher. peer: an address of another member, if not all are on this machine.
+
+    Raises:
+        CollectiveFailed: a member did not come, is gone or stands still.
+    """
+    host = room.options.host or (LOOPBACK if offer.is_local else host_towards(peer))
+    size, device = len(offer.members) + 1, room.options.device
+    seat = Seat(rank=rank, size=size, backend=offer.backend, device=device, host=host, stall_s=offer.stall_s)
+    await group.build(seat, Meeting(room, offer, me))
 
 
 class Meeting:

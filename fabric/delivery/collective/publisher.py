@@ -39,6 +39,7 @@ from .invitations import (
     Watch,
     manifest_digest,
 )
+from .meeting import build
 from .round import Room
 from .transfer import send
 
@@ -211,7 +212,7 @@ class CollectivePublisher:
         closed = dataclasses.replace(offer, state=CLOSED, members=members, is_local=not strangers)
         await self._say(closed)
         me = Answer(member=PUBLISHER, host=offer.host, node=offer.node, keys={})
-        await self._room.build(group, closed, me, 0, peer=(strangers or [""])[0])
+        await build(group, self._room, closed, me, 0, peer=(strangers or [""])[0])
         missing = await send(group, manifest, chunks, self._room.tell)
         return {member for member, row in zip(members, missing, strict=True) if not row.any()}
 

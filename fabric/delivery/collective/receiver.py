@@ -15,6 +15,7 @@ from ..node_store import RelayedStore
 from .addresses import LOOPBACK, host_towards, node
 from .group import Nursery, check_torch
 from .invitations import CLOSED, OPEN, OVER, Answer, CollectiveOptions, Offer, Watch
+from .meeting import build
 from .round import Room
 from .transfer import receive
 
@@ -124,7 +125,7 @@ class CollectiveReceiver:
                     log.info("collective.not_taken", extra=facts)
                     return False
                 rank = 1 + closed.members.index(self._member)
-                await self._room.build(group, closed, me, rank, peer=closed.host)
+                await build(group, self._room, closed, me, rank, peer=closed.host)
                 collected = await receive(group, closed, self._room.tell)
         except ConfigError:
             raise

@@ -1,4 +1,4 @@
-"""Taking part in one round, the same for publisher and receivers: what is said on the board, and the group."""
+"""Taking part in one round, the same for publisher and receivers: what is said on the board, and a process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from ...contract.clock import Clock
 from ...contract.errors import WireError
 from ...ports.weights import WeightStore
-from .addresses import HOST, LOOPBACK, host_towards
-from .group import MESSAGE_BYTES, Group, Nursery, Seat
+from .addresses import HOST
+from .group import MESSAGE_BYTES, Group, Nursery
 from .invitations import Answer, CollectiveOptions, Offer, Watch
-from .meeting import Meeting
 
 T = TypeVar("T")
 
@@ -71,17 +70,3 @@ class Room:
         """A group for an offer, not yet built, in a process of its own, which is gone in the end."""
         async with self.nursery.group(MESSAGE_BYTES[offer.backend], offer.stall_s) as group:
             yield group
-
-    async def build(self, group: Group, offer: Offer, me: Answer, rank: int, *, peer: str) -> None:
-        """Build the group of a closed offer.
-
-        Args:
-            rank: 0 for the publisher. peer: an address of another member, if not all are on this machine.
-
-        Raises:
-            CollectiveFailed: a member did not come, is gone or stands still.
-        """
-        host = self.options.host or (LOOPBACK if offer.is_local else host_towards(peer))
-        size, device = len(offer.members) + 1, self.options.device
-        seat = Seat(rank=rank, size=size, backend=offer.backend, device=device, host=host, stall_s=offer.stall_s)
-        await group.build(seat, Meeting(self, offer, me))

@@ -28,6 +28,7 @@ from typing import Any
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.delivery.collective.group import BUILD_STALLS, GRACE_S
 from tests.support.processes.kill_members import OPTIONS, Model, digest_of, main
+from tests.support.processes.process_groups import children_of
 
 RECEIVERS = ("first", "second", "third")
 PUBLISHER = "publisher"
@@ -76,23 +77,6 @@ class Process:
         self.process.kill()
         self.process.join()
         self.pipe.close()
-
-
-def children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    except OSError:  # it is gone
-        pass
-    return [each for each in found if state_of(each) not in "ZX"]
-
-
-def state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 @dataclass

@@ -17,6 +17,7 @@ from rollfab.fabric.delivery.collective.invitations import CollectiveOptions
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher, SendReport
 from rollfab.fabric.opened import RedisFabric
 from tests.support.processes.collective_member import main
+from tests.support.processes.process_groups import state_of
 from tests.support.weights.collective_versions import OPTIONS, Versions, digest_of
 
 WAIT_S = 30.0
@@ -50,15 +51,9 @@ class Member:
         """Wait until it is dead or stopped."""
         assert self.process.pid is not None
         until_s = time.monotonic() + WAIT_S
-        while time.monotonic() < until_s:
-            try:
-                state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                return
-            if state in "TZ":
-                return
+        while state_of(self.process.pid) not in "TZX":
+            assert time.monotonic() < until_s, f"{self.name} still runs after {WAIT_S:g} s"
             time.sleep(0.01)
-        raise AssertionError(f"{self.name} still runs after {WAIT_S:g} s")
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
