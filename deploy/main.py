@@ -129,6 +129,7 @@ def up(
     agents: Annotated[int, typer.Option(help="Agent workers.", min=0)] = 1,
     slots: Annotated[int, typer.Option(help="Turns a worker runs at once.", min=1)] = 64,
     engine: EngineName = "transformers",
+    dtype: Annotated[str, typer.Option(help="What the workers hold weights in; auto: float32 for presets.")] = "auto",
     data: Annotated[str, typer.Option(help="Where the private broker keeps its data, and logs go.")] = "rollfab-data",
     port: Port = 8765,
     environment: Allowed = None,
@@ -143,7 +144,7 @@ def up(
     from .local.up import UpOptions, run_up
     from .roles.engines import EngineOptions, check_engine_options, require_engine
 
-    check_engine_options(EngineOptions(engine=engine, model=model, words=tuple(words or ())))
+    check_engine_options(EngineOptions(engine=engine, model=model, dtype=dtype, words=tuple(words or ())))
     require_engine(engine)
     source = context.get_parameter_source("url")
     options = UpOptions(
@@ -155,6 +156,7 @@ def up(
         agents=agents,
         slot_count=slots,
         engine=engine,
+        dtype=dtype,
         engine_words=tuple(words or ()),
         data=data,
         port=port,

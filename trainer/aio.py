@@ -291,8 +291,8 @@ class AsyncRun:
             named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array); a result of
                 `weights`; or the path of a safetensors file or of a directory of them.
             version: must be newer than the head.
-            group: of torch.distributed (its `group.WORLD`, say), where a model is sharded over ranks (FSDP2, DTensor):
-                every rank calls this alike and sends its own shards.
+            group: of torch.distributed (its `group.WORLD`, say), where a model is sharded over ranks: every rank calls
+                this alike and sends its own shards, DTensors (FSDP2) or `rollfab.Slice`s (Megatron).
             compares_on: "auto": where the tensors are, which takes a copy of them there; "host".
             keyframe: put a keyframe of this version beside its delta: workers that follow take the delta, new workers
                 take the keyframe. `keyframe_bytes` of the report says its size; 0 if the broker had no room for it,
@@ -316,6 +316,7 @@ class AsyncRun:
                 compares_on=compares_on,
                 scrub_bytes_per_s=self.config.scrub_bytes_per_s,
                 model=self.config.model,
+                dtype=self.config.dtype,
             )
         report = await self._publisher.publish(named, version, keyframe=keyframe)
         self._publisher.start()

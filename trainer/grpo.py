@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..fabric.contract.models import is_preset, model_config
+from ..fabric.contract.models import dtype_of, is_preset, model_config
 from ..fabric.contract.records import Group, Rollout
 
 
@@ -95,21 +95,27 @@ PRESETS: Mapping[str, GrpoSettings] = MappingProxyType(
 )
 
 
-def build_model(name: str, seed: int = 0) -> nn.Module:
-    """Build a model to train: a preset with random float32 weights drawn from `seed`, or a path or hub name.
+def build_model(name: str, seed: int = 0, *, dtype: str = "auto") -> nn.Module:
+    """Build a model to train: a preset with random weights drawn from `seed`, or a path or hub name.
 
-    The same name and seed give the same bits. Dropout is off: workers have none.
+    The same name, seed and dtype give the same bits. Dropout is off: workers have none.
+
+    Args:
+        name: preset, path or hub name.
+        seed: of a preset's weights.
+        dtype: one of the fabric's DTYPES, which the workers must hold (`--dtype`); "auto": float32 for a preset, else
+            what the model's files say.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not is_preset(name):
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
         return model.eval()
     config = model_config(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-    return model.eval()
+    return model.to(getattr(torch, dtype_of(name, dtype))).eval()
 
 
 @dataclass(frozen=True, slots=True)

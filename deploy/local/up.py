@@ -68,6 +68,7 @@ class UpOptions:
     api_key: str = field(default="", repr=False)
     """Lets its holder into the api; empty: nobody has to have one."""
     engine: str = "transformers"
+    dtype: str = "auto"
     engine_words: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
@@ -101,7 +102,7 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
         for index in range(count):
             name = f"{role}-{index}"
             words = ["--role", role, "--model", options.model, "--slots", str(options.slot_count)]
-            words += ["--engine", options.engine]
+            words += ["--engine", options.engine, "--dtype", options.dtype]
             words += ["--pool", POOL] if role == "serving" else []
             if options.engine == "vllm":
                 log = supervisor.log_directory / f"{name}.vllm.log"

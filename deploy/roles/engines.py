@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.models import check_model_name, is_preset
 from ...fabric.contract.text import did_you_mean
+from ...fabric.format.layout import DTYPES, check_dtype
 from ...fabric.host.options import option
 from ...workers.engines.base import Engine
 from ..cli.printing import Console
@@ -37,6 +38,11 @@ class EngineOptions:
     )
     seed: int | None = option(None, "Of sampling; default: fresh.")
     device: str | None = option(None, "cpu, cuda, cuda:1 …; with vLLM set CUDA_VISIBLE_DEVICES.")
+    dtype: str = option(
+        "auto",
+        f"What it holds weights in, as they are published: {', '.join(DTYPES)}. auto: float32 for presets.",
+        choices=DTYPES,
+    )
     server: str | None = option(None, "vllm: attach to the OpenAI server at this URL.")
     server_key: str | None = option(
         None, "What that server asks for.", variables=("ROLLFAB_SERVER_KEY",), is_secret=True, is_variable_only=True
@@ -67,6 +73,7 @@ class EngineOptions:
         return TransformersConfig(
             model=self.model,
             slot_count=self.slot_count,
+            dtype=self.dtype,
             device=self.device or "cpu",
             context_tokens_max=self.context_tokens_max or CONTEXT_TOKENS_MAX,
             seed=self.seed,
@@ -84,6 +91,7 @@ class EngineOptions:
             slot_count=self.slot_count,
             context_tokens_max=self.context_tokens_max or (CONTEXT_TOKENS_MAX if is_ours else None),
             seed=self.seed,
+            dtype=self.dtype,
             server=self.server,
             api_key=self.server_key,
             arguments=parse_words(self.words),
@@ -104,6 +112,7 @@ def check_engine_options(options: EngineOptions) -> None:
         raise ConfigError(
             f"no engine {options.engine!r} is known: {did_you_mean(options.engine, ENGINES)}", option="--engine"
         )
+    check_dtype(options.dtype)
     is_vllm, has_server = options.engine == "vllm", options.server is not None
     has_adapter = options.adapter_rank is not None
     rows = (
@@ -116,6 +125,7 @@ def check_engine_options(options: EngineOptions) -> None:
         (options.adapter_alpha is not None and not has_adapter, "--adapter-alpha", "needs --adapter-rank"),
         (has_server and options.words, "vLLM's own words", "do not reach a server that runs: start it with them"),
         (has_server and options.log, "--engine-log", "is for a vLLM of our own: a server has its own log"),
+        (has_server and options.dtype != "auto", "--dtype", "does not reach a server: give it when you start that"),
         (has_server and options.seed is not None, "--seed", "does not reach a server: give it when you start that"),
     )
     for is_wrong, what, why in rows:

@@ -186,6 +186,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
 
     worker_id, engine, serving = options.worker_id(options.role), options.engine, options.serving
     options.check()
+    asyncio.run(_reach(options.url, worker_id))
     sharing = _sharing(serving)
     made = _make(sharing, engine, lambda options: make_engine(options, worker_id))
     config = _rollout_config(worker_id, options)
@@ -224,6 +225,11 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
             await worker.run(stop)
 
     run_until_stopped(serve, options.url)
+
+
+async def _reach(url: str, worker_id: str) -> None:
+    """Have a wrong URL or password refused now: importing vLLM takes many seconds."""
+    await (await RedisFabric.open(url, client_name=worker_id)).close()
 
 
 def _rollout_config(worker_id: str, options: WorkerOptions) -> RolloutConfig:
@@ -284,7 +290,9 @@ def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[
     """The engine, not started, with its guard if it shares its device. Raises ConfigError: it cannot share it so."""
     if sharing is None:
         return make_engine(engine)
-    os.environ.update(sharing.environment)
+    for name, value in sharing.environment.items():
+        os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
     made = make_engine(dataclasses.replace(engine, guard=sharing.config))
     sharing.check(made)
     return made

@@ -24,6 +24,7 @@ from .text import did_you_mean
 from .tokenizer import CharTokenizer
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+PRESET_DTYPE = "float32"  # also where libraries would take bfloat16, on a GPU: a run's weights must fit all its workers
 PRESET_CUTOFF = 0.75  # how near to a preset's name, by difflib, another is a mistake: one letter of four or five
 _COMMON = {
     "model_type": "qwen2",
@@ -62,6 +63,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def is_preset(name: str) -> bool:
     """Whether `name` is built here rather than loaded from a path or hub."""
     return name in PRESETS
+
+
+def dtype_of(model: str, wanted: str) -> str:
+    """The dtype to hold a model's weights in: `wanted`, one of DTYPES.
+
+    "auto" is float32 for a preset, on every device; for any other model it stays "auto", which is its library's choice.
+    """
+    return PRESET_DTYPE if wanted == "auto" and is_preset(model) else wanted
 
 
 def check_model_name(model: str) -> None:

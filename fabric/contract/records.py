@@ -85,6 +85,7 @@ class RunConfig(Record):
         "when_stale": ("rerun", "keep"),
         "turns_at_commit": ("keep", "recompute", "finish"),
         "weight_carrier": CARRIERS,
+        "dtype": ("", "float32", "bfloat16", "float16"),
         "scrub_bytes_per_s": (0, WHOLE_MAX),
         "shard_count": (1, SHARD_COUNT_MAX),
         "weight": (1e-9, 1e9),
@@ -107,6 +108,7 @@ class RunConfig(Record):
     # "recompute" it and go on, or "finish" first
     may_reuse_prefix: bool = False  # whether prompts may share KV cache that older weights computed
     weight_carrier: str = "broker"  # of chunks: "broker"; "collective" of torch.distributed; "auto": by size and room
+    dtype: str = ""  # of the weights: a trainer's floating-point tensors are rounded to it; "": as the trainer has them
     scrub_bytes_per_s: int = 4 << 20  # of published weights, read again by the publisher to find damage; 0: none
     shard_count: int = 1
     weight: float = 1.0  # share of the pool among runs

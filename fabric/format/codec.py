@@ -36,7 +36,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from .kernels import load
-from .kernels.places import is_on_device, load_torch, on_host
+from .kernels.places import on_host
 from .kernels.protocol import Bits as Bits
 from .kernels.protocol import Changes, Flat, Indices, Kernels, Scratch
 from .streams import Stream, gap_shift, rest_bytes, split_planes, squeezed
@@ -90,19 +90,13 @@ class Encoder:
         )
         self._entropy = zstandard.ZstdCompressor(compression_params=tuned)
 
-    def delta(self, old: Flat, new: Flat) -> Encoded | None:
-        """Return the smallest encoding of `new` given `old` (same shape and dtype, flat); None when nothing changed.
-
-        Both are on the host, or both on one device: from there come only the changes if they are few, else both states.
-        """
-        if is_on_device(new):
-            count, changes = load_torch().changes(old, new, _few(len(new)), self._scratch)
-            if not count:
-                return None
-            if changes is not None:
-                return self._sparse(changes)
-            old, new = on_host(old), np.array(on_host(new))
+    def delta(self, old: Bits, new: Bits) -> Encoded | None:
+        """Return the smallest encoding of `new` given `old` (same shape and dtype, flat); None when nothing changed."""
         return self._delta(old, new, may_be_absolute=True)
+
+    def few(self, changes: Changes) -> Encoded | None:
+        """Do the same if the changes are known, and at most few_count of the block's elements."""
+        return self._sparse(changes) if len(changes.indices) else None
 
     def dense(self, new: Flat) -> Encoded:
         """Encode `new` by itself, without a base."""
@@ -142,7 +136,7 @@ class Encoder:
         choices: list[Encoded] = []
         if changes is not None:
             choices.append(self._sparse(changes))
-        if changes is None or count > _few(len(new)):
+        if changes is None or count > few_count(len(new)):
             streams = self._step_streams(old, new, bias=0)
             choices.append(Encoded(self._pack(STEPS, new.itemsize, count, streams), None, old, new, count))
             if may_be_absolute and len(choices[-1].data) > 0.5 * new.nbytes:
@@ -169,10 +163,10 @@ class Encoder:
     def _pack(self, mode: int, width: int, count: int, streams: Sequence[Stream], shift: int = 0) -> bytes:
         compressor = self._general if mode == VALUES else self._entropy
         stored = [squeezed(compressor, stream) for stream in streams]
-        table = [STREAM.pack(len(raw), len(kept)) for raw, kept in zip(streams, stored, strict=True)]
-        return b"".join((HEADER.pack(mode, width, shift, len(streams), count), *table, *stored))
+        lengths = map(STREAM.pack, map(len, streams), map(len, stored))
+        return b"".join((HEADER.pack(mode, width, shift, len(streams), count), *lengths, *stored))
 
 
-def _few(element_count: int) -> int:
+def few_count(element_count: int) -> int:
     """Return the most changes with which a block is SPARSE whatever they are: encoding it needs nothing else."""
     return math.ceil(STEPS_FRACTION_MIN * element_count) - 1

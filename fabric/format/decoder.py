@@ -17,12 +17,12 @@ from ..contract.errors import WireError
 from .codec import HEADER, SPARSE, STEPS, STREAM, VALUES, Decoded
 from .kernels import load
 from .kernels.protocol import Bits, Bytes, Gaps, Indices, Kernels, Scratch, Sparse
-from .streams import GAP_SHIFTS, join_planes, rest_numbers
+from .streams import GAP_SHIFTS, Stream, join_planes, rest_numbers
 
 T = TypeVar("T")
 
 STREAM_BYTES_MAX = 16 << 20  # of one raw stream: 4 bytes for each of a block's bytes
-GAP_DTYPE = np.dtype(np.uint32)
+BYTE, GAP_DTYPE = np.dtype(np.uint8), np.dtype(np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +166,18 @@ class Decoder:
 
     def _streams(self, view: memoryview, count: int, raw_limit: int) -> list[Bytes]:
         streams = []
-        whole = np.frombuffer(view, dtype=np.uint8)
-        end = HEADER.size + count * STREAM.size
+        size, end = len(view), HEADER.size + count * STREAM.size
         for raw_length, stored_length in STREAM.iter_unpack(view[HEADER.size : end]):
             first, end = end, end + stored_length
-            if end > len(whole) or raw_length > raw_limit:
+            if end > size or raw_length > raw_limit:
                 raise WireError("weight block is cut off, or promises more than it can hold")
-            raw = whole[first:end]
-            if stored_length != raw_length:
-                raw = np.frombuffer(self._unpacked(view[first:end], raw_length), dtype=np.uint8)
+            stored = view[first:end]
+            raw: Stream = stored if stored_length == raw_length else self._unpacked(stored, raw_length)
             if len(raw) != raw_length:
                 raise WireError("weight block: a stream has another length than promised")
-            streams.append(raw)
-        if end != len(whole):
-            raise WireError(f"weight block: {len(whole):,} bytes where its streams end at {end:,}")
+            streams.append(np.frombuffer(raw, BYTE))
+        if end != size:
+            raise WireError(f"weight block: {size:,} bytes where its streams end at {end:,}")
         return streams
 
     def _unpacked(self, body: memoryview, raw_length: int) -> bytes:

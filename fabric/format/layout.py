@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..contract.errors import LayoutMismatch
+from ..contract.errors import ConfigError, LayoutMismatch
+from ..contract.text import did_you_mean
 
 ELEMENT_BYTES = {
     "float64": 8,
@@ -35,8 +36,18 @@ ELEMENT_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # what an engine can be told to hold weights in
 BITS_DTYPE: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 NAMES_SHOWN_MAX = 5  # a wrong model differs in hundreds of names; a few are enough to recognise it
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigError: it is none of DTYPES."""
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"--dtype {dtype}: weights are held as they are published, never quantised: {did_you_mean(dtype, DTYPES)}",
+            option="--dtype",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,28 @@ class Layout:
             unknown=unknown,
             changed=changed,
         )
+
+    def check_run(self, run: Layout) -> None:
+        """Require that a run's weights are in this layout, which an engine holds.
+
+        Raises:
+            LayoutMismatch: as `check`; where one dtype alone differs, it names both, and the option that mends it.
+        """
+        try:
+            self.check(run)
+        except LayoutMismatch as error:
+            given = {spec.name: spec for spec in run.tensors}
+            pairs = [(spec, given.get(spec.name, spec)) for spec in self.tensors]
+            dtypes = {(own.dtype, other.dtype) for own, other in pairs if own != other}
+            is_alike = len(given) == len(pairs) and all(own.shape == other.shape for own, other in pairs)
+            if error.facts["missing"] or not is_alike or len(dtypes) != 1:
+                raise
+            ((held, published),) = dtypes
+            option = f"start its worker, or its server, with --dtype {published}, or " if published in DTYPES else ""
+            raise LayoutMismatch(
+                f"the run's weights are {published}, this engine holds {held}: {option}publish {held}",
+                **error.facts,
+            ) from None
 
     def check_bits(self, bits: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Require that `bits` holds every tensor as a flat array of its stored bits.

@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ..contract.errors import InputError
 from .codec import BLOCK_BYTES, Bits
 from .digest import change_at, sum_at, sum_range
 from .layout import Layout, TensorSpec
@@ -33,6 +35,32 @@ class Region(NamedTuple):
     def span(cls, tensor: int, start: int, stop: int) -> Region:
         """Make the region of elements [start, stop) of the flat tensor."""
         return cls(tensor, start, stop - start, stop - start, 1)
+
+    @classmethod
+    def box(cls, tensor: int, spec: TensorSpec, ranges: Sequence[tuple[int, int]]) -> Region:
+        """Make the region of the elements [first, first + count) in every dimension.
+
+        Raises:
+            InputError: these are no equal runs, equally far apart: the tensor is split in several inner dimensions.
+        """
+        shape = spec.shape
+        if any(count == 0 for _, count in ranges):
+            return cls.span(tensor, 0, 0)
+        cut = [dim for dim, (_, count) in enumerate(ranges) if count < shape[dim]]
+        if not cut:
+            return cls.span(tensor, 0, spec.element_count)
+        last, first = cut[-1], cut[0]
+        inner = math.prod(shape[last + 1 :])
+        start = sum(ranges[dim][0] * math.prod(shape[dim + 1 :]) for dim in cut)
+        run_count = math.prod(count for _, count in ranges[:last])
+        if len(cut) > 2 or (len(cut) == 2 and math.prod(shape[:first]) > 1):
+            raise InputError(
+                f"tensor {spec} is split in several inner dimensions, which is not supported", name=spec.name
+            )
+        run = ranges[last][1] * inner
+        if run_count == 1:
+            return cls.span(tensor, start, start + run)
+        return cls(tensor, start, run, shape[last] * inner, run_count)
 
     @property
     def element_count(self) -> int:

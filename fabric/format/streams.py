@@ -19,16 +19,17 @@ Stream = bytes | memoryview
 
 GAP_BITS = 5  # of a middle gap: then its byte escapes once in thousands
 GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
+ONE = np.uint32(1)
 GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
 SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
 
 
 def gap_shift(indices: NDArray[np.uint32]) -> int:
     """Return how many low bits of a gap are noise: all but GAP_BITS of a middle one (a mean fails: changes cluster)."""
-    later = np.arange(1, len(indices), len(indices) // GAP_SAMPLE_COUNT + 1)
-    if not len(later):
+    apart = len(indices) // GAP_SAMPLE_COUNT + 1
+    gaps = indices[1::apart] - indices[:-1:apart] - ONE
+    if not len(gaps):
         return 0
-    gaps = indices[later] - indices[later - 1] - np.uint32(1)
     gaps.partition(len(gaps) // 2)
     noise = int(gaps[len(gaps) // 2]).bit_length() - GAP_BITS
     return next((shift for shift in GAP_SHIFTS if shift >= noise), GAP_SHIFTS[-1])
@@ -50,7 +51,7 @@ def rest_bytes(numbers: Bits) -> bytes:
     if not len(numbers):
         return b""
     plane_count = max(1, (int(numbers.max()).bit_length() + 7) // 8)
-    return bytes((plane_count,)) + b"".join(split_planes(numbers)[:plane_count])
+    return b"".join((bytes((plane_count,)), *split_planes(numbers, plane_count)))
 
 
 def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
@@ -73,10 +74,10 @@ def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
     return numbers
 
 
-def split_planes(numbers: Bits) -> list[bytes]:
-    """Return byte k of every element, for each k, lowest first."""
-    parts = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), numbers.itemsize)
-    return [np.ascontiguousarray(parts[:, k]).tobytes() for k in range(numbers.itemsize)]
+def split_planes(numbers: Bits, count: int | None = None) -> list[bytes]:
+    """Return byte k of every element, for each k below `count` (None: all), lowest first."""
+    parts = np.ascontiguousarray(numbers).view(np.uint8)
+    return [parts[k :: numbers.itemsize].tobytes() for k in range(numbers.itemsize if count is None else count)]
 
 
 def join_planes(planes: list[Bytes], element_count: int, dtype: np.dtype[Any]) -> Bits:

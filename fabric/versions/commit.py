@@ -97,12 +97,21 @@ def write(writes: Writes, bits: Mapping[str, Bits], *, thread_count: int = 1) ->
     """
     pieces = [piece for name, each in writes.items() for piece in _pieces(name, bits[name], each)]
     pieces.reverse()  # the values staged last are still in the caches
-    if thread_count == 1 or len(pieces) == 1:
-        for flat, indices, values in pieces:
+    remaining = iter(pieces)
+
+    def work() -> None:
+        for flat, indices, values in remaining:  # every thread takes the next one: an order for each costs more
             _write(flat, indices, values)
+
+    helper_count = min(thread_count, len(pieces)) - 1
+    if helper_count <= 0:
+        work()
         return
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="commit") as pool:
-        list(pool.map(lambda piece: _write(*piece), pieces))
+    with ThreadPoolExecutor(helper_count, thread_name_prefix="commit") as pool:
+        helpers = [pool.submit(work) for _ in range(helper_count)]
+        work()
+        for helper in helpers:
+            helper.result()
 
 
 def _pieces(name: str, flat: Bits, each: Write) -> Iterator[tuple[Bits, Indices | None, Bits]]:

@@ -82,14 +82,39 @@ class ChainReader:
             known = f"held are {_ranges(there)}" if there else "nothing is published yet; run.publish does"
             raise VersionUnknown(f"version {goal} of run {self.run_id!r} is not held: {known}", version=goal, head=head)
 
-    async def plan(self, have: int | None, goal: int) -> list[WeightManifest]:
+    async def plan(self, have: int | None, goal: int, *, epoch: int | None = None) -> list[WeightManifest]:
         """Return manifests that lead from `have` to `goal`, in the order to stage them.
 
         Avoid versions that could not be read before, unless there is no other way.
 
+        Args:
+            epoch: of the publisher in charge when the goal was seen to be published. None: it cannot have been lost
+                since then.
+
         Raises:
-            ChainBroken: the store holds no such chain.
+            ChainBroken: the store holds no such chain; or it may be of weights that were never published.
         """
+        manifests = await self._chain(have, goal)
+        if epoch is not None:
+            await self._check_published(goal, epoch)
+        return manifests
+
+    async def _check_published(self, goal: int, epoch: int) -> None:
+        """Require that the goal has been published all the time.
+
+        A broker that lost its last writes may hold manifests by which another publisher is about to publish the same
+        versions anew.
+        """
+        head = await self._store.head(self.run_id)
+        if head.epoch != epoch or head.version < goal:
+            self._known.clear()
+            raise ChainBroken(
+                f"version {goal} of run {self.run_id!r} was read while another publisher took over or the broker lost"
+                " its last writes: plan again from the head",
+                version=goal,
+            )
+
+    async def _chain(self, have: int | None, goal: int) -> list[WeightManifest]:
         names = [name for name in await self._store.held(self.run_id) if name[0] <= goal]
         self._known = {name: self._known[name] for name in names if name in self._known}
         if have is not None:
@@ -105,14 +130,12 @@ class ChainReader:
         self._unreadable.clear()
         return self._manifests(plan(have, goal, self._links()))
 
-    async def stage(
-        self, manifests: Sequence[WeightManifest], stage: ChunkSink[T], *, may_end_early: bool = False
-    ) -> T:
+    async def stage(self, manifests: Sequence[WeightManifest], stage: ChunkSink[T], *, enough: int | None = None) -> T:
         """Fetch, check and stage versions. The stage's live weights are only read.
 
         Args:
-            may_end_early: be content with the first of them if a later one was deleted while they came: another way
-                leads on from there, and the staged chunks need not come again.
+            enough: be content with this version, or one above it, if a later one was deleted while they came: another
+                way leads on from there, and the staged chunks need not come again. None: with the last alone.
 
         Raises:
             LayoutMismatch, ChainBroken, DigestMismatch, WireError: as in Stage; nothing was written.
@@ -121,7 +144,8 @@ class ChainReader:
         try:
             for index, manifest in enumerate(manifests):
                 at = [manifest]
-                if not await self._staged(manifest, stage, may_be_gone=may_end_early and index > 0):
+                is_enough = enough is not None and index > 0 and manifests[index - 1].version >= enough
+                if not await self._staged(manifest, stage, may_be_gone=is_enough):
                     break
                 await asyncio.to_thread(stage.end)
         except BaseException as error:
@@ -261,7 +285,7 @@ async def _read(reader: ChainReader, store: WeightStore, version: int | None) ->
     head = await store.head(reader.run_id)
     goal = head.version if version is None else version
     await reader.require(goal, head.version)
-    manifests = await reader.plan(None, goal)
+    manifests = await reader.plan(None, goal, epoch=head.epoch)
     staged = await reader.stage(manifests, Stage(whole(manifests[-1].tensors), None))
     layout = manifests[-1].tensors
     return manifests[-1], _with_empty(layout, {name: values for name, (_, values) in staged.writes.items()})

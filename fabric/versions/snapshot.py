@@ -45,6 +45,7 @@ from ..format.manifest import (
 from ..format.regions import Region, cut, cut_digest, cut_region
 from ..rules.weights.chain import DELTA, KEYFRAME
 from .commit import scatter
+from .device_changes import DeviceChanges, grouped
 from .entropy import sampled_ratio
 
 CHUNK_BYTES = 1 << 20  # a chunk is closed when it reaches this; brokers and clients move 1 to 4 MiB best (measured)
@@ -154,6 +155,8 @@ class Snapshot:
             self._places = {region: region for region in (cut(layout) if regions is None else regions)}
         else:
             self._places = packed(layout, boxes)
+        widths = {number: spec.bits_dtype.itemsize for number, spec in enumerate(layout.tensors)}
+        self._groups = grouped(self._places.values(), widths)
         self.bits = _copies(bits, bits if beside is None else beside)
         self.sums = np.zeros(len(layout.tensors), dtype=np.uint64)
         if version >= 0:
@@ -164,9 +167,13 @@ class Snapshot:
         """Make the version `identity` from the bits that differ between `new` and this snapshot."""
         assert identity.version > self.version >= 0
 
+        compared = DeviceChanges(self._by_number(self.bits), self._by_number(new), self._groups)
+
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
-            old, given = self._both(region, new)
-            return encoder.delta(old, given if is_on_device(given) else np.array(given))
+            place, name = self._places[region], self._names[region.tensor]
+            if _are_together(self.bits[name], new[name]) and (changes := compared.of(place)) is not None:
+                return encoder.few(changes)
+            return encoder.delta(on_host(place.read(self.bits[name])), np.array(on_host(place.read(new[name]))))
 
         part = encode_part(self.layout, self._places, encode, self._thread_count, check=check)
         return self._assemble(identity, part, Place(kind=DELTA, base_version=self.version, sums=self.sums + part.sums))
@@ -193,8 +200,10 @@ class Snapshot:
 
         def is_same(region: Region) -> bool:
             check()
-            old, new = self._both(region, other)
-            return load_torch().is_same(old, new) if is_on_device(old) else np.array_equal(old, new)
+            place, name = self._places[region], self._names[region.tensor]
+            old, new = place.read(self.bits[name]), place.read(other[name])
+            is_together = _are_together(self.bits[name], other[name])
+            return load_torch().is_same(old, new) if is_together else np.array_equal(on_host(old), on_host(new))
 
         return self.bits.keys() == other.keys() and all(is_same(region) for region in self._places)
 
@@ -208,13 +217,13 @@ class Snapshot:
         self.sums = prepared.sums
         self.version = prepared.manifest.version
 
-    def _both(self, region: Region, new: Mapping[str, Flat]) -> tuple[Flat, Flat]:
-        """Return a region's kept and new bits: both on one device, or else both on the host."""
-        place, name = self._places[region], self._names[region.tensor]
-        old, given = self.bits[name], new[name]
-        is_together = is_on_device(old) and is_on_device(given) and old.device == given.device
-        old, given = place.read(old), place.read(given)
-        return (old, given) if is_together else (on_host(old), on_host(given))
+    def _by_number(self, flats: Mapping[str, Flat]) -> dict[int, Flat]:
+        return {number: flats[name] for number, name in enumerate(self._names) if name in flats}
+
+
+def _are_together(old: Flat, new: Flat) -> bool:
+    """Whether both are on one device, where they can be compared."""
+    return is_on_device(old) and is_on_device(new) and bool(old.device == new.device)
 
 
 def packed(layout: Layout, boxes: Iterable[Region]) -> dict[Region, Region]:

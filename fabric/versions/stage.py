@@ -3,6 +3,8 @@
 - A stage is for the part of one rank (rank_parts.py); a whole model is one slice per tensor, of one rank.
 - Staging reads the live weights and never writes them; the engine generates meanwhile. Only the owner of the engine
   commits, so they stand still.
+- Live weights may be on a device. Then positions and steps are decoded first, and of a tensor's live values only those
+  at changed positions are fetched, all at once; the whole tensor where most of it changes.
 - The sums of every slice are carried along with every staged value. A rank that holds all slices compares them with the
   manifest's before anything is handed out, version by version; several ranks do it together (vote.py). A wrong base
   shows at every position that changes.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from ..contract.errors import ChainBroken, DigestMismatch, WireError
 from ..format.codec import Bits, Decoded
 from ..format.decoder import Decoder
-from ..format.digest import sum_at, sum_range, tensor_key
+from ..format.digest import change_at, sum_at, sum_range, tensor_key
 from ..format.kernels.protocol import Indices
 from ..format.manifest import BlockRow, Sums, WeightManifest, chunk_digest
 from ..format.regions import Region
@@ -32,7 +34,25 @@ from .commit import Staged, Write
 from .rank_parts import ShardMap, ShardSlice, overlaps
 
 INDEX_BYTES = 8
-SUM_ELEMENTS = 1 << 20  # at a time, where sums of a tile are made anew: bounds the memory of their positions
+SUM_ELEMENTS = 1 << 20  # at a time, where sums are made anew: bounds the memory of their positions and values
+
+
+class Live(Protocol):
+    """A tensor's flat stored bits, read by stretch or by position. An array is one; others fetch what is asked for."""
+
+    def __getitem__(self, where: Any, /) -> Bits:
+        """Return the values of a slice, or at int64 positions; nobody writes them."""
+        ...
+
+
+class _Steps(NamedTuple):
+    """Elements [first, last) of a growing tensor whose values are still steps. sources: flat in the tensor of `key`."""
+
+    place: int
+    key: int
+    first: int
+    last: int
+    sources: Indices
 
 
 class _Growing:
@@ -47,6 +67,7 @@ class _Growing:
         self._count = 0
         self._stop = 0
         self._is_ordered = True
+        self.steps: list[_Steps] = []
         self.whole = whole
 
     @property
@@ -69,6 +90,28 @@ class _Growing:
         self._count = end
         self._is_ordered &= is_ordered and int(positions[0]) >= self._stop
         self._stop = int(positions[-1]) + 1
+
+    def add_steps(
+        self, positions: Indices, numbers: Bits, sources: Indices, *, place: int, key: int, is_ordered: bool
+    ) -> None:
+        """Add elements whose values are known once `resolve` has the live ones."""
+        first = self._count
+        self.add(positions, numbers, is_ordered=is_ordered)
+        self.steps.append(_Steps(place, key, first, self._count, sources))
+
+    def resolve(self, current: Callable[[Indices], Bits]) -> list[tuple[int, int]]:
+        """Turn all steps into values; returns by how much the sums of which places move."""
+        if not self.steps:
+            return []
+        first, last = self.steps[0].first, self.steps[-1].last
+        olds = current(self._positions[first:last])
+        changes = []
+        for part in self.steps:
+            old, values = olds[part.first - first : part.last - first], self._values[part.first : part.last]
+            values += old
+            changes.append((part.place, change_at(part.key, 0, part.sources, old, values)))
+        self.steps = []
+        return changes
 
     def fill(self, whole: Callable[[], Bits]) -> Bits:
         """Return the whole tensor, to put a stretch on. whole: makes a copy of it for the first stretch."""
@@ -93,7 +136,7 @@ class Stage:
 
     Args:
         part: the rank's part of which model (rank_parts.whole: all of it).
-        live: its tensors' flat stored bits by name, or None when there are none.
+        live: its tensors' flat stored bits by name, here or on a device, or None when there are none.
         have: the version that `live` is; -1: none, then the first version must be a keyframe, and only elements that
             are nobody's slice are taken from `live`.
         sums: of the slices of `live`, as the last commit's; computed here where they are not known (as long as a copy
@@ -101,7 +144,7 @@ class Stage:
     """
 
     def __init__(
-        self, part: ShardMap, live: Mapping[str, Bits] | None, have: int = -1, sums: Sums | None = None
+        self, part: ShardMap, live: Mapping[str, Live] | None, have: int = -1, sums: Sums | None = None
     ) -> None:
         self._part = part
         self._keys = [tensor_key(spec.name) for spec in part.layout.tensors]
@@ -131,7 +174,7 @@ class Stage:
             WireError: this version of the program cannot read it.
         """
         assert self._manifest is None, "the version before has not ended"
-        self._part.layout.check(manifest.tensors)
+        self._part.layout.check_run(manifest.tensors)
         manifest.check()
         self._is_keyframe = manifest.kind == KEYFRAME
         if self._is_keyframe:
@@ -186,6 +229,8 @@ class Stage:
         """
         manifest = self._manifest
         assert manifest is not None
+        for name, growing in self._growing.items():
+            self._resolve(name, growing)
         if self._part.is_whole:
             manifest.check_sums(self._sums_array())
         for name, growing in self._growing.items():
@@ -210,7 +255,7 @@ class Stage:
         for place, one in self._part.by_tensor.get(region.tensor, ()):
             if not overlaps(region, one.region):
                 continue
-            if region.is_contiguous and one.holds(region):
+            if region.is_contiguous and one.holds(region) and self._is_near(one.target):
                 self._take_whole(place, one, region, data)
                 continue
             if decoded is None:
@@ -233,11 +278,17 @@ class Stage:
         )
         self._sums[place] += taken.change
         if taken.positions is None:
-            growing.fill(partial(self._copy, one.target))[stretch] = taken.values
+            self._filled_up(one.target, growing)[stretch] = taken.values
             return
         if first != region.start:
             np.add(taken.positions, first - region.start, out=taken.positions)
         growing.add(taken.positions, taken.values, is_ordered=True)
+
+    def _is_near(self, name: str) -> bool:
+        """Whether the values that a block's steps add to can be had without fetching more than that block changes."""
+        if self._live is None or self._is_keyframe or isinstance(self._live[name], np.ndarray):
+            return True
+        return self._grown(name).whole is not None
 
     def _take_part(self, place: int, one: ShardSlice, region: Region, decoded: Decoded) -> None:
         """Stage the elements that a block and a slice have in common."""
@@ -258,19 +309,28 @@ class Stage:
                 where = one.targets(indices)
                 positions, numbers = positions[first:last][is_inside], numbers[first:last][is_inside]
             summed = partial(sum_at, key, positions)
-        is_dense = decoded.indices is None
-        whole = growing.fill(partial(self._copy, one.target)) if is_dense else growing.whole
+        if decoded.indices is not None and growing.whole is None:  # never of a keyframe, which has no steps
+            assert not isinstance(where, slice)
+            growing.add_steps(where, numbers, positions, place=place, key=key, is_ordered=one.is_ascending)
+            return
+        whole = self._filled_up(one.target, growing)
         if self._is_keyframe:
             values = numbers
         else:
-            olds = self._current(one.target, where) if whole is None else whole[where]
+            olds = whole[where]
             values = numbers if decoded.is_absolute else olds + numbers
             self._sums[place] -= summed(olds)
         self._sums[place] += summed(values)
-        if whole is not None:
-            whole[where] = values
-        elif not isinstance(where, slice):
-            growing.add(where, values, is_ordered=one.is_ascending)
+        whole[where] = values
+
+    def _filled_up(self, name: str, growing: _Growing) -> Bits:
+        """Return the whole tensor as staged so far, to be written."""
+        self._resolve(name, growing)
+        return growing.fill(partial(self._copy, name))
+
+    def _resolve(self, name: str, growing: _Growing) -> None:
+        for place, change in growing.resolve(partial(self._current, name)):
+            self._sums[place] += change
 
     def _grown(self, name: str) -> _Growing:
         found = self._growing.get(name)
@@ -292,7 +352,7 @@ class Stage:
     def _current(self, name: str, where: slice | Indices) -> Bits:
         """Return the values that steps add to: staged where there are some, live elsewhere. Do not write them."""
         assert self._live is not None, "without live weights every tensor is staged whole"
-        block: Bits = self._live[name][where]
+        block = self._live[name][where]
         indices, values = self._written.get(name, (None, block))
         if indices is None or not len(indices):
             return block
@@ -316,20 +376,26 @@ class Stage:
         return None, _filled(self._live[name], written)
 
 
-def part_sums(part: ShardMap, live: Mapping[str, Bits]) -> Sums:
+def part_sums(part: ShardMap, live: Mapping[str, Live]) -> Sums:
     """Compute the sum of every slice's values, uint64 (P,). live: the rank's flat stored bits by name."""
     return np.array([_slice_sum(part, one, live[one.target]) % 2**64 for one in part.slices], dtype=np.uint64)
 
 
-def _slice_sum(part: ShardMap, one: ShardSlice, flat: Bits) -> int:
-    key, region = tensor_key(part.layout.tensors[one.region.tensor].name), one.region
+def _slice_sum(part: ShardMap, one: ShardSlice, flat: Live) -> int:
+    key, region, total = tensor_key(part.layout.tensors[one.region.tensor].name), one.region, 0
     if one.is_contiguous:
-        return sum_range(key, region.start, flat[one.offset : one.offset + region.element_count])
-    view, each, total = one.view(flat), max(1, SUM_ELEMENTS // region.run), 0
+        for first in range(0, region.element_count, SUM_ELEMENTS):
+            last = min(first + SUM_ELEMENTS, region.element_count)
+            total += sum_range(key, region.start + first, flat[one.offset + first : one.offset + last])
+        return total
+    each = max(1, SUM_ELEMENTS // region.run)
     for run in range(0, region.run_count, each):
         count = min(each, region.run_count - run)
         rows = region._replace(start=region.start + run * region.stride, run_count=count)
-        total += rows.sum(key, None, view[run : run + count].reshape(-1))
+        first = one.offset + run * one.stride
+        reach = (count - 1) * one.stride + (region.run - 1) * one.step + 1
+        values = one._replace(region=rows, offset=0).view(flat[first : first + reach])
+        total += rows.sum(key, None, values.reshape(-1))
     return total
 
 
@@ -376,9 +442,9 @@ def _found(indices: Indices, wanted: Indices) -> tuple[Indices, NDArray[np.bool_
     return at, indices[at] == wanted
 
 
-def _filled(live: Bits, written: Write | None) -> Bits:
+def _filled(live: Live, written: Write | None) -> Bits:
     """Copy a tensor with staged values in it."""
-    whole = np.array(live)
+    whole = np.array(live[:])
     if written is not None:
         whole[... if written[0] is None else written[0]] = written[1]
     return whole

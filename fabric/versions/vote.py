@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..contract.errors import DigestMismatch, WeightError
+from ..format.layout import Layout
 from ..format.manifest import NAMES_SHOWN_MAX, Sums, WeightManifest
 from ..format.regions import Region
 from .commit import Staged
@@ -36,6 +37,12 @@ class Vote:
     read_bytes: int = 0
     changed_count: int = 0
 
+    @classmethod
+    def of_none(cls, rank: int, version: int, error: str = "") -> Vote:
+        """Make a vote that says nothing of sums."""
+        regions = np.zeros((0, len(Region._fields)), dtype=np.int64)
+        return cls(rank=rank, version=version, regions=regions, sums=np.zeros(0, dtype=np.uint64), error=error)
+
 
 def vote(rank: int, part: ShardMap, staged: Staged, read_bytes: int = 0) -> Vote:
     """Make the vote of a rank that has staged a version."""
@@ -51,9 +58,51 @@ def vote(rank: int, part: ShardMap, staged: Staged, read_bytes: int = 0) -> Vote
 
 def failed_vote(rank: int, error: Exception) -> Vote:
     """Make the vote of a rank that could not stage."""
-    regions = np.zeros((0, len(Region._fields)), dtype=np.int64)
-    text = f"{type(error).__name__}: {error}"
-    return Vote(rank=rank, version=-1, regions=regions, sums=np.zeros(0, dtype=np.uint64), error=text)
+    return Vote.of_none(rank, -1, f"{type(error).__name__}: {error}")
+
+
+def check_staged(votes: Sequence[Vote], version: int, rank_count: int) -> None:
+    """Require that all ranks have staged this version, whatever it is.
+
+    Raises:
+        WeightError: names the ranks that are missing, failed, or staged another version.
+    """
+    absent = sorted(set(range(rank_count)) - {one.rank for one in votes})
+    bad = sorted((one for one in votes if one.error or one.version != version), key=lambda one: one.rank)
+    if absent or bad:
+        parts = [f"rank {rank} gave no answer" for rank in absent]
+        parts += [f"rank {one.rank} {one.error or f'staged version {one.version}'}" for one in bad]
+        raise WeightError(
+            f"version {version} was not committed on any rank: {'; '.join(parts)}",
+            version=version,
+            ranks=[*absent, *(one.rank for one in bad)],
+        )
+
+
+def state_of(votes: Sequence[Vote], layout: Layout) -> Sums:
+    """Add up the sums of the whole state, uint64 (T,), of which each rank has told its part.
+
+    Raises:
+        DigestMismatch: holders of one region do not have it alike; names tensors and, if it can, the rank.
+    """
+    regions = np.concatenate([one.regions for one in votes])
+    sums = np.concatenate([one.sums for one in votes])
+    ranks = np.concatenate([np.full(len(one.sums), one.rank) for one in votes])
+    distinct, first, group = np.unique(regions, axis=0, return_index=True, return_inverse=True)
+    group = group.reshape(-1)
+    differing = np.flatnonzero(sums != sums[first][group])
+    if len(differing):
+        names = sorted({layout.tensors[tensor].name for tensor in regions[differing, 0].tolist()})
+        differ = sorted(set(ranks[differing].tolist()))
+        raise DigestMismatch(
+            f"other values on rank {', '.join(map(str, differ))} than on another that holds the same, in"
+            f" {', '.join(names[:NAMES_SHOWN_MAX])}",
+            names=names,
+            ranks=differ,
+        )
+    totals = np.zeros(len(layout.tensors), dtype=np.uint64)
+    np.add.at(totals, distinct[:, 0], sums[first])
+    return totals
 
 
 def agree(votes: Sequence[Vote], manifest: WeightManifest, rank_count: int) -> None:
@@ -67,33 +116,13 @@ def agree(votes: Sequence[Vote], manifest: WeightManifest, rank_count: int) -> N
         WeightError: a rank is missing, failed, or staged another version.
         DigestMismatch: the staged values are not the published ones; names tensors and, if it can, the rank.
     """
-    absent = sorted(set(range(rank_count)) - {one.rank for one in votes})
-    bad = sorted((one for one in votes if one.error or one.version != manifest.version), key=lambda one: one.rank)
-    if absent or bad:
-        parts = [f"rank {rank} gave no answer" for rank in absent]
-        parts += [f"rank {one.rank} {one.error or f'staged version {one.version}'}" for one in bad]
-        raise WeightError(
-            f"version {manifest.version} of run {manifest.run_id!r} was not committed on any rank: {'; '.join(parts)}",
-            version=manifest.version,
-            ranks=[*absent, *(one.rank for one in bad)],
-        )
-    regions = np.concatenate([one.regions for one in votes])
-    sums = np.concatenate([one.sums for one in votes])
-    ranks = np.concatenate([np.full(len(one.sums), one.rank) for one in votes])
-    distinct, first, group = np.unique(regions, axis=0, return_index=True, return_inverse=True)
-    group = group.reshape(-1)
-    differing = np.flatnonzero(sums != sums[first][group])
-    if len(differing):
-        names = sorted({manifest.tensors.tensors[tensor].name for tensor in regions[differing, 0].tolist()})
-        differ = sorted(set(ranks[differing].tolist()))
+    check_staged(votes, manifest.version, rank_count)
+    try:
+        sums = state_of(votes, manifest.tensors)
+    except DigestMismatch as error:
         raise DigestMismatch(
-            f"version {manifest.version} ({manifest.kind}) of run {manifest.run_id!r} was staged to other values on"
-            f" rank {', '.join(map(str, differ))} than on another that holds the same, in"
-            f" {', '.join(names[:NAMES_SHOWN_MAX])}: no rank committed. Fetch a keyframe",
-            version=manifest.version,
-            names=names,
-            ranks=differ,
-        )
-    totals = np.zeros(len(manifest.sums), dtype=np.uint64)
-    np.add.at(totals, distinct[:, 0], sums[first])
-    manifest.check_sums(totals)
+            f"version {manifest.version} ({manifest.kind}) of run {manifest.run_id!r} was staged to {error.message}:"
+            " no rank committed. Fetch a keyframe",
+            **error.facts,
+        ) from error
+    manifest.check_sums(sums)

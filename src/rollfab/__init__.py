@@ -14,16 +14,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import aio, errors
     from .trainer.client import connect
+    from .trainer.publish.megatron import megatron_slices
+    from .trainer.publish.slices import Slice
 
 __version__ = "0.1.0"
-__all__ = ["aio", "connect", "errors", "__version__"]
+__all__ = ["Slice", "aio", "connect", "errors", "megatron_slices", "__version__"]
+
+# By name: an import statement here would count as the fabric importing the trainer wherever it reads __version__.
+_HOMES = {
+    "Slice": ".trainer.publish.slices",
+    "connect": ".trainer.client",
+    "megatron_slices": ".trainer.publish.megatron",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Load the client, or the errors, when they are first asked for."""
-    if name not in ("aio", "connect", "errors"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # By name: an import statement here would count as the fabric importing the trainer wherever it reads __version__.
+    """Load what is public when it is first asked for."""
     if name in ("aio", "errors"):
         return import_module(f".{name}", __name__)
-    return import_module(".trainer.client", __name__).connect
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

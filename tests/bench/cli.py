@@ -126,18 +126,30 @@ def lent(
     model: Annotated[str, typer.Option()],
     slots: Annotated[int, typer.Option()],
     context: Annotated[int, typer.Option()],
+    words: Annotated[list[str] | None, typer.Argument()] = None,
+    mps: Annotated[bool, typer.Option("--mps")] = False,
+    mps_threads: Annotated[int | None, typer.Option()] = None,
     url: Url = None,
     name: Name = None,
 ) -> None:
     """A serving worker whose guard decides as the bench switches."""
     from rollfab.deploy.roles.engines import EngineOptions
     from rollfab.deploy.roles.options import WorkerOptions
+    from rollfab.workers.serving.device.mps import MpsOptions
     from rollfab.workers.serving.options import ServingOptions
 
     from .coserve.worker import run_lent
 
-    engine = EngineOptions(engine="vllm", model=model, slot_count=slots, context_tokens_max=context, log="-")
-    serving = ServingOptions(probe=str(probe), ttft_slo_ms=ttft, tpot_slo_ms=tpot)
+    engine = EngineOptions(
+        engine="vllm",
+        model=model,
+        slot_count=slots,
+        context_tokens_max=context,
+        log="-",
+        words=tuple(words or ()),
+    )
+    sharing = MpsOptions(is_asked=mps, threads_percent=mps_threads)
+    serving = ServingOptions(probe=str(probe), ttft_slo_ms=ttft, tpot_slo_ms=tpot, mps=sharing)
     options = WorkerOptions(url=need_url(url), name=name, role="serving", engine=engine, serving=serving)
     run_lent(options, switch=switch)
 

@@ -18,7 +18,7 @@ from rollfab.fabric.ports.queue import RunDetails, TrajectoryClaim
 from rollfab.fabric.rules.queue.retries import given_up
 from rollfab.trainer.checks import make_groups
 from tests.contracts.conftest import World
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 
 def info(worker_id: str = "w1", **facts: object) -> WorkerInfo:
@@ -287,7 +287,7 @@ async def test_a_switch_rings_those_whom_it_concerns_and_nobody_else(
         await world.board.heartbeat(info(name, role=role, pool=pool))
 
     async def is_rung(name: str) -> bool:
-        await asyncio.wait_for(world.board.wait_lease(name, 3.0), 0.3)
+        await asyncio.wait_for(world.board.wait_lease(name, 30.0), 10.0 if name in rung else 0.3)
         return True
 
     await world.board.set_lend(subject, "off")

@@ -13,7 +13,7 @@ from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import Failure, Span, TokenLog
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnProgress
 from tests.contracts.conftest import World
-from tests.contracts.test_queue import EXPIRED_S, group_of_size, lease, letter_of, rollout_of, turn_of
+from tests.contracts.test_queue import EXPIRED_S, group_of_size, held_one, lease, letter_of, rollout_of, turn_of
 
 
 def neighbours(world: World, count: int) -> list[str]:
@@ -102,8 +102,7 @@ async def test_failures_do_not_hold_up_a_quorum_that_can_not_be_reached(world: W
 
 
 async def test_a_failure_has_a_reason_though_its_dead_letter_is_gone(world: World) -> None:
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     name = claim.job.trajectory_id
     assert await world.trajectories.fail(name, claim.fence, letter_of(claim), is_final=True) == "dead"
     assert await world.rollouts.discard(name)
@@ -183,8 +182,7 @@ async def test_a_nearly_complete_group_goes_first(world: World) -> None:
 
 async def test_a_rollout_that_ends_too_stale_runs_again(world: World) -> None:
     # Given a running trajectory, whose tokens are of version 3, while the head goes on to 5 (staleness is 1)
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     await world.set_head(5)
 
     # When it ends
@@ -456,8 +454,7 @@ async def test_a_refused_push_says_which_groups_are_in(world: World) -> None:
 async def test_a_run_that_keeps_stale_rollouts_delivers_them(world: World) -> None:
     run = dataclasses.replace(world.run, when_stale="keep")
     await world.board.create_run(run)
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     await world.set_head(9)
     assert await world.view(run).trajectories.settle(claim, rollout_of(claim), is_scored=True)
     assert await world.view(run).rollouts.receive("t", 1, 1.0)
@@ -500,9 +497,7 @@ async def test_above_the_memory_limit_only_urgent_trajectories_start_while_the_t
 
 
 async def test_a_stalled_turn_goes_on_elsewhere_and_is_given_up_when_it_stalls_everywhere(world: World) -> None:
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
-    await world.turns.push("a1", [turn_of(claim)])
+    await held_one(world, asks=True)
     fences: list[int] = []
     for _ in range(4):
         (turn,) = (await claim_turns(world, "w1")).claims
@@ -521,9 +516,7 @@ async def test_a_stalled_turn_goes_on_elsewhere_and_is_given_up_when_it_stalls_e
 
 async def test_fences_of_a_later_attempts_turns_go_on_where_the_last_ones_ended(world: World) -> None:
     # Given a turn of a first attempt
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
-    await world.turns.push("a1", [turn_of(claim)])
+    claim = await held_one(world, asks=True)
     (first,) = (await claim_turns(world, "w1")).claims
 
     # When the attempt fails and the second asks for the turn of the same name
@@ -538,8 +531,7 @@ async def test_fences_of_a_later_attempts_turns_go_on_where_the_last_ones_ended(
 
 
 async def test_a_reward_that_somebody_sees_to_is_not_asked_for_again(world: World) -> None:
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     await world.trajectories.settle(claim, rollout_of(claim, reward=None), is_scored=False)
     name = claim.job.trajectory_id
     assert await world.trajectories.keep_scoring([(name, claim.fence), ("g9.0", 1)], 60.0) == ["g9.0"]
@@ -551,8 +543,7 @@ async def test_a_reward_that_somebody_sees_to_is_not_asked_for_again(world: Worl
 
 async def test_another_worker_with_the_same_fence_settles_nothing(world: World) -> None:
     """As after a fail-over that lost the last writes: a fence may then be given out twice."""
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     twin = dataclasses.replace(claim, worker_id="a2")
     assert not await settle(world, twin)
     assert await settle(world, claim)
@@ -567,9 +558,7 @@ async def test_a_cancelled_group_does_not_come_back_when_it_is_pushed_again(worl
 
 async def test_what_was_cancelled_is_not_counted_as_waiting(world: World) -> None:
     # Given three groups, one trajectory of which asks for a turn
-    await world.rollouts.push([group_of_size("g1", 1)])
-    (claim,) = await world.trajectories.claim("a1", 1)
-    await world.turns.push("a1", [turn_of(claim)])
+    await held_one(world, asks=True)
     await world.rollouts.push([group_of_size("g2", 2), group_of_size("g3", 3)])
     status = await world.board.run_status("r1")
     assert (status.trajectories["queued"], status.turns["ready"]) == (5, 1)
@@ -584,8 +573,7 @@ async def test_what_was_cancelled_is_not_counted_as_waiting(world: World) -> Non
 
 
 async def test_turns_of_a_cancelled_group_can_not_be_pushed(world: World) -> None:
-    await push(world, size=1)
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     assert await world.rollouts.cancel("g1")
     assert await world.turns.push("a1", [turn_of(claim)]) == [claim.job.trajectory_id]
     status = await world.board.run_status("r1")

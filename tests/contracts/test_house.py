@@ -20,7 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 UMBRELLA = ROOT / "src" / "rollfab"
 ROOMS = ("api", "deploy", "fabric", "trainer", "workers")
-UNPACKED = tuple(("deploy", name) for name in ("compose", "container", "lock", "probe", "systemd"))  # not the package's
+UNPACKED = tuple(
+    ("deploy", name) for name in ("compose", "container", "gpu", "lock", "probe", "systemd")
+)  # not the package's
 FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40
 LUA_LINE_COUNT_MAX = 60
@@ -276,7 +278,8 @@ def test_the_import_name_exports_what_it_says() -> None:
     import rollfab.aio
     from rollfab.fabric.contract import errors as fabric_errors
 
-    assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == {"aio", "connect", "errors", "__version__"}
+    exported = {"Slice", "aio", "connect", "errors", "megatron_slices", "__version__"}
+    assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == exported
     assert callable(rollfab.connect)
     assert callable(rollfab.aio.connect)
     assert rollfab.errors.BrokerFull is fabric_errors.BrokerFull

@@ -25,6 +25,7 @@ from rollfab.fabric.contract.records import (
 from rollfab.fabric.ports.queue import GroupPush, Reaped, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
 from tests.contracts.conftest import World
+from tests.support import records
 
 EXPIRED_S = 0.3  # claims in these tests last 200 ms
 
@@ -45,21 +46,7 @@ def group_of_size(group_id: str, size: int) -> GroupPush:
 
 
 def rollout_of(claim: TrajectoryClaim, reward: float | None = 1.0) -> Rollout:
-    return Rollout(
-        trajectory_id=claim.job.trajectory_id,
-        group_id=claim.job.group_id,
-        task_id=claim.job.task_id,
-        reward=reward,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=claim.attempt,
-        seed=claim.job.seed,
-        spans=(Span(0, 2, "w1", 3),),
-        prompt_ids=np.array([1, 2, 3], np.int32),
-        completion_ids=np.array([4, 5], np.int32),
-        logprobs=np.array([-0.5, -0.25], np.float32),
-        completion_mask=np.array([1, 1], np.uint8),
-    )
+    return records.rollout_of(claim.job, reward, **records.made_of((4, 5), version=3), attempt=claim.attempt)
 
 
 def letter_of(claim: TrajectoryClaim) -> DeadLetter:
@@ -85,13 +72,7 @@ def turn_of(claim: TrajectoryClaim, index: int = 0, agent_id: str = "a1") -> Tur
 
 
 def result_of(name: str, tokens: int = 2) -> TurnResult:
-    return TurnResult(
-        turn_id=name,
-        finish_reason="stop",
-        spans=(Span(0, tokens, "w1", 0),),
-        completion_ids=np.arange(tokens, dtype=np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-    )
+    return records.result_of(name, np.arange(tokens))
 
 
 async def lease(world: World, worker_id: str = "w1", epoch: int = 1, slots: int = 8, ms: int | None = None) -> None:
@@ -100,12 +81,19 @@ async def lease(world: World, worker_id: str = "w1", epoch: int = 1, slots: int 
 
 
 async def claimed_turn(world: World) -> tuple[TrajectoryClaim, object]:
-    await world.rollouts.push([group_of_size("g1", 1)])
-    (claim,) = await world.trajectories.claim("a1", 1)
-    await world.turns.push("a1", [turn_of(claim)])
+    claim = await held_one(world, asks=True)
     await lease(world)
     exchange = await world.turns.exchange("w1", want=1, lease_epoch=1)
     return claim, exchange.claims[0]
+
+
+async def held_one(world: World, group_id: str = "g1", *, asks: bool = False) -> TrajectoryClaim:
+    """A group of one trajectory that an agent holds, and perhaps asks for a turn of."""
+    assert await world.rollouts.push([group_of_size(group_id, 1)]) == [True]
+    (claim,) = await world.trajectories.claim("a1", 1)
+    if asks:
+        assert await world.turns.push("a1", [turn_of(claim)]) == []
+    return claim
 
 
 async def test_a_group_goes_from_push_to_acknowledge(world: World) -> None:
@@ -150,8 +138,7 @@ async def test_a_push_above_the_bound_is_refused_whole(world: World) -> None:
 
 
 async def test_an_unacknowledged_group_comes_again_to_a_restarted_trainer_and_says_so(world: World) -> None:
-    await world.rollouts.push([group_of_size("g1", 1)])
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
     (first,) = await world.rollouts.receive("trainer", 1, 0.5)
     # When the trainer dies before it acknowledges, and another process takes its name
@@ -451,8 +438,7 @@ async def test_a_turn_that_ends_every_worker_is_given_up_and_one_whose_tokens_ar
 
 
 async def test_scoring_completes_once_and_is_asked_for_again_when_nobody_answers(world: World) -> None:
-    await world.rollouts.push([group_of_size("g1", 1)])
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     assert await world.trajectories.settle(claim, rollout_of(claim, None), is_scored=False)
     assert await world.rollouts.receive("trainer", 1, 0.05) == []
     await asyncio.sleep(EXPIRED_S)
@@ -479,8 +465,7 @@ async def test_cancelling_a_group_takes_its_claims_away_and_leaves_nothing(world
 
 
 async def test_a_released_trajectory_is_no_failure(world: World) -> None:
-    await world.rollouts.push([group_of_size("g1", 1)])
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     assert await world.trajectories.save("a1", claim, b"state")
     await world.trajectories.release("a1", [claim])
     (again,) = await world.trajectories.claim("a2", 1)
@@ -504,8 +489,7 @@ async def test_a_turn_that_a_second_claim_finishes_counts_as_resumed(world: Worl
 
 async def test_dead_letters_that_pile_up_stop_the_pusher(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollfab.fabric.queue.rollouts.DEAD_COUNT_MAX", 1)
-    await world.rollouts.push([group_of_size("g1", 1)])
-    (claim,) = await world.trajectories.claim("a1", 1)
+    claim = await held_one(world)
     assert await world.trajectories.fail("g1.0", claim.fence, letter_of(claim), is_final=True) == "dead"
     with pytest.raises(QueueFull, match="1 dead letter,"):
         await world.rollouts.push([group_of_size(f"h{index}", 1) for index in range(12)])  # some on every shard

@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 from redis import Redis
 
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import BadRow
 from rollfab.fabric.queue.acl import RIGHTS
@@ -23,22 +22,16 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 TAGS = {"{rf}": "rf:{rf}", "{run}": "rf:{r1.0}", "{weights}": "rf:{r1.w}"}
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
 @pytest.fixture
-def redis(url: str) -> Iterator[Redis]:
-    with Redis.from_url(url) as client:
+def redis(broker_url: str) -> Iterator[Redis]:
+    with Redis.from_url(broker_url) as client:
         client.flushall()
         yield client
 
 
 @pytest.fixture
-async def fabric(url: str, redis: Redis) -> AsyncIterator[RedisFabric]:
-    async with await RedisFabric.open(url, client_name="test") as found:
+async def fabric(broker_url: str, redis: Redis) -> AsyncIterator[RedisFabric]:
+    async with await RedisFabric.open(broker_url, client_name="test") as found:
         yield found
 
 

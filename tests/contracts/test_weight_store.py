@@ -92,6 +92,14 @@ async def publish(store: WeightStore, trainer: Trainer, version: int) -> Prepare
     return prepared
 
 
+async def began(store: WeightStore, count: int = 1) -> Trainer:
+    """A trainer that has published so many versions, from 0 on."""
+    trainer = Trainer(await store.open_publisher(RUN))
+    for version in range(count):
+        await publish(store, trainer, version)
+    return trainer
+
+
 async def test_a_run_begins_without_a_head(store: WeightStore) -> None:
     assert (await store.head(RUN)).version == -1
     assert await store.held(RUN) == []
@@ -223,8 +231,7 @@ async def test_nothing_is_the_head_before_it_is_advanced(store: WeightStore) -> 
 
 
 async def test_a_newer_publisher_fences_the_older(store: WeightStore) -> None:
-    old = Trainer(await store.open_publisher(RUN))
-    await publish(store, old, 0)
+    old = await began(store)
     late = old.prepare(1)
     await write(store, late)
 
@@ -249,8 +256,7 @@ async def test_an_older_publisher_cannot_overwrite_chunks(store: WeightStore) ->
 
 
 async def test_what_never_became_the_head_goes_with_its_publisher(store: WeightStore) -> None:
-    old = Trainer(await store.open_publisher(RUN))
-    await publish(store, old, 0)
+    old = await began(store)
     orphan = old.prepare(1)
     await write(store, orphan)
 
@@ -275,8 +281,7 @@ async def test_a_version_must_be_newer(store: WeightStore, version: int) -> None
 
 
 async def test_a_delta_needs_the_head_as_its_base(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    await publish(store, trainer, 0)
+    trainer = await began(store)
     one, two = trainer.prepare(1), trainer.prepare(2)
     for prepared in (one, two):
         await write(store, prepared)
@@ -300,9 +305,7 @@ async def test_every_write_may_be_repeated(store: WeightStore) -> None:
 
 
 async def test_a_published_version_never_changes(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    await publish(store, trainer, 0)
-    await publish(store, trainer, 1)
+    trainer = await began(store, 2)
     await write(store, trainer.keyframe())
     others = [
         Snapshot(LAYOUT, Trainer(7).bits).prepare_keyframe(Identity(run_id=RUN, epoch=trainer.epoch, version=version))
@@ -317,9 +320,7 @@ async def test_a_published_version_never_changes(store: WeightStore) -> None:
 
 
 async def test_the_head_may_get_a_keyframe_beside_its_delta(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    await publish(store, trainer, 0)
-    await publish(store, trainer, 1)
+    trainer = await began(store, 2)
 
     await write(store, trainer.keyframe())
 
@@ -327,21 +328,16 @@ async def test_the_head_may_get_a_keyframe_beside_its_delta(store: WeightStore) 
     assert (await store.head(RUN)).kind == DELTA
 
 
-async def test_a_manifest_without_its_chunks_is_refused(store: WeightStore) -> None:
+async def test_a_manifest_without_its_chunks_and_a_head_without_its_manifest_are_refused(store: WeightStore) -> None:
     prepared = Trainer(await store.open_publisher(RUN)).prepare(0)
 
     with pytest.raises(BrokerError, match="1 of 1 chunks of version 0"):
         await store.put_manifest(prepared.manifest)
+    with pytest.raises(BrokerError, match="manifest of version 0"):
+        await store.advance_head(prepared.manifest, 1)
     assert await store.held(RUN) == []
     await store.put_chunks(prepared.manifest, 0, prepared.chunks)
     await store.put_manifest(prepared.manifest)
-
-
-async def test_a_head_without_a_manifest_is_refused(store: WeightStore) -> None:
-    prepared = Trainer(await store.open_publisher(RUN)).prepare(0)
-
-    with pytest.raises(BrokerError, match="manifest of version 0"):
-        await store.advance_head(prepared.manifest, 1)
 
 
 async def test_dropped_versions_are_gone(store: WeightStore) -> None:
@@ -394,8 +390,7 @@ async def test_a_publisher_that_stalls_while_it_opens_the_run_deletes_nothing_of
 
 async def test_a_manifest_that_cannot_be_read_keeps_nobody_from_publishing(stored: Stored) -> None:
     # Given
-    store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
-    await publish(store, trainer, 0)
+    store, trainer = stored.store, await began(stored.store)
     await stored.client.hset(WeightKeys(RUN).manifests, "7:delta", b"torn")
 
     # When
@@ -442,8 +437,7 @@ async def test_a_jump_of_which_no_answer_came_stays_like_any_other(
 
 
 async def test_waiting_ends_with_the_version(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    await publish(store, trainer, 0)
+    trainer = await began(store)
 
     waiting = [asyncio.create_task(store.wait_head(RUN, 0, 5.0)) for _ in range(3)]
     await asyncio.sleep(0.05)
@@ -559,9 +553,7 @@ def jump(trainer: Trainer, base: int, version: int, *, kind: str = JUMPS[0]) -> 
 
 
 async def test_jumps_stand_beside_versions_up_to_the_head(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    for version in range(5):
-        await publish(store, trainer, version)
+    trainer = await began(store, 5)
     short, long = jump(trainer, 0, 4), jump(trainer, 1, 3, kind=JUMPS[1])
 
     for _ in range(2):  # an answer was lost
@@ -581,9 +573,7 @@ async def test_jumps_stand_beside_versions_up_to_the_head(store: WeightStore) ->
 
 @pytest.mark.parametrize(("base", "version"), [(0, 3), (1, 1), (-1, 1)])
 async def test_a_jump_leads_up_to_a_version_that_is_published(store: WeightStore, base: int, version: int) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    for each in range(3):
-        await publish(store, trainer, each)
+    trainer = await began(store, 3)
 
     with pytest.raises(VersionConflict, match="a jump leads up to a version that is published already"):
         await write(store, jump(trainer, base, version))
@@ -591,9 +581,7 @@ async def test_a_jump_leads_up_to_a_version_that_is_published(store: WeightStore
 
 
 async def test_a_jump_never_changes_and_never_becomes_the_head(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    for version in range(3):
-        await publish(store, trainer, version)
+    trainer = await began(store, 3)
     await write(store, jump(trainer, 0, 2))
 
     with pytest.raises(VersionConflict, match="already means something else"):
@@ -604,25 +592,14 @@ async def test_a_jump_never_changes_and_never_becomes_the_head(store: WeightStor
     assert (await store.head(RUN)).kind == DELTA
 
 
-async def test_a_jump_of_a_publisher_that_was_replaced_is_refused(store: WeightStore) -> None:
-    old = Trainer(await store.open_publisher(RUN))
-    for version in range(3):
-        await publish(store, old, version)
+async def test_a_jump_without_its_chunks_or_of_a_publisher_that_was_replaced_is_refused(store: WeightStore) -> None:
+    trainer = await began(store, 3)
+    with pytest.raises(BrokerError, match="1 of 1 chunks of version 2"):
+        await store.put_manifest(jump(trainer, 0, 2).manifest)
     await store.open_publisher(RUN)
-
     with pytest.raises(VersionConflict, match="another publisher took over"):
-        await write(store, jump(old, 0, 2))
+        await write(store, jump(trainer, 0, 2))
     assert len(await store.held(RUN)) == 3
-
-
-async def test_a_jump_without_its_chunks_is_never_seen(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    for version in range(2):
-        await publish(store, trainer, version)
-
-    with pytest.raises(BrokerError, match="1 of 1 chunks of version 1"):
-        await store.put_manifest(jump(trainer, 0, 1).manifest)
-    assert await store.held(RUN) == [(0, KEYFRAME), (1, DELTA)]
 
 
 # ---- what else than whole chunks, and how much of it
@@ -881,8 +858,7 @@ async def test_a_publisher_says_that_it_lives(store: WeightStore) -> None:
 
 async def test_a_version_is_mended_by_who_is_in_charge_alone(stored: Stored) -> None:
     # Given a version below the head that has lost its manifest and a chunk
-    store, trainer = stored.store, Trainer(await stored.store.open_publisher(RUN))
-    await publish(store, trainer, 0)
+    store, trainer = stored.store, await began(stored.store)
     delta = await publish(store, trainer, 1)
     await publish(store, trainer, 2)
     names = WeightKeys(RUN)

@@ -20,6 +20,7 @@ from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.publish.publisher import Publisher
 from tests.e2e.chromium import Browser, open_browser
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
+from tests.support.records import new_rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]  # a browser's first start on a cold disk
 
@@ -243,20 +244,8 @@ async def test_what_weights_are_held_and_who_is_behind_is_on_the_page(api: ApiWo
 
 def said_by(worker_id: str) -> Rollout:
     """Two tokens of a worker at policy version 4."""
-    return Rollout(
-        trajectory_id=f"g1.{worker_id}",
-        group_id="g1",
-        task_id="t1",
-        reward=1.0,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=1,
-        seed=7,
-        spans=(Span(0, 2, worker_id, 4),),
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.zeros(2, np.int32),
-        logprobs=np.array([-1.0, -2.0], np.float32),
-        completion_mask=np.ones(2, np.uint8),
+    return new_rollout(
+        spans=(Span(0, 2, worker_id, 4),), trajectory_id=f"g1.{worker_id}", logprobs=np.array([-1.0, -2.0], np.float32)
     )
 
 

@@ -16,6 +16,7 @@ from rollfab.fabric.queue.keys import ShardKeys
 from tests.support.brokers.port_life import GROUP_SIZE, TURN_COUNT, Life, more_work
 from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
 from tests.support.brokers.redis_server import ask
+from tests.support.until import wait_until
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(60)]
 
@@ -43,7 +44,7 @@ async def test_a_node_that_crashes_and_comes_back_loses_and_doubles_nothing(tmp_
                 await asyncio.sleep(0.2)
                 server.kill()
                 await asyncio.to_thread(server.start)
-                await asyncio.to_thread(cluster.until, cluster.is_well, "the cluster is well again")
+                await asyncio.to_thread(wait_until, cluster.is_well, "the cluster is well again")
             tally = await playing
 
             # Then every group was used once, and the broker's books are right
@@ -71,7 +72,7 @@ async def test_a_replica_takes_the_place_of_a_lost_node_and_lost_writes_are_done
             tally = await playing
 
             # Then its replica serves its slots, and yet every group was used exactly once
-            cluster.until(lambda: ask(replica, "ROLE")[0] == b"master", "the replica is the primary")
+            wait_until(lambda: ask(replica, "ROLE")[0] == b"master", "the replica is the primary")
             tally.check()
 
 

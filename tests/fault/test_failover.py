@@ -24,6 +24,7 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.keys import EVENTS, LEADER, ShardKeys
 from tests.bench.controller.stage import Stage, run_config, worker_infos
 from tests.support.processes.fabric_processes import PYTHONPATH
+from tests.support.until import wait_until
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]
 
@@ -70,10 +71,7 @@ class Pool:
         return [int(each["lease_epoch"]) // EPOCHS_PER_TERM for each in facts]
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        limit_s = time.monotonic() + LATE_S
-        while not condition():
-            assert time.monotonic() < limit_s, f"after {LATE_S:g} s still not: {what}; {self.leader()}, {self.leases()}"
-            time.sleep(0.01)
+        wait_until(condition, lambda: f"{what}; {self.leader()}, {self.leases()}", LATE_S, 0.01)
 
     def has_taken_over(self, after: int) -> bool:
         """A later leader has written every lease anew, and every dedicated worker has one."""

@@ -71,43 +71,30 @@ def restarted(fabric: Processes, name: str) -> None:
     fabric.until(lambda: child.start_count > start_count, 5.0, f"{name} is started again")
 
 
-@pytest.mark.timeout(60)
-def test_a_killed_dedicated_worker_loses_no_turn_and_repeats_none_that_was_settled(fabric: Processes) -> None:
-    # Given turns that run on the only worker
-    run = start_walks(fabric, "worker")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["dedicated", "agent"])
+def test_a_killed_worker_or_agent_loses_no_trajectory_and_repeats_no_turn_that_was_settled(
+    fabric: Processes, name: str
+) -> None:
+    # Given trajectories in the middle, whose turns run on the only worker
+    run = start_walks(fabric, name)
+    fabric.until(lambda: run.status().counters.get("turns_settled", 0) > GROUP_SIZE, 20.0, "turns are settled")
     fabric.until(lambda: fabric.claimed_by(run, "dedicated") >= 4, 20.0, "turns run")
 
-    # When it is killed
-    fabric.supervisor.kill("dedicated")
-    held = run.status().turns["claimed"]
-    restarted(fabric, "dedicated")
+    # When it, or their agent, is killed
+    fabric.supervisor.kill(name)
+    seen = run.status()
+    held = seen.turns["claimed"] if name == "dedicated" else seen.trajectories["running"]
+    restarted(fabric, name)
 
-    # Then what it held is taken back, and every turn of every trajectory is settled once
+    # Then what it held is taken back, goes on from the turns that are settled, and every turn is settled once
     assert held > 0
     counters = finish_walks(fabric, run)
     assert counters["reaped"] >= held
     assert counters["turns_settled"] == len(GROUPS) * GROUP_SIZE * TURNS
 
 
-@pytest.mark.timeout(60)
-def test_a_killed_agent_loses_no_trajectory_and_no_turn(fabric: Processes) -> None:
-    # Given trajectories in the middle
-    run = start_walks(fabric, "agent")
-    fabric.until(lambda: run.status().counters.get("turns_settled", 0) > GROUP_SIZE, 20.0, "turns are settled")
-
-    # When their agent is killed
-    fabric.supervisor.kill("agent")
-    held = run.status().trajectories["running"]
-    restarted(fabric, "agent")
-
-    # Then they go on from the turns that are settled
-    assert held > 0
-    counters = finish_walks(fabric, run)
-    assert counters["reaped"] >= held
-    assert counters["turns_settled"] == len(GROUPS) * GROUP_SIZE * TURNS
-
-
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_killed_controller_costs_its_leases_and_nothing_else(fabric: Processes) -> None:
     # Given a serving worker that runs turns under a lease which only a living controller extends
     fabric.lend("on")
@@ -151,7 +138,7 @@ def test_a_killed_reward_worker_leaves_no_trajectory_without_its_reward(fabric: 
     check_totals(fabric, run)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_killed_trainer_that_repeats_itself_gets_every_group_exactly_once(fabric: Processes, tmp_path: Path) -> None:
     # Given a trainer in the middle of a transaction
     group_count, journal = 14, tmp_path / "journal"
@@ -189,7 +176,7 @@ def test_a_killed_trainer_that_repeats_itself_gets_every_group_exactly_once(fabr
     check_totals(fabric, run)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_killed_api_is_back_and_the_run_never_noticed(fabric: Processes) -> None:
     # Given a page that is being read while a run is under way
     port = free_port()

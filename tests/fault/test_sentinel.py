@@ -19,8 +19,9 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import TurnPush
 from rollfab.workers.rewards.jobs import check_queue, enqueue, open_queue
 from tests.support.brokers.port_life import Held, Life, group_of, more_work, rollout_of
-from tests.support.brokers.redis_sentinel import SentinelService, sentinel_service, until
+from tests.support.brokers.redis_sentinel import SentinelService, sentinel_service
 from tests.support.brokers.redis_server import ask
+from tests.support.until import wait_until
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -140,7 +141,7 @@ async def test_the_reward_queue_is_at_the_primary_before_and_after_a_fail_over(s
     check_queue(queue)
     enqueue(queue, "score", "r1", [["g1.0", 1]])
     await asyncio.to_thread(service.fail_over)
-    await asyncio.to_thread(until, lambda: is_asked(queue), "the sentinels agree on the new primary")
+    await asyncio.to_thread(wait_until, lambda: is_asked(queue), "the sentinels agree on the new primary")
     assert ask(service.replica, "EXISTS", "rq:queue:rollfab") == 1
     queue.connection.close()
 

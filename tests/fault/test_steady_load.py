@@ -16,14 +16,14 @@ from redis import Redis
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.ids import turn_id
-from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, Span, TurnJob, TurnResult, WorkerInfo
+from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, TurnJob, WorkerInfo
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import TrajectoryClaim, TurnPush, TurnSettle
 from rollfab.fabric.queue.keys import CONSUMED_COUNT_MAX, EVENT_COUNT_MAX, ShardKeys
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish.publisher import Publisher
 from tests.support.brokers.key_table import rows, unaccounted
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import result_of, rollout_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
@@ -103,13 +103,7 @@ class Day:
         taken = (await self.turns.exchange(worker, **asked)).claims
         settles = []
         for claim in taken:
-            result = TurnResult(
-                turn_id=claim.job.turn_id,
-                finish_reason="stop",
-                spans=(Span(0, 8, worker, 0),),
-                completion_ids=ids[:8],
-                logprobs=np.zeros(8, np.float32),
-            )
+            result = result_of(claim.job.turn_id, ids[:8])
             settles.append(TurnSettle(claim=claim, result=result))
         assert not (await self.turns.exchange(worker, settles=settles)).refused
         count = 0

@@ -21,12 +21,11 @@ from pathlib import Path
 from statistics import mean, variance
 from typing import Any
 
-import numpy as np
 import pytest
 
 import rollfab
 from rollfab.deploy.local.supervisor import Supervisor
-from rollfab.fabric.contract.records import Failure, Lease, RunConfig, Span, TurnResult
+from rollfab.fabric.contract.records import Failure, Lease, RunConfig, TurnResult
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import TurnClaim, TurnSettle
 from rollfab.fabric.queue.acl import RIGHTS, user_name
@@ -34,6 +33,7 @@ from rollfab.trainer.client import Run
 from rollfab.workers.environments.confinement import means
 from tests.integration.foreign.test_bad_neighbours import ATTACKS
 from tests.integration.foreign.test_canaries import PYTHON, canary
+from tests.support import records
 from tests.support.brokers.guarded_broker import ADMIN_PASSWORD, Guarded, guarded_broker
 from tests.support.brokers.key_table import names_and_kinds
 from tests.support.processes.fabric_processes import PYTHONPATH, ROOT, Processes
@@ -185,14 +185,7 @@ async def answer(fabric: Neighbourhood, runs: list[Run], is_over: threading.Even
 
 
 def result_of(claim: TurnClaim) -> TurnResult:
-    return TurnResult(
-        turn_id=claim.job.turn_id,
-        finish_reason="length",
-        spans=(Span(0, 1, "w", 0),),
-        completion_ids=np.full(1, 7, np.int32),
-        logprobs=np.zeros(1, np.float32),
-        context_digest=claim.job.context_digest,
-    )
+    return records.result_of(claim.job.turn_id, (7,), finish_reason="length", context_digest=claim.job.context_digest)
 
 
 class Tenants:

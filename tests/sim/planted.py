@@ -27,22 +27,30 @@ from rollfab.workers.rollout.turns import RunningTurns
 from rollfab.workers.rollout.worker import RolloutWorker
 
 Patch = tuple[Any, str, Any]  # object, attribute, what to put there
-PLANTS: dict[str, Callable[[], list[Patch]]] = {}
+Plants = dict[str, Callable[[], list[Patch]]]
+PLANTS: Plants = {}
 
 
 @contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name: str, plants: Plants = PLANTS) -> Iterator[None]:
     """The bug of that name is in the program."""
     with contextlib.ExitStack() as stack:
-        for target, attribute, new in PLANTS[name]():
+        for target, attribute, new in plants[name]():
             stack.enter_context(mock.patch.object(target, attribute, new))
         yield
 
 
-def plant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-    """Register a bug under its function's name."""
-    PLANTS[make.__name__.replace("_", "-")] = make
-    return make
+def plant_in(plants: Plants) -> Callable[[Callable[[], list[Patch]]], Callable[[], list[Patch]]]:
+    """Register bugs under their functions' names."""
+
+    def plant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+        plants[make.__name__.replace("_", "-")] = make
+        return make
+
+    return plant
+
+
+plant = plant_in(PLANTS)
 
 
 def in_lua(*changes: tuple[str, str]) -> Patch:

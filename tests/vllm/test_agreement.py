@@ -25,6 +25,7 @@ from rollfab.trainer.agreement import FLOAT32, AgreementReporter
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from tests.support.records import new_rollout
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
@@ -81,20 +82,12 @@ class Bed:
 
 def rollout_of(worker_id: str, prompt_ids: Any, made: Generation) -> Rollout:
     assert made.error is None
-    return Rollout(
+    return new_rollout(
+        made.completion_ids,
         trajectory_id=made.request_id,
-        group_id="g",
-        task_id="t",
-        reward=1.0,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=1,
-        seed=0,
         spans=tuple(Span(start, end, worker_id, version) for start, end, version in made.versions),
         prompt_ids=prompt_ids,
-        completion_ids=made.completion_ids,
         logprobs=made.logprobs,
-        completion_mask=np.ones(len(made.completion_ids), np.uint8),
     )
 
 

@@ -85,6 +85,30 @@ def test_after_a_chain_of_commits_an_engine_is_the_one_that_loaded_the_checkpoin
     assert written[0] != first
 
 
+def test_what_two_ranks_refuse_leaves_no_answer_behind_for_the_next_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    began = engines.save_checkpoint(tmp_path / "began", QWEN2, LAYOUT, engines.random_bits(LAYOUT, 0))
+    bits = engines.random_bits(LAYOUT, 1)
+    with engines.engine(began, load_format="dummy", **TWO_RANKS) as vllm:
+        with pytest.raises(Exception, match=r"model\.other"):
+            vllm.set_up(changed(Q, lambda row: ["model.other.weight", *row[1:]]))
+        vllm.set_up(LAYOUT)
+        before = vllm.checksums()
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"data": "no base64"}, "can not be read"),
+            ({"commit": "7"}, "has not staged what it is to commit"),
+            ({}, "one of parcel"),
+        ]
+        for info, why in refused:
+            with pytest.raises(Exception, match=why):
+                vllm.update(info)
+            assert vllm.checksums() == before
+        vllm.write(dense(bits))
+        assert equal(vllm.export(LAYOUT), bits)
+
+
 @NEEDS_AMX
 def test_latent_attention_that_is_packed_for_amx_is_refused_with_the_cure(tmp_path: Path) -> None:
     config = {**DEEPSEEK, "torch_dtype": "bfloat16"}

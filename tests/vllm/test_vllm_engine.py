@@ -1,6 +1,6 @@
 """What is vLLM's own about the vLLM engine; what it shares with others is in the engine contract."""
 
-import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,11 +14,13 @@ from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest, Writes
+from rollfab.workers.engines.vllm import local
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.inplace import packing
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from tests.support.until import until
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 PROMPT = np.arange(5, 85, dtype=np.int32)  # two and a half blocks of KV cache
@@ -56,8 +58,7 @@ async def answer(engine: VllmEngine, request_id: str = "answer", max_tokens: int
 
 
 async def started(engine: VllmEngine, request_id: str) -> None:
-    while not any(len(each.completion_ids) for each in engine.progress([request_id])):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: any(len(each.completion_ids) for each in engine.progress([request_id])), every_s=0.001)
 
 
 async def test_at_start_the_mirror_holds_what_the_checkpoint_holds(engine: VllmEngine, checkpoint: Path) -> None:
@@ -101,8 +102,11 @@ async def test_an_engine_whose_writes_do_nothing_is_refused_by_name(checkpoint: 
     class DeafDoor(LocalDoor):
         """Fake fault: takes every commit, and writes nothing."""
 
-        async def write(self, writes: Writes, version: int) -> None:
-            await self._llm.update_weight_version(str(version))
+        async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
+            if "commit" in information:
+                await self._llm.update_weight_version(str(version))
+            else:
+                await super().update(information, what, version)
 
     with pytest.raises(EngineError, match=r"change nothing.*layers\.0\.mlp\.down_proj\.weight"):
         await VllmEngine(config(checkpoint), door=DeafDoor(config(checkpoint))).start()
@@ -110,7 +114,9 @@ async def test_an_engine_whose_writes_do_nothing_is_refused_by_name(checkpoint: 
 
 async def test_a_write_that_reaches_the_input_but_not_the_output_is_noticed(checkpoint: Path) -> None:
     class HalfDeafDoor(LocalDoor):
-        """Fake fault: the output layer computes with a copy of the embedding that it is tied to."""
+        """Fake fault: the output layer computes with a copy of the embedding that it is tied to; no ranks to ask."""
+
+        rank_count = 0
 
         async def write(self, writes: Writes, version: int) -> None:
             others = {
@@ -135,6 +141,41 @@ async def test_a_cpu_says_that_it_cannot_sleep(engine: VllmEngine) -> None:
     with pytest.raises(EngineUnsupported, match="CPU"):
         await engine.sleep()
     assert (await answer(engine)).finish_reason == "length"
+
+
+async def test_a_quantised_checkpoint_is_refused_before_anything_starts(checkpoint: Path) -> None:
+    text = json.loads((checkpoint / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (checkpoint / "config.json").write_text(json.dumps({**text, "quantization_config": quantised}))
+    before = children_of(os.getpid())
+    with pytest.raises(EngineUnsupported, match=r"quantised weights \(fp8\).*Give the unquantised model"):
+        await VllmEngine(config(checkpoint)).start()
+    assert children_of(os.getpid()) == before
+
+
+async def test_an_engine_core_that_is_spawned_is_as_one_that_is_forked(
+    engine: VllmEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where CUDA is used none is forked; here only the word is changed on which that hangs.
+    monkeypatch.setattr(local, "START", {True: "spawn"})
+    before = children_of(os.getpid())
+    spawned = VllmEngine(config(checkpoint))
+    await spawned.start()
+    try:
+        assert multiprocessing_method() == "spawn"
+        forked_one, spawned_one = await answer(engine), await answer(spawned)
+        (core,) = (pid for pid in children_of(os.getpid()) if pid not in before and "VLLM" in name_of(pid))
+    finally:
+        await spawned.close()
+    assert (forked_one.completion_ids == spawned_one.completion_ids).all()
+    assert np.allclose(forked_one.logprobs, spawned_one.logprobs, atol=1e-5)
+    assert core not in children_of(os.getpid())
+
+
+def multiprocessing_method() -> str:
+    from vllm.utils.system_utils import get_mp_context
+
+    return str(get_mp_context().get_start_method())
 
 
 async def test_two_tensor_parallel_ranks_answer_as_one_does(checkpoint: Path) -> None:

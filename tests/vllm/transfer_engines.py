@@ -5,7 +5,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,12 @@ class Vllm:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self.call("start_weight_update")
-        self.call("update_weights", WeightTransferUpdateRequest(update_info=info))
+        try:
+            self.call("update_weights", WeightTransferUpdateRequest(update_info=info))
+        except Exception:
+            with suppress(Exception):  # the ranks that had nothing against it are still at it
+                self.call("finish_weight_update")
+            raise
         self.call("finish_weight_update")
 
     def write(self, writes: Writes) -> None:

@@ -70,6 +70,7 @@ class Publisher:
         timeout_s: how long rank 0 waits for a rank.
         thread_count: as in Ranks.
         carrier: "broker", "collective" or "auto"; see carrying.py. Ranks send by the broker.
+        dtype: the run's, to which floating-point tensors are rounded; "": each keeps its own.
         model: the run's; its first weights are checked against it. None: they are not.
         compares_on: "auto": tensors on a GPU are compared there, which takes a copy of the weights there, others on the
             host. "host": all on the host, for a GPU without that room. "device": every torch tensor where it is.
@@ -89,6 +90,7 @@ class Publisher:
         compares_on: ComparesOn = "auto",
         scrub_bytes_per_s: int = RunConfig.scrub_bytes_per_s,
         model: str | None = None,
+        dtype: str = "",
         clock: Clock | None = None,
     ) -> None:
         if compares_on not in get_args(ComparesOn):
@@ -106,7 +108,7 @@ class Publisher:
         self._epoch = 0
         self._layout: Layout | None = None
         self._pending: tuple[Prepared, PublishReport] | None = None
-        self._ranks = Ranks(store, exchange, compares_on=compares_on, thread_count=thread_count)
+        self._ranks = Ranks(store, exchange, compares_on=compares_on, thread_count=thread_count, dtype=dtype)
         self._upkeep = Upkeep(store, run_id, self._ranks)
         self._healing = Healing(
             store,
@@ -125,8 +127,9 @@ class Publisher:
         """Make `named` the run's version `version`, together with all other ranks, whose publishers do it at once.
 
         Args:
-            named: name → tensor, or pairs: torch tensors or numpy arrays; numpy uint16 is taken as bfloat16 bits. The
-                same names on every rank: DTensors by their own shards, others the same on every rank.
+            named: name → tensor, or pairs: torch tensors or numpy arrays; numpy uint16 is taken as bfloat16 bits. On
+                several ranks: DTensors by their own shards, Slices, and tensors that are the same on every rank that
+                names them.
             version: above the head.
             keyframe: put a keyframe of it beside its delta. If that fails the version is out all the same,
                 `keyframe_bytes` is 0, the log says why, and it is tried again.
@@ -155,7 +158,7 @@ class Publisher:
                 self._ranks.interrupt()
                 raise
             finally:
-                self._ranks.parts = None
+                self._ranks.let_go()
 
     async def _publish(self, version: int, layout: Layout, *, wants_keyframe: bool) -> PublishReport:
         await self._open(layout, version, is_lost=await self._has_lost_head())

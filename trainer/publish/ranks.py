@@ -1,7 +1,8 @@
 """The ranks that publish together, as one. Rank 0 gives orders; every rank, itself too, carries them out on its part.
 
 - One process is a group of one: it sends no messages, and raises errors as they are.
-- No weights pass between ranks. Ranks say where their parts lie, and send a manifest of each part; rank 0 joins these.
+- No weights pass between ranks. Ranks say which parts they hold; rank 0 says who publishes which (sharing.py). Each
+  sends a manifest of its part, which rank 0 joins.
 - Threads read the trainer's tensors, and have ended when `publish` has (borrowing.py).
 - A rank answers with its error, so no other rank waits in vain. The error that rank 0 raises names the rank.
 - Every order says at which version the copies are; so the other ranks advance theirs when rank 0 has.
@@ -32,7 +33,8 @@ from ...fabric.versions.rank_parts import check_regions
 from ...fabric.versions.snapshot import THREAD_COUNT_MAX, Check, Identity, Prepared, Snapshot, packed
 from .borrowing import in_thread
 from .messages import RankMessage, heard, rebuilt, said, told
-from .tensors import ComparesOn, Named, Parts, collect
+from .sharing import Sharing, own_boxes, share
+from .tensors import ComparesOn, Held, Named, Parts, hold
 
 if TYPE_CHECKING:
     from .exchange import RankExchange  # loads torch
@@ -48,6 +50,7 @@ class Ranks:
     Args:
         exchange: with the other ranks; None: there are no others.
         thread_count: how many blocks a rank encodes at a time; by default an even share of the processors.
+        dtype: of floating-point tensors; "": their own.
 
     Attributes:
         version: of the copies; -1: there are none.
@@ -61,6 +64,7 @@ class Ranks:
         *,
         compares_on: ComparesOn,
         thread_count: int | None = None,
+        dtype: str = "",
     ) -> None:
         self.version = -1
         self.parts: Parts | None = None
@@ -68,12 +72,14 @@ class Ranks:
         self._exchange = exchange
         self._rank, self._size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
         self._compares_on: ComparesOn = compares_on
+        self._dtype = dtype
         share = max(1, (os.cpu_count() or 1) // self._size)
         self._thread_count = thread_count or min(THREAD_COUNT_MAX, share)
         self._snapshot: Snapshot | None = None
         self._own: Prepared | None = None  # on ranks other than 0: its part of the version prepared last
-        self._met: list[Any] = []  # the boxes of each rank, as this publish has them
-        self._begun: list[Any] = []  # and as the copies have
+        self._held: Held | None = None  # by this rank, from the trainer, while it publishes
+        self._met: Sharing | None = None  # as this publish has it
+        self._begun: Sharing | None = None  # and as the copies have
         self._firsts: list[int] = []  # of the version prepared last: each rank's first chunk
         self._cut = ""
 
@@ -90,7 +96,7 @@ class Ranks:
         return self._size == 1
 
     async def hello(self, named: Named, version: int) -> RankMessage:
-        """Collect this rank's parts; the message says where they lie, or why there are none.
+        """Find what this rank holds; the message says where it lies, or why there is nothing.
 
         Raises:
             WeightError: a rank is gone.
@@ -100,12 +106,16 @@ class Ranks:
 
         def collected(check: Check) -> RankMessage:
             number = version_number(version)
-            self.parts = collect(named, self._compares_on, check, rank=self._rank, size=self._size)
-            boxes = np.array(self.parts.boxes, dtype=np.int64).reshape(-1)
-            return RankMessage(facts={"version": number, "layout": self.parts.layout.digest}, rows=boxes)
+            self._held = hold(named, self._compares_on, check, size=self._size, dtype=self._dtype)
+            boxes = np.array(self._held.boxes, dtype=np.int64).reshape(-1)
+            return RankMessage(facts={"version": number, "layout": self._held.layout.rows()}, rows=boxes)
 
         found = await self._outcome(partial(in_thread, collected))
         return found if isinstance(found, RankMessage) else said(found)
+
+    def let_go(self) -> None:
+        """Forget the trainer's tensors: a publish has ended."""
+        self._held = self.parts = None
 
     def interrupt(self) -> None:
         """End this publish and all later ones: a late message of this one would be taken for one of the next."""
@@ -126,7 +136,8 @@ class Ranks:
         exchange = self._exchange
         await asyncio.to_thread(exchange.send, hello)
         while True:
-            order = (await asyncio.to_thread(exchange.receive)).facts
+            message = await asyncio.to_thread(exchange.receive)
+            order = {**message.facts, "rows": message.rows}
             own, snapshot = self._own, self._snapshot
             if own is not None and snapshot is not None and own.manifest.version == order["at"] != snapshot.version:
                 snapshot.advance(own)
@@ -159,6 +170,11 @@ class Ranks:
         """The function that carries out an order on this rank's part."""
 
         def work(check: Check) -> Prepared | bool | None:
+            if order["do"] == "share":
+                assert self._held is not None
+                boxes = own_boxes(order["rows"], self._rank)
+                self.parts = self._held.parts(Layout.from_rows(order["layout"]), boxes, check)
+                return None
             do, parts = order["do"], self.parts
             if do == "begin":
                 assert parts is not None
@@ -197,20 +213,22 @@ class Ranks:
         """
         hellos = [hello, *await self._gathered()]
         self._require([heard(message) for message in hellos])
-        for what in ("version", "layout"):
-            words = [str(message.facts[what]) for message in hellos]
-            other = next((rank for rank, word in enumerate(words) if word != words[0]), None)
-            if other is not None:
-                raise LayoutMismatch(
-                    f"rank {other} publishes {what} {words[other]}, rank 0 {words[0]}: all must publish the same",
-                    ranks=[other],
-                )
-        assert self.parts is not None
+        words = [message.facts["version"] for message in hellos]
+        other = next((rank for rank, word in enumerate(words) if word != words[0]), None)
+        if other is not None:
+            raise LayoutMismatch(
+                f"rank {other} publishes version {words[other]}, rank 0 {words[0]}: all must publish the same",
+                ranks=[other],
+            )
         width = len(Region._fields)
-        met = [[Region(*row) for row in message.rows.reshape(-1, width).tolist()] for message in hellos]
-        if met != self._met:
-            check_regions(self.parts.layout, [box for boxes in met for box in boxes])
-        self._met = met
+        held = [[Region(*row) for row in message.rows.reshape(-1, width).tolist()] for message in hellos]
+        layouts = [Layout.from_rows(message.facts["layout"]) for message in hellos]
+        shared = share([*zip(layouts, held, strict=True)])
+        if shared != self._met:
+            check_regions(shared.layout, [box for boxes in shared.boxes for box in boxes])
+        self._met = shared
+        await self._all({"do": "share", "layout": shared.layout.rows(), "rows": shared.rows()})
+        assert self.parts is not None
         return hello.facts["version"], self.parts.layout
 
     @property
@@ -224,11 +242,11 @@ class Ranks:
 
     async def begin(self) -> None:
         """Have every rank copy the trainer's part."""
-        assert self.parts is not None
+        assert self.parts is not None and self._met is not None
         self.forget()
         await self._all({"do": "begin"})
         self._begun = self._met
-        self._cut = cut_digest(packed(self.parts.layout, [box for boxes in self._met for box in boxes]))
+        self._cut = cut_digest(packed(self.parts.layout, [box for boxes in self._met.boxes for box in boxes]))
 
     async def resume(self, layout: Layout, bits: Mapping[str, Bits], version: int) -> None:
         """Begin with bits that a store holds, instead of the trainer's; there are no other ranks."""
@@ -287,7 +305,9 @@ class Ranks:
 
     def _tell_now(self, order: Order) -> None:
         assert self._exchange is not None
-        self._exchange.tell(RankMessage(facts={**order, "at": self.version, "lost": self._exchange.lost}))
+        facts = {key: value for key, value in order.items() if key != "rows"}
+        rows = order.get("rows", np.zeros(0, np.int64))
+        self._exchange.tell(RankMessage(facts={**facts, "at": self.version, "lost": self._exchange.lost}, rows=rows))
 
     async def _gathered(self) -> list[RankMessage]:
         return [] if self._exchange is None else await asyncio.to_thread(self._exchange.gather)

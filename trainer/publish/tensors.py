@@ -2,8 +2,10 @@
 
 - Tensors that are to be compared where they are (on a device) are flat torch tensors of integers of the same width,
   all others flat numpy arrays.
-- A sharded tensor (DTensor, boxes.py) is published by its own ranks, each its part. Any other is the same on every
-  rank, and published by one of them, by turns.
+- A rank holds whole tensors, or parts of them: of a DTensor (boxes.py), or Slices (slices.py). sharing.py says who
+  publishes what several ranks hold.
+- Where the run has a dtype, floating-point tensors of another one are rounded to it: half the memory of float32 masters
+  more, until the publish has ended.
 - The caller's tensors are iterated once, where `publish` is called (`pairs_of`): a generator is the caller's code.
 - Every error of a tensor names it.
 """
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,10 +32,12 @@ from ...fabric.format.regions import Region
 from ...fabric.inspect.safetensors import open_checkpoint
 from ...fabric.versions.reader import Weights
 from ...fabric.versions.snapshot import Check, no_check
+from .slices import Slice
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
 Pairs = list[tuple[str, Any]]
 ComparesOn = Literal["auto", "device", "host"]
+FLOATING = ("float64", "float32", "bfloat16", "float16")  # what a run's dtype is for
 Found = tuple[TensorSpec, tuple[Any, ...], Callable[[], Flat]]
 
 
@@ -44,8 +49,8 @@ class Stored(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """One rank's share of a model. boxes: its parts of tensors, at most one of each, in the layout's order. bits: those
-    of the boxes, flat, by name.
+    """What one rank publishes of a model. boxes: its parts of tensors, at most one of each, in the layout's order.
+    bits: those of the boxes, flat, by name.
     """
 
     layout: Layout
@@ -53,14 +58,34 @@ class Parts(NamedTuple):
     bits: dict[str, Flat]
 
 
-def collect(
-    named: Named, compares_on: ComparesOn = "host", check: Check = no_check, *, rank: int = 0, size: int = 1
-) -> Parts:
-    """Collect what rank `rank` of `size` publishes: its parts of DTensors, and its share of the tensors that all ranks
-    have alike. Copy nothing that lies contiguous and may stay where it is.
+class Held(NamedTuple):
+    """What one rank holds. layout: of the tensors that it has a part of. boxes: the parts that are not empty, in the
+    layout's order. readers: of their bits, by name.
+    """
+
+    layout: Layout
+    boxes: list[Region]
+    readers: dict[str, Callable[[], Flat]]
+
+    def parts(self, layout: Layout, mine: Sequence[Region], check: Check = no_check) -> Parts:
+        """Read what this rank publishes. layout: of all ranks, in which `mine` are numbered."""
+        bits = {}
+        for box in mine:
+            check()
+            name = layout.tensors[box.tensor].name
+            bits[name] = self.readers[name]()
+        empty = {spec.name for spec in layout.tensors if spec.element_count == 0} & self.readers.keys()
+        return Parts(layout, list(mine), bits | {name: self.readers[name]() for name in empty})
+
+
+def hold(
+    named: Named, compares_on: ComparesOn = "host", check: Check = no_check, *, size: int = 1, dtype: str = ""
+) -> Held:
+    """Find what this rank, of `size`, holds of which tensors; nothing is copied before `Held.parts`.
 
     Args:
         compares_on: which torch tensors stay where they are: "host" none, "device" all, "auto" those not on the CPU.
+        dtype: the run's, of floating-point tensors; "": their own.
 
     Raises:
         InputError: no tensors, or something that is not one. LayoutMismatch: a name twice, tied tensors, odd dtypes.
@@ -69,18 +94,22 @@ def collect(
     numbers = {name: number for number, name in enumerate(sorted({name for name, _ in pairs}))}
     specs: list[TensorSpec] = []
     boxes: list[Region] = []
-    bits: dict[str, Flat] = {}
+    readers: dict[str, Callable[[], Flat]] = {}
     owners: dict[tuple[Any, ...], str] = {}
-    for name, tensor in pairs:
+    for name, given in pairs:
         check()
-        with _naming(name, tensor):
-            spec, storage, read = _found(name, tensor, compares_on, size)
-            number = numbers[name]
-            box, is_mine = Region.span(number, 0, spec.element_count), number % size == rank
-            if hasattr(tensor, "full_tensor"):
+        with _naming(name, given):
+            part = given if isinstance(given, Slice) else None
+            spec, storage, read = _found(name, given if part is None else part.tensor, _Wish(compares_on, size, dtype))
+            if part is not None:
+                spec = replace(spec, shape=tuple(part.shape))
+            box = Region.span(numbers[name], 0, spec.element_count)
+            if part is not None:
+                box = part.box(spec, numbers[name])
+            elif hasattr(given, "full_tensor"):
                 from .boxes import box_of  # loads torch.distributed
 
-                box, is_mine = box_of(spec, tensor, number)
+                box = box_of(spec, given, numbers[name])
             other = owners.setdefault(storage, name) if box.element_count else name
             if other != name:
                 raise LayoutMismatch(
@@ -89,10 +118,9 @@ def collect(
                     names=[other, name],
                 )
             specs.append(spec)
-            if is_mine:
-                bits[name] = read()
-                boxes += [box] if box.element_count else []
-    return Parts(Layout(tuple(specs)), sorted(boxes), bits)
+            readers[name] = partial(_read, name, given, read)
+            boxes += [box] if box.element_count else []
+    return Held(Layout(tuple(specs)), sorted(boxes), readers)
 
 
 def pairs_of(named: Named) -> Pairs:
@@ -192,12 +220,29 @@ def _naming(name: str, tensor: Any) -> Iterator[None]:
         ) from error
 
 
-def _found(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
+class _Wish(NamedTuple):
+    """See `hold`."""
+
+    compares_on: ComparesOn
+    size: int
+    dtype: str
+
+    def of(self, dtype: str) -> str:
+        """The dtype to publish a tensor of `dtype` in."""
+        return self.dtype if self.dtype and dtype in FLOATING else dtype
+
+
+def _read(name: str, tensor: Any, read: Callable[[], Flat]) -> Flat:
+    with _naming(name, tensor):
+        return read()
+
+
+def _found(name: str, tensor: Any, wish: _Wish) -> Found:
     """Return a tensor's spec, a key of its memory, and a reader of its bits; for a DTensor, of this rank's part."""
-    return _from_torch(name, tensor, compares_on, size) if hasattr(tensor, "detach") else _from_numpy(name, tensor)
+    return _from_torch(name, tensor, wish) if hasattr(tensor, "detach") else _from_numpy(name, tensor, wish)
 
 
-def _from_torch(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> Found:
+def _from_torch(name: str, tensor: Any, wish: _Wish) -> Found:
     import torch  # here, because the client must stay importable without it
 
     if torch.nn.parameter.is_lazy(tensor):
@@ -205,7 +250,7 @@ def _from_torch(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> F
             f"tensor {name!r} is not initialised (a lazy module's): run the model once, then publish", name=name
         )
     is_sharded = hasattr(tensor, "full_tensor")
-    is_lone = is_sharded and tensor.device_mesh.size() > size
+    is_lone = is_sharded and tensor.device_mesh.size() > wish.size
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or is_lone:
         raise InputError(
             f"tensor {name!r} is not a plain dense tensor with data (meta, sparse, nested or sharded): gather it first;"
@@ -215,27 +260,27 @@ def _from_torch(name: str, tensor: Any, compares_on: ComparesOn, size: int) -> F
         )
     if tensor.is_quantized:
         raise InputError(f"tensor {name!r} is quantised by torch ({tensor.dtype}): publish it dequantised", name=name)
-    if size > 1 and (type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False)):
+    if wish.size > 1 and (type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False)):
         raise InputError(
             f"tensor {name!r} is a FlatParameter, which cannot be published by shards: give plain torch tensors, or"
             " DTensors as fully_shard (FSDP2) makes them",
             name=name,
         )
-    spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    spec = TensorSpec(name, wish.of(str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
     local = tensor.to_local() if is_sharded else tensor
-    return spec, (str(local.device), local.data_ptr(), local.nbytes), partial(_flat, local, compares_on)
+    return spec, (str(local.device), local.data_ptr(), local.nbytes), partial(_flat, local, wish.compares_on, spec)
 
 
-def _flat(tensor: Any, compares_on: ComparesOn) -> Flat:
+def _flat(tensor: Any, compares_on: ComparesOn, spec: TensorSpec) -> Flat:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if compares_on == "device" or (compares_on == "auto" and tensor.device.type != "cpu"):
-        return load_torch().integers(tensor)
-    return on_host(load_torch().integers(tensor.cpu()))
+        return load_torch().integers(tensor, spec.dtype)
+    return on_host(load_torch().integers(tensor.cpu(), spec.dtype))
 
 
-def _from_numpy(name: str, tensor: Any) -> Found:
+def _from_numpy(name: str, tensor: Any, wish: _Wish) -> Found:
     if isinstance(tensor, Stored) and isinstance(tensor.array, np.ndarray):
-        return _from_bits(name, tensor)
+        return _from_bits(name, tensor, wish)
     if isinstance(tensor, Mapping):
         raise InputError(
             f"tensor {name!r} is a {type(tensor).__name__}: tensors are not nested, give each its whole name (as"
@@ -249,15 +294,27 @@ def _from_numpy(name: str, tensor: Any) -> Found:
         raise InputError(f"tensor {name!r} is a {kind}: publish torch tensors or numpy arrays of numbers", name=name)
     plain = tensor.dtype.newbyteorder("=")
     spec = TensorSpec(name, "bfloat16" if plain == np.uint16 else plain.name, tensor.shape)
+    if wish.of(spec.dtype) != spec.dtype:
+        raise InputError(
+            f"tensor {spec} is a numpy array, and the run's weights are {wish.dtype}: publish a torch tensor, which is"
+            " rounded to that, or an array of that dtype",
+            name=name,
+        )
     array = np.ascontiguousarray(tensor, dtype=plain)
     return spec, ("numpy", tensor.ctypes.data, spec.byte_count), lambda: array.reshape(-1).view(spec.bits_dtype)
 
 
-def _from_bits(name: str, tensor: Stored) -> Found:
+def _from_bits(name: str, tensor: Stored, wish: _Wish) -> Found:
     """Do the same for weights read from a run; if the caller replaced an array, its own dtype counts."""
     array = tensor.array
     spec = TensorSpec(name, tensor.dtype, array.shape)
     if array.dtype != spec.bits_dtype and array.dtype.name != tensor.dtype:
-        return _from_numpy(name, array)
+        return _from_numpy(name, array, wish)
+    if wish.of(spec.dtype) != spec.dtype:
+        raise InputError(
+            f"tensor {spec} is stored so, and the run's weights are {wish.dtype}: load it with torch and publish that,"
+            " which is rounded to the run's dtype",
+            name=name,
+        )
     bits = np.ascontiguousarray(array).reshape(-1).view(spec.bits_dtype)
     return spec, ("numpy", array.ctypes.data, spec.byte_count), lambda: bits

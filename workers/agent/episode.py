@@ -3,11 +3,11 @@
 - The tokens are one growing sequence; observations are tokenised once, when they appear, and never again.
 - After a take-over the episode goes on as its environment says: `replay` steps a fresh world through the turns that
   are settled, `snapshot` loads the state saved after the last of them, `restart` fails the attempt and starts anew.
-- No turn is taken that was made in another context than the one we are in: a world that was replayed or restored and
-  then says or pays something else fails the attempt as "diverged", which starts anew. The two are never mixed.
-- Infrastructure failures are no rewards: whatever raises here fails the attempt.
-- What a world gives is bounded where it arrives, before it is tokenised, encoded, logged or sent; what may take long to
-  tokenise or encode does so in a thread.
+- The episode takes no turn that was made in another context than its own: if a world says or pays something else after
+  a replay or restore, the attempt fails as "diverged", and a new one starts. The two are never mixed.
+- Infrastructure failures are no rewards: any exception here fails the attempt.
+- A world's output is bounded on arrival, before it is tokenised, encoded, logged or sent; a thread does the tokenising
+  or encoding that may take long.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from .transcript import Transcript
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BRIEF = 16 * KIB  # characters, or values: what is more is tokenised and encoded in a thread
+BRIEF = 16 * KIB  # characters, or values: a thread tokenises and encodes anything longer
 
-DIVERGED = {  # what to do about it, by how the environment recovers
+DIVERGED = {  # advice for people, by how the environment recovers
     "replay": 'Its answers do not follow from task, seed and actions: mend that, or set recovery = "restart" on it',
     "snapshot": "Its answers do not follow from its snapshot and the actions since: mend that, or set "
     'recovery = "restart" on it',
@@ -78,26 +78,26 @@ DIVERGED = {  # what to do about it, by how the environment recovers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Who runs the episode, how long one call of its environment may take, and the room for what it keeps."""
+    """The agent that runs the episode, the time limit of one call of its environment, and the room for snapshots."""
 
     agent_id: str
     call_timeout_s: float
     room: Room = field(default_factory=lambda: Room(SNAPSHOTS_BYTES_MAX))
-    """For snapshots, shared by all episodes of the agent."""
+    """Memory for snapshots, shared by all episodes of the agent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """A turn that is asked for; `answer` is None when the trajectory's claim is lost."""
+    """A turn that an episode asks for; `answer` becomes None if the trajectory's claim is lost."""
 
     push: TurnPush
     answer: asyncio.Future[TurnResult | None]
 
 
 class TurnCaller:
-    """What the episodes of one run ask of the broker: the next turn, and to keep a snapshot.
+    """Asks the broker for the episodes of one run: for the next turn, and to keep a snapshot.
 
-    Turns that are asked for in one round of the event loop go in one call; each result comes to whoever waits for it.
+    All turns that are asked for in one round of the event loop go in one call; each result goes to its episode.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class TurnCaller:
         *,
         ask_again_s: float,
     ) -> None:
-        """`push` and `receive` are to run, for ever, as long as anybody asks."""
+        """Make a caller; its owner must keep `push` and `receive` running as long as any episode asks."""
         self._agent_id = agent_id
         self._turns = turns
         self._trajectories = trajectories
         self._quarantine = quarantine
         self._ask_again_s = ask_again_s
         self._waiting: dict[str, _Call] = {}  # by turn
-        self._silent_since_s = 0.0  # on the event loop's clock; while any is waited for
+        self._silent_since_s = 0.0  # on the event loop's clock; of use only while an episode waits
         self._asked: list[_Call] = []
         self._has_asked = asyncio.Event()
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
-        """The result of a turn. Raises ClaimLost."""
+        """Ask for a turn and wait for its result. Raises ClaimLost."""
         push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
         if not self._waiting:
             self._hear()
@@ -132,8 +132,8 @@ class TurnCaller:
                 self._has_asked.set()
                 await asyncio.wait([call.answer], timeout=self._ask_again_s)
         finally:
-            call.answer.cancel()  # if it still waits to be pushed, its answer could not be told from a later claim's
-            if self._waiting.get(job.turn_id) is call:  # not, when a later claim asks for the same turn
+            call.answer.cancel()  # also stops a push that still waits: its answer would look like a later claim's
+            if self._waiting.get(job.turn_id) is call:  # false if a later claim asks for the same turn
                 del self._waiting[job.turn_id]
         result = call.answer.result()
         if result is None:
@@ -142,7 +142,10 @@ class TurnCaller:
         return result
 
     def unanswered(self, for_s: float) -> set[str]:
-        """The trajectories that wait for a turn, if no turn of any has come for so long. Counts anew from then on."""
+        """Return the trajectories that wait, if no turn of the run has come for `for_s` seconds; else none.
+
+        A call that returns some counts the silence anew.
+        """
         if not self._waiting or asyncio.get_running_loop().time() < self._silent_since_s + for_s:
             return set()
         self._hear()
@@ -157,7 +160,11 @@ class TurnCaller:
             raise _lost(claim)
 
     async def push(self) -> None:
-        """Hand to the broker what is asked for; for ever. Raises BrokerError: what was asked for still is."""
+        """Push the turns that are asked for; for ever.
+
+        Raises:
+            BrokerError: the push failed; its turns stay asked for, and the next call pushes them.
+        """
         while True:
             await self._has_asked.wait()
             await asyncio.sleep(0)
@@ -176,7 +183,7 @@ class TurnCaller:
                     call.answer.set_result(None)
 
     async def receive(self) -> None:
-        """Bring results to whoever waits for them; for ever."""
+        """Bring each result to the episode that waits for it; for ever."""
         while True:
             for result in await self._turns.results(self._agent_id, 1.0):
                 self._hear()
@@ -211,17 +218,17 @@ class Episode:
         self._transcript = Transcript()
         self._texts: list[str] = []
         self._recovery: Recovery = "replay"
-        self._has_limit = True  # whether a call's time is ours to limit; known once the world is
+        self._has_limit = True  # whether we limit the time of a call; known once the world is open
 
     async def run(self) -> Rollout:
-        """The finished rollout, scored by the environment unless the run has a reward function.
+        """Play the trajectory to its end; return the rollout, scored unless the run has a reward function.
 
         Raises:
             EnvironmentFailed: user code raised, hung, or gave an impossible answer; traceback in its facts. Its reason
-                is "restart" or "diverged" when the trajectory cannot go on from where a lost worker left it.
+                is "restart" or "diverged" if the trajectory cannot go on from where a lost worker left it.
         """
         if (task := asyncio.current_task()) is not None:
-            task.set_name(f"{self._name} of {self._claim.job.trajectory_id}")  # what the watchdog calls us
+            task.set_name(f"{self._name} of {self._claim.job.trajectory_id}")  # the watchdog names us so
         world = await self._open()
         try:
             step = await self._recover(world)
@@ -255,19 +262,19 @@ class Episode:
     # ---- the world
 
     async def _open(self) -> Environment:
-        """The world; one with a process of its own keeps time itself, and waits for a process under no limit."""
+        """Open the world. A world with a process of its own keeps time itself; the wait for a process has no limit."""
         name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
         self._has_limit = False
         self._has_limit = await self._guard("make", lambda: self._registry.is_inside(name))
         world = await self._guard(
             "make", lambda: self._registry.open(name, options, owner=self._run.run_id, timeout_s=limit_s)
         )
-        if world.inline:  # it does not wait for anything, so no limit could stop it
+        if world.inline:  # it never waits for anything, so no limit could stop it
             self._has_limit = False
         return world
 
     async def _close(self, world: Environment) -> None:
-        """The trajectory has ended: a world that cannot be closed takes nothing back."""
+        """Close the world; a failure is logged and takes nothing back, as the trajectory has ended."""
         try:
             await self._guard("close", world.close)
         except FabricError as error:
@@ -283,7 +290,7 @@ class Episode:
                 reason="restart",
             )
         snapshot = self._claim.snapshot
-        self._claim = replace(self._claim, snapshot=None)  # what it takes is free again once it is restored
+        self._claim = replace(self._claim, snapshot=None)  # so that its memory is free once it is restored
         if settled and world.recovery == "snapshot" and snapshot is not None:
             with self._limits.room.share() as share:
                 if await share.take(len(snapshot)):
@@ -298,7 +305,7 @@ class Episode:
         return await self._replay(world, Step(observation.text, 0.0), settled)
 
     async def _replay(self, world: Environment, step: Step, settled: Sequence[TurnResult]) -> Step:
-        """Step through turns that are settled."""
+        """Step the world through settled turns, from `step` on; return the last step."""
         for result in settled:
             if step.is_done:
                 raise self._diverged("it is over earlier than before")
@@ -306,7 +313,7 @@ class Episode:
         return step
 
     async def _restore(self, world: Environment, snapshot: bytes) -> Step:
-        """Load the state saved after some turn; turns settled since then are stepped through."""
+        """Load the state saved after some turn, then step through the turns settled since."""
         settled = self._claim.turns
         try:
             state = load_json(snapshot)
@@ -343,7 +350,7 @@ class Episode:
         return step
 
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
-        """Give one turn's text to the world and take down what follows."""
+        """Give one turn's text to the world and record its answer."""
         self._take(result)
         action = self._tokenizer.decode(result.completion_ids)
         step = await self._guard("step", lambda: world.step(action))
@@ -360,7 +367,7 @@ class Episode:
             if isinstance(world, IsolatedEnvironment):
                 kept = await self._guard("snapshot", lambda: world.snapshot_within(share))
                 if share.is_refused:
-                    return  # what is kept is older: a take-over steps through the turns since then
+                    return  # the kept snapshot is older: a take-over steps through the turns since then
             else:
                 kept = await self._guard("snapshot", world.snapshot)
             state = {
@@ -378,7 +385,7 @@ class Episode:
         return len(self._transcript.rewards)
 
     def _take(self, result: TurnResult) -> None:
-        """Take down a turn that was made in this context. Workers that know no digests send none."""
+        """Record a turn that was made in this context. Workers that know no digests send an empty one."""
         if result.context_digest not in ("", self._transcript.digest()):
             raise self._diverged(f"turn {self._turn_count} was made in another context than the one it came to")
         self._transcript.add_turn(result)
@@ -430,11 +437,11 @@ class Episode:
         )
 
     def _goes_on(self, world: Environment, step: Step) -> bool:
-        """Whether another turn is asked for."""
+        """Tell whether the episode asks for another turn."""
         return not step.is_done and self._turn_count < min(world.turn_count_max, self._run.turn_count_max)
 
     async def _guard(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """User code, called under its time limit, with whatever it raises translated."""
+        """Call user code under its time limit, and translate any exception to EnvironmentFailed."""
         where = f"{self._name}: {what}"
         try:
             return await (self._in_time(where, work) if self._has_limit else _contain(work))
@@ -446,7 +453,7 @@ class Episode:
             ) from error
 
     async def _in_time(self, where: str, work: Callable[[], Awaitable[T]]) -> T:
-        """In a task of its own, which is left behind when it does not even end on being cancelled."""
+        """Run `work` in a task of its own; leave the task behind if even a cancellation does not end it."""
         task = asyncio.create_task(_contain(work), name=where)
         try:
             async with time_limit(self._limits.call_timeout_s):
@@ -462,7 +469,7 @@ class Episode:
         return task.result()
 
     async def _dump(self, what: str, value: object, bytes_max: int) -> bytes:
-        """JSON of what a world gave: weighed first, for nobody knows how much it is."""
+        """Encode a world's output as JSON; weigh it first, as it may be of any size."""
         try:
             if weigh(value, BRIEF) <= BRIEF:
                 return dump_json(value)
@@ -476,10 +483,10 @@ class Episode:
 
 
 def _dump_within(what: str, value: object, bytes_max: int) -> bytes:
-    """JSON of at most so many bytes.
+    """Encode a value as JSON of at most `bytes_max` bytes.
 
     Raises:
-        InputError: it is no JSON, or too large.
+        InputError: the value cannot be JSON, or is too large.
     """
     if weigh(value, bytes_max) > bytes_max:
         raise PayloadTooLarge(f"{what} is more than {bytes_max:,} bytes as JSON, the limit: say less in it")
@@ -487,7 +494,7 @@ def _dump_within(what: str, value: object, bytes_max: int) -> bytes:
 
 
 def weigh(value: object, limit: int) -> int:
-    """At most how many bytes plain values are as JSON, at least; counts no further than `limit`."""
+    """Count the bytes that plain values take as JSON at the least; stop once the count exceeds `limit`."""
     total, left = 0, [value]
     while left and total <= limit:
         each = left.pop()
@@ -501,7 +508,7 @@ def weigh(value: object, limit: int) -> int:
 
 
 async def _contain(work: Callable[[], Awaitable[T]]) -> T:
-    """Call user code; what it raises ends no more than this. A cancelling that is not ours is an error of its own."""
+    """Call user code; turn an exit, or a cancellation that is not ours, into an error that ends this call only."""
     try:
         return await work()
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,10 +1,10 @@
-"""What says that an agent lives, beside all that its environments do to it: heartbeats, renewals, and reaping.
+"""The keeper of an agent: heartbeats, renewals and reaping, undisturbed by the agent's environments.
 
-- In a thread of its own, with an event loop and a broker connection of its own: whatever makes the agent's loop stand,
-  nobody takes its trajectories for lost. (Where no way to open a connection is given, it shares the agent's loop.)
-- An agent whose loop stands for `hung_s` is hung: it is not spoken for any more, and others take over what it holds.
-  That is counted in looks, not in time: a process that was stopped or starved is not accused.
-- Runs are kept beside each other: one that cannot be reached holds up no other.
+- The keeper has a thread, an event loop and a broker connection of its own: if the agent's loop stands still, nobody
+  takes its trajectories for lost. (Without a way to open a connection, it shares the agent's loop.)
+- An agent whose loop stands still for `hung_s` is hung: the keeper falls silent, and others take over its trajectories.
+  The keeper counts looks, not time: a process that was stopped or starved is not accused.
+- The keeper renews and reaps all runs side by side: a run that cannot be reached holds up no other.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from ...fabric.ports.queue import Fabric, TrajectoryQueue
 
 log = logging.getLogger(__name__)
 
-FOLLOW_S = 0.1  # how often runs that are served from now on, or no longer, are looked for
+FOLLOW_S = 0.1  # how often the keeper looks for runs that the agent has begun or ceased to serve
 BEAT_S = 1.0
 BROKER_PAUSE_S = 0.5
-JOIN_S = 15.0  # for the thread to end: longer than a broker is waited for
+JOIN_S = 15.0  # for the thread to end: longer than any wait for a broker
 
 
 class AskReward(Protocol):
-    """Asks for the reward of a trajectory; `is_again`: it was asked for before, and may still be on its way."""
+    """Asks for the reward of a trajectory; `is_again`: an earlier request may still be on its way."""
 
     async def __call__(self, run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None: ...
 
 
 class Kept(Protocol):
-    """What is kept of an agent's part that serves one run; read from the keeper's thread."""
+    """The part of an agent that serves one run, as the keeper sees it, from its own thread."""
 
     @property
     def run(self) -> RunConfig:
-        """The run as it is now."""
+        """The run, with its settings as they are now."""
         ...
 
     async def renew(self, trajectories: TrajectoryQueue) -> dict[str, int]:
-        """Renew what is held; returns the claims that are lost: trajectory and fence."""
+        """Renew the claims; return the lost ones as trajectory → fence."""
         ...
 
     def lose(self, lost: Mapping[str, int]) -> None:
-        """End the episodes whose claims are lost; called in the agent's own loop."""
+        """End the episodes of lost claims; called in the agent's own loop."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """What a keeper needs to work in a thread of its own; both are called there."""
+    """The factories that a keeper needs to work in a thread of its own; it calls both there."""
 
     open_fabric: Callable[[], Awaitable[AbstractAsyncContextManager[Fabric]]]
     make_ask_reward: Callable[[], AskReward]
@@ -75,17 +75,17 @@ class KeeperConfig:
 
 
 async def patiently(work: Callable[[], Awaitable[None]], clock: Clock) -> None:
-    """Do some work again and again, whatever becomes of the broker."""
+    """Repeat some work for ever, through all broker errors."""
     while True:
         try:
             await work()
-        except (BrokerError, WireError) as error:  # away, or with rows that cannot be read
+        except (BrokerError, WireError) as error:  # the broker is away, or holds unreadable rows
             log.warning("agent.broker_lost", extra={"error": str(error)})
             await clock.sleep(BROKER_PAUSE_S)
 
 
 class Keeper:
-    """Keeps what one agent worker holds. kept: its runs by name, looked at again and again."""
+    """Keeps the claims of one agent worker. kept: returns the parts that it serves now, by run."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class Keeper:
         self._clock = clock
         self._say = say
         self._kept = kept
-        self._agent_loop: asyncio.AbstractEventLoop | None = None  # where it is not our own
+        self._agent_loop: asyncio.AbstractEventLoop | None = None  # None: the keeper runs in it
         self._has_turned = threading.Event()
         self._missed_count = 0
         self._keeping: dict[str, tuple[Kept, Helpers]] = {}
 
     @contextlib.asynccontextmanager
     async def keeping(self, fabric: Fabric, ask_reward: AskReward, elsewhere: Elsewhere | None) -> Any:
-        """Keep while the block lasts; yields what raises the keeper's error, should it have died."""
+        """Keep while the block lasts; yield a function that raises the keeper's error if the keeper has died."""
         if elsewhere is None:
             async with Helpers(self._serve(fabric, ask_reward)) as helpers:
                 yield helpers.check
@@ -139,7 +139,7 @@ class Keeper:
                     await each.end()
 
     async def _follow(self, fabric: Fabric, ask_reward: AskReward) -> None:
-        """Keep the runs that are served now, and no others."""
+        """Keep the runs that the agent serves now, and no others."""
         kept = dict(self._kept())
         for name, (part, helpers) in list(self._keeping.items()):
             if kept.get(name) is not part:
@@ -154,11 +154,11 @@ class Keeper:
 
     @property
     def is_hung(self) -> bool:
-        """Whether the agent's loop has stood for too long."""
+        """True if the agent's loop has stood still for too long."""
         return self._missed_count * self._config.renew_s >= self._config.hung_s
 
     async def _look(self) -> None:
-        """Look every so often whether the agent's loop has turned since."""
+        """Look every `renew_s` whether the agent's loop has turned since the last look."""
         while self._agent_loop is not None:
             if self._has_turned.is_set() or self._missed_count == 0:
                 self._missed_count = 0
@@ -170,7 +170,7 @@ class Keeper:
                 log.error("agent.is_hung", extra={"stood_s": self._config.hung_s})
             await self._clock.sleep(self._config.renew_s)
 
-    # ---- what is told to the broker
+    # ---- signs of life to the broker
 
     async def _beat(self, fabric: Fabric) -> None:
         while True:
@@ -197,7 +197,7 @@ class Keeper:
         trajectories, turns, rollouts = fabric.trajectories(run), fabric.turns(run), fabric.rollouts(run)
         while True:
             await self._clock.sleep(self._config.reap_s)
-            if run != part.run:  # its settings are others by now
+            if run != part.run:  # its settings have changed
                 run = part.run
                 trajectories = fabric.trajectories(run)
             first_error = FirstError()
@@ -213,7 +213,7 @@ class Keeper:
 
 
 class _Thread:
-    """A coroutine in a thread and a loop of its own; what it raises is told by `check`."""
+    """A coroutine in a thread and a loop of its own; `check` raises its error."""
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self._work = work
@@ -238,12 +238,12 @@ class _Thread:
             self._error = error
 
     def check(self) -> None:
-        """Raise what has ended it."""
+        """Raise the error that has ended it, if any."""
         if self._error is not None:
             raise self._error
 
     async def end(self) -> None:
-        """End it, and wait for that."""
+        """End the coroutine, and wait for its thread."""
         await asyncio.to_thread(self._has_begun.wait, JOIN_S)
         if self._loop is not None and self._task is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself

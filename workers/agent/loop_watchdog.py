@@ -1,9 +1,10 @@
-"""Notices when the event loop does not turn, and says who holds it up: an environment that blocks freezes all others.
+"""Notices that the event loop stands still, and names the cause: an environment that blocks freezes all others.
 
 - A thread looks from outside, since the loop itself cannot; it reads stacks and touches nothing.
-- It counts its looks, not the time: a process that was stopped or starved is not accused, for then it looked less.
+- The thread counts its looks, not time: it looks less while the process is stopped or starved, so it accuses nobody
+  of that.
 
-A block cannot be ended from here. An environment that blocks belongs in a thread (a plain synchronous class without
+The watchdog cannot end a block. An environment that blocks belongs in a thread (a plain synchronous class without
 `inline`) or in a process of its own (`isolation = "process"`), where a time limit ends it.
 """
 
@@ -22,7 +23,7 @@ from types import FrameType
 
 log = logging.getLogger(__name__)
 
-LOOKS = 4  # in vain, until it is told; a block is seen 1 to 1.25 times `blocked_s` after it began
+LOOKS = 4  # in vain, before a warning; it comes 1 to 1.25 times `blocked_s` after the block began
 FRAME_COUNT_MAX = 12
 LINE_LENGTH_MAX = 300
 PYTHON = sysconfig.get_path("stdlib")  # asyncio too
@@ -38,7 +39,7 @@ def watching(blocked_s: float = 1.0) -> Iterator[None]:
     """Watch the running loop, in the thread that runs it, while the block lasts.
 
     Args:
-        blocked_s: how long the loop may stand still before it is logged, at most once for each standstill.
+        blocked_s: how long the loop may stand still before a warning, at most one for each standstill.
     """
     watchdog = _Watchdog(asyncio.get_running_loop(), blocked_s)
     thread = threading.Thread(target=watchdog.watch, name="watchdog", daemon=True)
@@ -51,7 +52,7 @@ def watching(blocked_s: float = 1.0) -> Iterator[None]:
 
 
 def user_stack(frame: FrameType) -> str:
-    """Where user code stands: the frames below ours and not of Python's library, bounded, the innermost last."""
+    """Say where user code stands: the frames called by ours, without Python's library; bounded, the innermost last."""
     frames = list(traceback.extract_stack(frame))
     called_at = max((index for index, each in enumerate(frames) if each.filename.startswith(OURS)), default=-1)
     own = [each for each in frames[called_at + 1 :] if not _is_of_python(each.filename)]
@@ -61,7 +62,7 @@ def user_stack(frame: FrameType) -> str:
 
 
 def _is_of_python(name: str) -> bool:
-    is_installed = "site-packages" in name or "dist-packages" in name  # as a user's environment may be
+    is_installed = "site-packages" in name or "dist-packages" in name  # a user's environment may be installed there
     return name.startswith("<frozen") or (name.startswith(PYTHON) and not is_installed)
 
 
@@ -74,7 +75,7 @@ class _Watchdog:
         self._has_turned = threading.Event()
 
     def watch(self) -> None:
-        """Look every so often whether the loop has turned since; runs in a thread of its own."""
+        """Look every `_look_s` whether the loop has turned since the last look; runs in a thread of its own."""
         missed_count = 0
         self._ask()
         while not self.is_over.wait(self._look_s):

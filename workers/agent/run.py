@@ -1,7 +1,7 @@
-"""The part of an agent worker that serves one run: claims its trajectories, and brings each to its end.
+"""The part of an agent worker that serves one run: claims its trajectories, and settles or fails each.
 
-What happens between the two is episode.py's. A claim that is lost ends its episode at once; whoever took it over goes
-on.
+The life of a trajectory in between is episode.py's. A lost claim ends its episode at once; the agent that took it over
+goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .slots import Places, Quarantine
 
 log = logging.getLogger(__name__)
 
-STALL_S = 30.0  # without a turn from anybody: what is above a run's share is for others then
+STALL_S = 30.0  # a run without any turn for so long gives the places above its share to others
 WAIT_S = 0.5  # longest wait for work, or for a place: the safety net below the doorbell
 
 
@@ -42,24 +42,26 @@ class AgentConfig:
     environment_timeout_s: float = 30.0
     """A reset or step that takes longer fails its attempt."""
     ask_again_s: float = 60.0
-    """A turn without a result for this long is asked for again, which changes nothing if it is under way, and brings
-    the result if that was lost on its way here. Waiting itself has no end: there may be no worker for hours."""
+    """The agent asks again for a turn that has had no result for this long: this changes nothing if the turn is under
+    way, and brings the result if it was lost on its way here. The wait itself has no end: there may be no worker for
+    hours."""
     renew_s: float = 0.5
-    """Must be well below the claim time of 2 s; a cancelled group has let go of its places after as long."""
+    """How often claims are renewed. Must be well below the claim time of 2 s; a cancelled group frees its places within
+    this time."""
     reap_s: float = 0.25
-    """How often what others lost is taken back, and groups past their deadline are completed."""
+    """How often the agent takes back claims that others lost, and completes groups past their deadline."""
     runs_s: float = 0.25
-    """How often new runs, and changed settings of others, are looked for."""
+    """How often the agent looks for new runs and changed settings."""
     hub_names: tuple[str, ...] = ()
     """Models whose tokenizers may be downloaded for a run that names them, as patterns: "org/*"."""
     hung_s: float = 30.0
-    """An agent whose event loop stands for longer is hung, and its trajectories are for others."""
+    """An agent whose event loop stands still for longer is hung, and others take over its trajectories."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentParts:
-    """What the runs of one agent share: the places for environments and for a suspect, the room for snapshots, and how
-    to reach all else."""
+    """The things that all runs of one agent share: places for environments and for a suspect, the room for snapshots,
+    and the way to everything else."""
 
     fabric: Fabric
     registry: Registry
@@ -90,13 +92,14 @@ class RunAgent:
 
     @property
     def run(self) -> RunConfig:
-        """The run as it is now."""
+        """The run, with its settings as they are now."""
         return self._run
 
     def follow(self, run: RunConfig) -> bool:
-        """Take in settings that changed, for claims from now on: episodes under way go on as they began.
+        """Take in changed settings for claims from now on: episodes under way go on as they began.
 
-        How often a trajectory may fail counts at once. False: it is another run, made anew under the same name.
+        The limit of a trajectory's failures holds at once. Return False if this is another run, made anew under the
+        same name.
         """
         if not is_same_run(self._run, run):
             return False
@@ -105,14 +108,14 @@ class RunAgent:
         return True
 
     def has_died(self) -> bool:
-        """Whether a loop ended by an error that is ours."""
+        """Tell whether a fault of ours has ended one of the loops."""
         error = self._helpers.error
         if error is not None:
             log.error("agent.loop_died", exc_info=error, extra={"run_id": self._run.run_id})
         return error is not None
 
     async def close(self) -> None:
-        """Stop, and give back what is unfinished."""
+        """Stop, and release unfinished trajectories."""
         held = list(self.claims.values())
         await self._helpers.end()
         await end_all(self._episodes.values())
@@ -136,7 +139,7 @@ class RunAgent:
                 found = await self._trajectories.claim(
                     self._worker_id, want, takes_suspect=takes_suspect or not is_inside, is_inside=is_inside
                 )
-                claims = [dataclasses.replace(each, snapshot=None) for each in found]  # those are kept
+                claims = [dataclasses.replace(each, snapshot=None) for each in found]  # we keep these, so no snapshots
             finally:
                 places.used(run_id, want, len(claims))
                 if takes_suspect:
@@ -147,23 +150,26 @@ class RunAgent:
                 await self._trajectories.wait(WAIT_S)
 
     async def _is_inside(self) -> bool:
-        """Whether the environment could end this agent; one that cannot be had says why to each of its episodes."""
+        """Tell whether the environment runs in this process, and so could end it.
+
+        False if the environment cannot be had: each of its episodes fails with the reason.
+        """
         try:
             return await self._parts.registry.is_inside(self._run.environment)
         except FabricError:
             return False
 
     async def renew(self, trajectories: TrajectoryQueue) -> dict[str, int]:
-        """Renew what is held, in the keeper's thread; returns what is lost: trajectory and fence."""
+        """Renew the claims; return the lost ones as trajectory → fence. The keeper calls this in its own thread."""
         held = list(self.claims.values())
         lost = await trajectories.renew(self._worker_id, held) if held else []
         fences = {claim.job.trajectory_id: claim.fence for claim in held}
         return {name: fences[name] for name in lost}
 
     def lose(self, lost: Mapping[str, int]) -> None:
-        """End episodes whose claim is lost, but not those that were claimed anew while the broker was asked.
+        """End the episodes of lost claims, except trajectories claimed anew while the broker was asked.
 
-        One that is being handed in is no longer held by its claim: the answer to that tells what became of it.
+        Also spare a trajectory that is being settled: that ends its claim, and the broker's answer tells the outcome.
         """
         for name, fence in lost.items():
             claim = self.claims.get(name)
@@ -171,9 +177,9 @@ class RunAgent:
                 self._episodes[name].cancel()
 
     async def give_back(self, count: int) -> None:
-        """Let go of `count` trajectories, if nobody has generated a turn of this run for long: others have work.
+        """Release `count` trajectories for other runs, if this run has had no turn for STALL_S.
 
-        The last ones that were claimed, which are the least far. Whoever claims them next goes on where they are.
+        Choose those claimed last, which are the least far. The next agent to claim them goes on where they are.
         """
         waiting = self._caller.unanswered(STALL_S)
         chosen = [claim for name, claim in self.claims.items() if name in waiting][-count:]
@@ -189,9 +195,9 @@ class RunAgent:
     # ---- one trajectory
 
     def _start(self, claim: TrajectoryClaim, found: TrajectoryClaim) -> None:
-        """Begin its episode. found: the same claim as it came, with a snapshot that the episode lets go of."""
+        """Begin the episode of a claim. found: the same claim with its snapshot, which only the episode keeps."""
         name, parts = claim.job.trajectory_id, self._parts
-        if name in self._episodes:  # its claim was lost, which nobody has told us yet
+        if name in self._episodes:  # its earlier claim was lost, and the news has not come yet
             self._episodes[name].cancel()
         self.claims[name] = claim
         limits = Limits(agent_id=self._worker_id, call_timeout_s=parts.config.environment_timeout_s, room=parts.room)
@@ -200,15 +206,15 @@ class RunAgent:
         self._episodes[name].add_done_callback(lambda _: self._end(claim))
 
     def _end(self, claim: TrajectoryClaim) -> None:
-        """An episode is over: also one that was cancelled before it began."""
+        """Free the place of an episode that is over, even if it was cancelled before it began."""
         name = claim.job.trajectory_id
         self._parts.quarantine.clear(claim)
-        if self.claims.get(name) is claim:  # not, when a retry of it was claimed here in the meantime
+        if self.claims.get(name) is claim:  # false if a retry of it was claimed here in the meantime
             del self.claims[name], self._episodes[name]
         self._parts.places.give(self._run.run_id)
 
     async def _live(self, claim: TrajectoryClaim, episode: Episode) -> None:
-        """Run a claimed trajectory to its end, whatever that is."""
+        """Run a claimed trajectory to its end; settle it, or fail it."""
         name = claim.job.trajectory_id
         try:
             rollout = await episode.run()
@@ -226,7 +232,7 @@ class RunAgent:
             self._settling.discard((name, claim.fence))
 
     async def _settle_patiently(self, settle: Callable[[], Awaitable[bool]]) -> bool:
-        """Settling is idempotent, so it is repeated until the broker answers or the claim is surely lost."""
+        """Repeat settling, which is idempotent, until the broker answers or the claim is surely lost."""
         for _ in range(10):
             try:
                 return await settle()

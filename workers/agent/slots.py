@@ -1,8 +1,8 @@
 """The places for environments of one agent worker, shared between its runs as fabric/rules/queue/share.py says.
 
-- A place is taken before the broker is asked for a trajectory, and given up if none came: there are never more
-  trajectories than places, however many runs ask at once.
-- A run may have work from when it asks until a claim brings less than was wanted.
+- A run takes places before it asks the broker for trajectories, and gives up those that none came for: there are never
+  more trajectories than places, however many runs ask at once.
+- A run may have work from the time it asks until a claim brings less than it wanted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...fabric.rules.queue.share import Sharer, more, owed
 
 
 class Places:
-    """Who holds how many of `total`."""
+    """Counts how many of `total` places each run holds."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -27,25 +27,25 @@ class Places:
 
     @property
     def held_count(self) -> int:
-        """Places in use, or asked for."""
+        """Count the places that runs have taken, in use or not yet."""
         return sum(run.held for run in self._runs.values())
 
     def join(self, run_id: str, weight: float) -> None:
-        """A run that is served from now on, or whose weight is another one."""
+        """Add a run, or change its weight."""
         run = self._runs.get(run_id)
         if run is None:
             run = Sharer(run_id=run_id, weight=weight, held=0, may_have_work=True, served=self._least_served())
         self._runs[run_id] = dataclasses.replace(run, weight=weight)
 
     def leave(self, run_id: str) -> None:
-        """Its places are for others."""
+        """Remove a run; its places are for others."""
         self._runs.pop(run_id, None)
         self._tell()
 
     def take(self, run_id: str) -> int:
-        """Take as many places as the run may have now; 0: wait for `changed`."""
+        """Take as many places as the run may have now, and return how many; 0: wait for `changed`."""
         run = self._runs[run_id]
-        if not run.may_have_work:  # what it did not want meanwhile is nobody's debt
+        if not run.may_have_work:  # places that it did not want meanwhile are no debt to it
             run = dataclasses.replace(run, may_have_work=True, served=max(run.served, self._least_served()))
         self._runs[run_id] = run
         count = more(self._total, list(self._runs.values()), run_id)
@@ -53,11 +53,11 @@ class Places:
         return count
 
     def owed(self) -> dict[str, int]:
-        """Places that runs are to give back if they do not get on, by run: see share.py."""
+        """Count the places that each run must give back if it does not get on: see share.py."""
         return owed(self._total, list(self._runs.values()))
 
     def used(self, run_id: str, taken: int, used: int) -> None:
-        """Of the places taken, so many are used: fewer means that the run has no more work."""
+        """Note how many of the places taken are used; fewer than taken means that the run has no more work."""
         run = self._runs.get(run_id)
         if run is None:
             return
@@ -71,7 +71,7 @@ class Places:
             self._tell()
 
     def give(self, run_id: str) -> None:
-        """A trajectory has ended."""
+        """Give back the place of a trajectory that has ended."""
         run = self._runs.get(run_id)
         if run is not None:
             self._runs[run_id] = dataclasses.replace(run, held=run.held - 1)
@@ -92,24 +92,24 @@ class Places:
 
 
 class Quarantine:
-    """The one place for a suspect; from when a suspect may be asked for until it has got on, or ended."""
+    """The agent's only place for a suspect: taken to ask for a suspect, and held until it has got on, or ended."""
 
     def __init__(self) -> None:
-        self._holder: tuple[str, int] | None = None  # trajectory and fence; ("", 0): one is asked for
+        self._holder: tuple[str, int] | None = None  # trajectory and fence; ("", 0): we are asking for a suspect
 
     def take(self) -> bool:
-        """Whether a suspect may be asked for now; then `hold` is called with what came."""
+        """Take the place if it is free; return whether it was. The caller then calls `hold` with its claims."""
         if self._holder is not None:
             return False
         self._holder = ("", 0)
         return True
 
     def hold(self, claims: Sequence[TrajectoryClaim]) -> None:
-        """Of what was claimed, the suspect stays in the place."""
+        """Keep the place for the suspect among these claims; free it if there is none."""
         suspects = ((claim.job.trajectory_id, claim.fence) for claim in claims if is_suspect(claim.loss))
         self._holder = next(suspects, None)
 
     def clear(self, claim: TrajectoryClaim) -> None:
-        """It has got on, or ended."""
+        """Free the place if this claim holds it: it has got on, or ended."""
         if self._holder == (claim.job.trajectory_id, claim.fence):
             self._holder = None

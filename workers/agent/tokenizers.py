@@ -1,10 +1,10 @@
 """The tokenizers of the runs that an agent serves: loaded beside the event loop, each run's by itself.
 
-- A load may take seconds, or hang where a hub does not answer: no other run waits for it, and neither does leaving.
-- Whoever makes a run names its model. Nothing is downloaded on that word: only what the agent's operator allows is; the
-  rest must lie on this machine.
-- What cannot be loaded costs its own run alone. It is said once in the log, in every heartbeat until it succeeds, and
-  tried again with growing pauses: a model may yet be put where its name says.
+- A load may take seconds, or hang if a hub does not answer: no other run waits for it, and neither does leaving.
+- The maker of a run names its model, but cannot cause a download: the agent downloads only models that its operator
+  allows; all others must lie on this machine.
+- A failed load costs its own run alone. The log says it once, and every heartbeat until a load succeeds. The agent
+  tries again with growing pauses: somebody may yet put the model where its name says.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # pause after a failure; doubles up to RETRY_S_MAX
 RETRY_S_MAX = 60.0
-ERROR_LENGTH = 300  # of each
+ERROR_LENGTH = 300  # characters of each error
 NAME_COUNT = 8  # refused runs named in a heartbeat
 
 
 class Tokenizers:
-    """Tokenizers by run, and why there is none."""
+    """Tokenizers by run, and the errors of those that are missing."""
 
     def __init__(self, clock: Clock, hub_names: Sequence[str] = ()) -> None:
-        """hub_names: patterns of what may be downloaded."""
+        """hub_names: patterns of models that may be downloaded."""
         self._clock = clock
         self._hub_names = hub_names
         self._loads: dict[tuple[str, str], asyncio.Task[Tokenizer]] = {}  # (run_id, model)
         self._errors: dict[tuple[str, str], str] = {}
 
     def of(self, run: RunConfig) -> Tokenizer | None:
-        """The tokenizer of a run's model; None: it is not there yet, and asking has begun that."""
+        """Return the tokenizer of a run's model; None if it is not loaded yet (the first call begins the load)."""
         if is_preset(run.model):
             return load_tokenizer(run.model)
         key = (run.run_id, run.model)
@@ -51,7 +51,7 @@ class Tokenizers:
         return load.result() if load.done() else None
 
     def keep(self, runs: Mapping[str, RunConfig]) -> None:
-        """Forget all that is of other runs."""
+        """Forget the tokenizers of all other runs."""
         for key in self._loads.keys() - {(run.run_id, run.model) for run in runs.values()}:
             self._loads.pop(key).cancel()
             self._errors.pop(key, None)
@@ -62,7 +62,7 @@ class Tokenizers:
 
     @property
     def error(self) -> str | None:
-        """Why runs are not served: the newest first, as far as there is room, and how many more there are."""
+        """Why runs are not served, or None: the newest NAME_COUNT errors, and how many more there are."""
         shown = [
             f"run {run_id!r} is not served: {error[:ERROR_LENGTH]}" for (run_id, _), error in self._errors.items()
         ][::-1]

@@ -1,8 +1,8 @@
-"""One trajectory's tokens as they come, what made them, and a digest of all that led to a turn.
+"""One trajectory's tokens as they come, the spans that made them, and a digest of the context so far.
 
 - The tokens are one growing sequence: the prompt, then turns (mask 1) and observations (mask 0) in their order.
-- `digest` covers every token and every reward so far. A turn is asked for under it and its result carries it, so a
-  trajectory that is continued elsewhere is known to have come to the very context its turns were made in.
+- `digest` covers every token and every reward so far. A turn is asked for under it and its result carries it, so an
+  agent that continues a trajectory can check that it came to the very context that each turn was made in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...fabric.contract.records import Float32, Int32, Span, TurnResult, UInt8
 
 
 class Transcript:
-    """What was said so far in one trajectory."""
+    """The conversation so far in one trajectory."""
 
     def __init__(self) -> None:
         self.prompt_ids: Int32 = np.zeros(0, np.int32)
@@ -31,25 +31,25 @@ class Transcript:
         self._digest = xxhash.xxh3_64()
 
     def begin(self, prompt_ids: Int32) -> None:
-        """The first observation."""
+        """Set the prompt: the tokens of the first observation."""
         self.prompt_ids = prompt_ids
         self._digest.update(prompt_ids.tobytes())
 
     def add_turn(self, result: TurnResult) -> None:
-        """What the policy wrote."""
+        """Add a turn's tokens, written by the policy."""
         start = self._length
         self._add(result.completion_ids, result.logprobs, 1)
         self.spans += [Span(start + s.start, start + s.end, s.worker_id, s.policy_version) for s in result.spans]
 
     def add_step(self, reward: float, ids: Int32) -> None:
-        """What the environment gave for it, and the observation, which may be empty."""
+        """Add the environment's reward for the turn, and the tokens of its observation, which may be empty."""
         self.rewards.append(reward)
-        # Six digits: another world pays otherwise, another machine may only add up in another order.
+        # Six digits tell another world's reward apart, and hide that another machine adds in another order.
         self._digest.update(struct.pack("<I", len(ids)) + f"{reward:.6g} ".encode())
         self._add(ids, np.zeros(len(ids), np.float32), 0)
 
     def context(self) -> Int32:
-        """All tokens so far. What was put together for the last turn is only added to."""
+        """Return all tokens so far. Extends the array that it built for the last turn."""
         known, parts = self._known_ids, self._ids[self._known_count :]
         if known is None or parts:
             known = self._known_ids = np.concatenate((self.prompt_ids if known is None else known, *parts))
@@ -57,11 +57,11 @@ class Transcript:
         return known
 
     def digest(self) -> str:
-        """16 hexadecimal digits."""
+        """Return the digest of all so far, as 16 hexadecimal digits."""
         return str(self._digest.hexdigest())
 
     def tokens(self) -> tuple[Int32, Float32, UInt8]:
-        """All that came after the prompt: ids, logprobs and mask, each (T,); logprobs are 0 where the mask is."""
+        """Return all after the prompt: ids, logprobs and mask, each of shape (T,); logprobs are 0 where the mask is."""
         return _joined(self._ids, np.int32), _joined(self._logprobs, np.float32), _joined(self._mask, np.uint8)
 
     def _add(self, ids: Int32, logprobs: Float32, mask: int) -> None:

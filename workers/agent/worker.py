@@ -2,14 +2,14 @@
 
 run.py serves one run: it claims trajectories and brings each to its end. One trajectory's life is episode.py's.
 
-- An environment that raises or hangs costs its own trajectory alone: the attempt fails, is tried again, and in the
-  end is a dead letter with its traceback; it is never scored as reward 0.
-- Heartbeats, renewals and reaping share neither loop nor connection with all that (keeper.py): nothing that an
-  environment gives or does holds them up.
-- It holds one suspect at a time (fabric/rules/queue/retries.py): a trajectory that may have ended the agents before
-  this one.
+- An environment that raises or hangs costs its own trajectory alone: the attempt fails, the trajectory is tried again,
+  and in the end it is a dead letter with its traceback; it is never scored as reward 0.
+- Heartbeats, renewals and reaping share neither loop nor connection with the episodes (keeper.py): no environment can
+  hold them up.
+- The agent holds one suspect at a time (fabric/rules/queue/retries.py): a trajectory that may have ended the agents
+  before this one.
 - Runs share the places for environments by weight (slots.py).
-- A run whose model has no tokenizer here costs itself alone (tokenizers.py): the others are served.
+- If a run's model has no tokenizer here, the agent leaves that run alone and serves the others (tokenizers.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AgentWorker:
         ask_reward: AskReward,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`elsewhere`: how the keeper gets a thread of its own; None: it shares this loop and `fabric`."""
+        """elsewhere: lets the keeper work in a thread of its own; None: it shares this loop and `fabric`."""
         self.places = Places(config.environment_count)  # shared between the runs
         self._parts = AgentParts(
             fabric=fabric,
@@ -67,7 +67,7 @@ class AgentWorker:
         self._agents: dict[str, RunAgent] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then give unfinished trajectories back."""
+        """Serve until `stop`, then release unfinished trajectories."""
         own = self._config
         config = KeeperConfig(worker_id=own.worker_id, renew_s=own.renew_s, reap_s=own.reap_s, hung_s=own.hung_s)
         keeper = Keeper(config, self._clock, say=self._say, kept=lambda: self._agents)
@@ -84,7 +84,7 @@ class AgentWorker:
     async def _follow_runs(self) -> None:
         try:
             runs = await self._parts.fabric.board.runs()
-        except (BrokerError, WireError) as error:  # away, or with a row that is none: those that are served go on
+        except (BrokerError, WireError) as error:  # the broker is away, or holds an unreadable row: served runs go on
             log.warning("agent.runs_not_read", extra={"error": str(error)})
             return
         for name, agent in list(self._agents.items()):
@@ -106,7 +106,7 @@ class AgentWorker:
                 await self._agents[name].give_back(count)
 
     def _say(self) -> WorkerInfo:
-        """What the keeper says of us, from its own thread."""
+        """Make the heartbeat's record; the keeper calls this from its own thread."""
         return WorkerInfo(
             worker_id=self._config.worker_id,
             role="agent",
@@ -120,5 +120,5 @@ class AgentWorker:
 
     @property
     def running_count(self) -> int:
-        """Environments in use now."""
+        """Count the environments in use now."""
         return sum(len(agent.claims) for agent in list(self._agents.values()))

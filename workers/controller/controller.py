@@ -1,13 +1,13 @@
 """The capacity controller: the only writer of leases.
 
-- Everything is read from the broker at every tick, so it may die and come back, or a standby may take over, at any
-  moment. What takes time to know (demand.py), and what runs that take turns are owed, begins anew then.
-- Dedicated leases stand without it. Serving leases end by the broker's clock soon after it is gone.
-- Lease epochs are `term * 2^20 + count`, and all it writes carries its term: once a successor has opened its own, a
-  controller that lost the lead writes nothing any more. Every process opens a term of its own, also under a name that
-  led before or leads: no epoch is given twice, and of several processes of one name the one that started last leads.
+- The controller reads everything from the broker at every tick, so it may die and come back, or a standby may take
+  over, at any moment. Facts that take time to know (demand.py), and debts to runs that take turns, then begin anew.
+- Dedicated leases stand without a controller. Serving leases end by the broker's clock soon after it is gone.
+- Lease epochs are `term * 2^20 + count`, and all writes carry the controller's term: once a successor has opened its
+  own, a controller that lost the lead can write nothing any more. Every process opens a term of its own, even under a
+  name that led before or leads: no epoch is given twice, and of processes that share a name, the last to start leads.
 - A tick is a handful of round trips, however many workers there are.
-- Once a second it looks why runs stand (fabric/inspect/diagnosing.py), and tells as an event what has changed.
+- Once a second the controller looks why runs stand still (fabric/inspect/diagnosing.py), and reports changes as events.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .demand import Census
 
 log = logging.getLogger(__name__)
 
-PASSED_S_MAX = 1.0  # of the time between two ticks: nobody knows what became of leases in a longer gap
+PASSED_S_MAX = 1.0  # most time between two ticks that counts: nobody knows what became of leases in a longer gap
 PLAN_S = 1.0  # between two plans written down for people
-LOOK_S = 1.0  # between two looks at why runs stand: what is the same twice is told
-REASON_LENGTH_MAX = 200  # in them: there is a row for every worker
+LOOK_S = 1.0  # between two looks at why runs stand still: a cause seen twice in a row is reported
+REASON_LENGTH_MAX = 200  # characters in a plan written down: it has a row for every worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Controller:
         self._looked_at_s = -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Plan until `stop`; a broker that cannot be reached is waited for."""
+        """Plan until `stop`; wait for a broker that cannot be reached."""
         while not stop.is_set():
             try:
                 name, process, is_new = self._config.worker_id, self._process, not self._term
@@ -89,7 +89,7 @@ class Controller:
             await self._clock.sleep(self._config.tick_s)
 
     async def tick(self, term: int) -> list[Grant]:
-        """One plan, published; returns it."""
+        """Make a plan, publish it, and return it."""
         if term != self._term:
             await self._board.open_term(term)  # before the first reading: nothing older is written after it
             self._begin(term)
@@ -114,18 +114,17 @@ class Controller:
         return grants
 
     def _begin(self, term: int) -> None:
-        """Nothing of an earlier term counts: others led since, or another process did."""
+        """Begin a term; forget all of an earlier one, as another process may have led since."""
         self._term, self._count = term, 0
         self._census, self._grants, self._owed = Census(), [], {}
         self._shown = None
         self._standing = Standing()
 
     def _mind_the_gap(self) -> tuple[float, float]:
-        """Seconds since the last tick that can be accounted for, and the time.
+        """Return the seconds since the last tick that can be accounted for, and the time now.
 
-        After a time without a tick (a broker outage, a pause of ours) heartbeats are old for everyone.
-
-        Workers then get as long as a live one may be silent before any is taken for dead.
+        After a time without a tick (a broker outage, a pause of ours) all heartbeats are old. Take no worker for dead
+        then until it has had as long again as a live worker may be silent.
         """
         now, age_s = self._clock.now_s(), self._config.worker_age_ms_max / 1000
         gap_s = 0.0 if self._ticked_at_s is None else now - self._ticked_at_s
@@ -135,7 +134,7 @@ class Controller:
         return min(gap_s, PASSED_S_MAX), now
 
     def _told_apart(self, survey: Survey) -> tuple[dict[str, WorkerInfo], dict[str, WorkerInfo]]:
-        """Workers that live, and those that have been silent for too long."""
+        """Tell live workers from those that have been silent for too long; return both."""
         live: dict[str, WorkerInfo] = {}
         silent: dict[str, WorkerInfo] = {}
         is_trusting = self._clock.now_s() < self._trusting_until_s
@@ -144,7 +143,7 @@ class Controller:
         return live, silent
 
     def _changes(self, term: int, grants: Sequence[Grant], survey: Survey) -> tuple[list[LeaseChange], set[int]]:
-        """What the plan changes, and the epochs of leases that are news; those that stand as they are are left out."""
+        """List the changes of a plan, and the epochs of leases that are news; leave out those that stand as granted."""
         changes: list[LeaseChange] = []
         news: set[int] = set()
         by_worker = _by_worker(survey)
@@ -179,13 +178,13 @@ class Controller:
         return changes, news
 
     def _numbered(self, term: int, lease: Lease, *, slot_count: int, reason: str) -> Lease:
-        """A lease of the next epoch."""
+        """Return the lease with the next epoch."""
         self._count += 1
         epoch = term * EPOCHS_PER_TERM + self._count
         return dataclasses.replace(lease, lease_epoch=epoch, slot_count=slot_count, lease_until_ms=None, reason=reason)
 
     async def _publish(self, term: int, changes: Sequence[LeaseChange], news: set[int], survey: Survey) -> None:
-        """Carry a plan out, and write down what is news in it."""
+        """Carry a plan out, and record its news as events."""
         if not changes:
             return
         done = await self._board.change_leases(term, changes, survey.assignments)
@@ -213,7 +212,7 @@ class Controller:
         runs: Sequence[RunFacts],
         moved_at_ms: Mapping[str, int],
     ) -> LeasePlan | None:
-        """Write the plan down for people, when it has changed, at most once a second; returns what stands there."""
+        """Write the plan down for people if it has changed, at most once a second; return the plan as written."""
         now_s = self._clock.now_s()
         if self._shown is not None and now_s - self._shown_at_s < PLAN_S:
             return self._shown
@@ -229,7 +228,7 @@ class Controller:
         return self._shown
 
     async def _tell(self, survey: Survey, lends: Mapping[str, LendSetting], shown: LeasePlan | None) -> None:
-        """Say once of every run that it stands and why, and that it moves again."""
+        """Report once for every run that it stands still and why, and later that it moves again."""
         now_s = self._clock.now_s()
         if now_s - self._looked_at_s < LOOK_S:
             return
@@ -243,14 +242,15 @@ class Controller:
 
 
 class Standing:
-    """Which runs stand, and why, as it was told. What is seen once only (weights on their way, say) is not told."""
+    """Remembers which runs were reported to stand still, and why. A cause seen only once is not reported: it may be
+    weights on their way."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
         self._told: dict[str, str] = {}
 
     def news(self, causes: Mapping[str, Cause]) -> list[tuple[str, dict[str, Any]]]:
-        """Events, of each run's first cause as it is now: one for each change."""
+        """Make an event for each change in the runs' causes. causes: the first cause of each run, as it is now."""
         events = []
         for run_id, cause in causes.items():
             is_steady = self._seen.get(run_id) == cause.code
@@ -274,18 +274,18 @@ def _by_worker(survey: Survey) -> dict[str, list[Lease]]:
 
 
 def _stands(lease: Lease, grant: Grant, term: int) -> bool:
-    """Whether a lease is what was granted; one that has ended is granted anew, under an epoch of its own."""
+    """Tell whether a lease is as granted; a lease that has ended is not: it is granted anew, with a new epoch."""
     is_whole = lease.slot_count == grant.slot_count
     return is_whole and term_of(lease) >= term and not has_ended(lease)
 
 
 def _left_behind(workers: Mapping[str, WorkerInfo], survey: Survey) -> list[Lease]:
-    """Leases of workers that are gone."""
+    """List the leases of workers that are gone."""
     return [lease for leases in survey.leases.values() for name, lease in leases.items() if name not in workers]
 
 
 def _ended(lease: Lease) -> Lease:
-    """As the event of its end shows it."""
+    """Return the lease as the event of its end shows it."""
     return dataclasses.replace(lease, slot_count=0, reason="its worker left or died")
 
 

@@ -1,6 +1,6 @@
-"""What a capacity plan is made of, read off the board, and since when it has been so.
+"""The facts of a capacity plan, from the board's readings, and since when each has been so.
 
-- A reading shows one moment. What takes time to know is kept here: how long demand has been gone, a guard shut, a
+- A reading shows one moment. The census keeps the facts that take time: how long demand has been gone, a guard shut, a
   lease in doubt, when a worker was taken back, and how fast its slots were while it was lent.
 - All of it may be lost: a controller that starts anew counts from then on.
 """
@@ -22,10 +22,10 @@ from ...fabric.rules.lending.terms import LendTerms, terms
 __all__ = ["ROLES", "Census"]
 
 ROLES = ("dedicated", "serving")
-WAKE_MS = 10_000  # of a sleeping engine that was never woken: later than any that is known to be quicker
-SAMPLE_COUNT_MIN = 5  # heartbeats in a row under load, before a speed is believed
-SPEED_S = 60.0  # a speed is believed so long after it was last seen: a worker found slow is not tried again at once
-SMOOTHING = 0.2  # of a new sample
+WAKE_MS = 10_000  # assumed if an engine never woke yet: so it comes after all engines that are known to be quicker
+SAMPLE_COUNT_MIN = 5  # heartbeats in a row under load, before we believe a speed
+SPEED_S = 60.0  # we believe a speed so long after its last sample: a worker found slow is not tried again at once
+SMOOTHING = 0.2  # weight of a new sample
 THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots until it does, however much it has open
 
 
@@ -33,7 +33,7 @@ THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots unt
 class _Speed:
     """Tokens a second of a worker's busy slot, smoothed, over heartbeats with turns running before and after.
 
-    believed_per_s: as it was when it was last known well enough, at at_s.
+    believed_per_s: the speed when it was last known well enough, at at_s.
     """
 
     per_s: float = 0.0
@@ -43,7 +43,7 @@ class _Speed:
     seen: tuple[int, int] = (-1, 0)  # tokens made and turns running, at the last heartbeat
 
     def look(self, info: WorkerInfo, now_s: float) -> None:
-        """token_count grows with every heartbeat under load: one that is the same has been seen."""
+        """Take a sample from a heartbeat, unless it was seen before: token_count grows with each under load."""
         before, self.seen = self.seen, (info.token_count, info.running_count)
         if before == self.seen:
             return
@@ -58,12 +58,12 @@ class _Speed:
             self.believed_per_s, self.at_s = self.per_s, now_s
 
     def known(self, now_s: float) -> float | None:
-        """None: it never was known well enough, or too long ago."""
+        """Return the speed, or None if it was never known well enough, or too long ago."""
         return self.believed_per_s if now_s - self.at_s < SPEED_S else None
 
 
 class Census:
-    """Facts for the rules, of one reading after another."""
+    """Makes facts for the rules, from one reading after another."""
 
     def __init__(self) -> None:
         self._busy_at_s: dict[str, float] = {}
@@ -74,10 +74,10 @@ class Census:
         self._speeds: dict[str, _Speed] = {}
         self._moved: dict[
             str, tuple[int, int]
-        ] = {}  # run → what has come of it so far, and since when (fabric's clock)
+        ] = {}  # run → sum of its signs of progress, and since when (ms, fabric's clock)
 
     def moved_at_ms(self, survey: Survey) -> dict[str, int]:
-        """When something last came of each run: a token, a turn, an end; at first the time of the first reading."""
+        """Say when each run last made progress: a token, a turn, an end; at first the time of the first reading."""
         made: dict[str, int] = {}
         for info, _ in survey.workers.values():
             if info.run_id is not None:
@@ -99,7 +99,7 @@ class Census:
         now_s: float,
         wall_ms: int,
     ) -> list[WorkerFacts]:
-        """Facts of rollout workers, of those given here."""
+        """Make the facts of the rollout workers among these."""
         self._busy_at_s = {name: at_s for name, at_s in self._busy_at_s.items() if name in survey.runs}
         self._asked_at_s = {name: at_s for name, at_s in self._asked_at_s.items() if name in survey.runs}
         leased = {
@@ -128,7 +128,7 @@ class Census:
             self._shut_at_s.pop(name, None)
         speed = self._speeds.setdefault(name, _Speed())
         speed.look(info, now_s)
-        run_id = leased or info.run_id  # what it says of itself is a heartbeat old
+        run_id = leased or info.run_id  # the worker's own word is a heartbeat old
         return WorkerFacts(
             worker_id=name,
             model=info.model or "",
@@ -139,7 +139,7 @@ class Census:
             headroom_fraction=info.headroom_fraction,
             run_id=run_id,
             is_lent=leased is not None,
-            activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it wakes already
+            activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it is waking already
             fetch_ms=_fetch_ms(info, runs.get(run_id or "")) if leased is None else 0,
             running_count=info.running_count,
             probe=info.probe,
@@ -152,7 +152,7 @@ class Census:
         )
 
     def run(self, status: RunStatus, now_s: float) -> RunFacts:
-        """Facts of one run.
+        """Make the facts of one run.
 
         A run whose trajectories all hang or think, or that no agent plays, wants no slots: others would wait for it.
         """
@@ -176,7 +176,7 @@ class Census:
         )
 
     def learn(self, facts: Sequence[WorkerFacts], grants: Sequence[Grant], now_s: float) -> None:
-        """What was decided of each worker: doubts begin and end, and those taken back for serving are remembered."""
+        """Note the decision on each worker: when a doubt began or ended, and when serving took the worker back."""
         for worker, grant in zip(facts, grants, strict=True):
             if grant.is_doubted:
                 self._doubt_at_s.setdefault(worker.worker_id, now_s)
@@ -187,14 +187,14 @@ class Census:
         self._forget({worker.worker_id for worker in facts})
 
     def _forget(self, known: set[str]) -> None:
-        """What is not known any more takes no room."""
+        """Drop the entries of workers that are gone."""
         for table in (self._shut_at_s, self._doubt_at_s, self._withdrawn_at_s, self._speeds):
             for name in [name for name in table if name not in known]:
                 del table[name]
 
 
 class _Offers:
-    """What serving teams offer at this minute of the week; looked up once for all workers of whom the same is said."""
+    """The offers of serving teams at this minute of the week; looks up once all workers that the same settings name."""
 
     def __init__(self, lends: Mapping[str, LendSetting], minute: int) -> None:
         self._lends = lends
@@ -203,7 +203,7 @@ class _Offers:
         self._found: dict[tuple[str, str, bool], LendTerms] = {}
 
     def of(self, info: WorkerInfo) -> tuple[int | None, str]:
-        """Slots that a worker may be lent for, and why no more; None: it is dedicated."""
+        """Return how many slots a worker may be lent for, and why no more; None for a dedicated worker."""
         if info.role == "dedicated":
             return None, ""
         name = info.worker_id if info.worker_id in self._lends else ""
@@ -224,7 +224,7 @@ def _activation_ms(info: WorkerInfo) -> int:
 
 
 def _fetch_ms(info: WorkerInfo, status: RunStatus | None) -> int:
-    """What fetching weights took last, where it would have to again: they are another run's, or too old."""
+    """Estimate the fetch of weights by the last one, ms; 0 if the worker's weights are of this run and new enough."""
     if status is None or info.run_id != status.config.run_id:
         return info.stage_ms or 0
     is_old = status.head_version - info.active_version > status.config.staleness
@@ -232,7 +232,7 @@ def _fetch_ms(info: WorkerInfo, status: RunStatus | None) -> int:
 
 
 def _left_tokens(status: RunStatus, queued: int, running: int) -> float | None:
-    """Expected of a mean open trajectory: a queued one has all of its tokens to make, a running one half of them."""
+    """Estimate the tokens left to a mean open trajectory: all if it is queued, half if it runs; None if unknown."""
     ended = status.counters.get("trajectories_completed", 0)
     if not ended or not queued + running:
         return None

@@ -1,4 +1,4 @@
-"""What an engine of several tensor-parallel ranks may offer: each rank stages its own part, beside its live weights.
+"""What an engine whose ranks are processes may offer: each rank stages its own part, beside its live weights.
 
 - A version's chunks are fetched once for the node and gathered, encoded; each rank reads only the byte ranges that hold
   something of its own, and decodes them. No process holds the version decoded and whole.
@@ -62,6 +62,14 @@ class Ranks(Protocol):
         Raises:
             WeightError: a rank failed or is gone; nothing was written anywhere.
             DigestMismatch: what they staged is not what was published.
+        """
+        ...
+
+    async def live_sums(self) -> Sums:
+        """Sums of the whole live state, uint64 (T,), made by the ranks while the engine generates.
+
+        Raises:
+            DigestMismatch: ranks that hold the same do not hold it alike.
         """
         ...
 

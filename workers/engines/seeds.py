@@ -2,8 +2,10 @@
 
 - `uniforms` is counter-based: it has no state, so a batch draws what each of its requests would draw alone, and a
   request that goes on elsewhere from its first n tokens draws its number n + 1, as if nothing had happened.
-- An engine whose dice have a state that cannot be moved, like vLLM's, begins anew when a request is resumed;
-  `resumed_seed` keeps it from throwing the numbers of the first tokens again.
+- An engine whose dice have a state that cannot be moved, like those of vLLM's first model runner, begins anew when a
+  request is resumed; `resumed_seed` keeps it from throwing the numbers of the first tokens again.
+- vLLM's second model runner, the usual one on GPUs, draws by the seed and the token's place in the whole context, as
+  `uniforms` does by its place in the completion: its requests go on by the seed that they had.
 """
 
 from __future__ import annotations

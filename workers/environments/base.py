@@ -2,14 +2,14 @@
 
 - An environment is one episode's world. It is made with its options, reset once with a task and a seed, stepped once
   per turn with the text the policy wrote, and closed.
-- The same task, seed and actions give the same observations and rewards wherever `recovery` is "replay": that is how
-  a trajectory whose agent worker died goes on elsewhere.
+- If `recovery` is "replay", the same task, seed and actions give the same observations and rewards: that is how a
+  trajectory whose agent worker died goes on elsewhere.
 - An environment lives in a process of its own (isolated.py): it may block, hang and crash.
-- One whose class says that it may be trusted with the agent itself runs inside it: an `inline` one never blocks, and
-  its methods run on the event loop; one whose `isolation` is "none" is awaited under a time limit, and the adapter
-  below takes its calls off the loop.
+- An environment whose class says that it may be trusted with the agent itself runs inside the agent. If it is `inline`,
+  it never blocks, and its methods run on the event loop; if its `isolation` is "none", it is awaited under a time
+  limit, and the adapter below takes its calls off the loop.
 
-Finding an environment by name is registry.py's; turning text into tokens is the agent worker's.
+registry.py finds an environment by its name; the agent worker turns text into tokens.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ FIVE = 5  # observation, reward, terminated, truncated, info
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSampling:
-    """How an environment wants its turns sampled, in text: the agent worker turns the stop texts into token ids."""
+    """An environment's wishes for the sampling of its turns; the agent worker turns the stop texts into token ids."""
 
     temperature: float = 1.0
     max_tokens: int = 16
     stop_texts: tuple[str, ...] = ()
     ends_at_eos: bool = True
-    """Whether the tokenizer's end of sequence, where it has one, ends a turn too."""
+    """True if the tokenizer's end of sequence, if it has one, ends a turn too."""
 
 
 def make_sampling(stated: Mapping[str, Any]) -> TextSampling:
-    """Sampling settings of plain values, as classes state them that do not know rollfab; None leaves a default.
+    """Make sampling settings from plain values, as classes state them that do not know rollfab; None means a default.
 
     Raises:
-        TypeError, ValueError: they do not fit.
+        TypeError, ValueError: a value or its name does not fit.
     """
     makers: dict[str, Callable[[Any], Any]] = {
         "temperature": float,
@@ -62,7 +62,7 @@ def make_sampling(stated: Mapping[str, Any]) -> TextSampling:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy reads first; must not be empty."""
+    """The text that the policy reads first; must not be empty."""
 
     text: str
     info: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What followed one action. `terminated`: the task ended; `truncated`: a limit cut it off."""
+    """The world's answer to one action. `terminated`: the task ended; `truncated`: a limit cut it off."""
 
     text: str
     reward: float
@@ -80,7 +80,7 @@ class Step:
 
     @property
     def is_done(self) -> bool:
-        """No further action is taken."""
+        """True if the episode takes no further action."""
         return self.terminated or self.truncated
 
 
@@ -88,15 +88,15 @@ class Environment(ABC):
     """One episode's world. Options arrive as keyword arguments of the constructor.
 
     Attributes:
-        name: what a run calls it.
+        name: the name that a run gives.
         recovery: how a trajectory goes on after its agent worker died: "replay" the logged actions on the same seed,
             load a "snapshot", or "restart" as a new attempt.
         sampling: how turns are sampled unless the run says otherwise.
         turn_count_max: turns after which the trajectory is cut off, unless the run says fewer.
         inline: its methods return at once and may run on the agent's event loop: it is trusted as with "none".
-        isolation: "process" gives every episode a process to itself: then a call that hangs or crashes is ended.
+        isolation: "process" gives every episode a process to itself, so that a call that hangs or crashes can be ended.
             "none": it runs in the agent's own process, which trusts it with all its other trajectories.
-        memory_bytes_max: address space of such a process, at most the agent's own limit.
+        memory_bytes_max: memory that such a process may write to, at most the agent's own limit.
         episode_count_max: episodes that such a process serves, one after the other; None: the pool's number.
     """
 
@@ -115,10 +115,10 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, action: str) -> Step:
-        """Apply what the policy wrote in one turn."""
+        """Apply the policy's text of one turn."""
 
     async def snapshot(self) -> dict[str, Any]:
-        """The state as plain JSON values; only asked of environments whose recovery is "snapshot"."""
+        """Return the state as plain JSON values; called only if `recovery` is "snapshot"."""
         raise NotImplementedError(f"environment {self.name!r} has no snapshots")
 
     async def restore(self, snapshot: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Environment(ABC):
         raise NotImplementedError(f"environment {self.name!r} has no snapshots")
 
     async def close(self) -> None:
-        """Free what it holds. Called once, also after a failure."""
+        """Free all resources. Called once, also after a failure."""
         return
 
 
@@ -134,9 +134,9 @@ class GymEnvironment(Environment):
     """A synchronous Gymnasium or GEM style object as an Environment.
 
     `make(**options)` returns an object with `reset(seed=…) → (text, info)` and
-    `step(text) → (text, reward, terminated, truncated, info)`; `close()` is called where there is one. A task's
-    "seed", where given, replaces the trajectory's: then all of a group meet the same world. Observations that are
-    not text are shown as `str`. Unless `inline`, calls run in a thread, so a slow or hung one never stops the loop.
+    `step(text) → (text, reward, terminated, truncated, info)`; `close()` is called if there is one. A task's "seed", if
+    given, replaces the trajectory's: all trajectories of a group then meet the same world. Observations that are not
+    text are shown as `str`. Unless `inline`, calls run in a thread, so a slow or hung call never stops the loop.
     """
 
     def __init__(self, make: Callable[..., Any], **options: Any) -> None:
@@ -146,7 +146,7 @@ class GymEnvironment(Environment):
         """Start the episode.
 
         Raises:
-            EnvironmentFailed: it did not answer with (observation, info).
+            EnvironmentFailed: the wrapped object did not answer with (observation, info).
         """
         answer = await self._call(lambda: self._world.reset(seed=int(task.get("seed", seed))))
         if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -160,7 +160,7 @@ class GymEnvironment(Environment):
         """Apply one action.
 
         Raises:
-            EnvironmentFailed: it did not answer with five values.
+            EnvironmentFailed: the wrapped object did not answer with five values.
         """
         answer = await self._call(lambda: self._world.step(action))
         if not (isinstance(answer, tuple) and len(answer) == FIVE):
@@ -173,14 +173,14 @@ class GymEnvironment(Environment):
         return Step(str(text), reward, bool(terminated), bool(truncated), dict(info))
 
     async def snapshot(self) -> dict[str, Any]:
-        """The wrapped object's own, if it has one."""
+        """Return the wrapped object's own snapshot, if it can make one."""
         if not hasattr(self._world, "snapshot"):
             return await super().snapshot()
         state: dict[str, Any] = await self._call(self._world.snapshot)
         return state
 
     async def restore(self, snapshot: dict[str, Any]) -> None:
-        """Hand the wrapped object a state of its own."""
+        """Hand the wrapped object one of its own snapshots."""
         await self._call(lambda: self._world.restore(snapshot))
 
     async def close(self) -> None:
@@ -194,16 +194,16 @@ class GymEnvironment(Environment):
 
 
 def show(value: object) -> str:
-    """What user code gave, in the text of an error: whatever its size, and whether it can be shown or not."""
+    """Show a value of user code in the text of an error: bounded, and even if its own repr raises."""
     brief = reprlib.Repr()
     brief.maxother = brief.maxstring = 200
     return brief.repr(value)
 
 
 def as_error(raised: BaseException) -> Exception:
-    """What user code raised, as an error that can pass through a coroutine without ending more than its call.
+    """Turn an exception of user code into an error that can pass through a coroutine and end its call only.
 
-    SystemExit and KeyboardInterrupt would end the process, CancelledError reads as our own cancelling, and a
+    SystemExit and KeyboardInterrupt would end the process, CancelledError would look like our own cancellation, and a
     StopIteration cannot be raised into a coroutine at all.
     """
     if isinstance(raised, Exception) and not isinstance(raised, (StopIteration, StopAsyncIteration)):
@@ -213,18 +213,18 @@ def as_error(raised: BaseException) -> Exception:
     return error
 
 
-LOOKS = 20  # of a time limit
-LATE_S = 0.05  # a look that is later than this says that the loop stood, or a quarter of the time between two looks
+LOOKS = 20  # in one time limit
+LATE_S = 0.05  # a look later than this, or than a quarter of the time between looks, means that the loop stood still
 
 
 @contextlib.asynccontextmanager
 async def time_limit(limit_s: float) -> AsyncIterator[None]:
-    """A time limit for what happens elsewhere, in which this loop's own standing still does not count.
+    """Limit the time of work that happens elsewhere, without counting the time in which this loop stands still.
 
-    It counts looks, not the time: a look that comes late is none, for what came meanwhile was not read yet.
+    Count looks, not time: a late look does not count, because input that came meanwhile has not been read yet.
 
     Raises:
-        TimeoutError: as asyncio.timeout does.
+        TimeoutError: like asyncio.timeout.
     """
     loop, look_s, left = asyncio.get_running_loop(), limit_s / LOOKS, LOOKS
     timers: list[asyncio.TimerHandle] = []
@@ -251,7 +251,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 async def in_thread(function: Callable[[], T]) -> T:
     """Run a blocking call in a daemon thread of its own.
 
-    A pool would be used up by calls that hang, and its threads are joined when the process exits; these are neither.
+    Hung calls would use up a pool, and the process would wait for the pool's threads when it exits.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -267,7 +267,7 @@ async def in_thread(function: Callable[[], T]) -> T:
     def work() -> None:
         try:
             result, error = function(), None
-        except BaseException as caught:  # noqa: BLE001 - user code: what it raises ends its call, not our process
+        except BaseException as caught:  # noqa: BLE001 - user code: its exception ends its call, not our process
             result, error = None, as_error(caught)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

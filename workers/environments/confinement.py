@@ -1,9 +1,10 @@
-"""How foreign code is held in: what its operator asks for, and what this machine can do.
+"""The confinement of foreign code: what the operator asks for, and what this machine can do.
 
-- Its environment variables are those of a list, and those that the operator names. Proxies are not on it: their URLs
-  may hold passwords.
-- What the machine can is tried, not guessed: containers and distributions forbid parts of it in many ways.
-- What was asked for and cannot be had is refused before anything is started; what is only better is said.
+- Foreign code gets the environment variables of a list, and those that the operator names. Proxies are not on the list:
+  their URLs may hold passwords.
+- We try what the machine can do, and never guess: containers and distributions forbid parts of it in many ways.
+- If the machine cannot do what the operator asks for, we refuse before anything is started; if it lacks what would only
+  be better, we say so.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ...fabric.contract.errors import ConfigError
 log = logging.getLogger(__name__)
 
 HOLDER = Path(__file__).with_name("holder.py")
-PROBE = "import os; print(int(os.readlink('/proc/self') == str(os.getpid())))"  # whether /proc shows itself alone
-PROBE_S = 20.0  # an interpreter starts in 0.1 s, on a machine that is not overwhelmed
+PROBE = "import os; print(int(os.readlink('/proc/self') == str(os.getpid())))"  # 1 if /proc is of its own namespace
+PROBE_S = 20.0  # an interpreter starts in 0.1 s, unless the machine is overwhelmed
 
 PASSED = frozenset(
     "LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC LC_TIME "
@@ -34,12 +35,12 @@ PASSED = frozenset(
     "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS RAYON_NUM_THREADS TOKENIZERS_PARALLELISM "
     "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE HF_HUB_OFFLINE SDL_VIDEODRIVER MUJOCO_GL".split()
 )
-OF_USER = ("HOME", "USER", "LOGNAME", "TMPDIR")  # another user has his own
+OF_USER = ("HOME", "USER", "LOGNAME", "TMPDIR")  # another user has their own
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Another user, whom foreign code runs as."""
+    """Another user, under whose name foreign code runs."""
 
     name: str
     uid: int
@@ -50,24 +51,25 @@ class User:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What is asked for. Make it with `make_confinement`, which refuses what cannot be had."""
+    """The operator's wishes. Make it with `make_confinement`, which refuses what this machine cannot do."""
 
     passed: tuple[str, ...] = ()
     """Environment variables that are passed on, besides those of the list."""
     user: User | None = None
-    """Whom foreign code runs as; None: as we do."""
+    """The user that foreign code runs as; None: the same as ours."""
     is_offline: bool = False
-    """It reaches its own loopback and nothing else."""
+    """Foreign code reaches its own loopback and nothing else."""
 
     @property
     def is_strict(self) -> bool:
-        """Whether code that only says of itself that it may be trusted is held in as well."""
+        """True if we hold in even code that claims to be trustworthy."""
         return self.user is not None or self.is_offline
 
     def variables(self, given: Mapping[str, str]) -> dict[str, str]:
-        """What of our environment variables foreign code gets.
+        """Choose which of our environment variables foreign code gets.
 
-        Strings hash alike in every process: an environment that walks through a set replays elsewhere as it went here.
+        PYTHONHASHSEED makes strings hash alike in every process: an environment that walks through a set then replays
+        elsewhere as it went here.
         """
         kept = {name: value for name, value in given.items() if name in PASSED or name in self.passed}
         if self.user is not None:
@@ -76,7 +78,7 @@ class Confinement:
         return {**kept, "PYTHONHASHSEED": "0"}
 
     def settings(self, means: Means) -> dict[str, Any]:
-        """What the holder is told."""
+        """Make the holder's settings."""
         who = self.user
         return {
             "namespaces": means.namespaces,
@@ -90,22 +92,22 @@ UNASKED = Confinement()
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What this machine can do."""
+    """The means of confinement that this machine has."""
 
     namespaces: str | None
-    """How they are made: "plain", "user" (without privileges); None: not at all."""
+    """How to make namespaces: "plain", "user" (without privileges); None: the machine has none."""
     has_proc: bool = False
-    """/proc is mounted anew in there, so that it shows nobody else."""
+    """True if /proc can be mounted anew inside, so that it shows no other process."""
     why_not: str = ""
-    """What the system said, where there are none."""
+    """The system's error, if there are no namespaces."""
 
     @property
     def lacks(self) -> str:
-        """What is not had here; "": nothing."""
+        """The means that this machine lacks, and the consequence; "" if it has all."""
         if self.namespaces is None:
             return (
-                f"no namespaces ({self.why_not}): an environment or reward that sets out to can signal other processes "
-                "of its user, and leave processes behind"
+                f"no namespaces ({self.why_not}): a malicious environment or reward can signal other processes of its "
+                "user, and leave processes behind"
             )
         if not self.has_proc:
             return "no /proc of its own: an environment or reward sees the arguments of all processes"
@@ -113,7 +115,7 @@ class Means:
 
     @property
     def advice(self) -> str:
-        """What to do about that."""
+        """The operator's remedy for what this machine lacks; "" if it has all."""
         if self.namespaces is None:
             return "allow user namespaces, or start agents and reward workers as root with --run-as USER"
         return "" if self.has_proc else "let the container not mask /proc"
@@ -121,7 +123,7 @@ class Means:
 
 @cache
 def means(is_offline: bool = False) -> Means:
-    """What this machine can do, tried once; takes 0.1 s."""
+    """Find the means of this machine by trying them once; takes 0.1 s."""
     why_not = f"{sys.platform} has none"
     for kind in ("plain", "user") if sys.platform == "linux" else ():
         settings = Confinement(is_offline=is_offline).settings(Means(kind))
@@ -154,14 +156,14 @@ def _try(settings: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
 
 
 def holding(settings: Mapping[str, Any], words: list[str]) -> list[str]:
-    """The command that runs words held in. Our own interpreter holds, isolated: nothing foreign runs before."""
+    """Make the command that runs `words` held in. Our own interpreter, isolated, holds: nothing foreign runs before."""
     return [sys.executable, "-I", "-S", str(HOLDER), json.dumps(settings), *words]
 
 
 def make_confinement(
     passed: tuple[str, ...] = (), *, run_as: str | None = None, is_offline: bool = False
 ) -> Confinement:
-    """What is asked for, if it can be had.
+    """Make a confinement as asked for, if this machine can do it.
 
     Args:
         passed: names of environment variables.
@@ -169,7 +171,7 @@ def make_confinement(
         is_offline: no network.
 
     Raises:
-        ConfigError: a name is none, or this machine or user cannot do it; the text names the option.
+        ConfigError: a name is invalid, or this machine or user cannot do it; the text names the option.
     """
     for name in passed:
         if not name or "=" in name or name.startswith("ROLLFAB_"):
@@ -200,7 +202,7 @@ def _find_user(name: str) -> User:
 
 
 def say_what_lacks(confinement: Confinement) -> None:
-    """Say once, at the start of a role, what of this cannot be had here."""
+    """Log once, at the start of a role, which parts of the confinement this machine lacks."""
     found = means(confinement.is_offline)
     if found.lacks:
         log.warning("foreign_code.not_all_held", extra={"lacks": found.lacks, "advice": found.advice})
@@ -215,9 +217,9 @@ def say_what_lacks(confinement: Confinement) -> None:
 
 
 def hide() -> None:
-    """Let no other process of this user read our variables and memory (Linux), where namespaces do not see to that.
+    """Keep other processes of this user from reading our variables and memory (Linux), where namespaces do not.
 
-    Privileged processes still may. What we start is not hidden.
+    Privileged processes still may. Processes that we start are not hidden.
     """
     if sys.platform != "linux":
         return

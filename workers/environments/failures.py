@@ -1,7 +1,7 @@
-"""What users' code did wrong, as a dead letter: the reason in one line, the traceback, and all it takes to try again.
+"""Failures of users' code as dead letters: the reason in one line, the traceback, and all it takes to try again.
 
-- A letter is bounded, can always be written, and shown on any terminal: text that could do harm is made plain here.
-- What was raised is user code, too: its text may be of any size, and asking for it may raise.
+- A letter is bounded, can always be written, and is safe on any terminal: we make harmful text plain here.
+- An exception of user code is user code, too: its text may be of any size, and asking for it may raise.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ...fabric.contract.errors import FabricError
 from ...fabric.contract.records import DeadLetter, TrajectoryJob
 from ...fabric.contract.text import printable
 
-REASON_LENGTH_MAX = 2_000  # an error may quote whatever the user's code returned
+REASON_LENGTH_MAX = 2_000  # an error may quote any result of the user's code
 TRACEBACK_LENGTH_MAX = 20_000
-CAUSE_COUNT_MAX = 5  # errors that led to one another, told in one traceback
+CAUSE_COUNT_MAX = 5  # errors that led to one another, in one traceback
 
 
 def dead_letter(error: Exception, job: TrajectoryJob, *, run_id: str, worker_id: str, attempt: int) -> DeadLetter:
-    """The letter for one failed attempt; whether it is the last one is the broker's to decide."""
+    """Make the letter for one failed attempt; the broker decides whether it is the last."""
     told = str(error.facts.get("traceback", "")) if isinstance(error, FabricError) else ""
     return DeadLetter(
         trajectory_id=job.trajectory_id,
@@ -33,7 +33,7 @@ def dead_letter(error: Exception, job: TrajectoryJob, *, run_id: str, worker_id:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in one bounded text that can travel."""
+    """Put an error into one bounded, printable text."""
     try:
         text = str(error)[:REASON_LENGTH_MAX]
     except Exception:  # noqa: BLE001 - user code
@@ -42,7 +42,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Where it was raised, and from what: bounded, whatever it says of itself."""
+    """Show where an error was raised, and which errors led to it; bounded, whatever the error's text."""
     parts: list[str] = []
     each: BaseException | None = error
     while each is not None and len(parts) < CAUSE_COUNT_MAX:

@@ -2,8 +2,8 @@
 
 - The policy reads where it stands (a letter per cell, "a" is the top left) and writes L, D, R or U.
 - Reward: the environment's own (1 at the goal, else 0), and `invalid_reward` for anything that is not a move. Such an
-  action leaves the world as it is and does not end the episode: were it to end, every rollout of an untrained policy
-  would look the same and nothing could be learnt.
+  action leaves the world as it is and does not end the episode: if it did, every rollout of an untrained policy would
+  look the same and nothing could be learnt.
 - The default map is fixed and not slippery, so task and seed change nothing; slippery worlds draw from the seed.
 """
 
@@ -60,7 +60,7 @@ class FrozenLake(Environment):
         return Observation(self._text())
 
     async def step(self, action: str) -> Step:
-        """Move, or stay where the action is not a move."""
+        """Move, or stay if the action is not a move."""
         move = ACTIONS.get(action.strip())
         if move is None:
             return Step(self._text(), self._invalid_reward, info={"invalid": True})
@@ -73,7 +73,7 @@ class FrozenLake(Environment):
         self._world.close()
 
     def _text(self) -> str:
-        """Where the policy stands: a letter, or row and column on maps with more cells than letters."""
+        """Name the policy's cell: by a letter, or by row and column on maps with more cells than letters."""
         if self._cell_count <= len(ascii_lowercase):
             return ascii_lowercase[self._cell]
         return f"{self._cell // self._column_count}{self._cell % self._column_count}"

@@ -1,12 +1,12 @@
 """GuessTheNumber: GEM's game in one character per observation and per guess.
 
 - The policy reads "?" to begin, then ">" (the number is higher), "<" (lower) or "!" (not a new number in range). Its
-  own guesses are in its context, so the hints alone carry the game: it is solved only by using the history.
+  own guesses are in its context, so the observations are hints alone: the policy must use the history to solve it.
 - It guesses with one digit; "0" stands for 10.
 - Reward: 1 for the number, else 0, and `invalid_reward` for a character that is no digit (the world stays as it is).
   GEM's partial reward for a near miss on the last guess is off unless asked for: it pays for not solving the game.
-- A task may name its "number", so that all of a group look for the same one; otherwise GEM draws it from the task's
-  "seed", or else from the trajectory's.
+- A task may name its "number", so that all trajectories of a group look for the same number; otherwise GEM draws it
+  from the task's "seed", or else from the trajectory's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GuessTheNumber(Environment):
         return Observation("?")
 
     async def step(self, action: str) -> Step:
-        """Guess, or stay where the action is not a digit."""
+        """Guess, or change nothing if the action is not a digit."""
         guess = DIGITS.find(action.strip() or "x") + 1
         if guess == 0 or len(action.strip()) != 1:
             return Step("!", self._invalid_reward, info={"invalid": True})
@@ -88,11 +88,11 @@ def _keep_dice(draw: Callable[[], Any]) -> Any:
 
 
 def load_gem(name: str) -> ModuleType:
-    """One module of GEM, without the rest of the package.
+    """Load one module of GEM without the rest of the package.
 
     `import gem` loads every game, reasoning-gym and matplotlib (1.1 s of CPU, 60 MB) and configures the root logger.
-    The package objects are left empty while the one module is imported, then taken away again, so a later
-    `import gem` by anybody else finds the whole.
+    We leave the package objects empty while we import the module, then remove them again, so that a later
+    `import gem` elsewhere finds the whole package.
 
     Raises:
         ConfigError: GEM is not installed.

@@ -1,13 +1,15 @@
-"""What stands between a process of foreign code and its owner: it holds that process in, and ends all of it.
+"""The holder: a process between foreign code and its owner, which holds the foreign process in and ends all of it.
 
-- Run by our own interpreter, isolated (-I -S), standard library only: nothing foreign runs before it is held.
-- Where the system allows it, the foreign process lives in namespaces of its own: it sees and signals nobody outside,
-  /proc shows it itself alone, and when the first process there (which reaps) is killed, the kernel ends all others.
-- Elsewhere its orphans come here, and are killed here. Code that sets out to can then still signal its own user's
-  processes.
-- It ends as the foreign process does, with the same code or signal. SIGTERM, or the end of its owner's pipe, ends all;
-  SIGABRT is passed on, for the stack of a process that hangs; SIGUSR1 lets it give way to everybody.
-- Whatever it was told to take away (user, network, namespaces) and cannot, it starts nothing.
+- Our own interpreter runs the holder, isolated (-I -S), standard library only: nothing foreign runs before it is held.
+- If the system allows it, the foreign process lives in namespaces of its own: it sees and signals nobody outside, /proc
+  shows only its own processes, and when the holder kills the first process there (which reaps), the kernel ends all
+  others.
+- Elsewhere the holder adopts and kills the orphans of the foreign process. Malicious code can then still signal its own
+  user's processes.
+- The holder ends like the foreign process, with the same code or signal. SIGTERM, or the end of its owner's pipe, ends
+  all; the holder passes SIGABRT on, for the stack of a process that hangs; on SIGUSR1 it lets the foreign process give
+  way to everybody.
+- If it cannot take away what it was told to (user, network, namespaces), it starts nothing.
 
 Arguments: settings as JSON (spawn.py writes them), then the words to run.
 """
@@ -31,13 +33,13 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
-# What root may still do to files, users and ports in here: chown, dac_override, fowner, fsetid, kill, setgid, setuid
-# and net_bind_service. Not: trace, mount, make devices, or administer anything.
+# Root keeps rights over files, users and ports in here: chown, dac_override, fowner, fsetid, kill, setgid, setuid and
+# net_bind_service. Root loses the rights to trace, mount, make devices, or administer anything.
 CAPABILITIES_KEPT = (0, 1, 3, 4, 5, 6, 7, 10)
 CAPABILITY_COUNT = 64
-REFUSED, NOT_RUN = 125, 126  # exit codes: could not be held · its interpreter cannot be run
+REFUSED, NOT_RUN = 125, 126  # exit codes: it cannot be held · its interpreter cannot be run
 SLOW_NICENESS = 19
-SWEEP_COUNT_MAX = 1000  # of what is left where there are no namespaces
+SWEEP_COUNT_MAX = 1000  # rounds of killing what is left
 LISTENED = (signal.SIGTERM, signal.SIGABRT, signal.SIGUSR1, signal.SIGCHLD)
 
 IS_LINUX = sys.platform == "linux"
@@ -45,14 +47,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(code: int, what: str) -> None:
-    """Raise OSError for a call that failed."""
+    """Raise OSError if a C call returned an error code."""
     if code != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def prctl(option: int, value: int = 0) -> None:
-    """Linux: set something of this process."""
+    """Linux: prctl(2) on this process."""
     check(libc.prctl(option, *(ctypes.c_ulong(each) for each in (value, 0, 0, 0))), f"prctl {option}")
 
 
@@ -63,7 +65,7 @@ def mount(source: str, target: str, kind: str | None, flags: int) -> None:
 
 
 def enter_namespaces(kind: str, is_offline: bool) -> None:
-    """Let what is started from now on live in namespaces of its own. kind: "plain", or "user" without privileges."""
+    """Put processes started from now on into new namespaces. kind: "plain", or "user" without privileges."""
     flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | (CLONE_NEWNET if is_offline else 0)
     flags |= CLONE_NEWUSER if kind == "user" else 0
     user, group = os.geteuid(), os.getegid()
@@ -72,13 +74,13 @@ def enter_namespaces(kind: str, is_offline: bool) -> None:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    mount("none", "/", None, MS_REC | MS_PRIVATE)  # else what is mounted here would appear outside
+    mount("none", "/", None, MS_REC | MS_PRIVATE)  # else our mounts would appear outside
     if is_offline:
         raise_loopback()
 
 
 def raise_loopback() -> None:
-    """Servers of the code's own, on 127.0.0.1, are reached without any network."""
+    """Bring loopback up, so that foreign code reaches its own servers on 127.0.0.1 without any network."""
     import fcntl
     import socket
     import struct
@@ -112,10 +114,10 @@ def be_first(holds: int) -> None:
 def be_foreign(settings: dict[str, Any], words: list[str], holds: int) -> None:
     """Give up what foreign code may not have, then become it."""
     os.setsid()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by our interpreter, and so by whoever inherits that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # our interpreter ignores them, and its children would inherit that
         signal.signal(number, signal.SIG_DFL)
     if settings["namespaces"]:
-        with contextlib.suppress(OSError):  # forbidden where parts of /proc are masked: its processes stay in sight
+        with contextlib.suppress(OSError):  # forbidden if parts of /proc are masked: the old one stays in sight
             mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         close_to_root()
     if settings["niceness"]:
@@ -129,10 +131,10 @@ def be_foreign(settings: dict[str, Any], words: list[str], holds: int) -> None:
         os.setgroups(groups)
         os.setresgid(group, group, group)
         os.setresuid(user, user, user)
-        os.chdir("/")  # what was reached through the owner's directory is reached by its path, or not at all
+        os.chdir("/")  # else the owner's directory would give access to files that their paths do not
     if IS_LINUX:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-    end_with_holder(holds)  # not before: a change of user forgets it
+    end_with_holder(holds)  # not earlier: a change of user would undo it
     try:
         os.execvp(words[0], words)
     except OSError as error:
@@ -140,9 +142,9 @@ def be_foreign(settings: dict[str, Any], words: list[str], holds: int) -> None:
 
 
 def close_to_root() -> None:
-    """Let root in here change nothing of the machine by files: control groups are not there, settings are read only."""
+    """Keep root in here from changing the machine through files: hide control groups, make settings read only."""
     closed = MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY
-    with contextlib.suppress(OSError):  # no such place, or not ours to cover: then its files are not ours to write
+    with contextlib.suppress(OSError):  # no such place, or no right to cover it: then root here may not write it either
         mount("none", "/sys/fs/cgroup", "tmpfs", closed)
     for place in ("/proc/sys", "/sys"):
         with contextlib.suppress(OSError):
@@ -151,7 +153,7 @@ def close_to_root() -> None:
 
 
 def drop_capabilities(kept: set[int]) -> None:
-    """What root loses with the next program it runs. Who may not drop them has few or none."""
+    """Drop all other capabilities: root loses them with its next program. A user who may not drop has few or none."""
     for number in set(range(CAPABILITY_COUNT)) - kept:
         with contextlib.suppress(OSError):  # no such capability, or not ours to drop
             prctl(PR_CAPBSET_DROP, number)
@@ -164,7 +166,7 @@ def kill(pid: int, number: int) -> None:
 
 
 def end_all(first: int | None, foreign: int, status: int | None) -> int:
-    """Kill whatever there is of the foreign process and what it started, and reap it; the foreign wait status."""
+    """Kill and reap the foreign process and all that it started; return the foreign wait status."""
     if first is not None:
         kill(first, signal.SIGKILL)  # the kernel kills all others of the namespace with it
     for _ in range(SWEEP_COUNT_MAX):
@@ -179,7 +181,7 @@ def end_all(first: int | None, foreign: int, status: int | None) -> int:
 
 
 def kill_left(foreign: int) -> None:
-    """Kill what is below this process, or where the system does not show that, the foreign process's group."""
+    """Kill all processes below this one; if the system does not show them, kill the foreign process's group."""
     if not IS_LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(foreign, signal.SIGKILL)
@@ -188,7 +190,7 @@ def kill_left(foreign: int) -> None:
 
 
 def reap(foreign: int) -> int | None:
-    """Let go of what has ended; the foreign wait status, if that is among it."""
+    """Reap all processes that have ended; return the foreign wait status if the foreign process is among them."""
     status = None
     try:
         while True:
@@ -201,7 +203,7 @@ def reap(foreign: int) -> int | None:
 
 
 def descendants() -> list[int]:
-    """Processes below this one; none where the system does not show them."""
+    """List the processes below this one; none if the system does not show them."""
     parents = {}
     for name in os.listdir("/proc") if IS_LINUX else ():
         if name.isdigit():
@@ -219,7 +221,7 @@ def descendants() -> list[int]:
 
 
 def hold(first: int | None, foreign: int, life: int, woken: int) -> int:
-    """Wait until the foreign process has ended, or is to; its wait status, once all of it is gone."""
+    """Wait until the foreign process has ended, or must end; end all of it, and return its wait status."""
     news = select.poll()
     news.register(life, select.POLLIN)
     news.register(woken, select.POLLIN)
@@ -238,7 +240,7 @@ def hold(first: int | None, foreign: int, life: int, woken: int) -> int:
 
 
 def end_as(status: int) -> None:
-    """End this process as another did."""
+    """End this process in the way that a wait status says another one ended."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
@@ -248,7 +250,7 @@ def end_as(status: int) -> None:
 
 
 def stop(code: int, text: str) -> None:
-    """Say why nothing is started."""
+    """Say why we start nothing, and exit."""
     os.write(2, f"{text}\n".encode())
     os._exit(code)
 
@@ -269,7 +271,7 @@ def main() -> None:
     try:
         if IS_LINUX:
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-                score.write("1000")  # where memory runs out in spite of limits, it is this that goes
+                score.write("1000")  # if memory runs out in spite of limits, the kernel kills this process first
             prctl(PR_SET_CHILD_SUBREAPER, 1)
         if settings["namespaces"]:
             enter_namespaces(settings["namespaces"], settings["is_offline"])
@@ -284,7 +286,7 @@ def main() -> None:
     except OSError as error:
         stop(REFUSED, f"it cannot be held as it should: {error}")
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # the channel ends when the foreign process lets go of it
+    for descriptor in (0, 1, 2):  # so that the channel ends when the foreign process closes it
         os.dup2(nothing, descriptor)
     end_as(hold(first, foreign, life, woken))
 

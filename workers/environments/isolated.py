@@ -1,8 +1,8 @@
 """An environment that lives in a process of its own, as an Environment like any other.
 
-- It hangs, crashes or fills its memory alone: its process is killed, its attempt fails, and the reason says which.
-- Its calls are awaited under its own time limit, so its caller needs none.
-- What its process answers is checked before it is believed.
+- If it hangs, crashes or fills its memory, only its own process is killed: its attempt fails, and the reason says why.
+- It awaits its calls under its own time limit, so the caller needs none.
+- It checks the answers of its process before it believes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .spawn import ANSWER_BYTES_MAX, Program
 
 OBSERVATION = ("text", "info")
 STEP = ("text", "reward", "terminated", "truncated", "info")
-# What our end of a process refuses by itself has passed these; the rest is for who writes to the channel himself.
+# process_main.py refuses texts and infos over their own limits, with advice; these bounds are for foreign code that
+# writes to the channel itself.
 BYTES_MAX = {"snapshot": ANSWER_BYTES_MAX}
 ROW_BYTES_MAX = OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB
 
@@ -38,11 +39,11 @@ class IsolatedEnvironment(Environment):
     async def open(
         cls, name: str, program: Program, options: Mapping[str, Any], *, pool: ProcessPool, timeout_s: float
     ) -> IsolatedEnvironment:
-        """Make a world in a process; waits while too many processes are starting.
+        """Make a world in a process; wait while too many processes are starting.
 
         Raises:
-            ConfigError: the process cannot start or load it, or it does not take the options.
-            EnvironmentFailed: it raised, hung or crashed, or has impossible settings.
+            ConfigError: the process cannot start or load the environment, or the environment does not take the options.
+            EnvironmentFailed: the environment raised, hung or crashed, or has impossible settings.
         """
         try:
             process = await pool.take(program)
@@ -58,7 +59,7 @@ class IsolatedEnvironment(Environment):
 
     @property
     def pid(self) -> int:
-        """Its process, which leads a process group."""
+        """The id of its process, which leads a process group."""
         return self._process.pid
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
@@ -71,11 +72,11 @@ class IsolatedEnvironment(Environment):
         return Step(**self._fields("step", await self._call("step", {"action": action}), STEP))
 
     async def snapshot(self) -> dict[str, Any]:
-        """The state as its process gave it."""
+        """Return the state as its process gave it."""
         return self._fields("snapshot", await self._call("snapshot", {}))
 
     async def snapshot_within(self, share: Share) -> dict[str, Any] | None:
-        """The state as its process gave it; None: there is no room for it."""
+        """Return the state as its process gave it, or None if `share` has no room for it."""
         answer = await self._call("snapshot", {}, share)
         return None if share.is_refused else self._fields("snapshot", answer)
 
@@ -99,14 +100,14 @@ class IsolatedEnvironment(Environment):
             raise named(error, self.name) from error
 
     def _fields(self, what: str, answer: Any, names: Sequence[str] = ()) -> dict[str, Any]:
-        """The answer, which must be an object and have these fields; only they are taken, if any are named."""
+        """Return these fields of an answer (all if none are named); raise unless it is an object that has them."""
         if not isinstance(answer, dict) or any(name not in answer for name in names):
             self._process.has_failed = True
             raise EnvironmentFailed(f"environment {self.name!r}: {what} gave {show(answer)}", reason=what)
         return {name: answer[name] for name in names} or answer
 
     def _take_settings(self, answer: Any) -> None:
-        """What the class in the process says of itself, where it does."""
+        """Take the settings that the class in the process states; keep ours for the others."""
         stated = {key: value for key, value in self._fields("make", answer).items() if value is not None}
         try:
             recovery = stated.get("recovery", self.recovery)
@@ -123,5 +124,5 @@ class IsolatedEnvironment(Environment):
 
 
 def named(error: FabricError, name: str) -> FabricError:
-    """The same error, saying whose it is."""
+    """Return the same error with the environment's name in front."""
     return type(error)(f"environment {name!r}: {error.message}", **error.facts)

@@ -1,11 +1,12 @@
 """The environment processes of one agent: started when needed, kept warm between episodes, ended when unfit.
 
-- A process runs one episode at a time, and after it another of the same program; one whose call failed in any way is
-  never used again, nor is one that has run its `episode_count_max`.
-- Few start at once: imports are the dear part, and a hundred beside each other would all miss their time limit. One
-  whose processes fail one after the other waits before each start: it may not spend everybody's cores on starting.
-- There is one process for each episode, and those that wait: an agent's number of environments bounds them.
-- At most `idle_count_max` wait unused, each for at most `idle_s`. Every process is waited for: none becomes a zombie.
+- A process runs one episode at a time, and then another of the same program; after a call that failed in any way, or
+  after `episode_count_max` episodes, it is never used again.
+- Few start at once: imports are the dear part, and a hundred side by side would all miss their time limit. A program
+  whose processes fail one after the other waits before each start: it must not spend everybody's cores on starting.
+- There is one process for each episode, besides the idle ones: an agent's number of environments bounds them.
+- At most `idle_count_max` are idle, each for at most `idle_s`. The pool waits until each process has ended: none
+  becomes a zombie.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from .spawn import Program
 
 log = logging.getLogger(__name__)
 
-FREE_FAILURES = 3  # processes that may fail one after the other before the next one waits
+FREE_FAILURES = 3  # processes that may fail one after the other before the next start waits
 PAUSE_S_MAX = 1.0
-EPISODE_COUNT_MAX = 100  # bounds what an environment leaks; a start costs 0.1 to 0.5 s
+EPISODE_COUNT_MAX = 100  # bounds the leaks of an environment; a start costs 0.1 to 0.5 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +40,17 @@ class PoolConfig:
     idle_count_max: int = 64
     """Processes that wait for an episode, over all programs, [0, 10000]."""
     episode_count_max: int = EPISODE_COUNT_MAX
-    """Episodes that one process serves, where its program states no number."""
+    """Episodes that one process serves, if its program states no number."""
     idle_s: float = 60.0
-    """How long one waits before it is ended."""
+    """How long an idle process waits before the pool ends it."""
     start_count_max: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """Processes of one program that start beside each other."""
+    """Processes of one program that may start at once."""
     start_s: float = 30.0
     """A start with all its imports may take this long."""
     memory_bytes_max: int = WORLD_MEMORY_BYTES_MAX
     """Memory that each may write to; a class may say that it needs less."""
     confinement: Confinement = UNASKED
-    """How they are held in."""
+    """How the processes are held in."""
 
 
 class ProcessPool:
@@ -61,22 +62,22 @@ class ProcessPool:
         self._starting: dict[Program, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(self._config.start_count_max)
         )
-        self._failed: Counter[Program] = Counter()  # processes that failed since one was well
+        self._failed: Counter[Program] = Counter()  # processes that failed since the last good one
         self._running: set[EnvironmentProcess] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._liveness: tuple[int, int] | None = None
 
     @property
     def confinement(self) -> Confinement:
-        """How its processes are held in."""
+        """How the processes are held in."""
         return self._config.confinement
 
     async def take(self, program: Program) -> EnvironmentProcess:
-        """A process that has loaded its program, for one episode.
+        """Give out a process that has loaded its program, for one episode.
 
         Raises:
-            ConfigError: it cannot be started, or does not find what it is to load.
-            EnvironmentFailed: it raised, hung or crashed while it loaded that.
+            ConfigError: the process cannot be started, or does not find the code to load.
+            EnvironmentFailed: the code raised, hung or crashed while the process loaded it.
         """
         process = self._wake(program)
         if process is None:
@@ -88,7 +89,7 @@ class ProcessPool:
         return process
 
     def give_back(self, process: EnvironmentProcess) -> None:
-        """The episode is over; the process is kept for another if it is fit."""
+        """Take back a process after its episode; keep it for another if it is fit, else end it."""
         most = self._config.episode_count_max if process.episode_count_max is None else process.episode_count_max
         is_used_up = process.episode_count >= most
         if not process.has_failed and process.is_alive:
@@ -112,7 +113,7 @@ class ProcessPool:
         task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End every process, those in use too, and wait until they are gone."""
+        """End every process, including those in use, and wait until they are gone."""
         for process, timer in self._idle:
             timer.cancel()
             self.end(process)
@@ -126,7 +127,7 @@ class ProcessPool:
         self._liveness = None
 
     def _wake(self, program: Program) -> EnvironmentProcess | None:
-        """The process of this program that was idle last; those that died meanwhile are buried."""
+        """Take the process of this program that became idle last; end processes that died meanwhile."""
         for index in reversed(range(len(self._idle))):
             process, timer = self._idle[index]
             if process.program != program:
@@ -143,7 +144,7 @@ class ProcessPool:
         if self._liveness is None:
             self._liveness = os.pipe()
         confinement = self._config.confinement
-        await asyncio.to_thread(means, confinement.is_offline)  # tried the first time, which takes as long as a start
+        await asyncio.to_thread(means, confinement.is_offline)  # the first call takes as long as a start
         process = await EnvironmentProcess.start(program, confinement, self._config.memory_bytes_max, self._liveness[0])
         self._running.add(process)
         try:
@@ -165,7 +166,7 @@ class ProcessPool:
         return process
 
     def _retire(self, process: EnvironmentProcess) -> None:
-        """End one that is idle."""
+        """End an idle process."""
         for index, (each, timer) in enumerate(self._idle):
             if each is process:
                 timer.cancel()
@@ -175,12 +176,12 @@ class ProcessPool:
 
 
 def pause_s(failed_count: int) -> float:
-    """How long to wait before another start of a program whose last processes failed one after the other."""
+    """Say how long to wait before the next start of a program whose last processes failed one after the other."""
     return 0.0 if failed_count < FREE_FAILURES else min(PAUSE_S_MAX, 0.05 * 2 ** min(failed_count - FREE_FAILURES, 10))
 
 
 def _count(answer: Mapping[str, object]) -> int | None:
-    """`episode_count_max` as the program states it."""
+    """Read `episode_count_max` as the program states it; None if it does not. Raises EnvironmentFailed."""
     stated: Any = answer.get("episode_count_max")
     if stated is None:
         return None

@@ -1,11 +1,12 @@
 """One environment process, seen from the agent: started, called under a time limit, and surely ended.
 
-- What is started is its holder (holder.py), which ends as it does; ending the holder ends all that it started.
-- One that does not answer in time is asked for its stack (SIGABRT) before it is killed.
-- What it prints is logged, up to SAID_BYTES_MAX for each episode; the tail goes with an error.
+- The agent starts the process's holder (holder.py), which ends as the process does; ending the holder ends all that it
+  started.
+- A process that does not answer in time is asked for its stack (SIGABRT) before it is killed.
+- Its output is logged, up to SAID_BYTES_MAX for each episode; the tail goes with an error.
 
-How one is started and guarded is spawn.py's, what is said over the channel process_main.py's, and which process
-serves which episode pool.py's.
+spawn.py starts and guards a process, process_main.py speaks at the other end of the channel, and pool.py decides which
+process serves which episode.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct(">I")
 SAID_BYTES_MAX = 16 << 10
-SAID_PAUSE_S = 0.05  # between two looks at what one prints that has printed more: it is slowed, and nobody else
-BRIEF_BYTES = 64 << 10  # what is longer is read and written in a thread: that takes milliseconds
+SAID_PAUSE_S = 0.05  # between two reads from a process that has printed more: this slows it, and nobody else
+BRIEF_BYTES = 64 << 10  # a thread parses longer answers: that takes milliseconds
 TAIL_BYTES_MAX = 8 << 10
-STACK_S = 1.0  # for the stack of one that hangs
+STACK_S = 1.0  # for the stack of a process that hangs
 EXIT_S = 3.0  # from the end of the channel to the end of the process, before it is helped along
 END_S = 5.0  # for a holder to end all it holds, before it is killed itself
 
 
 class Said(asyncio.Protocol):
-    """What a process prints: logged up to a bound, its tail kept."""
+    """The output of a process: logged up to a bound, its tail kept."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -52,7 +53,7 @@ class Said(asyncio.Protocol):
         self.has_ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It may begin."""
+        """Keep the transport, to pause and close it."""
         self._transport = transport
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class Said(asyncio.Protocol):
         self._tail, self._logged_bytes = b"", 0
 
     def data_received(self, data: bytes) -> None:
-        """Take down what was printed."""
+        """Log printed data, and pause reading if there is too much of it."""
         self._tail = (self._tail + data)[-TAIL_BYTES_MAX:]
         room = SAID_BYTES_MAX - self._logged_bytes
         self._logged_bytes += len(data)
@@ -75,7 +76,7 @@ class Said(asyncio.Protocol):
             if len(data) > room:
                 log.warning("environment.says_too_much", extra={"environment": self._program.target})
         if room < len(data) and isinstance(self._transport, asyncio.ReadTransport):
-            self._transport.pause_reading()  # one that prints for ever waits, and not we for it
+            self._transport.pause_reading()  # a process that prints for ever waits for us, and not we for it
             asyncio.get_running_loop().call_later(SAID_PAUSE_S, self._listen_again)
 
     def _listen_again(self) -> None:
@@ -88,7 +89,7 @@ class Said(asyncio.Protocol):
 
     @property
     def tail(self) -> str:
-        """The last of it."""
+        """The last TAIL_BYTES_MAX of the output, as text."""
         return self._tail.decode("utf-8", "replace")
 
 
@@ -107,25 +108,26 @@ class EnvironmentProcess:
         self.said = said
         self.episode_count = 0
         self.episode_count_max: int | None = None
-        """After so many it is not used again; 0: after this one, for it has left threads or processes behind."""
+        """The process is not used again after so many episodes; 0: after this one, as it left threads or processes
+        behind."""
         self.stated: Mapping[str, Any] = {}
-        """What the class it has loaded says of itself."""
+        """The settings that the loaded class states."""
         self.has_failed = False
-        """A call has ended otherwise than with an answer."""
+        """True once a call has ended without an answer."""
         self._holder = holder
         self._reader = reader
         self._writer = writer
         self._is_killed = False
-        self._number = 0  # of the request, which its answer must name: what is left of another one is none
+        self._number = 0  # of the last request; its answer must name it, or it is left over from another request
 
     @classmethod
     async def start(
         cls, program: Program, confinement: Confinement, memory_bytes_max: int, liveness: int
     ) -> EnvironmentProcess:
-        """Start one; calls wait until its interpreter is up.
+        """Start a process; calls wait until its interpreter is up.
 
         Args:
-            program: what it runs.
+            program: the code that it runs.
             confinement: how it is held in.
             memory_bytes_max: memory that it may write to.
             liveness: read end of a pipe whose other end is open as long as this agent lives.
@@ -150,12 +152,12 @@ class EnvironmentProcess:
 
     @property
     def pid(self) -> int:
-        """Its holder's, also the number of the holder's process group."""
+        """The id of its holder, and of the holder's process group."""
         return self._holder.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be called."""
+        """True if it can be called."""
         return not self._is_killed and self._holder.poll() is None
 
     async def call(
@@ -168,19 +170,21 @@ class EnvironmentProcess:
         bytes_max: int = ANSWER_BYTES_MAX,
         share: Share | None = None,
     ) -> Any:
-        """Ask it something; the answer as it came. It is killed unless it answers, and when the caller is cancelled.
+        """Call a method of the process and return its answer as it came.
+
+        Kill the process if it does not answer, or if the caller is cancelled.
 
         Args:
-            what, arguments: what is called, with plain values.
-            timeout_s: for the answer; while the agent's own loop stands still, this does not run.
-            data: bytes that go with it, as the argument `data`, where there are any.
-            bytes_max: of the answer; a longer one is not read.
-            share: what takes room for the answer before it is read; None is answered where there is none.
+            what, arguments: the method's name, and its arguments as plain values.
+            timeout_s: for the answer; does not run while the agent's own loop stands still.
+            data: bytes to send along as the argument `data`, if any.
+            bytes_max: longest answer; a longer one is not read.
+            share: takes room for the answer before it is read; if it has none, the answer is None.
 
         Raises:
-            EnvironmentFailed: it raised, or gave no fit answer (reason: `what`); "timeout", "crashed", or "answer" when
-                it spoke no JSON. Its traceback, or what it printed last, is in `traceback`.
-            ConfigError: it cannot be loaded, or does not take these options.
+            EnvironmentFailed: the code raised, or gave no fit answer (reason: `what`); reason "timeout", "crashed", or
+                "answer" if it spoke no JSON. Its traceback, or its last output, is in `traceback`.
+            ConfigError: the code cannot be loaded, or does not take these options.
         """
         is_well = False
         try:
@@ -193,7 +197,7 @@ class EnvironmentProcess:
             raise await self._end_hung(f"{what} took longer than {timeout_s:g} s") from error
         except (OSError, EOFError) as error:
             raise await self._mourn(what) from error
-        except ValueError as error:  # of JSON, or of its length
+        except ValueError as error:  # the answer is no JSON, or too long
             if isinstance(error, FabricError):
                 raise
             self.kill()
@@ -209,7 +213,7 @@ class EnvironmentProcess:
     ) -> Mapping[str, Any]:
         self._number += 1
         request = {"call": what, "arguments": arguments, "data_bytes": len(data), "number": self._number}
-        is_brief = what not in ("reset", "restore", "score")  # these carry what a user made
+        is_brief = what not in ("reset", "restore", "score")  # these carry a user's data, of any size
         head = _encode(request) if is_brief else await asyncio.to_thread(_encode, request)
         self._writer.write(LENGTH.pack(len(head)) + head)
         if data:
@@ -235,7 +239,7 @@ class EnvironmentProcess:
         return reply
 
     async def _skip(self, size: int) -> None:
-        """Read an answer past."""
+        """Read an answer of `size` bytes and drop it."""
         while size:
             part = await self._reader.read(min(size, BRIEF_BYTES))
             if not part:
@@ -243,7 +247,7 @@ class EnvironmentProcess:
             size -= len(part)
 
     async def _end_hung(self, text: str) -> EnvironmentFailed:
-        """What it printed, with its stack at the end; then it is killed."""
+        """Ask for its stack, kill it, and make the error, with its last output."""
         try:
             self._signal(signal.SIGABRT)
             await self._exited(STACK_S)
@@ -254,7 +258,7 @@ class EnvironmentProcess:
         return EnvironmentFailed(told, reason="timeout", traceback=f"{told}. It printed last:\n{self.said.tail}")
 
     async def _mourn(self, what: str) -> EnvironmentFailed:
-        """The channel has ended: how its process did."""
+        """Make the error of a channel that has ended, which says how the process ended."""
         try:
             code = await self._exited(EXIT_S)
         finally:
@@ -269,11 +273,11 @@ class EnvironmentProcess:
         )
 
     def give_way(self) -> None:
-        """Let it have less of the processors than anybody else from now on."""
+        """Give it less of the processors than all others from now on."""
         self._signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Have it ended with all it has started; `wait` for that some time later."""
+        """Tell the holder to end it with all it has started; call `wait` some time later."""
         if self._is_killed:
             return
         self._is_killed = True
@@ -281,7 +285,7 @@ class EnvironmentProcess:
         self._writer.close()
 
     async def wait(self) -> None:
-        """Until it is gone, and leaves no zombie. It was killed, so this is short."""
+        """Wait until it is gone and leaves no zombie. It was killed, so the wait is short."""
         if await self._exited(END_S) is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of zombies
                 os.killpg(self.pid, signal.SIGKILL)
@@ -290,14 +294,14 @@ class EnvironmentProcess:
         self.said.close()
 
     async def _exited(self, timeout_s: float) -> int | None:
-        """Its exit code, as soon as it has one, or None after a while."""
+        """Wait for its exit code; return None after `timeout_s` without one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await _end_of(self._holder)
         return self._holder.poll()
 
     async def _quiet(self) -> None:
-        """Until all that it printed is here; a child of its own with another group may hold that up."""
+        """Wait until all its output is here, at most EXIT_S: a child in another group may keep the pipe open."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_S):
                 await self.said.has_ended.wait()
@@ -312,7 +316,7 @@ def _encode(request: Mapping[str, Any]) -> bytes:
 
 
 async def _end_of(process: subprocess.Popen[bytes]) -> None:
-    """Until it has ended and is no zombie; asking is cheaper than a thread that waits for each."""
+    """Wait until it has ended and is no zombie; polling is cheaper than a thread for each process."""
     pause_s = 0.001
     while process.poll() is None:
         await asyncio.sleep(pause_s)
@@ -320,14 +324,14 @@ async def _end_of(process: subprocess.Popen[bytes]) -> None:
 
 
 def _answer(what: str, arguments: Mapping[str, Any], reply: Mapping[str, Any]) -> Any:
-    """What a reply holds, or the error that it tells of."""
+    """Return the answer in a reply, or raise the error that it reports."""
     if "answer" in reply:
         return reply["answer"]
     error = reply.get("error")
     facts = (
         error if isinstance(error, dict) else {"kind": "answer", "text": f"neither answer nor error: {reply!r:.200}"}
     )
-    kind, text = facts.get("kind"), str(facts.get("text"))[:TEXT_LENGTH_MAX]  # it may come from anybody
+    kind, text = facts.get("kind"), str(facts.get("text"))[:TEXT_LENGTH_MAX]  # foreign code may have written it
     if kind == "load":
         raise ConfigError(f"cannot be loaded: {text}")
     if kind == "options":

@@ -1,14 +1,14 @@
-"""What runs inside the own process of an environment or reward function: it calls them, one at a time, as it is asked.
+"""The main program of an environment's or reward function's own process: it calls the code, one call at a time.
 
-- Standard library only, and any Python from 3.8 on: this file is run by the environment's own interpreter, where
-  rollfab need not be installed. It imports nothing from here, and nothing here imports it.
-- Descriptor 0 is the channel, both ways: messages are a length (4 bytes, big-endian) and JSON; a request may have
-  `data_bytes` more behind it. The channel is moved away before the environment is loaded, and what that prints goes
-  elsewhere, so it cannot spoil the channel.
-- What the environment raises is told, and the process goes on. When the channel ends, so does the process.
+- Standard library only, and any Python from 3.8 on: the environment's own interpreter runs this file, and rollfab need
+  not be installed there. It imports nothing of rollfab.
+- Descriptor 0 is the channel, both ways: a message is a length (4 bytes, big-endian) and JSON; `data_bytes` more bytes
+  may follow a request. We move the channel away before we load the environment, and its output goes elsewhere, so it
+  cannot spoil the channel.
+- If the environment raises, we report the error, and the process goes on. When the channel ends, so does the process.
 
-A world with `async def reset` is called as rollfab's Environment is: reset(task, seed), step(action). Every other one
-as Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers.
+A world with `async def reset` is called like rollfab's Environment: reset(task, seed), step(action). Any other world is
+called like Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 
 LENGTH = struct.Struct(">I")
 TEXT_LENGTH_MAX = 2000
-LEFT_COUNT_MAX = 32  # threads and children after a call; more are left by every call, and would fill the machine
+LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more would fill the machine, call by call
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = ("temperature", "max_tokens", "stop_texts", "ends_at_eos")
 STEP = ("text", "reward", "terminated", "truncated", "info")
 
 
 class Refused(Exception):
-    """What was asked for cannot be: `kind` is load, options or answer."""
+    """A request cannot be served: `kind` is load, options or answer."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 class Stage:
-    """One world at a time, of one factory; or a reward function, and what decodes its rollouts."""
+    """Holds one world at a time, of one factory; or a reward function, and the decoder of its rollouts."""
 
     def __init__(self) -> None:
         self._text_bytes_max = self._info_bytes_max = sys.maxsize
@@ -53,22 +53,22 @@ class Stage:
         self._loop: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a call brought: {"answer": …}, or {"error": …}."""
+        """Make a requested call; return {"answer": …}, or {"error": …}."""
         try:
             return {"answer": getattr(self, request["call"])(**request["arguments"])}
         except Refused as error:
             return {"error": {"kind": error.kind, "text": str(error)}}
-        except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is told, and ends its call alone
+        except BaseException as error:  # noqa: BLE001 - user code: we report its error, which ends its call alone
             told = traceback.format_exc()[-TRACEBACK_LENGTH_MAX:]
             return {"error": {"kind": "raised", "text": describe(error), "traceback": told}}
 
     def load(
         self, target: str, path: list[str], is_first: bool, limits: dict[str, int], decoder: str | None = None
     ) -> dict[str, Any]:
-        """Import what "module:attr" names, looking in `path` before or after the interpreter's own places.
+        """Import the target, "module:attr", from `path` or the interpreter's own places; return its stated settings.
 
-        It lives within limits of text and info. Returns what it says of itself. decoder: the target is a reward
-        function, and this makes its rollouts of their bytes.
+        is_first: `path` comes before the interpreter's own places. limits: the most bytes of a text and of an info.
+        decoder: names the function that makes rollouts of bytes; given if the target is a reward function.
         """
         self._text_bytes_max, self._info_bytes_max = limits["text"], limits["info"]
         own = [each for each in sys.path if each not in path]
@@ -84,9 +84,9 @@ class Stage:
         return {name: getattr(self._factory, name, None) for name in names}
 
     def score(self, task: dict[str, Any], data: bytes) -> float | str:
-        """A rollout's reward; the text of what was given where that is no number, which the caller then names."""
+        """Compute a rollout's reward; if the result is no number, return its text, for the caller's error."""
         reward = self._finish(self._factory(task, self._decode(data)))
-        if isinstance(reward, str | bytes | bytearray):  # a text may say a number, and is none
+        if isinstance(reward, str | bytes | bytearray):  # float() would accept a text of digits, which is no number
             return show(reward)
         try:
             return float(reward)
@@ -94,12 +94,12 @@ class Stage:
             return show(reward)
 
     def make(self, options: dict[str, Any]) -> dict[str, Any]:
-        """A new world; returns its settings."""
+        """Make a new world; return its settings."""
         try:
             self._world = self._factory(**options)
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # from inside it
+                raise  # the constructor itself raised it
             raise Refused("options", str(error)) from error
         if not (hasattr(self._world, "reset") and hasattr(self._world, "step")):
             raise Refused("answer", f"a {type(self._world).__name__} was made, which has no reset and step")
@@ -107,7 +107,7 @@ class Stage:
         return settings(self._world if self._is_async else self._factory)
 
     def reset(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
-        """The first observation."""
+        """Start the episode; return the first observation."""
         if self._is_async:
             answer = self._finish(self._world.reset(task, seed))
             if not hasattr(answer, "text"):
@@ -119,7 +119,7 @@ class Stage:
         return self._fit("reset", {"text": str(answer[0]), "info": dict(answer[1])})
 
     def step(self, action: str) -> dict[str, Any]:
-        """What followed an action."""
+        """Apply an action; return the world's answer to it."""
         answer = self._finish(self._world.step(action))
         if self._is_async:
             if not all(hasattr(answer, name) for name in STEP):
@@ -135,11 +135,11 @@ class Stage:
         try:
             row["reward"] = float(row["reward"])
         except (TypeError, ValueError, OverflowError):
-            row["reward"] = show(row["reward"])  # the agent names it as no number
+            row["reward"] = show(row["reward"])  # the agent's error shows it as no number
         return self._fit("step", row)
 
     def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
-        """The row, if it may travel. It is refused here, where it arose, before anybody else has to carry it."""
+        """Return the row if it may travel; refuse it here, where it arose, before any other process has to carry it."""
         sizes = (
             ("text", self._text_bytes_max, "as UTF-8", "let it be shorter"),
             ("info", self._info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
@@ -148,7 +148,7 @@ class Stage:
             value = row[name]
             try:
                 told = value if name == "text" else json.dumps(value, ensure_ascii=False)
-                size = len(told.encode()) if isinstance(told, str) else 0  # a text that is none is the agent's to name
+                size = len(told.encode()) if isinstance(told, str) else 0  # the agent refuses a text that is no str
             except UnicodeEncodeError as error:
                 raise Refused("answer", f"{what}: its {name} is no Unicode: {describe(error)}") from error
             except Exception as error:  # its keys and values are user code
@@ -159,7 +159,7 @@ class Stage:
         return row
 
     def snapshot(self) -> Any:
-        """The world's state as plain JSON values."""
+        """Return the world's state as plain JSON values."""
         return self._finish(self._world.snapshot())
 
     def restore(self, snapshot: Any) -> None:
@@ -167,17 +167,17 @@ class Stage:
         self._finish(self._world.restore(snapshot))
 
     def close(self) -> None:
-        """Let go of the world."""
+        """Close the world and drop it."""
         world, self._world = self._world, None
         if hasattr(world, "close"):
             self._finish(world.close())
 
     def _finish(self, value: Any) -> Any:
-        """What an awaitable comes to; one loop serves every world of this process."""
+        """Return the value, or the result if it is awaitable; one loop serves every world of this process."""
         if not inspect.isawaitable(value):
             return value
         if self._loop is None:
-            import asyncio  # 60 ms that plain worlds do without
+            import asyncio  # takes 60 ms, which plain worlds save
 
             self._loop = asyncio.new_event_loop()
         return self._loop.run_until_complete(_awaited(value))
@@ -188,7 +188,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def find(target: str) -> Any:
-    """What "module:attr" names."""
+    """Import the object that "module:attr" names."""
     module, _, attributes = target.partition(":")
     try:
         found = importlib.import_module(module)
@@ -200,7 +200,7 @@ def find(target: str) -> Any:
 
 
 def check_function(found: Any) -> None:
-    """Require what can be called as a reward function."""
+    """Raise Refused unless `found` can be called as a reward function."""
     expected = "a reward function is score(task: dict, rollout: Rollout) -> float"
     if not callable(found) or isinstance(found, type):
         raise Refused("load", f"{show(found)} is no function: {expected}")
@@ -208,7 +208,7 @@ def check_function(found: Any) -> None:
         raise Refused("load", f"it is a generator: {expected}")
     try:
         signature = inspect.signature(found)
-    except ValueError:  # of one written in C, which does not say
+    except ValueError:  # a function written in C may not tell its signature
         return
     try:
         signature.bind({}, None)
@@ -217,7 +217,7 @@ def check_function(found: Any) -> None:
 
 
 def is_crowded() -> bool:
-    """Whether the code that was called has left more threads and child processes behind than a library would."""
+    """Tell whether the code has left more threads and child processes behind than a library would."""
     tasks = "/proc/self/task"
     try:
         threads = os.listdir(tasks)
@@ -231,7 +231,7 @@ def is_crowded() -> bool:
 
 
 def limit_memory(limit: Any) -> None:
-    """Keep the memory that this process may write to within the class's own limit, where it has one."""
+    """Lower the limit of memory that this process may write to, to the class's own limit if it has one."""
     if limit is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
@@ -239,7 +239,7 @@ def limit_memory(limit: Any) -> None:
 
 
 def settings(owner: Any) -> dict[str, Any]:
-    """What a class or a world says of itself; None where it says nothing."""
+    """Read the settings that a class or a world states; None for each that it does not state."""
     sampling = getattr(owner, "sampling", None)
     if sampling is not None and not isinstance(sampling, dict):
         sampling = {name: getattr(sampling, name) for name in SAMPLING}
@@ -251,7 +251,7 @@ def settings(owner: Any) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """Kind and text of what was raised, in the words an agent uses for its own environments."""
+    """Describe an exception by kind and text, in the words that an agent uses for its own environments."""
     try:
         if isinstance(error, Exception):
             return f"{type(error).__name__}: {error}"[:TEXT_LENGTH_MAX]
@@ -261,7 +261,7 @@ def describe(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in an error's text."""
+    """Show a value in an error's text, even if its own repr raises."""
     try:
         return repr(value)[:TEXT_LENGTH_MAX]
     except Exception:  # noqa: BLE001 - user code too
@@ -272,7 +272,7 @@ def show(value: Any) -> str:
 
 
 def receive(channel: int) -> dict[str, Any] | None:
-    """The next request; None when the agent is gone."""
+    """Receive the next request; None if the agent is gone."""
     head = read_exactly(channel, LENGTH.size)
     body = head and read_exactly(channel, LENGTH.unpack(head)[0])
     if not body:
@@ -284,7 +284,7 @@ def receive(channel: int) -> dict[str, Any] | None:
 
 
 def read_exactly(channel: int, size: int) -> bytes:
-    """So many bytes; none when the channel has ended."""
+    """Read `size` bytes; return none if the channel has ended."""
     parts = []
     while size:
         part = os.read(channel, size)
@@ -296,7 +296,7 @@ def read_exactly(channel: int, size: int) -> bytes:
 
 
 def send(channel: int, what: str, head: dict[str, Any], reply: dict[str, Any], bytes_max: int) -> None:
-    """Send a reply to a call, or in its place why it cannot be sent; the head holds the number of the request."""
+    """Send a reply to a call, or an error if the reply cannot be sent; the head holds the number of the request."""
     try:
         data = json.dumps({**head, **reply}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except Exception as error:  # noqa: BLE001 - its keys and values are user code
@@ -311,13 +311,13 @@ def send(channel: int, what: str, head: dict[str, Any], reply: dict[str, Any], b
 
 
 def main() -> None:
-    """Answer until the channel ends. Argument: the most bytes of an answer."""
-    del sys.path[0]  # this file's directory: its neighbours are nobody's top-level modules
+    """Answer requests until the channel ends. Command-line argument: the most bytes of an answer."""
+    del sys.path[0]  # this file's directory: its neighbours must not be found as top-level modules
     channel = os.dup(0)  # children of the environment do not inherit it
     os.register_at_fork(after_in_child=lambda: os.close(channel))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    faulthandler.enable()  # SIGSEGV, and the SIGABRT that is sent to one that hangs, leave a stack on stderr
+    faulthandler.enable()  # SIGSEGV, and the SIGABRT that a hung process gets, leave a stack on stderr
     stage = Stage()
     while True:
         request = receive(channel)

@@ -2,12 +2,12 @@
 
 - Names come from installed packages (entry points `rollfab.environments`, `rollfab.rewards`) and from this worker's
   own configuration (`--environment NAME=module:attr`); the worker's own wins. Nothing is imported before it is used.
-- A reward function of a user is never imported here: `workers/rewards/scoring.py` calls it in a process of its own.
+- This process never imports a user's reward function: `workers/rewards/scoring.py` calls it in a process of its own.
 - An environment lives in a process of its own, and this process never imports it, unless its class says that it may
-  run inside (`inline`, or `isolation = "none"`). Whether it does is asked of a process, too. Ours are imported at once.
-  Where the operator asks for another user or for no network, only ours run inside.
-- A name that arrives with a run is only ever looked up. It is never imported as a path, whatever it looks like: who
-  may push tasks may not choose what code runs here.
+  run inside (`inline`, or `isolation = "none"`). We ask a process for that, too; only our own classes are imported
+  here at once. If the operator asks for another user or for no network, only our own run inside.
+- A name that arrives with a run is only ever looked up, and never imported as a path, whatever it looks like: a client
+  that may push tasks may not choose the code that runs here.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from .spawn import NICENESS, Program
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
-OURS = "rollfab."  # modules that are imported here without asking
+OURS = "rollfab."  # modules that this process may import without asking
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
-OUR_REWARDS = "rollfab.workers.rewards.functions"  # the module of our own
+OUR_REWARDS = "rollfab.workers.rewards.functions"  # the module of our own reward functions
 
 RewardFunction = Callable[[dict[str, Any], Rollout], float]
-CLASS_SETTINGS = ("recovery", "sampling", "turn_count_max", "inline")  # read off a plain class where it has them
+CLASS_SETTINGS = ("recovery", "sampling", "turn_count_max", "inline")  # read off a plain class if it has them
 
 
 class Registry:
-    """What this worker offers.
+    """The environments and reward functions that this worker offers.
 
     Args:
         environments: "NAME=module:attr" of an Environment, or of a class with Gymnasium's or GEM's `reset` and `step`;
-            with "NAME=python:module:attr" that interpreter runs it, in processes of its own.
+            with "NAME=python:module:attr" the interpreter `python` runs it, in processes of its own.
         rewards: "NAME=module:attr" of a function (task, rollout) → float.
-        pool: settings of those processes.
+        pool: settings of the processes.
 
     Raises:
-        ConfigError: one of them is not written so, or its interpreter is not there.
+        ConfigError: an entry is not written so, or its interpreter is not there.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class Registry:
         self._offered = sorted({*self._targets[ENVIRONMENTS], *installed(ENVIRONMENTS)})
 
     def offered(self) -> list[str]:
-        """Names of the environments that can be made here, sorted."""
+        """List the names of the environments that can be made here, sorted."""
         return list(self._offered)
 
     def rewards(self) -> dict[str, bool]:
-        """Names of the reward functions that can be called here, and whether this worker's own options name them."""
+        """Map each reward function that can be called here to whether this worker's own options name it."""
         own = self._targets[REWARDS]
         return {name: name in own for name in sorted({*own, *installed(REWARDS)})}
 
     async def is_inside(self, name: str) -> bool:
-        """Whether it runs in this process, because its class says that it may; the first time this takes a process.
+        """Tell whether an environment runs in this process, because its class says that it may.
 
-        One that runs elsewhere keeps its own time limit.
+        The first call takes a process. An environment that runs elsewhere keeps its own time limit.
 
         Raises:
-            EnvironmentUnknown, ConfigError: as `make`.
+            EnvironmentUnknown, ConfigError: see `make`.
             EnvironmentFailed: its process could not load it.
         """
         if name not in self._inside:
@@ -112,7 +112,7 @@ class Registry:
         return is_inside
 
     async def _load_aside(self, name: str) -> Any:
-        """Import what the name stands for, off the loop: that may take seconds."""
+        """Import an environment's class off the loop, as that may take seconds."""
         if (ENVIRONMENTS, name) in self._loaded:
             return self._loaded[ENVIRONMENTS, name]
         return await in_thread(lambda: self._load(ENVIRONMENTS, name))
@@ -120,16 +120,16 @@ class Registry:
     async def open(
         self, name: str, options: Mapping[str, Any] = NO_OPTIONS, *, owner: str = "", timeout_s: float = 30.0
     ) -> Environment:
-        """A fresh environment where it belongs: in its own process, or made here, off the loop where that may block.
+        """Make a fresh environment where it belongs: in its own process, or here, off the loop if that may block.
 
         Args:
-            name: what the run calls it.
-            options: its constructor's.
-            owner: the run that plays it; a process serves one run alone, for an episode may spoil it for the next.
-            timeout_s: how long a call may take of one with its own process.
+            name: the name that the run gives.
+            options: arguments of its constructor.
+            owner: the run that plays it; a process serves one run alone, as an episode may spoil it for the next.
+            timeout_s: time limit of a call, if the environment has its own process.
 
         Raises:
-            EnvironmentUnknown, ConfigError: as `make`.
+            EnvironmentUnknown, ConfigError: see `make`.
             EnvironmentFailed: its process could not make it.
         """
         if not await self.is_inside(name):
@@ -148,10 +148,10 @@ class Registry:
         await self.close()
 
     def make(self, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Environment:
-        """A fresh environment.
+        """Make a fresh environment in this process.
 
         Raises:
-            EnvironmentUnknown: not offered by this worker.
+            EnvironmentUnknown: this worker does not offer it.
             ConfigError: it is offered, but cannot be imported, or does not take these options.
         """
         factory = self._load(ENVIRONMENTS, name)
@@ -165,20 +165,20 @@ class Registry:
         return world if isinstance(world, Environment) else _adapt(name, factory, world)
 
     def may_block(self, name: str) -> bool:
-        """Whether making it belongs in a thread: it is a plain synchronous class, and does not say `inline`.
+        """Tell whether a thread must make it: it is a plain synchronous class, and does not say `inline`.
 
         Raises:
-            EnvironmentUnknown, ConfigError: as `make`.
+            EnvironmentUnknown, ConfigError: see `make`.
         """
         factory = self._load(ENVIRONMENTS, name)
         is_ours = isinstance(factory, type) and issubclass(factory, Environment)
         return not is_ours and not getattr(factory, "inline", False)
 
     def reward(self, name: str) -> RewardFunction | Program:
-        """One of our own reward functions, which may be called here; else what a process would load.
+        """Return one of our own reward functions, which may be called here, or the program that a process must load.
 
         Raises:
-            ConfigError: not offered by this worker.
+            ConfigError: this worker does not offer it.
         """
         program = self._program(REWARDS, name)
         if program.target.partition(":")[0] != OUR_REWARDS:
@@ -206,7 +206,7 @@ class Registry:
         raise self._unknown(group, name)
 
     def _program(self, group: str, name: str) -> Program:
-        """What a process of its own would run."""
+        """Return the program that a process of its own runs. Raises EnvironmentUnknown, ConfigError."""
         if (group, name) not in self._programs:
             points = entry_points(group=group, name=name)
             named = self._targets[group].get(name)
@@ -228,7 +228,7 @@ class Registry:
 
 
 def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
-    """name → what it names."""
+    """Read "NAME=module:attr" or "NAME=python:module:attr" into name → program. Raises ConfigError."""
     targets: dict[str, Program] = {}
     for pair in pairs:
         name, _, rest = pair.partition("=")
@@ -240,7 +240,7 @@ def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
 
 
 def _check_interpreters(targets: Mapping[str, Mapping[str, Program]]) -> None:
-    """Say at once what would otherwise fail every trajectory; only environments have interpreters."""
+    """Refuse at once an interpreter that would fail every trajectory; only environments may have one."""
     for group, programs in targets.items():
         for name, program in programs.items():
             if program.python is None:
@@ -258,7 +258,7 @@ def _check_interpreters(targets: Mapping[str, Mapping[str, Program]]) -> None:
 
 
 def _adapt(name: str, factory: Any, world: Any) -> Environment:
-    """A plain synchronous object as an Environment; settings are read off its class where it has them."""
+    """Wrap a plain synchronous object as an Environment, with the settings that its class states."""
     if not (hasattr(world, "reset") and hasattr(world, "step")):
         raise EnvironmentFailed(
             f"environment {name!r} made a {type(world).__name__}, which has no reset and step", reason="make"

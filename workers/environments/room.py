@@ -1,7 +1,7 @@
-"""Memory for the snapshots that pass through one agent: bounded in their sum, whoever makes them.
+"""Memory for the snapshots that pass through one agent: bounded in sum over all environments.
 
-- A snapshot is weighed before it is read; its share of the room is its own from then until it is saved, or restored.
-- One that finds no room within a while is left: the trajectory goes on without it, from an older one or by its turns.
+- A snapshot is weighed before it is read; it holds its share of the room from then until it is saved, or restored.
+- A snapshot that finds no room within WAIT_S is dropped: a take-over goes on from an older one, or by the turns.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from types import TracebackType
 
 log = logging.getLogger(__name__)
 
-HELD_PER_BYTE = 24  # of JSON: empty lists in a list take that many bytes each when they are decoded
-WAIT_S = 2.0  # for others to be saved, or restored: nothing of theirs waits for foreign code while it is read
+HELD_PER_BYTE = 24  # bytes of memory for a byte of JSON: so many for each byte of empty lists in a list, decoded
+WAIT_S = 2.0  # for other snapshots to be saved or restored: none of them waits for foreign code meanwhile
 
 
 class Room:
@@ -25,11 +25,11 @@ class Room:
         self.refused_count = 0
 
     def share(self) -> Share:
-        """A part of it that is given back when its block ends."""
+        """Make a share of the room, which gives its bytes back when its `with` block ends."""
         return Share(self)
 
     async def take(self, size_bytes: int) -> bool:
-        """Take what so many bytes of JSON need; False: there was no room for them for a while."""
+        """Take the memory that `size_bytes` of JSON need; return False if there was no room within WAIT_S."""
         need = min(size_bytes * HELD_PER_BYTE, self._bytes_max)
         try:
             async with asyncio.timeout(WAIT_S):
@@ -45,13 +45,13 @@ class Room:
         return True
 
     def give(self, size_bytes: int) -> None:
-        """Give back what was taken for so many bytes."""
+        """Give back the memory taken for `size_bytes` of JSON."""
         self._left += min(size_bytes * HELD_PER_BYTE, self._bytes_max)
         self._changed.set()
 
 
 class Share:
-    """What one snapshot holds of the room."""
+    """The part of the room that one snapshot holds."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -59,7 +59,7 @@ class Share:
         self.is_refused = False
 
     async def take(self, size_bytes: int) -> bool:
-        """Whether there is room for it."""
+        """Take memory for `size_bytes` of JSON; return whether there was room."""
         self.is_refused = not await self._room.take(size_bytes)
         if not self.is_refused:
             self._held_bytes += size_bytes

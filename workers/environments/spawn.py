@@ -1,9 +1,9 @@
-"""Starting an environment process, held in, so that whatever becomes of the agent it is not left behind.
+"""Starts an environment process, held in, so that it never outlives its agent.
 
-- The process that the agent starts is the holder (holder.py), which leads a process group and starts the foreign one.
-  It has one end of a pipe whose other end the agent alone holds open, and ends all when that closes. The foreign
-  process may be stuck by then, holding its interpreter's lock, and what it has started would not hear of the end.
-- Its environment variables are those of a list (confinement.py).
+- The agent starts the holder (holder.py), which leads a process group and starts the foreign process. The holder has
+  one end of a pipe whose other end the agent alone holds open, and ends all when that closes. The foreign process
+  could not do this itself: it may be stuck, holding its interpreter's lock, and its children would not learn of it.
+- The foreign process gets the environment variables of a list (confinement.py).
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from ...fabric.contract.limits import SNAPSHOT_BYTES_MAX
 from .confinement import Confinement, holding, means
 
 MAIN = Path(__file__).with_name("process_main.py")
-NICENESS = 5  # of users' code: it gives way to the agents and workers of everybody
+NICENESS = 5  # for users' code, so that it gives way to all agents and workers
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer, before it is looked at
+ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer; a longer one is not read
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a process of a user's code runs: "module:attr", by an interpreter; None is our own."""
+    """The code that a process runs for a user: "module:attr", and its interpreter (None: our own)."""
 
     target: str
     python: str | None = None
     decoder: str | None = None
-    """What makes a reward function's rollout of its bytes, as "module:attr"; None: the target is an environment."""
+    """Decodes the rollouts of a reward function, as "module:attr"; None: the target is an environment."""
     niceness: int = 0
-    """By how much it gives way to others for the processors, [0, 19]."""
+    """How much it gives way to others for the processors, [0, 19]."""
     owner: str = ""
-    """Whose it is: processes serve programs of one owner alone."""
+    """Its owner: a process serves programs of one owner alone."""
 
     def path(self) -> list[str]:
-        """Where modules are found besides the interpreter's own places.
+        """List the places of modules besides the interpreter's own.
 
-        Beside the user; for our own interpreter where we look, in our order: a name means the same there as here.
+        For our own interpreter: our places in our order, so that a name means the same there as here. For another: the
+        current directory.
         """
         return [each for each in sys.path if each] if self.python is None else [os.getcwd()]
 
     def variables(self, confinement: Confinement) -> dict[str, str]:
-        """The process's environment variables."""
+        """Make the environment variables of the process."""
         threads = {} if self.decoder is None else dict.fromkeys(THREAD_COUNTS, "1")  # many processes share the cores
         return {**threads, **confinement.variables(os.environ)}
 
@@ -54,14 +55,14 @@ class Program:
 def spawn(
     program: Program, confinement: Confinement, memory_bytes_max: int, channel: int, say: int, liveness: int
 ) -> subprocess.Popen[bytes]:
-    """Start a process; what is returned is its holder, which ends as it does.
+    """Start a process; return its holder, which ends as the process does.
 
     Args:
-        program: what the process will be asked to load.
+        program: the code that the process will load.
         confinement: how it is held in.
         memory_bytes_max: memory that it may write to, in each of its processes (RLIMIT_DATA).
         channel: its descriptor 0.
-        say: where it prints to.
+        say: the descriptor for its output.
         liveness: read end of a pipe whose other end is open as long as this agent lives.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Reward functions that score a finished rollout, where the environment's own sum is not what is wanted.
+"""Our own reward functions: each scores a finished rollout in place of the environment's own sum.
 
 A reward function takes the task and the rollout and returns a finite float. It runs in a reward worker, may be called
-twice for one rollout, and must give the same answer both times. Whatever raises fails the attempt; it is never 0.
+twice for one rollout, and must give the same answer both times. An exception fails the attempt; it never counts as 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...fabric.contract.records import Rollout, sum_rewards
 
 
 def environment_sum(task: dict[str, Any], rollout: Rollout) -> float:
-    """The sum of the environment's own rewards, turn by turn.
+    """Sum the environment's own rewards, turn by turn.
 
     Raises:
         RewardFailed: the rollout carries no rewards by turn, or their sum overflows.
@@ -27,10 +27,10 @@ def environment_sum(task: dict[str, Any], rollout: Rollout) -> float:
 
 
 def success(task: dict[str, Any], rollout: Rollout) -> float:
-    """1 where the environment said last that its task was solved, else 0.
+    """Return 1 if the environment said at the end that its task was solved, else 0.
 
     Raises:
-        RewardFailed: it ended by itself without saying which.
+        RewardFailed: the environment ended by itself without info["success"].
     """
     said = rollout.info.get("success")
     if said is None and rollout.finish_reason == "terminated":

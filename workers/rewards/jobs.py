@@ -1,12 +1,12 @@
 """rq: stateless CPU jobs, that is rewards and housekeeping.
 
 - The queue carries names and JSON, nothing else: no pickle, and no import path from the queue is ever imported.
-  A job whose name is not in the worker's own table is refused, and of what its row says nothing else is read.
-- Each run has a queue of its own: a worker takes from those of runs whose reward it offers and that it has room for.
-  So what one run leaves lying is in nobody's way, and several workers share a run's rewards.
-- A job hands in a batch of rewards (one rq job costs milliseconds, one reward microseconds) and is over; who computes
-  them, and how they are kept and tried again, is scoring.py's. Nothing on a queue has to be kept: a reward that was
-  lost on its way is asked for again.
+  A worker refuses a job whose name is not in its own table, and reads nothing else of the job's row.
+- Each run has a queue of its own: a worker takes jobs of runs whose reward it offers and that it has room for. So jobs
+  that one run leaves lying hold up no other run, and several workers share a run's rewards.
+- A job hands in a batch of rewards (an rq job costs milliseconds, a reward microseconds) and is over; scoring.py
+  decides who computes them, and how they are kept and tried again. Nothing on a queue has to be kept: agents ask again
+  for a reward that was lost on its way.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ log = logging.getLogger(__name__)
 
 QUEUE_NAME = "rollfab"
 JOB_TIMEOUT_S = 60  # to hand a batch in, or to delete a run
-JOB_BYTES_MAX = MIB  # of a job's name and arguments
+JOB_BYTES_MAX = MIB  # for a job's name and arguments
 RESULT_TTL_S = 0  # results go to the fabric's own streams
 FAILURE_TTL_S = 3600
-QUEUED_S = 30.0  # with others on the queue a reward is left alone for this long: workers may be few and busy
+QUEUED_S = 30.0  # a reward is not queued again for this long while its queue holds others: workers may be few and busy
 GATHER_S = 0.02  # rewards asked for within this time travel in one job
 BATCH_COUNT_MAX = 64  # rewards of one job: workers share a run's rewards by jobs
-PULL_S = 0.5  # a wait for jobs: after it the queues are looked up anew
-FULL_PULL_S = 0.05  # the same, while a run has no room: it may have soon
+PULL_S = 0.5  # longest wait for jobs; the worker then looks up its queues anew
+FULL_PULL_S = 0.05  # the same, while a run has no room: it may have some soon
 TIDY_S = 10.0
-TIDY_COUNT = 1000  # jobs of a deleted run that are forgotten at once
+TIDY_COUNT = 1000  # most jobs of a deleted run that one round forgets
 AWAY_S = 1.0  # between two tries to reach a broker that is away
 
 JobFunction = Callable[..., object]
 
 
 def open_queue(url: str) -> Queue:
-    """The rq queue on a broker, JSON only. It is on the URL's `reward_queue`, where that names one.
+    """Open the rq queue, JSON only: on the broker that the URL's `reward_queue` names, else on the URL's own.
 
-    Nothing there has to be kept: a reward that is lost on its way is asked for again (reap).
+    Nothing there has to be kept: reaping asks again for a reward that was lost on its way.
 
     Raises:
         ConfigError: the URL is malformed.
@@ -95,7 +95,7 @@ def check_queue(queue: Queue) -> None:
 
 
 def queue_of(queue: Queue, run_id: str) -> Queue:
-    """The queue of one run's rewards, beside the one for housekeeping."""
+    """Open the queue of one run's rewards, on the same broker as the queue for housekeeping."""
     return Queue(f"{QUEUE_NAME}.{run_id}", connection=queue.connection, serializer=JSONSerializer)
 
 
@@ -106,28 +106,29 @@ class RewardAsker:
     """Puts reward jobs on the queues of their runs, gathered into batches.
 
     Args:
-        open_run: the rq queue of a run.
-        clock: for waiting and for how long ago a reward was asked for.
+        open_run: opens the rq queue of a run.
+        clock: measures waits, and how long ago a reward was asked for.
     """
 
     def __init__(self, open_run: Callable[[str], Queue], clock: Clock) -> None:
         self._open_run = open_run
         self._clock = clock
-        self._asked: dict[str, dict[Row, bool]] = {}  # run → rows, and whether they were asked for before
+        self._asked: dict[str, dict[Row, bool]] = {}  # run → row → whether it was asked for before
         self._asked_at_s: dict[Row, float] = {}
         self._sending: asyncio.Task[None] | None = None
 
     async def ask(self, run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None:
-        """Ask for the reward of one trajectory; if it gets lost on the way, reaping asks again.
+        """Ask for the reward of one trajectory; if the request gets lost on the way, reaping asks again.
 
-        Then it was lost if nothing waits on the queue; with others there it may be among them.
+        A repeated request (`is_again`) goes out only if the queue is empty, so the first was lost, or is overdue: while
+        others wait on the queue, the first may be among them.
         """
         self._asked.setdefault(run_id, {})[(trajectory_id, fence)] = is_again
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
 
     async def _send(self) -> None:
-        while self._asked:  # again: what was asked for during a slow call waits here
+        while self._asked:  # again: more may have been asked for during a slow call
             await self._clock.sleep(GATHER_S)
             asked, self._asked = self._asked, {}
             for run_id, rows in asked.items():
@@ -160,7 +161,7 @@ def enqueue(queue: Queue, name: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def _making_room(queues: Sequence[Queue]) -> Iterator[None]:
-    """Agents may put keys of another type in the place of queues: those go, and the work is tried again later."""
+    """Delete keys of another type, which agents may have put in the place of queues; the caller tries again later."""
     try:
         yield
     except ResponseError as error:
@@ -174,7 +175,7 @@ def _making_room(queues: Sequence[Queue]) -> Iterator[None]:
 
 
 def _is_of_another_type(asking: Callable[[str], object], key: str) -> bool:
-    """Whether a key is of another type than the one whose size is asked for."""
+    """Tell whether a key is of another type than `asking`, a command for its size, expects."""
     try:
         asking(key)
     except ResponseError as error:
@@ -183,12 +184,12 @@ def _is_of_another_type(asking: Callable[[str], object], key: str) -> bool:
 
 
 def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
-    """An rq job that runs functions of this table and nothing else."""
+    """Make a class of rq jobs that run functions of this table and nothing else."""
 
     class RegisteredJob(Job):
         def restore(self, raw_data: Any) -> Any:
-            # Agents write these rows: what rq would do on their word (requests to anywhere, other time limits, retries,
-            # other jobs) is not read.
+            # Agents write these rows, so leave out the fields that rq would act on (requests to anywhere, other time
+            # limits, retries, other jobs).
             data = zlib.decompressobj().decompress(raw_data.get(b"data", b""), JOB_BYTES_MAX)
             super().restore({b"data": data, b"origin": raw_data.get(b"origin", b"")})
             self.timeout, self.result_ttl, self.failure_ttl = JOB_TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S
@@ -218,10 +219,10 @@ def job_class(functions: Mapping[str, JobFunction]) -> type[Job]:
 
 
 class _Puller(SimpleWorker):
-    """An rq worker on a thread of its own. It hears no signals, and no commands by pub/sub."""
+    """An rq worker on a thread of its own. It handles no signals, and no commands by pub/sub."""
 
     death_penalty_class = TimerDeathPenalty
-    queues_now: Callable[[], tuple[list[Queue], float]]  # and how long to wait at them
+    queues_now: Callable[[], tuple[list[Queue], float]]  # returns the queues, and how many seconds to wait at them
 
     def _install_signal_handlers(self) -> None:
         return
@@ -233,7 +234,7 @@ class _Puller(SimpleWorker):
         return
 
     def dequeue_job_and_maintain_ttl(self, timeout: int | None, max_idle_time: int | None = None) -> Any:
-        """The next job of any queue that is open now, the one served last coming last."""
+        """Take the next job of any queue that is open now; the queue served last comes last."""
         last = ""
         while not self._stop_requested:
             queues, wait_s = self.queues_now()
@@ -256,7 +257,7 @@ class _Puller(SimpleWorker):
 
 @contextlib.contextmanager
 def _ending_quietly() -> Iterator[None]:
-    """A broker that is away ends rq's worker, and is said in a line; a new one is made."""
+    """End rq's worker if the broker is away, with one line in the log; our loop then makes a new worker."""
     try:
         yield
     except RedisError as error:
@@ -266,7 +267,7 @@ def _ending_quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _passing_over() -> Iterator[None]:
-    """What stands on a queue and is no job, agents may have put there: it is off the queue by now."""
+    """Log an entry that is no job and go on: agents may have put it there, and it is off the queue by now."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
@@ -274,7 +275,7 @@ def _passing_over() -> Iterator[None]:
 
 
 class RewardWorker:
-    """Takes jobs off the queues on a thread; what they ask for is done on the loop."""
+    """Takes jobs off the queues on a thread, and does their work on the loop."""
 
     def __init__(self, fabric: Fabric, scoring: Scoring, queue: Queue, info: WorkerInfo, clock: Clock) -> None:
         self._fabric = fabric
@@ -292,7 +293,7 @@ class RewardWorker:
         return {"score": self.score, "delete_run": self.delete_run}
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`; what is not scored by then is asked for again."""
+        """Serve until `stop`; agents ask again for rewards that are not scored by then."""
         thread = threading.Thread(target=self._pull, name="rq", daemon=True)  # it may wait for a broker that is away
         work = [asyncio.create_task(each) for each in (self._scoring.run(), self._beat(), stop.wait())]
         thread.start()
@@ -324,7 +325,7 @@ class RewardWorker:
         while not self._is_stopping.is_set():
             try:
                 check_queue(self._queue)
-                self._serve()  # until it is told to end, or the broker is away or refuses it
+                self._serve()  # until we stop, or the broker is away or refuses us
             except RedisError as error:
                 log.warning("rewards.queue_lost", extra={"error": str(error)})
             except Exception:  # the top of a thread: no row of rq's ends the work
@@ -340,11 +341,11 @@ class RewardWorker:
         )
         worker.log_result_lifespan = False
         worker.queues_now = self._queues
-        worker.work(logging_level="CRITICAL")  # it would show a traceback where a broker is away
+        worker.work(logging_level="CRITICAL")  # rq would log a traceback if a broker is away
 
     def _queues(self) -> tuple[list[Queue], float]:
         if self._is_stopping.is_set():
-            raise SystemExit  # what rq takes for the end of its work
+            raise SystemExit  # rq takes this for the end of its work
         if self._clock.now_s() > self._tidied_at_s + TIDY_S:
             self._tidied_at_s = self._clock.now_s()
             self._tidy()
@@ -362,7 +363,7 @@ class RewardWorker:
             name = key.decode("utf-8", "replace").removeprefix(Queue.redis_queue_namespace_prefix)
             queue = Queue(name, connection=connection, serializer=JSONSerializer)
             if queue.key.encode() != key:
-                connection.srem(Queue.redis_queues_keys, key)  # it is no queue's
+                connection.srem(Queue.redis_queues_keys, key)  # no queue has this key
                 continue
             prefix, _, run_id = queue.name.partition(".")
             if prefix == QUEUE_NAME and run_id and run_id not in runs:
@@ -373,7 +374,7 @@ class RewardWorker:
                     queue.connection.srem(Queue.redis_queues_keys, queue.key)
 
     def score(self, run_id: str, rows: Sequence[Sequence[Any]]) -> None:
-        """See to rewards, given as (trajectory_id, fence)."""
+        """Hand rewards to scoring, given as (trajectory_id, fence)."""
         self._call(self._scoring.take(str(run_id), [(str(name), int(fence)) for name, fence in rows]))
 
     def delete_run(self, run_id: str) -> None:

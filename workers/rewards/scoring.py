@@ -1,12 +1,12 @@
-"""Rewards that wait here: which is computed when, and in which process.
+"""The rewards that a worker has taken: decides which is computed when, and in which process.
 
-- A user's reward function runs in processes that can be ended, of one run each. One that hangs, ends its process or
+- A user's reward function runs in processes that we can end, each for one run. A call that hangs, ends its process or
   fills its memory costs its own trajectory alone: it is tried once more, then it is a dead letter that says why.
-- Runs share the processes: a run takes at most half of those that others leave, and each may have one. It begins with
-  one, gets more as rewards come, and is back at one when a process was lost.
-- What a call may take is bounded: time, memory (of each process), bytes of its answer, lines printed, threads left.
-- A reward that has cost anything before is computed beside no other such one of its run, the least suspicious first:
-  when a whole worker dies, at most one of them is blamed.
+- Runs share the processes: a run takes at most half of those that others leave, and each may have one. A run begins
+  with one, gets more as rewards come, and is back at one when a process was lost.
+- Each call is bounded: time, memory (of each process), bytes of its answer, lines printed, threads left.
+- A reward that has cost a process or worker before is a suspect: a run computes one suspect at a time, the least
+  suspicious first, so a whole worker's death is blamed on at most one of them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ..environments.spawn import NICENESS, Program
 log = logging.getLogger(__name__)
 
 DECODER = "rollfab.fabric.contract.records:Rollout.decode"
-CALL_COUNT_MAX = 10_000  # of one process: bounds what a function leaks
-RUN_COUNT_MAX = 128  # runs that have a process although all shared ones are taken
-WAITING_COUNT_MAX = 128  # of a run; with more, the rest stays on its queue, for other workers
-FEW = 6  # processes keep the broker busy, where a call takes less than
+CALL_COUNT_MAX = 10_000  # of one process: bounds the leaks of a function
+RUN_COUNT_MAX = 128  # runs that may have a process although all shared ones are taken
+WAITING_COUNT_MAX = 128  # of a run; further rewards stay on its queue, for other workers
+FEW = 6  # processes keep the broker busy, if a call takes less than
 WORTH_S = 0.02
 SLOW_S = 1.0  # a call that takes longer gives way to others for the processors
 SUSPECT_S = 2.0
-KEEP_S = 2.0  # a reward that is seen to for this long: its worker may be killed
+KEEP_S = 2.0  # a worker that has not said for so long that it keeps a reward has lost it: it may be killed
 KEEP_EVERY_S = 0.5
 FOLLOW_S = 0.25
-LOSSES = ("timeout", "crashed", "answer")  # reasons for which a process is lost, and not only a call
+LOSSES = ("timeout", "crashed", "answer")  # reasons that cost the process, and not only the call
 ADVICE = {
     "timeout": "make it faster, or start the reward worker with a longer --timeout",
     "crashed": "it must return a float and let its process live; see docs/rewards.md for its limits of memory",
@@ -56,13 +56,13 @@ class ScoringConfig:
 
     worker_id: str
     timeout_s: float = 20.0
-    """What one reward may take."""
+    """Time limit of one reward."""
     process_count_max: int = 32
     """Processes that all runs share, [1, 10000]."""
     memory_bytes_max: int = 1 << 30
     """Memory that each process may write to."""
     confinement: Confinement = UNASKED
-    """How they are held in."""
+    """How the processes are held in."""
 
 
 class RewardFunctions:
@@ -82,10 +82,10 @@ class RewardFunctions:
         )
 
     async def offered(self) -> list[str]:
-        """Names of those that can be called here, each loaded once and looked at.
+        """Load and check each reward function once; return the names of those that can be called here.
 
         Raises:
-            ConfigError: one that this worker's options name cannot be loaded, or is no reward function.
+            ConfigError: a function that this worker's options name cannot be loaded, or is no reward function.
         """
         names = self._registry.rewards()
         errors = await asyncio.gather(*(self._check(name) for name in names))
@@ -106,11 +106,11 @@ class RewardFunctions:
         return None
 
     async def compute(self, name: str, owner: str, task: Mapping[str, object], rollout: Rollout) -> float:
-        """The reward of one rollout, for one run.
+        """Compute the reward of one rollout, for one run.
 
         Raises:
             RewardFailed: it raised or gave no finite number (reason: score, reward), or its process was lost (LOSSES).
-            ConfigError: not offered here, or it cannot be loaded.
+            ConfigError: the function is not offered here, or cannot be loaded.
         """
         where = f"reward function {name!r}"
         found = self._registry.reward(name)
@@ -128,7 +128,7 @@ class RewardFunctions:
         finally:
             slow.cancel()
             self._pool.give_back(process)
-        if isinstance(reward, str):  # the text of what is no number
+        if isinstance(reward, str):  # the text of an answer that is no number
             raise RewardFailed(f"{where} gave reward {reward:.200}: not a number", reason="reward")
         return check_reward(reward, where, RewardFailed)
 
@@ -152,7 +152,7 @@ class RewardFunctions:
 def _call(function: RewardFunction, where: str, task: dict[str, object], rollout: Rollout) -> object:
     try:
         return function(task, rollout)
-    except (TypeError, ValueError, OverflowError) as error:  # it reads what the environment said
+    except (TypeError, ValueError, OverflowError) as error:  # the function reads the environment's own words
         raise RewardFailed(f"{where} raised {type(error).__name__}: {error}", reason="score") from error
 
 
@@ -165,29 +165,30 @@ def _failed(where: str, error: EnvironmentFailed) -> RewardFailed:
 
 @dataclass
 class _Run:
-    """What waits of one run, and what is computed."""
+    """The rewards of one run: those that wait, and those that are being computed."""
 
     config: RunConfig
     queue: TrajectoryQueue
     waiting: dict[str, int] = field(default_factory=dict)
     """Trajectory → fence, the oldest first."""
     suspects: dict[str, tuple[int, int, float]] = field(default_factory=dict)
-    """Those that have cost something: trajectory → (loss, fence, since when that is known)."""
+    """Suspects that wait: trajectory → (loss, fence, since when we know of the loss)."""
     suspect: str | None = None
-    """The one of them that is computed now."""
+    """The suspect that is being computed now."""
     running: dict[str, tuple[int, asyncio.Task[None]]] = field(default_factory=dict)
     window: int = 1
     """Rewards that may be computed at once."""
 
     def rows(self) -> list[tuple[str, int]]:
-        """All that is seen to."""
+        """List all rewards of the run that are held here, as (trajectory, fence)."""
         suspects = [(name, fence) for name, (_, fence, _) in self.suspects.items()]
         return [*self.waiting.items(), *suspects, *((name, fence) for name, (fence, _) in self.running.items())]
 
     def next(self, room: int, now_s: float) -> tuple[str, int, int] | None:
-        """What to compute next: trajectory, fence, and what it may have cost. A suspect takes no other's room.
+        """Choose the next reward to compute: trajectory, fence, and the highest loss that it may have.
 
-        Suspects wait a while for others that may be less suspicious: the same one must not be hit every time.
+        A suspect takes no room of others. Suspects wait a while for others that may be less suspicious, so that the
+        same one is not chosen every time.
         """
         if self.suspects and self.suspect is None:
             since_s = min(since_s for _, _, since_s in self.suspects.values())
@@ -202,7 +203,7 @@ class _Run:
         return None
 
     def forget(self, name: str) -> None:
-        """It does not wait for its reward any more."""
+        """Drop a trajectory that needs no reward from here any more; end its computation."""
         self.waiting.pop(name, None)
         self.suspects.pop(name, None)
         if name in self.running:
@@ -210,7 +211,7 @@ class _Run:
 
 
 class Scoring:
-    """Computes the rewards that are handed in, until it is closed."""
+    """Computes the rewards that it takes, while `run` runs."""
 
     def __init__(self, fabric: Fabric, functions: RewardFunctions, config: ScoringConfig, clock: Clock) -> None:
         self._fabric = fabric
@@ -220,18 +221,18 @@ class Scoring:
         self._runs: dict[str, _Run] = {}
         self.offered: list[str] = []
         self.error: str | None = None
-        """Of the reward that failed last."""
+        """The error of the reward that failed last."""
         self.open_runs: tuple[str, ...] = ()
-        """Runs of which more may be handed in; read by other threads."""
+        """Runs with room for more rewards; read by other threads."""
         self.are_all_open = True
 
     @property
     def running_count(self) -> int:
-        """Rewards that are computed now."""
+        """Count the rewards that are being computed now."""
         return sum(len(run.running) for run in self._runs.values())
 
     async def run(self) -> None:
-        """See to what is here; runs that come and go are followed."""
+        """Compute rewards, and follow runs that come and go; for ever. Release all rewards at the end."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._patiently(self._follow, FOLLOW_S))
@@ -248,7 +249,7 @@ class Scoring:
             await self._clock.sleep(pause_s)
 
     async def take(self, run_id: str, rows: Sequence[tuple[str, int]]) -> None:
-        """Rewards of a run that are wanted, as (trajectory_id, fence); those of a run that is not served are left."""
+        """Take rewards of a run to compute, as (trajectory_id, fence); ignore a run that is not served here."""
         if run_id not in self._runs:
             await self._follow()
         run = self._runs.get(run_id)
@@ -272,7 +273,7 @@ class Scoring:
         self._start_more()
 
     async def _keep(self) -> None:
-        """Say again and again that these rewards are being seen to."""
+        """Tell the broker that we keep our rewards; forget those that it no longer expects from us."""
         first_error = FirstError()
         for run in list(self._runs.values()):
             rows = run.rows()
@@ -284,7 +285,7 @@ class Scoring:
         first_error.raise_it()
 
     def _start_more(self) -> None:
-        """Start what there is room for, one of each run in turn."""
+        """Start as many rewards as there is room for, one of each run in turn."""
         runs = list(self._runs.values())
         while runs:
             runs = [run for run in runs if self._start(run)]
@@ -294,7 +295,7 @@ class Scoring:
         self.are_all_open = len(self.open_runs) == len(self._runs)
 
     def _room(self, run: _Run) -> int:
-        """How many rewards of a run may be computed now."""
+        """Count how many rewards of a run may be computed at once now."""
         others = self.running_count - len(run.running)
         shared = (self._config.process_count_max - others + 1) // 2
         own = 1 if others < RUN_COUNT_MAX else 0
@@ -311,7 +312,7 @@ class Scoring:
         return True
 
     def _end(self, run: _Run, name: str, task: asyncio.Task[None]) -> None:
-        if run.running.get(name, (0, None))[1] is task:  # not, when it was begun anew as a suspect
+        if run.running.get(name, (0, None))[1] is task:  # false if it has begun anew as a suspect
             del run.running[name]
             if run.suspect == name:
                 run.suspect = None
@@ -326,7 +327,7 @@ class Scoring:
                 run.suspects[name] = (claim.loss, fence, self._clock.now_s())
                 return
             await self._settle(run, name, fence, claim)
-        except FabricError as error:  # the broker is away, or what it holds cannot be read: it is asked for again
+        except FabricError as error:  # the broker is away, or its row unreadable: an agent asks for the reward again
             log.warning("rewards.not_scored", extra={"job_id": name, "error": str(error)})
 
     async def _settle(self, run: _Run, name: str, fence: int, claim: ScoreClaim) -> None:
@@ -355,7 +356,7 @@ class Scoring:
         log.warning("rewards.failed", extra={"job_id": name, "reason": str(error), "outcome": outcome})
 
     async def _close(self) -> None:
-        """Let go of everything, so that others see to it at once."""
+        """Release all rewards, so that other workers take them at once."""
         for run in self._runs.values():
             rows = run.rows()
             for name, _ in rows:

@@ -1,10 +1,11 @@
-"""What an engine must have before its worker gives it anything to do: it is awake, and has its KV memory.
+"""The readiness of an engine: its worker gives it work only while it is awake and has its KV memory.
 
 - The engine sleeps once it has had no lease for `sleep_after_s`, if that was asked for. Its KV memory goes back after
-  MEMORY_AFTER_S without one, where the worker's memory backend can hand it over (serving/device/memory.py).
-- Both follow fabric/rules/queue/engine_sleep.py: never while a turn runs, again with the next lease and before a turn
-  is claimed, and what fails keeps turns away, says why, and is tried again ever more rarely.
-- One at a time: an engine wakes before its memory is taken, and of one that sleeps nothing more is given back.
+  MEMORY_AFTER_S without a lease, if the worker's memory backend can hand it over (serving/device/memory.py).
+- Both changes follow fabric/rules/queue/engine_sleep.py: never while a turn runs, and undone with the next lease,
+  before a turn is claimed. A change that fails keeps turns away, says why, and is tried again ever more rarely.
+- The two never change at once: an engine wakes before its memory is taken again, and while it sleeps its memory stays
+  as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MEMORY_AFTER_S = 2.0  # a lease that flickers, or a switch pressed twice, unmaps
 class GivesBack(Protocol):
     """KV memory that can be handed over while nothing runs.
 
-    Both return seconds. Raise EngineUnsupported (it is as it was), EngineError.
+    Both methods return the seconds they took. Raise EngineUnsupported (nothing has changed), EngineError.
     """
 
     async def give_back(self) -> float: ...
@@ -34,7 +35,7 @@ class GivesBack(Protocol):
 
 
 class _Memory:
-    """Of one engine, as what sleeps and wakes."""
+    """Makes an engine's KV memory look like an engine that sleeps and wakes."""
 
     def __init__(self, memory: GivesBack) -> None:
         self.sleep = memory.give_back
@@ -42,7 +43,7 @@ class _Memory:
 
 
 class Readiness:
-    """One worker's."""
+    """The readiness of one worker's engine."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Readiness:
         memory: GivesBack | None = None,
         changed: Callable[[], None],
     ) -> None:
-        """`changed` is called when a change begins and when it has ended. memory: None: it is never given back."""
+        """changed: called when a change begins and when it has ended. memory: None if it is never given back."""
         self._engine = Activation(engine, ActivationRule(sleep_after_s=sleep_after_s), clock, changed=changed)
         self._parts = [self._engine]
         self._memory: Activation | None = None
@@ -69,32 +70,32 @@ class Readiness:
 
     @property
     def is_awake(self) -> bool:
-        """Whether the engine may be given anything to do."""
+        """True if the engine may be given work."""
         return all(part.is_awake for part in self._parts)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it sleeps, or its memory is away, or either is about to be so."""
+        """True if the engine sleeps, or its memory is away, or either is about to be so."""
         return any(part.is_asleep for part in self._parts)
 
     @property
     def sleep_ms(self) -> int | None:
-        """What the last changes took, of the engine and of its memory together; None: there was none."""
+        """The time that the engine and its memory last took to go to rest, in sum; None: neither ever did."""
         return _sum(part.sleep_ms for part in self._parts)
 
     @property
     def wake_ms(self) -> int | None:
-        """As `sleep_ms`."""
+        """The time that the engine and its memory last took to wake, in sum; None: neither ever did."""
         return _sum(part.wake_ms for part in self._parts)
 
     @property
     def sleep_note(self) -> str | None:
-        """Why it cannot sleep, or not give its memory back; None: it can, or was never asked to."""
+        """Why the engine cannot sleep, or not give its memory back; None: it can, or was never asked to."""
         return "; ".join(part.sleep_note for part in self._parts if part.sleep_note is not None) or None
 
     @property
     def error(self) -> str | None:
-        """Why it is neither awake nor asleep; None: it is one of them."""
+        """Why the engine or its memory is neither awake nor asleep; None: both are one or the other."""
         return next((part.error for part in self._parts if part.error is not None), None)
 
     def follow(self, *, has_lease: bool, is_in_use: bool) -> None:
@@ -117,13 +118,12 @@ def _sum(parts: Iterable[int | None]) -> int | None:
 
 # ---------------------------------------------------------------- engine sleep
 #
-# Putting a worker's engine, or its KV memory alone, to rest, and waking it, as fabric/rules/queue/engine_sleep.py
-# decides.
+# Puts a worker's engine, or its KV memory alone, to rest, and wakes it, as fabric/rules/queue/engine_sleep.py decides.
 #
-# - A change runs in a task of its own: the worker's loop, its heartbeats and its lease go on, and an engine that does
-#   not answer is given up after CHANGE_S.
+# - A change runs in a task of its own: the worker's loop, its heartbeats and its lease go on. A change has failed if it
+#   is not answered within CHANGE_S.
 # - While a change is under way the engine is not awake: see `is_awake`, which the worker asks before it does anything.
-# - An engine that cannot sleep is asked once. It stays awake, and `sleep_note` says why.
+# - An engine that cannot sleep is asked only once. It stays awake, and `sleep_note` says why.
 
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ CHANGE_S = 120.0  # an 8 B model was reported to take 10.6 s to sleep and 6.5 s 
 
 
 class Sleeps(Protocol):
-    """What can be put to rest: an engine (engines/base.py), or as one. Both return seconds."""
+    """Can be put to rest: an engine (engines/base.py), or its memory. Both methods return the seconds they took."""
 
     async def sleep(self) -> float: ...
     async def wake(self) -> float: ...
@@ -140,7 +140,7 @@ class Sleeps(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """How logs and errors call it."""
+    """The words of logs and errors."""
 
     noun: str = "engine"
     not_asleep: str = "the engine did not fall asleep"
@@ -165,7 +165,7 @@ class Activation:
         changed: Callable[[], None],
         words: Words | None = None,
     ) -> None:
-        """`changed` is called when a change begins and when it has ended."""
+        """changed: called when a change begins and when it has ended."""
         self.sleep_ms: int | None = None
         self.wake_ms: int | None = None
         self.sleep_note: str | None = None
@@ -183,17 +183,17 @@ class Activation:
 
     @property
     def is_awake(self) -> bool:
-        """Whether the engine may be given anything to do."""
+        """True if the engine may be given work."""
         return self._rest is Rest.AWAKE and self._move is Move.STAY
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it sleeps, or is falling asleep."""
+        """True if the engine sleeps, or is falling asleep."""
         return self._move is Move.SLEEP or (self._rest is Rest.ASLEEP and self._move is Move.STAY)
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is awake or asleep, and no change is under way."""
+        """True if the engine is awake or asleep, and no change is under way."""
         return self._rest is not Rest.FAILED and self._move is Move.STAY
 
     def follow(self, *, has_lease: bool, is_in_use: bool) -> None:
@@ -256,7 +256,11 @@ class Activation:
 
 
 async def _timed(change: Awaitable[float]) -> int:
-    """Milliseconds that the engine says it took. Raises EngineError, also when it does not answer."""
+    """Wait for a change; return the milliseconds that the engine says it took.
+
+    Raises:
+        EngineError: the change failed, or there was no answer within CHANGE_S.
+    """
     try:
         async with asyncio.timeout(CHANGE_S):
             return round(1000 * await change)

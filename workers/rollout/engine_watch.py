@@ -1,8 +1,8 @@
-"""Watching an engine: does it step, does it answer, and how far can it be relied on.
+"""Watches an engine: whether it steps, whether it answers, and how many turns it may be given.
 
-- Nobody waits for an engine longer than ANSWER_S. What it owes stays on a list; while that is not empty, and an answer
-  is older than the stall timeout, the engine counts as hung.
-- A hung engine is given no turns until it steps again. One that answers, but has nothing left to step for, is tried
+- Nobody waits for an engine longer than ANSWER_S. Answers that it owes stay on a list; the engine counts as hung if the
+  list is not empty, and no answer has come for as long as the stall timeout.
+- A hung engine gets no turns until it steps again. If it owes no answer, but has no turn left to step for, it is tried
   with one turn at a time, ever more rarely, until a step proves it well.
 """
 
@@ -21,14 +21,14 @@ from ..engines.base import Engine, Generation
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between two looks; an engine's counters cost microseconds
-GAP_S_MAX = 0.5  # of a look that came late
+GAP_S_MAX = 0.5  # most time that counts if a look came late
 ANSWER_S = 0.5  # claims that were renewed 0.5 s ago must still be ours after waiting this long
 TRIAL_S_MAX = 60.0  # longest time between two trials of an engine that did not step
 
 
 @dataclass(slots=True)
 class _Hang:
-    """since_s: its last sign of life. step_count: as it was then."""
+    """An engine's hang. since_s: its last sign of life. step_count: its steps until then."""
 
     since_s: float
     step_count: int
@@ -40,9 +40,9 @@ class EngineWatch:
     """Looks at one engine, and asks it for answers that may never come.
 
     Attributes:
-        is_excused: it is busy with something else than steps (writing weights) and need make none.
-        is_asleep: it sleeps, falls asleep or wakes: it need make no step, and is not held from any either.
-        is_shut: its guard lets it make none, whether or not the engine says so itself.
+        is_excused: the engine is busy with other work than steps (writing weights) and need make none.
+        is_asleep: the engine sleeps, falls asleep or wakes: it need make no step, and does not count as held either.
+        is_shut: the guard lets the engine make no step, whether or not the engine says so itself.
     """
 
     def __init__(self, engine: Engine, rule: StallRule, clock: Clock) -> None:
@@ -91,31 +91,31 @@ class EngineWatch:
 
     @property
     def is_held(self) -> bool:
-        """Whether it makes no steps on purpose; pauses as of the last look."""
+        """True if the engine makes no steps on purpose; pauses count as of the last look."""
         return self._is_paused or self.is_excused or self.is_shut
 
     @property
     def is_held_long(self) -> bool:
-        """Whether it has been held for so long that its turns should go on elsewhere."""
+        """True if the engine has been held for so long that its turns should go on elsewhere."""
         return self._held.quiet_s >= self._rule.stall_s
 
     @property
     def is_owing(self) -> bool:
-        """Whether it has been asked for something that it has not answered yet."""
+        """True if the engine has not yet answered a request."""
         return bool(self._owed)
 
     @property
     def is_hung(self) -> bool:
-        """Whether it makes no step though it should."""
+        """True if the engine makes no step, or gives no answer, though it should."""
         return self._hang is not None
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong; None while it is well, or may be tried again."""
+        """The engine's trouble; None while it is well, or may be tried again."""
         return self._text(self._hang) if self._hang is not None and not self._may_try(self._hang) else None
 
     def may_take(self, running_count: int) -> int | None:
-        """Most turns that it may be given now, beside those that run; None: no bound of ours."""
+        """Return how many turns the engine may be given now, beside those that run; None: we set no bound."""
         if self.is_held_long:
             return 0
         if self._hang is None:
@@ -129,7 +129,10 @@ class EngineWatch:
         return f"engine made no step for {self._clock.now_s() - hang.since_s:.0f} s"
 
     async def abort(self, request_ids: Sequence[str]) -> list[Generation]:
-        """End requests; what the engine answers in time. Later answers are dropped: see `RunningTurn.request_id`."""
+        """End requests; return the engine's answer, or nothing if it is late or an error.
+
+        A late answer can be dropped, as it is of no later claim: see `RunningTurn.request_id`.
+        """
         if not request_ids:
             return []
         answer = asyncio.ensure_future(self._engine.abort(request_ids))
@@ -155,7 +158,7 @@ class EngineWatch:
 
 
 async def answered(work: Awaitable[None]) -> bool:
-    """Whether an engine did as it was asked within ANSWER_S."""
+    """Tell whether an engine did its work within ANSWER_S; log the reason if it did not."""
     try:
         async with asyncio.timeout(ANSWER_S):
             await work

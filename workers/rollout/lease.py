@@ -1,13 +1,13 @@
-"""A worker's lease: learned of, followed, and let go of in time.
+"""A worker's lease: the keeper learns of it, follows it, and lets go of it in time.
 
-- Every heartbeat brings the lease that the broker has for us; a doorbell makes the next heartbeat due at once, so a
-  revocation is known within milliseconds, and the interval is only the safety net below it.
-- A lease that runs out holds the engine at that moment, even while the broker cannot be reached.
+- Every heartbeat brings the lease that the broker has for us; a doorbell makes the next heartbeat due at once, so we
+  learn of a revocation within milliseconds, and the interval is only the safety net below it.
+- When a lease runs out, the keeper holds the engine at that moment, even while the broker cannot be reached.
 - A lease is in doubt once the broker has refused it: no turns are taken until a heartbeat has said which one is good.
-- On a serving worker its team's word comes first, and needs no controller: the doorbell rings when it changes, and what
-  does not let it lend holds the engine before the lease is even asked for. The lease counts as none until it may lend.
-  Hours pass by the broker machine's time as it was last read, also while the broker is away.
-- What becomes of running turns is worker.py's.
+- On a serving worker its team's word comes first, and needs no controller: the doorbell rings when the word changes. If
+  the team does not let the worker lend, the keeper holds the engine before it even asks for the lease, and any lease
+  counts as none. Lending hours follow the broker machine's time as last read, also while the broker is away.
+- worker.py decides what becomes of running turns.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .engine_watch import answered
 log = logging.getLogger(__name__)
 
 RING_S = 5.0  # longest wait at the doorbell
-RING_GAP_S = 0.02  # a bell that never stops ringing costs no more heartbeats than this
+RING_GAP_S = 0.02  # least time between two rings: bounds the heartbeats of a bell that never stops ringing
 WATCH_S = 0.02  # a lease that ran out goes unnoticed for at most this long
-HOLD = "lease"  # the reason for which the engine is paused when a lease has run out,
+HOLD = "lease"  # why the engine is paused when a lease has run out,
 SWITCH = "switch"  # and when its team wants it back
 UNREAD = LendTerms(mode="observe", reason="what its serving team says has not been read yet")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
-    """Whose lease, and how often to ask. retry_s: wait after a broker error."""
+    """Options of a lease keeper. heartbeat_s: time between heartbeats. retry_s: wait after a broker error."""
 
     worker_id: str
     heartbeat_s: float
@@ -48,7 +48,7 @@ class LeaseOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What the serving team said, with the broker machine's time and ours when that was read."""
+    """The serving team's word, with the broker machine's time and ours when we read it."""
 
     settings: Mapping[str, LendSetting]
     wall_ms: int
@@ -59,8 +59,8 @@ class LeaseKeeper:
     """Keeps one worker's lease.
 
     Attributes:
-        lease: what may be run now; None: nothing.
-        terms: what its serving team allows now; None: dedicated.
+        lease: the right to run turns now; None: there is none.
+        terms: what the serving team allows now; None on a dedicated worker.
         has_run_out: the engine is held, and running turns must be given back before `let_go`.
     """
 
@@ -74,7 +74,7 @@ class LeaseKeeper:
         tell: Callable[[], WorkerInfo],
         changed: Callable[[], None],
     ) -> None:
-        """`tell` says how the worker is, at every heartbeat; `changed` is called when the lease is another one."""
+        """tell: makes the record of every heartbeat. changed: called when the lease or the terms have changed."""
         self.lease: Lease | None = None
         self.terms: LendTerms | None = None
         self.has_run_out = False
@@ -86,27 +86,27 @@ class LeaseKeeper:
         self._changed = changed
         self._until_s: float | None = None
         self._is_in_doubt = False
-        self._is_held = False  # by the switch: the engine has answered that it is,
-        self._may_be_held = False  # and it was asked to be, and has not answered since that it is let go
+        self._is_held = False  # the engine has confirmed that the switch holds it
+        self._may_be_held = False  # we asked the engine to hold, and it has not confirmed a release since
         self._said: _Said | None = None
         self._is_beat_due = asyncio.Event()
         self._has_beaten = asyncio.Event()
 
     @property
     def slot_count(self) -> int:
-        """Turns that may run now; 0 without a lease, or with one in doubt."""
+        """The number of turns that may run now; 0 without a lease, or while it is in doubt."""
         if self.lease is None or self._is_in_doubt:
             return 0
         cap = self.terms.slot_count_max if self.terms else None
         return self.lease.slot_count if cap is None else min(cap, self.lease.slot_count)
 
     def doubt(self) -> None:
-        """The broker has another lease or none: ask which, before giving back what may still be ours to run."""
+        """Ask the broker for the lease at once, as it has another or none; until then our turns may still be ours."""
         self._is_in_doubt = True
         self._is_beat_due.set()
 
     async def let_go(self) -> None:
-        """The turns of the lease that ran out are given back: another one may begin."""
+        """Release the engine for another lease; the turns of the one that ran out are given back."""
         self.has_run_out = False
         await answered(self._engine.resume(HOLD))
 
@@ -155,10 +155,10 @@ class LeaseKeeper:
     # ---- the team's word
 
     async def _obey(self, info: WorkerInfo) -> None:
-        """Learn what the team says, and do it; while the broker is away, what it said last.
+        """Read the team's word, and obey it; while the broker is away, obey the last word.
 
         Raises:
-            BrokerError: it could not be asked; the hours of what it said last were looked at.
+            BrokerError: the broker could not be asked; the last word's hours were followed nevertheless.
         """
         try:
             settings, wall_ms = await self._board.lends_of(info.worker_id, info.pool)
@@ -174,7 +174,7 @@ class LeaseKeeper:
         return terms(said.settings, info.worker_id, info.pool, minute_of_week(wall_ms))
 
     async def _follow(self, found: LendTerms, info: WorkerInfo) -> None:
-        """Without leave to lend nothing runs on: neither a lease, nor an engine that has turns."""
+        """Follow the team's terms: if the worker may not lend, drop the lease, and hold an engine that has turns."""
         has_work = self.lease is not None or info.running_count > 0
         before, self.terms = self.terms, found
         if not found.may_lend:
@@ -190,7 +190,7 @@ class LeaseKeeper:
             self._may_be_held = not await answered(self._engine.resume(SWITCH))
 
     def _take(self, lease: Lease | None, asked_at_s: float) -> None:
-        """Its end is counted from before the question was asked: never later than the broker's."""
+        """Take a heartbeat's lease. Count its time from before the request, so that we never outlive the broker's."""
         if self.terms is not None and not self.terms.may_lend:
             lease = None
         is_other = self._is_in_doubt or _name(lease) != _name(self.lease)

@@ -1,9 +1,10 @@
-"""Whole versions from somewhere else than the store's chain, and whether they may be trusted.
+"""Whole versions from other sources than the store's chain, and the test whether they may be trusted.
 
-- A version is taken only if it is of this run's line: what the store says of it, or where that has forgotten it,
-  what the head's own publisher meant. Below that, the deltas that follow prove it.
-- It is only handed out as the very state that its manifest names.
-- A source may take long, and the run goes on meanwhile: the head is looked up again afterwards.
+- We take a version only if it is of this run's line: it must agree with the store's manifests of the version. If the
+  store has forgotten it, a version at the head must be of the head's own publisher, and the deltas that follow prove
+  an older one.
+- We hand a version out only as the very state that its manifest names.
+- A source may take long, and the run goes on meanwhile: we look up the head again afterwards.
 - Peers that fail take no more time than fabric/rules/weights/patience.py allows.
 """
 
@@ -32,23 +33,23 @@ log = logging.getLogger(__name__)
 
 PEER_COUNT_MAX = 3  # asked in one round
 
-Snapshot = tuple[WeightManifest, Mapping[str, Bits]]  # and all its flat stored bits
+Snapshot = tuple[WeightManifest, Mapping[str, Bits]]  # a manifest, and all its flat stored bits by tensor
 
 
 class VersionSource(Protocol):
-    """Where a whole version may be had when no chain of the store leads to the head: a peer, a collective."""
+    """A source of whole versions, for when no chain of the store leads to the head: a peer, a collective."""
 
     async def version_above(self, run_id: str, layout: Layout, above: int) -> Snapshot | None:
-        """The newest version above `above` that there is; None: there is none.
+        """Fetch the newest version above `above`; None if there is none.
 
         Raises:
-            FabricError: it cannot be had now.
+            FabricError: the version cannot be had now.
         """
         ...
 
 
 class PeerSource:
-    """Live weights of others that hold the run. own_id: of our own hold; whom to ask first differs by it."""
+    """Fetches live weights of other workers. own_id: of our own hold; each id asks the peers in another order."""
 
     def __init__(
         self, store: WeightStore, own_id: str, options: RelayOptions | None = None, clock: Clock | None = None
@@ -60,7 +61,7 @@ class PeerSource:
         self._patience = Patience(self._clock.now_s())
 
     async def version_above(self, run_id: str, layout: Layout, above: int) -> Snapshot | None:
-        """From the first of the newest holders that gives it."""
+        """Fetch a version from the first of the newest holders that gives it."""
         for holder in self._in_order(await self._store.holders(run_id), above):
             started_s = self._clock.now_s()
             if not self._patience.is_left(started_s):
@@ -85,9 +86,10 @@ class PeerSource:
 async def stage_snapshot(
     sources: Sequence[VersionSource], store: WeightStore, layout: Layout, *, run_id: str, above: int
 ) -> tuple[WeightManifest, Staged, Head] | None:
-    """A version above `above` of the first source that has one, ready to be written, and the head as it is then.
+    """Fetch a version above `above` from the first source that has one, staged for a commit.
 
-    None: nobody has one.
+    Returns:
+        The manifest, the staged version, and the head as it was after the fetch; None if no source has one.
 
     Raises:
         BrokerError: the store could not be asked.
@@ -98,7 +100,7 @@ async def stage_snapshot(
             if found is None:
                 continue
             manifest, bits = found
-            layout.check(manifest.tensors)
+            layout.check_run(manifest.tensors)
             sums = await asyncio.to_thread(check_state, manifest, bits)
         except FabricError as error:
             log.warning("weights.source_failed", extra={"run_id": run_id, "error": str(error)})

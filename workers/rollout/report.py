@@ -1,9 +1,9 @@
-"""What a rollout worker says of itself with every heartbeat.
+"""The heartbeat's report on a rollout worker.
 
-- The engine, the lease and the weights tell; this puts it into one record.
-- How much of recent prompts was found in the prefix cache: of the last WINDOW_S to twice that.
-- Tokens a second: of the last seconds, older ones ever less, and only of those since turns began to run: a pause before
-  them says nothing of how fast they are.
+- WorkerReport puts the facts of the engine, the lease and the weights into one record.
+- The prefix cache's hits are counted over the last WINDOW_S to twice that.
+- Tokens a second are a mean of the last seconds, with older ones counting ever less, and only since turns began to run:
+  a pause before them says nothing of their speed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WINDOW_S = 30.0
 SHUT_S = 0.5  # before a guard counts as shut
 PACE_S = 5.0  # time constant of tokens a second
 
-Guarded = Callable[[], GuardView | None]  # what a guard sees and does now; None: it is not up yet
+Guarded = Callable[[], GuardView | None]  # returns a guard's view and verdict of now; None: it is not up yet
 
 
 class WorkerReport:
@@ -61,8 +61,13 @@ class WorkerReport:
         behind: str | None = None,
         is_stale: bool = False,
     ) -> WorkerInfo:
-        """Now. trouble: why it is of no use. behind: why the weights are older than the head; is_stale: too old for
-        turns. receiver: of the run's weights.
+        """Make the record of now.
+
+        Args:
+            trouble: why the worker is of no use.
+            receiver: receives the run's weights.
+            behind: why the weights are older than the head.
+            is_stale: the weights are too old for turns.
 
         Raises:
             EngineError: the engine is gone.
@@ -117,7 +122,7 @@ class WorkerReport:
 
 
 def _waited_for(state: str, run_id: str | None, active_version: int, readiness: Readiness) -> str | None:
-    """What a worker that is well needs before it can take a turn; None: nothing."""
+    """Say what a worker without trouble still needs before it can take a turn; None: nothing."""
     if active_version >= 0 or state == "failed":
         return None
     if state == "loading" and not readiness.is_awake:
@@ -126,21 +131,21 @@ def _waited_for(state: str, run_id: str | None, active_version: int, readiness: 
 
 
 def _guard_state(view: GuardView) -> str:
-    """One that shuts for a step or two opens many times a second: a heartbeat must not say that it is shut."""
+    """Report a guard as shut only after SHUT_S: one that shuts for a step or two opens many times a second."""
     is_brief = view.state == "shut" and bool(view.probe) and view.shut_s < SHUT_S
     return "narrow" if is_brief else view.state
 
 
 class PrefixHits:
-    """Prompt tokens of late, and how many of them the prefix cache had."""
+    """Measures how many of the recent prompt tokens the prefix cache had."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._since = self._next = (0, 0)  # counts as this window began, and as the next one will have begun
+        self._since = self._next = (0, 0)  # counts at the start of this window, and of the next one
         self._turned_at_s = clock.now_s()
 
     def look(self, stats: EngineStats) -> float | None:
-        """The fraction, [0, 1]; None while there were no prompts."""
+        """Take the engine's counts; return the fraction of hits, [0, 1], or None without prompts in the window."""
         now, counts = self._clock.now_s(), (stats.prompt_token_count, stats.cached_token_count)
         if now - self._turned_at_s >= WINDOW_S:
             self._since, self._next, self._turned_at_s = self._next, counts, now
@@ -149,17 +154,20 @@ class PrefixHits:
 
 
 class TokenPace:
-    """Tokens a second, of late, while turns run."""
+    """Measures tokens a second over the last seconds, while turns run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._at_s = clock.now_s()
         self._count = 0
         self._is_idle = True
-        self._tokens = self._weight_s = 0.0  # made since turns began to run, and in how long: older ones count less
+        self._tokens = self._weight_s = 0.0  # made since turns began to run, and in how long; older ones count less
 
     def look(self, token_count: int, running_count: int) -> float | None:
-        """token_count: since the engine's start. None: turns have only begun to run. 0: none run."""
+        """Take the engine's token count since its start; return tokens a second.
+
+        None: turns have only just begun to run. 0: no turns run.
+        """
         now, was_idle, before = self._clock.now_s(), self._is_idle, self._count
         gap_s, self._at_s = now - self._at_s, now
         self._count, self._is_idle = token_count, running_count == 0

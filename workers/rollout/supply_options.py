@@ -1,4 +1,4 @@
-"""How a worker takes part in the distribution of weights, as it was asked for."""
+"""The options of a worker's part in the distribution of weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ...fabric.host.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class SupplyOptions:
-    """Where it fetches from, and whom it serves."""
+    """Which sources a worker fetches weights from, and where it serves them."""
 
     is_shared: bool = option(
         True, "Fetch weights once for all workers of this machine, by shared memory.", key="shared_weights"
     )
     cache_bytes: int = BUDGET_BYTES
-    """The most of that memory."""
+    """Most shared memory that the weights may take."""
     listen: str = option(
         "",
         "HOST:PORT to serve weights to other machines at. Weights travel in clear.",
@@ -30,15 +30,15 @@ class SupplyOptions:
     believes_peers: bool = option(
         True, "Take live weights of other workers; off where a worker may lie.", key="peer_weights"
     )
-    """The sums of live weights guard against faults alone: a worker that lies can make others of the same sums. Off,
-    nothing is taken but chunks that the broker's manifest proves."""
+    """The sums of live weights guard against faults alone: a worker that lies can make other weights of the same sums.
+    If this is off, the worker takes only chunks that the broker's manifest proves."""
 
 
 def place_of(options: SupplyOptions) -> tuple[str, int]:
-    """Host and port of `listen`.
+    """Split `listen` into host and port.
 
     Raises:
-        ConfigError: it is no place, or one that others could not find.
+        ConfigError: `listen` is no HOST:PORT, or a place that other machines could not find.
     """
     host, _, port = options.listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

@@ -1,10 +1,10 @@
-"""The turns under our claims, between the engine that runs them and the broker that is told.
+"""The turns under our claims, between the engine that runs them and the broker that keeps them.
 
-- A turn stays here until the broker has taken it: handed in, given back, or lost. What could not be said because the
-  broker was away is said again.
-- Tokens of a turn that must leave are read beside the engine before it is asked to abort: they are not lost when it
-  does not answer.
-- Which run they are of, and under which lease, is worker.py's.
+- A turn stays here until the broker has taken it: handed in, given back, or lost. If the broker was away, the next
+  round repeats whatever it has not heard.
+- We read the tokens of a turn that must leave before we ask the engine to abort it, so that they are not lost if the
+  engine does not answer.
+- worker.py knows the run and the lease of the turns.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from .engine_watch import LOOK_S, EngineWatch
 
 log = logging.getLogger(__name__)
 
-WHOLE = ("stop", "length")  # ends of a turn that is complete
-ENDED = (*WHOLE, "error")  # ends of a turn that is handed in
+WHOLE = ("stop", "length")  # finish reasons of a complete turn
+ENDED = (*WHOLE, "error")  # finish reasons of a turn that we hand in
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningOptions:
-    """Who runs them, how often the broker hears of each, and how long one may make no token.
+    """Options of the running turns.
 
-    context_tokens_max: where the engine cuts every turn; None: not known.
+    log_s: time between two renewals of a turn's claim. stall: how long a turn may make no token. context_tokens_max:
+    tokens at which the engine cuts every turn; None: not known.
     """
 
     worker_id: str
@@ -48,7 +49,7 @@ class RunningTurns:
     """All turns of one worker, by request id."""
 
     def __init__(self, engine: Engine, options: RunningOptions, clock: Clock, *, wake: Callable[[], None]) -> None:
-        """`wake` is called when there is something to tell the broker."""
+        """wake: called when there is news for the broker."""
         self.watch = EngineWatch(engine, options.stall, clock)
         self._engine = engine
         self._options = options
@@ -57,13 +58,13 @@ class RunningTurns:
         self._turns: dict[str, RunningTurn] = {}
         self._done: list[Generation] = []
         self._stalled: list[str] = []  # as of the last renewals
-        self._out_count = 0  # taken out, and not yet given back
+        self._out_count = 0  # turns taken out, and not yet given back
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def check_integrity(self) -> None:
-        """Assert what holds whenever nobody is in the middle of a call."""
+        """Assert the invariants that hold between calls."""
         turns = self._turns.values()
         assert list(self._turns) == [turn.request_id for turn in turns]
         assert len({turn.claim.job.turn_id for turn in turns}) == len(turns), "two claims of one turn"
@@ -71,10 +72,10 @@ class RunningTurns:
         assert not any(turn.is_stalled and turn.back is None for turn in turns)
 
     def sizes(self) -> list[TurnSize]:
-        """Of those that the engine still runs, in the order in which they were begun."""
+        """Return the sizes of the turns that the engine still runs, in the order in which they were begun."""
         return [self._turns[name].size(self._options.context_tokens_max) for name in self._unfinished()]
 
-    # ---- what the broker is told, and tells
+    # ---- exchange with the broker
 
     async def exchange(
         self,
@@ -85,20 +86,20 @@ class RunningTurns:
         active_version: int,
         may_mix_versions: bool,
     ) -> tuple[bool, list[TurnSize]]:
-        """One round trip: hand in all that has ended, keep what runs, take what is ready and begin it.
+        """Make one round trip: hand in the turns that have ended, renew those that run, claim ready ones; begin these.
 
         Args:
-            free: turns that may be asked for, once so many of those that run have been handed in: the slots which that
-                frees are asked for in the same round trip.
+            free: returns how many turns may be claimed, given how many are handed in now: the same round trip claims
+                turns for the slots that this frees.
 
         Returns:
-            Whether the broker knows of our lease, and what each turn that was begun may need.
+            Whether the broker knows our lease, and the size of each turn that was begun.
 
         Raises:
             EngineError: the engine is gone.
         """
         if any(each.finish_reason == "error" for each in self._done):
-            self._engine.stats()  # where the engine failed and not the request, no turn pays for it with an attempt
+            self._engine.stats()  # raises if the engine failed, not the request: then no turn pays with an attempt
         settles = self._settles()
         outcome = await queue.exchange(
             self._options.worker_id,
@@ -115,7 +116,7 @@ class RunningTurns:
         return outcome.has_lease, self._start(claims)
 
     async def give_back(self, queue: TurnQueue) -> None:
-        """Every turn back to its queue, with its tokens; what ended by itself is handed in."""
+        """Give every turn back to its queue, with its tokens; hand in those that have ended by themselves."""
         await self.take_out()
         settles = self._settles()
         if settles:
@@ -124,7 +125,7 @@ class RunningTurns:
         await self.hand_back(queue)
 
     async def hand_back(self, queue: TurnQueue) -> None:
-        """Give back what was taken out; again in the next round, if the broker cannot be reached now."""
+        """Give back the turns that were taken out. If the broker cannot be reached now, the next call repeats it."""
         for blames in (False, True) if self._out_count else ():
             turns = self._turns.items()
             back = {name: each.back for name, each in turns if each.back is not None and each.is_stalled == blames}
@@ -134,7 +135,7 @@ class RunningTurns:
                 log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": blames})
 
     def _start(self, claims: Iterable[TurnClaim]) -> list[TurnSize]:
-        """Begin turns that were claimed just now; returns what each may need."""
+        """Begin turns that were claimed just now; return the size of each."""
         now, sizes = self._clock.now_s(), []
         for claim in claims:
             turn = RunningTurn.begin(claim, self._options.worker_id, now)
@@ -148,7 +149,7 @@ class RunningTurns:
         return sizes
 
     def _settles(self) -> dict[str, TurnSettle]:
-        """The handing in of what has ended; what is no longer ours to hand in is left out."""
+        """Make the settles of turns that have ended, by request id; leave out turns that are no longer ours."""
         found = {}
         for each in self._done:
             turn = self._turns.get(each.request_id)
@@ -157,7 +158,7 @@ class RunningTurns:
         return found
 
     def _renewals(self, ended: Container[str]) -> list[TurnProgress]:
-        """Claims to be renewed now, except those `ended`; with their tokens where there are new."""
+        """Make the renewals that are due, except for turns `ended`; add a turn's tokens if there are new ones."""
         now, log_s = self._clock.now_s(), self._options.log_s
         turns = self._turns.items()
         due = {name: each for name, each in turns if each.renewed_at_s <= now - log_s and name not in ended}
@@ -172,7 +173,7 @@ class RunningTurns:
         return [each.renewal(made.get(name), now) for name, each in due.items()]
 
     def _forget(self, names: Iterable[str]) -> None:
-        """The broker knows: these are no longer ours."""
+        """Drop these turns: the broker knows that they are no longer ours."""
         for name in names:
             turn = self._turns.pop(name, None)
             self._out_count -= turn is not None and turn.back is not None
@@ -183,7 +184,7 @@ class RunningTurns:
     async def _drop(self, turn_ids: Container[str]) -> None:
         """Stop turns whose claim is lost: cancelled, taken over, or asked for anew while the old one still ran.
 
-        What they made goes too: a later claim of the same turn must never be settled with it.
+        Drop their tokens too: a later claim of the same turn must never be settled with them.
         """
         lost = [name for name, each in self._turns.items() if each.claim.job.turn_id in turn_ids]
         if not lost:
@@ -193,9 +194,9 @@ class RunningTurns:
         await self.watch.abort(lost)
 
     def standing(self) -> tuple[list[str], bool]:
-        """Turns that should go on elsewhere, and whether that is because they stalled.
+        """List the turns that should go on elsewhere, and say whether that is because they stalled.
 
-        All of them when the engine hangs or is held for long; else those that make no tokens beside others that do.
+        List all if the engine hangs or is held for long; else those that make no tokens although others do.
         """
         if self.watch.is_hung and not self.watch.may_take(0):
             return self._inside(), True
@@ -205,13 +206,13 @@ class RunningTurns:
         return [name for name in stalled if name in self._turns and self._turns[name].back is None], True
 
     async def take_out(self, names: Iterable[str] | None = None, *, is_stalled: bool = False) -> None:
-        """End turns (None: all) in the engine; what had not ended by itself is then to be given back."""
+        """End turns (None: all) in the engine; those that had not ended by themselves must then be given back."""
         wanted = set(self._turns if names is None else names)
         inside = [name for name in self._inside() if name in wanted]
         if not inside:
             return
         made: dict[str, Generation] = {}
-        with contextlib.suppress(EngineError):  # it died, and tells nothing: what was saved last counts
+        with contextlib.suppress(EngineError):  # it died, and tells nothing: the tokens saved last count
             made = {each.request_id: each for each in self._engine.progress(inside)}
         made |= {each.request_id: each for each in await self.watch.abort(inside)}
         self._done += [each for each in made.values() if each.finish_reason in ENDED]
@@ -225,14 +226,14 @@ class RunningTurns:
         return [name for name, each in self._turns.items() if each.back is None]
 
     def _unfinished(self) -> list[str]:
-        """Those that the engine still has to step for: what has ended may wait long for a broker that is away."""
+        """List the turns that the engine must still step for, without ended ones that wait for the broker."""
         ended = {each.request_id for each in self._done}
         return [name for name in self._inside() if name not in ended]
 
-    # ---- what happens by itself
+    # ---- loops beside the exchange
 
     async def collect(self) -> None:
-        """Take from the engine what has ended; for ever."""
+        """Take the turns that have ended from the engine; for ever."""
         while True:
             finished = await self._engine.finished(1.0)
             self._done += finished  # in two steps: the list may be another one after the wait
@@ -251,20 +252,20 @@ class RunningTurns:
 
 # ---------------------------------------------------------------- turn
 #
-# One turn on our engine: what it was claimed with, what it has made, and how it is handed on.
+# One turn on our engine: its claim, the tokens it has made, and how it is handed on.
 #
-# - For the engine every claim is a request of its own (`request_id`): what an earlier claim of the same turn still
-#   makes can never be taken for this one's.
-# - `back` is set once the turn has been taken out of the engine without having ended; from then on only the broker has
-#   to be told.
+# - For the engine every claim is a request of its own (`request_id`): tokens that an earlier claim of the same turn
+#   still makes can never be taken for this one's.
+# - `back` is set once the turn was taken out of the engine before its end; from then on only the broker must learn of
+#   it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSize:
     """How much KV cache a turn needs, in tokens.
 
-    context_tokens: all it stands on and has made. reserve_tokens: the most that it may come to hold. token_count: made
-    in all its claims; is_begun: some of them in this one.
+    context_tokens: its prompt and all tokens made. reserve_tokens: the most that it may come to hold. token_count: made
+    in all its claims; is_begun: some of them were made in this claim.
     """
 
     request_id: str
@@ -275,13 +276,13 @@ class TurnSize:
 
     @property
     def held_tokens(self) -> int:
-        """What it counts with; the engine may not have let it in before its first token."""
+        """The tokens that it counts with: the reserve until its first token, as it may not be admitted before."""
         return self.context_tokens if self.is_begun else self.reserve_tokens
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningTurn:
-    """One claim of a turn. renewed_at_s: when the broker last heard of it. saved_count: tokens that it keeps for us."""
+    """A claim of a turn. renewed_at_s: when the broker last heard of it. saved_count: tokens that the broker keeps."""
 
     claim: TurnClaim
     worker_id: str
@@ -293,18 +294,18 @@ class RunningTurn:
 
     @classmethod
     def begin(cls, claim: TurnClaim, worker_id: str, now_s: float) -> RunningTurn:
-        """A turn that was claimed just now."""
+        """Make the record of a turn that was claimed just now."""
         saved_count = len(claim.log.completion_ids) if claim.log else 0
         pulse = Pulse(0, now_s)
         return cls(claim=claim, worker_id=worker_id, renewed_at_s=now_s, pulse=pulse, saved_count=saved_count)
 
     @property
     def request_id(self) -> str:
-        """Its name in the engine."""
+        """The claim's name in the engine."""
         return f"{self.claim.job.turn_id}#{self.claim.fence}"
 
     def request(self) -> GenerationRequest:
-        """What the engine is asked for: to go on from the tokens of earlier claims."""
+        """Make the engine's request, which goes on from the tokens of earlier claims."""
         job, prior = self.claim.job, self.claim.log
         return GenerationRequest(
             request_id=self.request_id,
@@ -314,7 +315,7 @@ class RunningTurn:
         )
 
     def size(self, context_tokens_max: int | None) -> TurnSize:
-        """As of the last look. context_tokens_max: where the engine cuts every turn; None: not known."""
+        """Compute the size as of the last look. context_tokens_max: where the engine cuts turns; None: not known."""
         job, prior = self.claim.job, self.claim.log
         count = self.pulse.count + (len(prior.completion_ids) if prior else 0)
         reserve = len(job.prompt_ids) + job.sampling.max_tokens
@@ -327,12 +328,12 @@ class RunningTurn:
         )
 
     def look(self, made: Generation | None, now_s: float, *, gap_s_max: float, is_excused: bool) -> None:
-        """Notice whether tokens have come."""
+        """Note whether tokens have come since the last look."""
         count = self.pulse.count if made is None else len(made.completion_ids)
         self.pulse = feel(self.pulse, count, now_s, gap_s_max=gap_s_max, is_excused=is_excused)
 
     def renewal(self, made: Generation | None, now_s: float) -> TurnProgress:
-        """The claim, still held; with its tokens where there are new ones."""
+        """Make the renewal of the claim; add the tokens if there are new ones."""
         self.renewed_at_s = now_s
         if self.back is not None:
             return self.back
@@ -344,7 +345,7 @@ class RunningTurn:
         return TurnProgress(claim=self.claim, log=tokens)
 
     def settle(self, generation: Generation) -> TurnSettle:
-        """The handing in of what it made in all its claims."""
+        """Make the settle with the tokens of all its claims."""
         prior = self.claim.log
         made = merge(prior, generation, self.worker_id)
         is_error = generation.finish_reason == "error"
@@ -361,13 +362,13 @@ class RunningTurn:
         return TurnSettle(claim=self.claim, result=result)
 
     def take_out(self, made: Generation | None, *, is_stalled: bool) -> None:
-        """It goes on elsewhere, from what it made here; None: the engine told nothing, and what was saved counts."""
+        """Note that the turn goes on elsewhere from the tokens made here; made None: from those saved last."""
         log = None if made is None else merge(self.claim.log, made, self.worker_id)
         self.back, self.is_stalled = TurnProgress(claim=self.claim, log=log), is_stalled
 
 
 def _of_version(claim: TurnClaim, version: int) -> TurnClaim:
-    """The claim, without tokens that may not be mixed with those of our version."""
+    """Return the claim; drop its tokens if they are of another version than ours, with which they may not mix."""
     if claim.log is None or all(span.policy_version == version for span in claim.log.spans):
         return claim
     facts = {"job_id": claim.job.turn_id, "token_count": len(claim.log.completion_ids), "policy_version": version}
@@ -377,14 +378,14 @@ def _of_version(claim: TurnClaim, version: int) -> TurnClaim:
 
 # ---------------------------------------------------------------- spans
 #
-# Putting a turn's tokens together from the claims that made them.
+# Puts a turn's tokens together from the claims that made them.
 
 
 EMPTY = TokenLog()
 
 
 def merge(prior: TokenLog | None, made: Generation | None, worker_id: str) -> TokenLog:
-    """Tokens of earlier claims followed by those made now; spans say who made which, at which version."""
+    """Join the tokens of earlier claims with those made now; spans name each token's worker and policy version."""
     before = prior or EMPTY
     if made is None or not len(made.completion_ids):
         return before
@@ -401,7 +402,7 @@ def merge(prior: TokenLog | None, made: Generation | None, worker_id: str) -> To
 
 
 def joined(spans: list[Span]) -> list[Span]:
-    """Spans with neighbours of one worker and version made one."""
+    """Join neighbouring spans of the same worker and version."""
     out: list[Span] = []
     for span in spans:
         last = out[-1] if out else None

@@ -1,11 +1,11 @@
-"""Where a worker's weights come from: the broker, its node, other relays, a collective, a peer.
+"""The sources of a worker's weights: the broker, its node, other relays, a collective, a peer.
 
 - One worker of a node fetches a chunk, the others find it in shared memory.
 - A worker that listens serves its node's chunks and its live weights to other nodes, and takes its place in the tree
   of relays.
-- What a collective brings is kept until it is live, and lies in the node's memory too. Torch is loaded when the first
-  one is offered, in a process beside this one.
-- All of it stands in front of the broker's store; receivers need not know (weights.py).
+- We keep a version that a collective brings until it is live, in the node's memory too. Torch is loaded when the first
+  collective is offered, in a process beside this one.
+- All of these stand in front of the broker's store; receivers (weights.py) need not know of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 async def weights_for(
     store: WeightStore, worker_id: str, broker_id: str, options: SupplyOptions | None = None
 ) -> AsyncIterator[WeightSupply]:
-    """A supply that is open meanwhile; see WeightSupply. Raises ConfigError."""
+    """Open a WeightSupply while the block lasts. Raises ConfigError."""
     supply = WeightSupply(store, worker_id, broker_id, options or SupplyOptions())
     try:
         await supply.open()
@@ -51,11 +51,11 @@ async def weights_for(
 
 
 class WeightSupply:
-    """Opens what a worker's receivers read from, and closes it.
+    """Opens and closes the sources that a worker's receivers read from.
 
     Args:
-        store: the broker's.
-        broker_id: the same for all workers of this broker, other for others.
+        store: the broker's store.
+        broker_id: the same for all workers of this broker, and another for every other broker.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WeightSupply:
         """Open the cache, the server and the way up.
 
         Raises:
-            ConfigError: nobody can listen there.
+            ConfigError: this machine cannot listen at `options.listen`.
         """
         options = self._options
         opening = partial(open_cache, self._broker_id, budget_bytes=options.cache_bytes)
@@ -90,7 +90,7 @@ class WeightSupply:
         self._collective = CollectiveReceiver(self._relayed, self._me.holder_id, clock=self._clock)
 
     def receiver(self, run_id: str, engine: Engine) -> WeightReceiver:
-        """A receiver of one run that reads from here, and serves from its engine where this worker listens."""
+        """Make a receiver of one run that reads from these sources; if this worker listens, others may copy from it."""
         assert self._relayed is not None, "not open"
         store = self._relayed
 
@@ -114,7 +114,7 @@ class WeightSupply:
             if self._options.believes_peers
             else (),
             attend=attend,
-            may_stage_by_ranks=self._server is None,  # who joins copies whole weights from us
+            may_stage_by_ranks=self._server is None,  # a worker that joins copies whole weights from us
         )
         made.on_close = end
         if self._server is not None:
@@ -122,7 +122,7 @@ class WeightSupply:
         return made
 
     async def close(self) -> None:
-        """Stop serving; receivers are closed already."""
+        """Stop serving, and close all sources; the receivers must be closed already."""
         if self._server is not None:
             await self._server.close()
         if self._collective is not None:

@@ -38,7 +38,7 @@ from ...fabric.contract.errors import (
 )
 from ...fabric.format.digest import state_sums
 from ...fabric.format.layout import Layout
-from ...fabric.format.manifest import Damage, Head, Holder, Sums, WeightManifest, check_state
+from ...fabric.format.manifest import Damage, Head, Holder, Sums, WeightManifest
 from ...fabric.ports.weights import WeightStore
 from ...fabric.versions.commit import Staged
 from ...fabric.versions.held import readable
@@ -50,6 +50,8 @@ from ..engines.ranks import HasRanks, Ranks, StagedByRanks
 from .peer_copies import VersionSource, stage_snapshot
 
 log = logging.getLogger(__name__)
+
+NO_SUMS = np.zeros(0, dtype=np.uint64)
 
 Gate = Callable[[], AbstractAsyncContextManager[None]]
 
@@ -119,8 +121,8 @@ class WeightReceiver:
             holder: who we are among those who hold the run's weights; None: nobody is told.
             sources: asked in that order where no chain leads to the head.
             attend: takes part in a collective, if one is offered; called between two looks at the head.
-            may_stage_by_ranks: whether an engine of several ranks may hold the weights in parts alone. Others can copy
-                them from this receiver only if not.
+            may_stage_by_ranks: whether the engine's ranks may be all that holds the weights. Others can copy them from
+                this receiver only if not.
         """
         self.version = -1
         self.head_version = -1
@@ -250,7 +252,10 @@ class WeightReceiver:
         """
         if self._is_in_doubt or self._sums is None:
             return
-        sums = await asyncio.to_thread(state_sums, self._engine.layout, await self._engine.read_weights())
+        try:
+            sums = await self._live_sums()
+        except DigestMismatch:  # ranks that hold the same hold it otherwise
+            sums = NO_SUMS
         names = [name for name in await self._store.held(self._run_id) if name[0] == self.version]
         known = await readable(self._store, self._run_id, names)
         meant = [self._sums, *(manifest.sums for manifest in known.values())]
@@ -293,19 +298,23 @@ class WeightReceiver:
         return engine.ranks if self._may_stage_by_ranks and isinstance(engine, HasRanks) else None
 
     async def _stage(self, head: Head) -> tuple[list[WeightManifest], Staged | StagedByRanks, Head]:
-        """The head by the store's chain, or what there still is of it; else the newest version that others have."""
+        """The head by the store's chain, or what there still is of it; else the newest version that others have.
+
+        Never an older one than was live before, also where the live weights are in doubt: turns go on from it.
+        """
         have = None if self._is_in_doubt else self.version
+        enough = min(self.version, head.version)
         layout = self._engine.layout
         try:
-            manifests = await self._reader.plan(have, head.version)
+            manifests = await self._reader.plan(have, head.version, epoch=head.epoch)
             if self._ranks is not None:
                 return manifests, await self._stage_by_ranks(self._ranks, manifests, have), head
             live = None if have is None else self._engine.weight_bits()
             stage = Stage(whole(layout), live, self.version, self._sums)
-            staged = await self._reader.stage(manifests, stage, may_end_early=True)
+            staged = await self._reader.stage(manifests, stage, enough=enough)
             return [each for each in manifests if each.version <= staged.version], staged, head
         except (ChainBroken, DigestMismatch, WireError):
-            above = -1 if have is None else have
+            above = enough - 1 if have is None else have
             found = await stage_snapshot(self._sources, self._store, layout, run_id=self._run_id, above=above)
             if found is None:
                 raise
@@ -354,7 +363,15 @@ class WeightReceiver:
 
     async def _look_at_live(self, manifest: WeightManifest) -> Sums:
         """Sums of what the engine computes with. Raises DigestMismatch: it is not this version."""
-        return await asyncio.to_thread(check_state, manifest, await self._engine.read_weights())
+        sums = await self._live_sums()
+        manifest.check_sums(sums)
+        return sums
+
+    async def _live_sums(self) -> Sums:
+        ranks = self._engine.ranks if isinstance(self._engine, HasRanks) else None
+        if ranks is not None:
+            return await ranks.live_sums()
+        return await asyncio.to_thread(state_sums, self._engine.layout, await self._engine.read_weights())
 
     async def _follow(self) -> None:
         while True:

@@ -1,22 +1,22 @@
 """The rollout worker: pulls turns under a lease and runs them on an engine. Dedicated and serving workers share it.
 
-The loop, one verb a line, is `_turn_over`: follow the lease, give back what stands still, exchange with the broker
-(hand in, keep, take), start what came. Around it, by themselves: the lease (lease.py), the turns and the engine's
-health (turns.py, engine_watch.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
+The loop, one verb a line, is `_turn_over`: follow the lease, give back turns that stand still, exchange with the broker
+(hand in, renew, claim), start the claimed turns. Beside it run the lease (lease.py), the turns and the engine's health
+(turns.py, engine_watch.py), a listener at the doorbell, and a receiver that stages new weights (weights.py).
 
-- Without a lease nothing is claimed. When a lease ends, running turns go back at once, with their tokens.
-- Without a lease for long, the engine sleeps or gives its KV memory back, where it can (engine_sleep.py); a lease
-  wakes it before anything is fetched or claimed. Weights are followed under a lease alone, so none arrive while it
+- Without a lease the worker claims nothing. When a lease ends, running turns go back at once, with their tokens.
+- After long without a lease, the engine sleeps or gives its KV memory back, if it can (engine_sleep.py); a lease wakes
+  it before anything is fetched or claimed. The worker follows weights under a lease alone, so none arrive while it
   sleeps.
-- A claim that was lost is aborted; its tokens belong to whoever holds it now.
+- A turn whose claim was lost is aborted; its tokens belong to the worker that holds the claim now.
 - Tokens of long turns are saved every `log_s`, so a killed worker costs at most that much.
 - Turns yield to a serving engine on the same device (yielding.py).
 - A turn that makes no tokens here goes on elsewhere. An engine that does not answer holds up neither claims nor
-  heartbeats; what it made is read beside it, or what was saved last counts.
-- Weights change between two engine steps, and what running turns do is the run's wish: they keep their KV cache, have
-  it computed again, or finish first. Then none begins until they have ended; those that take longer than `finish_s` go
-  on elsewhere, with their tokens.
-- Where a run's turns may not mix versions they finish, and tokens of another version are dropped.
+  heartbeats; its tokens are read without its answer, or the tokens saved last count.
+- Weights change between two engine steps, and the run decides what running turns do: they keep their KV cache, have it
+  computed again, or finish first. In the last case no turn begins until they have ended; turns that take longer than
+  `finish_s` go on elsewhere, with their tokens.
+- If a run's turns may not mix versions, they finish, and the worker drops tokens of another version.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Runs turns of whatever run its lease names. keeper: its lease, and what its serving team allows."""
+    """Runs turns of the run that its lease names. keeper: its lease, and the terms of its serving team."""
 
     def __init__(
         self,
@@ -60,10 +60,12 @@ class RolloutWorker:
         guard: Guarded | None = None,
         memory: GivesBack | None = None,
     ) -> None:
-        """Where the engine shares its device with a serving engine.
+        """Make a worker.
 
         Args:
-            guard: says what it may do now. memory: its KV memory, which that one can have while nothing is lent.
+            make_receiver: makes a receiver of a run's weights.
+            guard: if the engine shares its device with a serving engine: how much it may do now.
+            memory: in the same case: the engine's KV memory, which the serving engine can have while nothing is lent.
         """
         self._fabric = fabric
         self._engine = engine
@@ -92,12 +94,12 @@ class RolloutWorker:
         self._receiver: WeightReceiver | None = None
         self._ring: asyncio.Task[None] | None = None
         self._may_begin = True
-        self._is_overdue = False  # turns that were to finish have taken too long
+        self._is_overdue = False  # turns that should finish have taken too long
         self._is_asking = False
         self._asks_from_s = 0.0
 
     def check_integrity(self) -> None:
-        """Assert that its turns are in order: see `RunningTurns`."""
+        """Assert the invariants of its turns: see `RunningTurns`."""
         self._running.check_integrity()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -124,7 +126,7 @@ class RolloutWorker:
             await self._leave()
 
     async def _turn_over(self) -> None:
-        """One round: hand in, keep, take, start."""
+        """Make one round: hand in, renew, claim, start."""
         await self._wait()
         await self._follow_lease()
         if self._turns is None:
@@ -165,7 +167,7 @@ class RolloutWorker:
     # ---- leases
 
     async def _follow_lease(self) -> None:
-        """Give everything back when the lease is gone; turn to another run when it names one."""
+        """Give everything back if the lease is gone; turn to another run if it names one."""
         if self._keeper.has_run_out:
             await self._give_back()
             await self._keeper.let_go()
@@ -186,7 +188,7 @@ class RolloutWorker:
         self._receiver.start()
 
     def _is_awake(self) -> bool:
-        """Whether the engine may be used; has it woken or put to sleep, if that is due."""
+        """Begin to wake the engine or put it to sleep, if that is due; return whether it may be used now."""
         watch = self._running.watch
         is_in_use = self._turns is not None or bool(self._running) or watch.is_owing or watch.is_hung
         self._readiness.follow(has_lease=self._keeper.lease is not None, is_in_use=is_in_use)
@@ -199,14 +201,14 @@ class RolloutWorker:
     # ---- turns that go on elsewhere
 
     async def _give_back(self) -> None:
-        """Every running turn back to its queue, with its tokens: revoked, or leaving."""
+        """Give every running turn back to its queue, with its tokens: the lease is revoked, or we leave."""
         if self._turns is None or not self._running:
             return
         self._mute()
         await self._running.give_back(self._turns)
 
     async def _part_with_standing(self) -> None:
-        """What makes no tokens here must not wait for it."""
+        """Release turns that stand still, so that another worker can run them."""
         names, is_stalled = self._running.standing()
         if not names:
             return
@@ -216,13 +218,13 @@ class RolloutWorker:
         self._asks_from_s = self._clock.now_s() + self._config.poll_s  # others first, or it would stall here again
 
     async def _part_with_overdue(self) -> None:
-        """What has not finished in time must not keep new weights waiting."""
+        """Release turns that have not finished in time, so that new weights need not wait for them."""
         if self._is_overdue and self._running:
             self._mute()
             await self._running.take_out()
 
     async def _part_with_yielding(self) -> None:
-        """What a serving engine needs the device for, or its team's cap lets run no longer, must not wait here."""
+        """Release turns that must yield to a serving engine, or that exceed its team's cap on slots."""
         names, terms = self._yielding.due(), self._keeper.terms
         if terms is not None and terms.slot_count_max is not None:
             running = [size.request_id for size in self._running.sizes()]
@@ -232,7 +234,7 @@ class RolloutWorker:
             await self._running.take_out(names)
 
     def _mute(self) -> None:
-        """Stop listening at the doorbell: the ring for what we give back is for others."""
+        """Stop listening at the doorbell: the ring for turns that we give back is for others."""
         self._has_room.clear()
         if self._ring is not None:
             self._ring.cancel()
@@ -258,16 +260,17 @@ class RolloutWorker:
         return self._receiver.version if self._receiver else -1
 
     def _trouble(self) -> str | None:
-        """Why the worker is of no use now: the engine does not wake, hangs, or its weights are not known to be good.
+        """Say why the worker is of no use now: its engine does not wake, or hangs, or may hold bad weights.
 
-        One whose weights are only too old keeps its lease, and with it the weights that the next version builds on.
+        Weights that are only too old are no such trouble: the worker keeps its lease, and with it the weights that the
+        next version builds on.
         """
         receiver = self._receiver
         is_sound = receiver is None or receiver.is_sound
         return self._readiness.error or self._running.watch.trouble or (None if is_sound else self._behind())
 
     def _behind(self) -> str | None:
-        """Why the engine is not at the head. A broker that is away is no reason: nobody knows a newer head then."""
+        """Say why the engine is not at the head. A broker that is away is no reason: nobody knows a newer head then."""
         receiver = self._receiver
         if receiver is None or receiver.error is None or isinstance(receiver.error, BrokerError):
             return None
@@ -275,7 +278,7 @@ class RolloutWorker:
         return f"{live if receiver.is_sound else ''}{receiver.error}"
 
     def _is_stale(self) -> bool:
-        """Whether newer weights do not come, and the live ones are too old for the run: no turns meanwhile."""
+        """Tell whether newer weights fail to come, and the live ones are too old for turns of the run."""
         receiver, run = self._receiver, self._run
         if receiver is None or run is None or self._behind() is None:
             return False
@@ -283,7 +286,7 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _committing(self) -> AsyncIterator[None]:
-        """Around the writing of weights: no step is expected; no turn is under way, if turns are to finish."""
+        """Wrap the writing of weights: expect no steps meanwhile; if turns must finish, wait for them, begin none."""
         self._may_begin = self._run is None or not self._run.turns_finish
         timer = asyncio.get_running_loop().call_later(self._config.finish_s, self._note_overdue)
         try:
@@ -299,7 +302,7 @@ class RolloutWorker:
             self._wake.set()
 
     async def _until_open(self) -> None:
-        """Writing weights delays serving as a long step does: wait for the guard, but not for ever."""
+        """Wait for the guard to open, at most commit_wait_s: writing weights delays serving like a long step."""
         until_s = self._clock.now_s() + self._config.commit_wait_s
         while self._yielding.is_shut and self._clock.now_s() < until_s:
             await self._clock.sleep(0.05)
@@ -311,7 +314,7 @@ class RolloutWorker:
             self._wake.set()
 
     def _free_count(self, ended_count: int = 0) -> int:
-        """Turns that may be asked for, once `ended_count` of those that count as running have been handed in."""
+        """Count the turns that may be claimed, once `ended_count` of those that count as running are handed in."""
         is_barred = not self._may_begin or self._active_version() < 0 or self._trouble() is not None
         if is_barred or self._is_stale() or self._clock.now_s() < self._asks_from_s:
             return 0
@@ -320,10 +323,10 @@ class RolloutWorker:
         free = max(0, self._keeper.slot_count - running_count)
         return min([free, *(bound for bound in bounds if bound is not None)])
 
-    # ---- what happens by itself
+    # ---- loops beside the rounds
 
     async def _follow_run(self) -> None:
-        """Take in settings of the run that changed, for claims and commits from then on; no turn is given back."""
+        """Take in changed settings of the run, for claims and commits from then on; give no turn back."""
         while True:
             await self._clock.sleep(self._config.runs_s)
             try:
@@ -336,7 +339,7 @@ class RolloutWorker:
                 self._run, self._receiver.at_commit = config, _at_commit(config)
 
     async def _listen(self) -> None:
-        """Answer the doorbell while there is room; one ring, one exchange, so that other workers hear the next."""
+        """Answer the doorbell while there is room: one exchange for each ring, so that other workers hear the next."""
         while True:
             await self._has_room.wait()
             self._has_room.clear()
@@ -366,6 +369,6 @@ class RolloutWorker:
 
 
 def _at_commit(run: RunConfig) -> AtCommit:
-    """Where turns finish there are none left to keep or compute again; only prefixes may be kept."""
+    """Choose what becomes of KV caches at a commit. If turns finish first, only the choice of prefixes is left."""
     is_keeping = run.turns_at_commit == "keep" or (run.turns_finish and run.may_reuse_prefix)
     return AtCommit(turns="keep" if is_keeping else "recompute", may_reuse_prefix=run.may_reuse_prefix)

@@ -11,6 +11,7 @@ from ...fabric.contract.ids import NAME
 from ...fabric.host.options import option
 from ...fabric.rules.serving.facts import Slo
 from .device.memory_options import MemoryOptions, check_memory_options
+from .device.mps import MpsOptions, check_mps_options
 from .device.priority import PRIORITIES, check_priority
 
 
@@ -33,6 +34,8 @@ class ServingOptions:
     is_observing: bool = option(False, "serving: lend nothing ever, show what could be lent.", key="observe")
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     """By what its KV memory is bounded."""
+    mps: MpsOptions = field(default_factory=MpsOptions)
+    """Whether its kernels run beside serving's."""
 
     @property
     def is_scraped(self) -> bool:
@@ -100,6 +103,7 @@ def check_serving_options(role: str, options: ServingOptions, *, has_server: boo
             "--kv-memory",
             "needs --probe: memory is bounded beside a serving engine",
         ),
+        (options.mps != MpsOptions() and not has_probe, "--mps", "needs --probe: it is for a GPU that is shared"),
         (has_probe and has_server, "--probe", "is for an engine of ours: inside --server there is no guard"),
         (options.probe == "", "--probe", "is empty: name a page, such as /dev/shm/rollfab-serving, or a server's URL"),
         (options.pool and not NAME.match(options.pool), "--pool", "takes 1 to 63 letters, digits, '-' or '_'"),
@@ -112,6 +116,7 @@ def check_serving_options(role: str, options: ServingOptions, *, has_server: boo
             raise ConfigError(f"{flag} is {value:g}: an objective is a number of milliseconds above 0", option=flag)
     _ = options.probe_owner_uid
     check_memory_options(options.memory)
+    check_mps_options(options.mps)
     if options.priority is not None:
         check_priority(options.priority)
     if options.is_scraped and options.probe is not None:

@@ -35,7 +35,8 @@ from ..engines.base import Engine
 from ..rollout.lease import UNREAD
 from .device.bounds import Bounds
 from .device.memory import KvBudget, check_backend, open_backend
-from .device.priority import children_of, device_environment, lower, lower_engine_thread, lower_front, session_note
+from .device.mps import check_serving, mps_environment
+from .device.priority import children_of, lower, lower_engine_thread, lower_front, session_note
 from .guarding.guard import GuardConfig, GuardOrders, GuardPort
 from .guarding.thread import GuardThread
 from .options import ServingOptions
@@ -90,9 +91,9 @@ class Sharing:
         self._kv_tokens_max: int | None = None
 
     @property
-    def environment(self) -> dict[str, str]:
-        """What must be in the environment before the engine's device is first used."""
-        return device_environment(self._priority)
+    def environment(self) -> dict[str, str | None]:
+        """What must be in the environment before the engine's device is first used; None: what must not."""
+        return mps_environment(self._options.mps, is_lowered=self._priority != "normal")
 
     @property
     def _priority(self) -> str:
@@ -112,6 +113,7 @@ class Sharing:
             slo_tpot_ms=slo.tpot_ms,
             rule=rule,
             yields=self._priority == "yield",
+            is_mps_client=self._options.mps.is_asked,
         )
 
     @property
@@ -138,7 +140,11 @@ class Sharing:
         return f"it sees {self._reader.engine()} by {self._options.probe} (process {self._reader.writer_pid()})"
 
     async def wait(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
-        """Until the serving engine is seen, or `stop`. Says what is waited for and what to do, when that changes."""
+        """Until the serving engine is seen, or `stop`. Says what is waited for and what to do, when that changes.
+
+        Raises:
+            ConfigError: MPS was asked for, and the serving engine is not under it.
+        """
         said = ""
         while not stop.is_set() and (trouble := self.trouble()):
             if trouble != said:
@@ -147,6 +153,9 @@ class Sharing:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S):
                     await stop.wait()
+        if self._options.mps.is_asked and not stop.is_set():
+            serving_pid = None if self._scraper is not None else self._reader.writer_pid()
+            say(await asyncio.to_thread(check_serving, serving_pid))
 
     def attach(self, engine: Engine, capacity_tokens: int) -> Callable[[], GuardView | None]:
         """The engine has started: lower its priority, and bound its memory; returns what tells of its guard.

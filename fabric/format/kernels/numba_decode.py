@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .numba_digest import mixed, row_key
+from .numba_digest import factor_at, mixed
 from .numba_intrinsics import GROUP, LANES, WORD, compiled, join_group, join_lanes, lowest_one, prefetch, word_at
-from .protocol import GAP_ESCAPE, ROW, ROW_BITS, STEP_ESCAPE, Bits, Bytes, Indices
+from .protocol import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes, Indices
 
 U0, U1, U64 = (np.uint64(n) for n in (0, 1, 64))
 LOW_BITS, HIGH_BITS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)  # of every byte of a word
-AHEAD = 128  # elements asked for before they are written: a change is far from the next one; whole LANES
+AHEAD = 192  # elements asked for before they are written: a change is far from the next one; whole LANES
 
 
 @compiled
@@ -123,12 +123,11 @@ def _add(current: Bits, into: Bits, start: Any, positions: Indices, values: Bits
 
 
 @compiled
-def _moved(key: Any, table: Any, positions: Indices, values: Bits, olds: Bits, first: Any) -> Any:
+def _moved(key: Any, positions: Indices, values: Bits, olds: Bits, first: Any) -> Any:
     """Compute by how much these changes move the digest."""
     total = U0
     for k in range(np.uint64(first), np.uint64(min(first + LANES, len(positions)))):
-        factor = table[positions[k] & (ROW - 1)] * row_key(key, positions[k] >> ROW_BITS)
-        total += factor * (mixed(values[k]) - mixed(olds[k - np.uint64(first)]))
+        total += factor_at(key, positions[k]) * (mixed(values[k]) - mixed(olds[k - np.uint64(first)]))
     return total
 
 
@@ -138,12 +137,12 @@ def take(
 ) -> Any:
     """Join and add a block; return whether all of it fits, and by how much the digest moves.
 
-    gaps: symbols, lows, rest. steps: packed, rest. digest: key, table, start of the block. into: where values are
+    gaps: symbols, lows, rest. steps: packed, rest. digest: key, start of the block. into: where values are
     written too: `current` itself, or nothing. A block that does not fit may write elements, but none outside.
     """
     symbols, lows, gap_rest = gaps
     packed, step_rest = steps
-    key, table, start = digest
+    key, start = digest
     count = len(positions)
     olds = np.empty(LANES, current.dtype)
     state, escaped, total = (np.int64(start) - 1, np.int64(0)), np.int64(0), U0
@@ -160,7 +159,7 @@ def take(
         if positions[last - 1] - start >= len(current):  # they ascend
             return False, U0
         _add(current, into, start, positions, values, olds, first)
-        total += _moved(key, table, positions, values, olds, first)
+        total += _moved(key, positions, values, olds, first)
     return state[1] == len(gap_rest) and escaped == len(step_rest), total
 
 

@@ -15,32 +15,32 @@ from numpy.typing import NDArray
 from .numba_intrinsics import (
     GROUP,
     LANES,
+    LINE,
     compiled,
     count_ones,
     difference_bits,
     lowest_one,
-    prefetch_lanes,
+    prefetch,
     split_group,
     split_lanes,
 )
 from .protocol import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes
 
 U0, U1, U2, U64 = (np.uint64(n) for n in (0, 1, 2, 64))
-ONE, ESCAPE = np.uint32(1), np.uint32(GAP_ESCAPE)
+ONE, ESCAPE, WIDE = np.uint32(1), np.uint32(GAP_ESCAPE), np.uint64(STEP_ESCAPE)
 STEP = np.uint64(LANES)
-FAR = np.uint64(
-    1024
-)  # bytes asked for before they are compared: processors' own prefetching stops at the end of a page
-SLICE = np.uint64(1 << 13)  # elements looked through before their differences are gathered: both are still in the cache
+FAR = np.uint64(1 << 12)  # bytes asked for before they are compared: processors' own asking ends with a page
+SLICE = np.uint64(1 << 10)  # elements looked through before their differences are gathered: both are still near
 
 
 @compiled
 def _find(old: Bits, new: Bits, start: Any, stop: Any, indices: NDArray[np.uint32], count: Any) -> Any:
     """Write the differences in [start, stop) behind the first `count`, with room for two more; return the new count."""
-    far = FAR // np.uint64(old.itemsize)  # outside the loop, as a division is dear
+    far, line = FAR // np.uint64(old.itemsize), np.uint64(LINE) // np.uint64(old.itemsize)  # divisions are dear
     while start + STEP <= stop:
-        prefetch_lanes(old, start + far)
-        prefetch_lanes(new, start + far)
+        for k in range(start + far, start + far + STEP, line):
+            prefetch(old, k)
+            prefetch(new, k)
         bits = difference_bits(old, new, start)
         place = count
         count += count_ones(bits)
@@ -121,14 +121,14 @@ def split_steps(olds: Bits, values: Bits, bias: int, packed: Bytes, rest: Bits) 
         escapes = split_lanes(olds, values, k, np.int64(bias), packed, k >> 1)
         while escapes:
             at = k + np.int64(lowest_one(escapes))
-            rest[escaped] = _number(olds[at], values[at], bias, olds.itemsize) - np.uint64(STEP_ESCAPE)
+            rest[escaped] = _number(olds[at], values[at], bias, olds.itemsize) - WIDE
             escapes &= escapes - U1
             escaped += 1
         k += LANES
     for j in range(k, count):
         number = _number(olds[j], values[j], bias, olds.itemsize)
-        packed[j >> 1] |= np.uint8(min(number, np.uint64(STEP_ESCAPE)) << np.uint64((j & 1) << 2))
-        if number >= np.uint64(STEP_ESCAPE):
-            rest[escaped] = number - np.uint64(STEP_ESCAPE)
+        packed[j >> 1] |= np.uint8(min(number, WIDE) << np.uint64((j & 1) << 2))
+        if number >= WIDE:
+            rest[escaped] = number - WIDE
             escaped += 1
     return escaped

@@ -17,13 +17,13 @@ from .numba_intrinsics import WORD
 from .numpy_loops import factor_table
 from .protocol import Bits, Bytes, Changes, Gaps, Indices, Scratch, Sparse
 
-POSITION = np.dtype(np.int64)
+POSITION, INDEX, BYTE = np.dtype(np.int64), np.dtype(np.uint32), np.dtype(np.uint8)
 
 
 def changes(old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
     room = min(len(old), count_max + int(numba_encode.SLICE)) + 2
-    indices = scratch.array("indices", room, np.dtype(np.uint32))
-    olds, values = (scratch.array(name, room, old.dtype) for name in ("olds", "values"))
+    indices = scratch.array("indices", room, INDEX)
+    olds, values = scratch.array("olds", room, old.dtype), scratch.array("values", room, old.dtype)
     count = int(numba_encode.changes(_view(old), _view(new), indices, olds, values, np.uint64(count_max)))
     if count > count_max:
         return count, None
@@ -31,9 +31,9 @@ def changes(old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int
 
 
 def split_gaps(indices: NDArray[np.uint32], shift: int) -> Gaps:
-    symbols, rest = np.empty(len(indices), dtype=np.uint8), np.empty(len(indices), dtype=np.uint32)
+    symbols, rest = np.empty(len(indices), BYTE), np.empty(len(indices), INDEX)
     low_bytes = (len(indices) * shift + 7) // 8
-    lows = np.zeros(low_bytes + WORD, dtype=np.uint8)
+    lows = np.zeros(low_bytes + WORD, BYTE)
     escaped = numba_encode.split_gaps(_view(indices), shift, symbols, lows, rest)
     return Gaps(symbols, lows[:low_bytes], rest[:escaped])
 
@@ -45,7 +45,7 @@ def join_gaps(gaps: Gaps, shift: int, element_count: int) -> Indices | None:
 
 
 def split_steps(olds: Bits, values: Bits, bias: int) -> tuple[Bytes, Bits]:
-    packed, rest = np.zeros((len(olds) + 1) // 2, dtype=np.uint8), np.empty_like(olds)
+    packed, rest = np.zeros((len(olds) + 1) // 2, BYTE), np.empty_like(olds)
     escaped = numba_encode.split_steps(_view(olds), _view(values), bias, packed, rest)
     return packed, rest[:escaped]
 
@@ -69,7 +69,7 @@ def put(bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> i
 def _take(current: Bits, into: Bits, sparse: Sparse, at: tuple[int, int], out: tuple[Indices, Bits]) -> int | None:
     (symbols, lows, gap_rest), shift, packed, step_rest = sparse
     gaps, steps = (_view(symbols), _view(lows), _view(gap_rest)), (_view(packed), _view(step_rest))
-    digest = np.uint64(at[0]), factor_table(), at[1]
+    digest = np.uint64(at[0]), at[1]
     fits, moved = numba_decode.take(_view(current), into, gaps, shift, steps, digest, *out)
     return int(moved) if fits else None
 
@@ -85,12 +85,12 @@ def add_at(bits: Bits, indices: Indices, steps: Bits) -> None:
 
 
 def sum_at(key: int, positions: Indices, values: Bits) -> int:
-    return int(numba_digest.sum_at(np.uint64(key), factor_table(), _view(positions), _view(values)))
+    return int(numba_digest.sum_at(np.uint64(key), _view(positions), _view(values)))
 
 
 def change_at(key: int, start: int, indices: Indices, olds: Bits, values: Bits) -> int:
     parts = (_view(indices), _view(olds), _view(values))
-    return int(numba_digest.change_at(np.uint64(key), factor_table(), start, *parts))
+    return int(numba_digest.change_at(np.uint64(key), start, *parts))
 
 
 def sum_range(key: int, start: int, values: Bits) -> int:

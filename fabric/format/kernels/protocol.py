@@ -100,8 +100,11 @@ class DeviceKernels(Comparing, Protocol):
         """Copy bits, each to where `beside` has that of its name; all to the host if a device has no room."""
         ...
 
-    def integers(self, tensor: Any) -> Flat:
-        """Return a tensor's stored bits; no copy if contiguous. On the host if a copy has no room on its device."""
+    def integers(self, tensor: Any, dtype: str) -> Flat:
+        """Return a tensor's stored bits in `dtype`, rounded to nearest even if that is not its own.
+
+        No copy if it is contiguous and of that dtype. On the host if a copy has no room on its device.
+        """
         ...
 
     def on_host(self, flat: Flat) -> Bits:

@@ -1,9 +1,9 @@
 """Comparing and writing bits that are on a device, by torch: see protocol.py for what each does.
 
 - Bits are flat tensors of INTEGERS. They are only compared for equality, so it does not matter that torch's are signed.
-- `changes` takes at most TEMPORARY_FACTOR times the bytes of a block on the device, for each thread that calls it.
-- If the device has no room, `changes` reports too many, since a block that comes to the host whole takes no room there;
-  `write` goes by way of the host, and `copies` stay on the host.
+- `changes` takes at most TEMPORARY_FACTOR times the bytes that it compares on the device.
+- If the device has no room, `changes` compares halves, and in the end reports too many, since a block that comes to the
+  host whole takes no room there; `write` goes by way of the host, and `copies` stay on the host.
 - The trainer's writes must be done, or be queued on the device's default stream.
 - Tested on the CPU; unverified on a GPU.
 """
@@ -23,6 +23,7 @@ from .protocol import Bits, Changes, Flat, Scratch
 log = logging.getLogger(__name__)
 
 TEMPORARY_FACTOR = 8  # 1-byte elements: mask 1, a third of the positions as int64 2.4, and as int32 1.2, bits 0.6
+HALVED_BYTES_MIN = 8 << 20  # less than that is not compared by halves: a device that full has no room for them either
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,8 +39,23 @@ def changes(old: torch.Tensor, new: torch.Tensor, count_max: int, scratch: Scrat
         if not scratch.is_warned:
             log.warning("weights.device_is_full", extra={"error": str(error)})
         scratch.is_warned = True
+    else:
+        return count, Changes(*map(on_host, found))
+    if old.nbytes < HALVED_BYTES_MIN:
         return len(old), None
-    return count, Changes(*map(on_host, found))
+    return _by_halves(old, new, count_max, scratch)
+
+
+def _by_halves(old: torch.Tensor, new: torch.Tensor, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
+    middle = len(old) // 2
+    count, low = changes(old[:middle], new[:middle], count_max, scratch)
+    if low is None:
+        return count, None
+    more, high = changes(old[middle:], new[middle:], count_max - count, scratch)
+    if high is None:
+        return count + more, None
+    high = high._replace(indices=high.indices + np.uint32(middle))
+    return count + more, Changes(*map(np.concatenate, zip(low, high, strict=True)))
 
 
 def is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -61,11 +77,11 @@ def write(bits: torch.Tensor, indices: NDArray[np.uint32] | None, values: Bits) 
         bits.copy_(as_tensor(whole))
 
 
-def integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     try:
-        tensor = tensor.contiguous()
+        tensor = tensor.to(getattr(torch, dtype)).contiguous()
     except torch.OutOfMemoryError:
-        tensor = tensor.cpu().contiguous()
+        tensor = tensor.cpu().to(getattr(torch, dtype)).contiguous()
     return tensor.reshape(-1).view(INTEGERS[tensor.element_size()])
 
 

@@ -185,7 +185,7 @@ class Rounds:
             tpot_ms=latencies["tpot_ms"],
             duration_s=max(each.ended_at_s for each in outcomes),
             late_ms_max=1000 * max(each.late_s for each in outcomes),
-            dedicated_per_s=rate(before[DEDICATED], after[DEDICATED]),
+            dedicated_per_s=rate(before[DEDICATED], after[DEDICATED]) if DEDICATED in before else 0.0,
             borrowed_per_s=rate(before[BORROWED], after[BORROWED]) if BORROWED in before else 0.0,
             reclaim_ms=self._switch.reclaims_ms(),
             failures=tuple(f"{each.error}: {each.detail}" for each in outcomes if each.error),

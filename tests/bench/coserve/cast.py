@@ -24,6 +24,7 @@ from rollfab.deploy.cli.status import with_ports
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import FabricError
+from rollfab.fabric.contract.models import is_preset
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.rules.serving.facts import Slo
 from rollfab.workers.engines.vllm.step.scheduler_page import STEP_AT_NS, STEPS, Page
@@ -36,7 +37,7 @@ from ..remote import Remote
 from .demand import Demand
 from .load import Client
 from .places import check_machine, engine_pid, put
-from .server import ServingEngine
+from .server import ON_CPU, ServingEngine
 
 BORROWED, DEDICATED = "borrowed", "dedicated"
 START_S = 240.0
@@ -48,13 +49,22 @@ PAGE_NAME = "rollfab-page"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the pair. Slots: requests or turns that each engine runs at once."""
+    """Of the pair. Slots: requests or turns that each engine runs at once; no dedicated slots: no dedicated worker.
+
+    model: a preset, or a directory with a checkpoint; then `serving_model` is another, which serving loads. is_on_cpu:
+    the device is a core (places.py). serving_words, rollout_words: vLLM's own. borrowed_words: of `bench lent`.
+    """
 
     model: str = "small"
+    serving_model: str = ""
     serving_slots: int = 64
     borrowed_slots: int = 32
     dedicated_slots: int = 16
     context_tokens: int = 512
+    is_on_cpu: bool = True
+    serving_words: tuple[str, ...] = ON_CPU
+    rollout_words: tuple[str, ...] = ()
+    borrowed_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +107,7 @@ class Pair:
         self.probe = Path("/dev/shm") / f"rollfab-bench-{os.getpid()}"
         for path in (self.probe, lock_path_of(str(self.probe))):
             self._stack.callback(partial(path.unlink, missing_ok=True))
-        weights = lively_weights(sizes.model)
-        checkpoint = self.directory / "checkpoint"
-        checkpoint.mkdir()
-        write_checkpoint(sizes.model, weights, checkpoint)
+        weights, checkpoint = self._weights()
         self.broker = enter(EmbeddedBroker.start(self.directory / "broker"))
         self.supervisor = enter(Supervisor(self.directory / "logs"))
         self.serving = enter(
@@ -110,19 +117,34 @@ class Pair:
                 slot_count=sizes.serving_slots,
                 context_tokens=sizes.context_tokens,
                 probe=self.probe,
+                words=sizes.serving_words,
             )
         )
         slot_count = sizes.borrowed_slots + sizes.dedicated_slots
         self._add("controller", ["controller"])
         self._add("agent", ["agent", "--environment", METRONOME, "--count", str(2 * slot_count)])
-        self._add(DEDICATED, ["worker", *self._worker_words(DEDICATED, sizes.dedicated_slots)])
+        if sizes.dedicated_slots:
+            self._add(DEDICATED, ["worker", *self._worker_words(DEDICATED, sizes.dedicated_slots)])
         self.demand = enter(Demand(self.broker.url, sizes.model, DEPTH * slot_count))
         self.demand.start(weights)
         self.client = enter(Remote("the client", self.directory / "client.log", Client, self.serving.url))
         self.client.ready(START_S)
         self.serving.ready()
-        self.until(lambda: self._is_ready(DEDICATED), START_S, "the dedicated worker to be ready")
-        self._place()
+        if sizes.dedicated_slots:
+            self.until(lambda: self._is_ready(DEDICATED), START_S, "the dedicated worker to be ready")
+        if sizes.is_on_cpu:
+            self._place()
+
+    def _weights(self) -> tuple[Any, Path]:
+        """What is published, and where the checkpoint is that serving loads."""
+        sizes = self.sizes
+        if not is_preset(sizes.model):
+            return sizes.model, Path(sizes.serving_model or sizes.model)
+        weights = lively_weights(sizes.model)
+        checkpoint = self.directory / "checkpoint"
+        checkpoint.mkdir()
+        write_checkpoint(sizes.model, weights, checkpoint)
+        return weights, checkpoint
 
     def _add(self, name: str, words: list[str], **environment: str) -> None:
         environment = {"ROLLFAB_URL": self.broker.url, **environment}
@@ -131,7 +153,10 @@ class Pair:
     def _worker_words(self, role: str, slot_count: int) -> list[str]:
         sizes = self.sizes
         words = ["--engine", "vllm", "--engine-log", "-", "--model", sizes.model, "--name", role]
-        return [*words, "--slots", str(slot_count), "--context", str(sizes.context_tokens)]
+        return [*words, "--slots", str(slot_count), "--context", str(sizes.context_tokens), *self._own_words()]
+
+    def _own_words(self) -> list[str]:
+        return ["--", *self.sizes.rollout_words] if self.sizes.rollout_words else []
 
     def _place(self) -> None:
         put(os.getpid(), "bench", self._cores)
@@ -140,7 +165,8 @@ class Pair:
         for role in ("controller", "agent"):
             put(self.pid(role), role, self._cores)
         self._place_engine("serving", self.serving.pid)
-        self._place_engine(DEDICATED, self.pid(DEDICATED))
+        if self.sizes.dedicated_slots:
+            self._place_engine(DEDICATED, self.pid(DEDICATED))
 
     def _place_engine(self, role: str, pid: int) -> None:
         put(pid, f"{role} front", self._cores)
@@ -154,9 +180,10 @@ class Pair:
         words = ["--probe", str(self.probe), "--switch", str(self._switch), "--name", BORROWED, "--model", sizes.model]
         words += ["--slots", str(sizes.borrowed_slots), "--context", str(sizes.context_tokens)]
         words += ["--slo-ttft-ms", str(slo.ttft_ms), "--slo-tpot-ms", str(slo.tpot_ms)]
-        self._add(BORROWED, ["bench", "lent", *words])
+        self._add(BORROWED, ["bench", "lent", *words, *sizes.borrowed_words, *self._own_words()])
         self.until(lambda: self._is_known(BORROWED), START_S, "the serving worker to be known")
-        self._place_engine(BORROWED, self.pid(BORROWED))
+        if sizes.is_on_cpu:
+            self._place_engine(BORROWED, self.pid(BORROWED))
         self.page = self._find_page(self.pid(BORROWED))
 
     def give_back(self) -> None:
@@ -174,7 +201,8 @@ class Pair:
     def restart_controller(self) -> None:
         """After it was killed."""
         self._add("controller", ["controller"])
-        put(self.pid("controller"), "controller", self._cores)
+        if self.sizes.is_on_cpu:
+            put(self.pid("controller"), "controller", self._cores)
 
     @staticmethod
     def _find_page(pid: int) -> Page:

@@ -1,7 +1,7 @@
 """`rollfab bench coserve`: rollouts lent time on a serving engine's device, what they made of it, and what it cost.
 
-- Both engines are real vLLMs that compute on one core, which is the device; everything else is on another one
-  (places.py). A dedicated worker is always there: `alone` is what a run has without borrowing.
+- Both engines are real vLLMs. On a CPU they compute on one core, which is the device; all else is on another one
+  (places.py). A dedicated worker is there, unless its slots are 0: `alone` is what a run has without borrowing.
 - Arms alternate every few seconds within one call, on the same arrivals, and are compared only within a repetition
   (arms.py).
 - The objectives are calibrated first, once everything is warm, on the arrivals of all repetitions: the P99 of serving
@@ -265,7 +265,8 @@ def _drained(pair: Pair) -> tuple[int, int]:
     """Tokens that engines made, and those of settled turns, once nothing is under way any more."""
     pair.lend("on")
     counters = pair.demand.drain()
-    return pair.final_count((DEDICATED, BORROWED)), counters.get("tokens", 0)
+    roles = [role for role in (DEDICATED, BORROWED) if role in pair.supervisor.children]
+    return pair.final_count(roles), counters.get("tokens", 0)
 
 
 def report(settings: Settings, found: Found) -> Report:

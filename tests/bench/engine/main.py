@@ -1,4 +1,5 @@
-"""`rollfab bench engine`: vLLM at the end of a whole fabric over vLLM's own offline generate, and how soon it stops.
+"""`rollfab bench engine`: vLLM at the end of a whole fabric over vLLM's own offline generate, how soon it stops, and
+how long new weights hold it up.
 
 - Rounds alternate, offline then fabric, after one of each that does not count. A ratio is that of two neighbours; what
   is reported is the median of these, with the lowest and the highest.
@@ -28,6 +29,7 @@ from ..overhead.main import row
 from ..remote import Remote
 from .arms import READY_TIMEOUT_S, OfflineArm, Rollouts, VllmFabric, agreement
 from .control import ACTIONS, Control, worst
+from .stalls import Stalls
 
 CONTROL_TIMEOUT_S = 600.0
 
@@ -54,20 +56,26 @@ TINY = Rollouts(**{**asdict(ONE_TURN), "name": "tiny preset, one turn", "model":
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured. The first workload is the headline; control_model: whose stops are."""
+    """What is measured. The first workload is the headline; control_model: whose stops, and stalls at versions, are."""
 
     workloads: tuple[Rollouts, ...]
     round_count: int
     control_model: str
     sample_count: int
+    version_count: int
+    rank_counts: tuple[int, ...] = (1, 2)
 
 
-FULL = Settings(workloads=(ONE_TURN, TURNS, TINY), round_count=5, control_model="small", sample_count=60)
+FULL = Settings(
+    workloads=(ONE_TURN, TURNS, TINY), round_count=5, control_model="small", sample_count=60, version_count=40
+)
 QUICK = Settings(
     workloads=(Rollouts(**{**asdict(ONE_TURN), "trajectory_count": 192, "completion_tokens": 96}),),
     round_count=3,
     control_model="small",
     sample_count=15,
+    version_count=10,
+    rank_counts=(1,),
 )
 
 
@@ -77,7 +85,7 @@ def bench_engine(*, quick: bool, json_output: bool) -> int:
 
 
 def measure(settings: Settings) -> Report:
-    """Measure every workload, then the stops.
+    """Measure every workload, then the stops, then the stalls.
 
     Raises:
         EngineUnsupported: vLLM is not installed.
@@ -90,6 +98,7 @@ def measure(settings: Settings) -> Report:
         )
     rows = [_measure(workload, settings.round_count) for workload in settings.workloads]
     stops = _measure_stops(settings)
+    stalls = [_measure_stalls(settings, rank_count) for rank_count in settings.rank_counts]
     headline = rows[0]
     return Report(
         name="engine",
@@ -107,6 +116,8 @@ def measure(settings: Settings) -> Report:
             **worst(stops),
             "rows": rows,
             "stops": stops,
+            **{name: max(each[name] for each in stalls) for name in ("stalled_ms_p99", "stalled_of_step")},
+            "stalls": stalls,
         },
         baselines={"offline generate": headline["engine_alone"]},
         ratio={
@@ -140,6 +151,16 @@ def _measure_stops(settings: Settings) -> list[dict[str, Any]]:
         return stops
 
 
+def _measure_stalls(settings: Settings, rank_count: int) -> dict[str, Any]:
+    with (
+        tempfile.TemporaryDirectory(prefix="rollfab-bench-") as directory,
+        Remote("the engine", Path(directory) / "log", Stalls, settings.control_model, rank_count, SEED) as stalls,
+    ):
+        stalls.ready(READY_TIMEOUT_S)
+        found: dict[str, Any] = stalls.call("measure", settings.version_count, timeout_s=CONTROL_TIMEOUT_S)
+        return found
+
+
 def _version() -> str:
     from rollfab.workers.engines.vllm.common.environment import installed_version
 
@@ -165,4 +186,10 @@ def _print_table(report: Report) -> None:
         [ACTIONS[each["action"]], str(each["batch"]), *(number(each[name]) for name in figures)]
         for each in found["results"]["stops"]
     ]
-    show("standing still", columns, stops, [f"machine: {found['machine']}"])
+    show("standing still", columns, stops, [])
+    columns = ["ranks", "a step, ms p50", "p99", "longest at a version, ms p50", "p99", "÷ a step", "held, ms p50"]
+    figures = ("step_ms_p50", "step_ms_p99", "stalled_ms_p50", "stalled_ms_p99", "stalled_of_step", "pause_ms_p50")
+    stalls = [
+        [str(each["rank_count"]), *(number(each[name]) for name in figures)] for each in found["results"]["stalls"]
+    ]
+    show("new versions, 1 % of the elements each", columns, stalls, [f"machine: {found['machine']}"])

@@ -3,6 +3,7 @@
 - Updates are those of AdamW on a model of Qwen2's shape (updates.py), recorded first by a process that has
   ended when the measuring begins.
 - Codecs (codec.py): bytes, entropy floor and CPU time of every code on the same deltas, in one process.
+- Floors (floors.py): encoding, applying and the pause beside the least that this machine can do them in.
 - Live (live.py): from publishing until live, and the pause, beside dense through the same broker.
 - Chain (chain.py): bytes published over many versions, and those of a receiver far behind. A smaller model.
 - Node (node.py): what the broker sends to eight workers of one node, and to one.
@@ -25,6 +26,7 @@ from ..remote import Remote
 from . import live as weights_live
 from .chain import JOIN_COUNT, LAG, measure_chain
 from .codec import measure_codecs
+from .floors import measure_floors
 from .live import measure_live
 from .node import measure_node
 from .recording import Recording
@@ -121,11 +123,14 @@ def measure(settings: Settings, say: Callable[[str], None]) -> Report:
         for learning_rate in (LOW, HIGH):
             say(f"codecs at learning rate {learning_rate:g}")
             codecs.append(measure_codecs(Recording(model), learning_rate, settings.codec_rounds))
+        say("floors of encoding, applying and the pause")
+        floors = measure_floors(Recording(model), LOW, settings.codec_rounds)
         live_settings = weights_live.Settings(
             receiver_counts=settings.receiver_counts, round_count=settings.live_rounds, first=0
         )
         found = Found(
             codecs=codecs,
+            floors=floors,
             live=measure_live(directory, model, live_settings, say),
             node=measure_node(directory, model, settings.worker_count, say),
             chain=measure_chain(directory, chain, settings.version_count, say),

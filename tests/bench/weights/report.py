@@ -16,6 +16,7 @@ from tests.bench.measure import Figure
 
 from .chain import LAG, Chain
 from .codec import Measured, headline
+from .floors import FloorRound
 from .live import Round as LiveRound
 from .node import Node
 
@@ -25,9 +26,10 @@ Figures = dict[str, Figure]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the arms found. codecs: by learning rate; the first is the headline."""
+    """What the arms found. codecs: by learning rate; the first is the headline. floors: none without a compiler."""
 
     codecs: list[Measured]
+    floors: list[FloorRound]
     live: list[LiveRound]
     node: Node
     chain: Chain
@@ -56,6 +58,9 @@ GOALS = (
     Goal("amortised_over_dense", "dense ÷ published, bytes, over all versions of the chain", 60, True),
     Goal("encode_of_memcpy", "speed of encoding ÷ memory copy, CPU", 0.5, True),
     Goal("apply_of_memcpy", "speed of decoding and applying ÷ memory copy, CPU", 1.5, True),
+    Goal("encode_of_floor", "speed of encoding ÷ its floor (compare and gather), CPU", 0.75, True),
+    Goal("apply_of_floor", "speed of decoding and applying ÷ its floor (read and write), CPU", 0.7, True),
+    Goal("pause_of_floor", "pause ÷ its floor (write)", 1.3, False),
     Goal("pause_of_dense_copy", "pause ÷ a dense copy", 0.4, False),
     Goal("pause_of_publish_to_live", "pause ÷ publish to live", 0.05, False),
     Goal("publish_to_live_of_dense", "publish to live ÷ dense, 1 receiver", 0.6, False),
@@ -70,6 +75,7 @@ def make_report(found: Found, params: dict[str, Any]) -> Report:
     first = found.codecs[0]
     figures = {
         **codec_figures(first),
+        **floor_figures(found.floors),
         **live_figures(found.live),
         **chain_figures(found.chain),
         "egress_8_workers": Figure(tuple(found.node.ratios)),
@@ -81,6 +87,7 @@ def make_report(found: Found, params: dict[str, Any]) -> Report:
         "spread": {key: figure.spread for key, figure in figures.items()},
         "goals": _goals(figures, found.codecs),
         "rows": rows,
+        "floors": [asdict(each) for each in found.floors],
         "live": [asdict(each) for each in found.live],
         "node": asdict(found.node),
         "chain": asdict(found.chain),
@@ -109,6 +116,18 @@ def codec_figures(measured: Measured) -> Figures:
         "coo_over_ours": over([each.byte_count for each in rounds[COO]]),
         "encode_of_memcpy": Figure(tuple(each.copy_s / each.encode_s for each in ours)),
         "apply_of_memcpy": Figure(tuple(each.copy_s / each.apply_s for each in ours)),
+    }
+
+
+def floor_figures(rounds: Sequence[FloorRound]) -> Figures:
+    """Of each change, the ratio of the medians of its turns; speeds are floor ÷ ours, pauses ours ÷ floor."""
+    if not rounds:
+        return {}
+    return {
+        "encode_of_floor": Figure(tuple(each.encode.floor_over_ours for each in rounds)),
+        "apply_of_floor": Figure(tuple(each.apply.floor_over_ours for each in rounds)),
+        "pause_of_floor": Figure(tuple(1 / each.pause.floor_over_ours for each in rounds)),
+        "pause_cpu_of_floor": Figure(tuple(1 / each.pause_cpu.floor_over_ours for each in rounds)),
     }
 
 

@@ -30,6 +30,8 @@ def print_table(report: Report) -> None:
     show(title, ["", "median", "spread", "goal", ""], rows)
     for row in results["rows"]:
         _print_codecs(row)
+    if results["floors"]:
+        show("beside the machine's floor", ["", "ours, ms", "floor, ms"], _floor_rows(results["floors"]))
     show("from publishing until live", ["", *_LIVE], [_live_row(count, results["live"]) for count in _counts(results)])
     for note in _notes(found):
         print(note)
@@ -44,6 +46,19 @@ def _print_codecs(row: dict[str, Any]) -> None:
     ]
     title = f"learning rate {row['learning_rate']:g}: {row['density']:.2%} of elements change"
     show(title, columns, rows)
+
+
+def _floor_rows(rounds: Sequence[dict[str, Any]]) -> list[list[str]]:
+    names = {"encode": "encoding, CPU", "apply": "applying, CPU", "pause": "pause", "pause_cpu": "pause, CPU"}
+    return [
+        [name, *(_spread_ms([s for each in rounds for s in each[key][arm]]) for arm in ("ours_s", "floor_s"))]
+        for key, name in names.items()
+    ]
+
+
+def _spread_ms(seconds: Sequence[float]) -> str:
+    low, high = 1000 * min(seconds), 1000 * max(seconds)
+    return f"{number(1000 * statistics.median(seconds))}  ({number(low)} to {number(high)})"
 
 
 _LIVE: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import FabricError
-from rollfab.fabric.contract.records import Group, Rollout
+from rollfab.fabric.contract.records import Group
 from tests.bench.engine.arms import Rollouts, same_fraction
 from tests.bench.engine.control import Stop, row, worst
 from tests.bench.engine.main import FULL, QUICK, bench_engine
 from tests.bench.engine.offline import Answers
 from tests.bench.overhead.arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, count_tokens
 from tests.bench.worlds import Metronome
+from tests.support.records import new_rollout
 
 WORK = Rollouts(
     name="work",
@@ -37,19 +38,12 @@ def answered(work: Rollouts) -> tuple[list[Group], Answers]:
         reply = np.full(work.observation_tokens, 99, np.int32)
         parts = [part for turn in np.split(made, work.turn_count) for part in (turn, reply)][:-1]
         masks = [np.zeros(len(each), np.uint8) if each is reply else np.ones(len(each), np.uint8) for each in parts]
-        rollout = Rollout(
+        rollout = new_rollout(
+            np.concatenate(parts),
             trajectory_id=f"{index}.0",
             group_id=str(index),
-            task_id="t",
-            reward=0.0,
-            finish_reason="terminated",
             turn_count=work.turn_count,
-            attempt=0,
-            seed=0,
-            spans=(),
             prompt_ids=np.array(requests.prompts[index * GROUP_SIZE], np.int32),
-            completion_ids=np.concatenate(parts),
-            logprobs=np.zeros(sum(map(len, parts)), np.float32),
             completion_mask=np.concatenate(masks),
         )
         groups.append(Group(group_id=str(index), task_id="t", rollouts=(rollout,) * GROUP_SIZE))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import FabricError
-from rollfab.fabric.contract.records import Group, Rollout
+from rollfab.fabric.contract.records import Group
 from tests.bench.overhead.arms import Round, Workload, count_tokens
 from tests.bench.overhead.main import FULL, QUICK, Settings, measure, row
 from tests.bench.worlds import Metronome
+from tests.support.records import new_rollout
 
 WORK = Workload(
     name="work", model="tiny", trajectory_count=8, turn_count=2, completion_tokens=3, observation_tokens=4
@@ -20,21 +21,7 @@ WORK = Workload(
 
 def group_of(token_counts: list[int]) -> Group:
     rollouts = tuple(
-        Rollout(
-            trajectory_id=f"g.{index}",
-            group_id="g",
-            task_id="t",
-            reward=0.0,
-            finish_reason="terminated",
-            turn_count=2,
-            attempt=0,
-            seed=0,
-            spans=(),
-            prompt_ids=np.ones(4, np.int32),
-            completion_ids=np.ones(count, np.int32),
-            logprobs=np.zeros(count, np.float32),
-            completion_mask=np.ones(count, np.uint8),
-        )
+        new_rollout(np.ones(count), trajectory_id=f"g.{index}", turn_count=2, prompt_ids=np.ones(4, np.int32))
         for index, count in enumerate(token_counts)
     )
     return Group(group_id="g", task_id="t", rollouts=rollouts)

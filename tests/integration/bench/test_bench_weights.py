@@ -6,6 +6,7 @@ import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from tests.bench.measure import Figure
 from tests.bench.weights.baselines import Codec, baselines
 from tests.bench.weights.chain import JOIN_COUNT, LAG
 from tests.bench.weights.codec import Model, floor_bytes, measure_code, ours
+from tests.bench.weights.floors import TURN_COUNT, Beside, FloorRound, measure_floors, pieces
 from tests.bench.weights.main import FULL, QUICK, measure
 from tests.bench.weights.recording import Change, Recorder, Recording, bfloat16_layout
-from tests.bench.weights.report import GOALS, Goal
-from tests.bench.weights.updates import shape_of
+from tests.bench.weights.report import GOALS, Goal, floor_figures
 
 SMALL = dataclasses.replace(
     QUICK,
@@ -37,7 +38,8 @@ SMALL = dataclasses.replace(
 )
 KEYS = (
     "density bytes_per_changed of_entropy_floor dense_over_delta xor_over_ours coo_over_ours encode_of_memcpy"
-    " apply_of_memcpy pause_of_dense_copy pause_of_publish_to_live publish_to_live_of_dense joiner_40_of_sum"
+    " apply_of_memcpy encode_of_floor apply_of_floor pause_of_floor pause_of_dense_copy"
+    " pause_of_publish_to_live publish_to_live_of_dense joiner_40_of_sum"
     " egress_8_workers amortised_over_dense"
 ).split()
 
@@ -143,6 +145,56 @@ def test_a_code_that_loses_a_change_is_no_figure(tmp_path: Path) -> None:
         measure_code(Codec("forgetful", good.encode, apply), model)
 
 
+@pytest.mark.timeout(180)  # in a new clone the compiled loops are compiled first
+@pytest.mark.parametrize("density", [0.001, 0.1, 1.0])
+def test_floors_bring_the_new_weights_by_turns_with_ours(tmp_path: Path, density: float) -> None:
+    # When two changes are measured (it raises where ours or a floor finds or writes something else)
+    rounds = measure_floors(record(tmp_path, states(density)), 1.0, 2)
+    # Then every arm has as many turns as its floor, and each took time
+    assert len(rounds) == 2
+    for found in rounds:
+        for arm in (found.encode, found.apply, found.pause, found.pause_cpu):
+            assert len(arm.ours_s) == len(arm.floor_s) == TURN_COUNT
+            assert min(*arm.ours_s, *arm.floor_s) > 0
+
+
+def test_a_floor_that_writes_less_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a floor whose threads leave out the last element
+    def short(*arguments: Any) -> list[NDArray[np.uint64]]:
+        shares = pieces(*arguments)
+        shares[-1][-1, 3] -= np.uint64(1)
+        return shares
+
+    monkeypatch.setattr("tests.bench.weights.floors.pieces", short)
+    # Then it is not compared with ours
+    with pytest.raises(FabricError, match="new weights"):
+        measure_floors(record(tmp_path, states(0.1)), 1.0, 1)
+
+
+def test_shares_of_a_floor_are_equal_and_hold_everything_once() -> None:
+    bits = {"a": np.zeros(100, np.uint16), "b": np.zeros(40, np.uint16)}
+    positions, some, all_values = np.arange(0, 100, 5), np.ones(20, np.uint16), np.ones(40, np.uint16)
+    shares = pieces({"a": (positions, some), "b": (None, all_values)}, bits, 3)
+    assert [int(share[:, 3].sum()) for share in shares] == [20, 20, 20]
+    rows = np.concatenate(shares)
+    assert int(rows[:, 3].sum()) == 60
+    values_at = [(int(row[2]), int(row[3])) for row in rows]
+    assert values_at[0] == (some.ctypes.data, 20)
+    assert values_at[1:] == [(all_values.ctypes.data, 20), (all_values.ctypes.data + 40, 20)]
+
+
+def test_ratios_to_a_floor_are_of_medians() -> None:
+    fast, slow = Beside(ours_s=[4.0, 4.0, 99.0], floor_s=[3.0, 0.1, 3.0]), Beside(ours_s=[2.0], floor_s=[1.0])
+    figures = floor_figures([FloorRound(encode=fast, apply=slow, pause=slow, pause_cpu=fast)])
+    assert {key: figure.median for key, figure in figures.items()} == {
+        "encode_of_floor": 0.75,
+        "apply_of_floor": 0.5,
+        "pause_of_floor": 2.0,
+        "pause_cpu_of_floor": pytest.approx(4 / 3),
+    }
+    assert floor_figures([]) == {}
+
+
 def test_the_floor_is_the_entropy_of_gaps_and_steps(tmp_path: Path) -> None:
     # Given changes at every fourth place, all by one step: nothing is left to say
     first = np.zeros(40_000, np.uint16)
@@ -166,11 +218,7 @@ def test_a_goal_is_met_on_its_side_of_the_bound() -> None:
     assert (most.is_met(Figure((2.0,))), most.is_met(Figure((2.1,)))) == (True, False)
 
 
-def test_the_full_run_is_what_was_promised() -> None:
-    shape = shape_of(FULL.parameter_count)
-    assert (shape.hidden, shape.layer_count, shape.intermediate, shape.vocabulary) == (896, 24, 4864, 151936)
-    assert shape.parameter_count == 494_032_768
-    assert (FULL.receiver_counts, FULL.worker_count, FULL.version_count) == ((1, 4), 8, 256)
+def test_every_setting_has_versions_enough() -> None:
     for settings in (FULL, QUICK, SMALL):
         assert settings.version_count > LAG + JOIN_COUNT
         assert settings.low_count >= (1 + settings.live_rounds) * len(settings.receiver_counts)

@@ -19,6 +19,7 @@ from rollfab.deploy.replay.client import Manner, Tally, find_server, replay
 from rollfab.deploy.replay.records import Arrival, load_outcomes
 from rollfab.fabric.contract.errors import ConfigError, EngineError, FabricError, InputError
 from tests.support.processes.sse_server import SseServer, sse_server
+from tests.support.until import until
 
 TRACE = "t_s,input_tokens,output_tokens\n" + "".join(f"{index / 50:.3f},{20 + index},{3}\n" for index in range(30))
 
@@ -74,8 +75,7 @@ async def test_requests_go_out_at_their_times_although_the_server_stands_still(s
     running = asyncio.create_task(replay(asked, server.url, "fake", tally=tally))
 
     # When every request has arrived there, without a single answer
-    while len(server.arrived_at_s) < 80:  # noqa: ASYNC110  the server tells nobody
-        await asyncio.sleep(0.01)
+    await until(lambda: len(server.arrived_at_s) >= 80)
     assert (tally.sent_count, tally.ended_count) == (80, 0)
     stood_until_s = time.monotonic()
     server.goes_on.set()
@@ -145,8 +145,7 @@ async def test_a_replay_that_is_stopped_ends_with_what_there_is(server: SseServe
     tally = Tally()
     asked = [Arrival(0.0, 5, 2), Arrival(0.01, 6, 9), Arrival(3600.0, 5, 2)]
     running = asyncio.create_task(replay(asked, server.url, "fake", tally=tally))
-    while tally.ended_count < 1 or tally.sent_count < 2:  # noqa: ASYNC110  a tally is read
-        await asyncio.sleep(0.01)
+    await until(lambda: tally.ended_count >= 1 and tally.sent_count >= 2)
 
     tally.stop.set()
 

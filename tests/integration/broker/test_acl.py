@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,11 @@ from rollfab.fabric.queue import acl, keys
 from rollfab.fabric.queue.acl import RIGHTS, commands_of, user_name
 from rollfab.fabric.queue.keys import JobKeys, ShardKeys, WeightKeys
 from rollfab.fabric.queue.scripts import script_names
-from tests.support.brokers.guarded_broker import ADMIN, Guarded, guarded_broker
+from tests.support.brokers.guarded_broker import ADMIN, Guarded
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
 
 LUA = Path(__file__).resolve().parents[3] / "fabric" / "queue" / "lua"
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded_broker(tmp_path_factory.mktemp("acl")) as broker:
-        yield broker
-
-
-@pytest.fixture
-def broker(guarded: Guarded) -> Guarded:
-    guarded.admin.flushall()
-    guarded.admin.acl_log_reset()
-    return guarded
 
 
 # ---- the table

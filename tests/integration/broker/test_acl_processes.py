@@ -6,37 +6,23 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 import rollfab
 from rollfab.deploy.cli.status import snapshot, with_ports
 from rollfab.deploy.local.supervisor import Supervisor
-from tests.support.brokers.guarded_broker import Guarded, guarded_broker
+from tests.support.brokers.guarded_broker import Guarded
 from tests.support.processes.fabric_processes import PYTHONPATH, tiny_weights
+from tests.support.until import wait_until
 
 pytestmark = pytest.mark.redis
 
-T = TypeVar("T")
 ROLLOUT_ROLES = ("dedicated", "serving")
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded_broker(tmp_path_factory.mktemp("acl")) as broker:
-        yield broker
-
-
-@pytest.fixture
-def broker(guarded: Guarded) -> Guarded:
-    guarded.admin.flushall()
-    guarded.admin.acl_log_reset()
-    return guarded
 
 
 @contextmanager
@@ -69,7 +55,7 @@ def test_real_processes_do_all_their_work_each_with_its_own_user(broker: Guarded
         rollfab.connect(broker.url("trainer")) as trainer,
     ):
         # Given all roles, a run whose rewards come by rq, and weights
-        until(lambda: status(broker), _are_here, supervisor)
+        wait_until(lambda: _are_here(status(broker)), lambda: logs(supervisor), 60.0, 0.1)
         run = trainer.run("r1", model="tiny", environment="broken", reward="broken", attempt_count_max=1)
         run.publish(tiny_weights(), version=0)
 
@@ -88,7 +74,7 @@ def test_real_processes_do_all_their_work_each_with_its_own_user(broker: Guarded
         assert [row["version"] for row in command(broker, "operator", "weights", "ls", "r1")][-1] == 1
         assert command(broker, "operator", "lend", "on", "--all")["lends"]["*"]["mode"] == "on"
         late = run.submit([{"seed": seed} for seed in range(40)], group_size=8)
-        until(lambda: status(broker), _lent, supervisor)
+        wait_until(lambda: _lent(status(broker)), lambda: logs(supervisor), 60.0, 0.1)
         assert command(broker, "operator", "lend", "off")["lends"]["*"]["mode"] == "off"
         assert all(run.cancel(name) for name in late[5:])
         assert len(list(run.groups(timeout=60, count=5))) == 5
@@ -109,15 +95,6 @@ def _are_here(said: dict[str, Any]) -> bool:
 def _lent(said: dict[str, Any]) -> bool:
     serving = {row["worker_id"] for row in said["workers"] if row["role"] == "serving"}
     return bool(serving & set(said["leases"]))
-
-
-def until(ask: Callable[[], T], is_met: Callable[[T], bool], supervisor: Supervisor) -> T:
-    """Ask until the answer is as wanted."""
-    limit_s = time.monotonic() + 60
-    while not is_met(answer := ask()):
-        assert time.monotonic() < limit_s, f"{answer}\n{logs(supervisor)}"
-        time.sleep(0.1)
-    return answer
 
 
 def command(broker: Guarded, role: str, *words: str) -> Any:

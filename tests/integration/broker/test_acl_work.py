@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -42,22 +42,9 @@ from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish.publisher import Publisher
 from tests.fuzz.targets import RECORDS
-from tests.support.brokers.guarded_broker import Guarded, guarded_broker
+from tests.support.brokers.guarded_broker import Guarded
 
 pytestmark = pytest.mark.redis
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded_broker(tmp_path_factory.mktemp("acl")) as broker:
-        yield broker
-
-
-@pytest.fixture
-def broker(guarded: Guarded) -> Guarded:
-    guarded.admin.flushall()
-    guarded.admin.acl_log_reset()
-    return guarded
 
 
 # ---- every script, by every role that the table gives it to

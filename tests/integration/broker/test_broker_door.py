@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from rollfab.deploy.roles.engines import EngineOptions
+from rollfab.deploy.roles.options import WorkerOptions
+from rollfab.deploy.roles.run import run_worker
 from rollfab.fabric.broker.connection import check_broker, open_broker, translate
 from rollfab.fabric.contract.errors import BrokerError, BrokerFull
 from rollfab.fabric.opened import RedisFabric
+from rollfab.workers.engines.base import Engine
 from tests.support.brokers.redis_server import redis_server
 
 
@@ -70,6 +74,21 @@ async def test_a_wrong_or_missing_password_is_refused_at_once_and_never_shown(tm
             assert time.monotonic() - started_s < 1.0
         client = await connect(f"redis://:correct@127.0.0.1:{server.port}")
         await client.aclose()
+
+
+def test_a_worker_is_refused_by_the_broker_before_its_engine_takes_time_to_load(tmp_path: Path) -> None:
+    made: list[str] = []
+
+    def make_engine(options: EngineOptions, worker_id: str) -> Engine:
+        made.append(worker_id)
+        raise AssertionError("the engine was loaded")
+
+    with redis_server(tmp_path, "requirepass correct") as server:
+        options = WorkerOptions(url=f"redis://:wrong@127.0.0.1:{server.port}", role="dedicated")
+        with pytest.raises(BrokerError) as caught:
+            run_worker(options, make_engine=make_engine)
+
+    assert caught.value.facts["reason"] == "auth" and made == []
 
 
 async def test_a_user_without_config_rights_is_enough_and_one_without_info_is_told(tmp_path: Path) -> None:

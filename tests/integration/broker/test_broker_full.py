@@ -16,16 +16,15 @@ from rollfab.fabric.contract.records import (
     Rollout,
     RunConfig,
     Sampling,
-    Span,
     TrajectoryJob,
     TurnJob,
-    TurnResult,
     WorkerInfo,
 )
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim, TurnPush, TurnQueue, TurnSettle
 from rollfab.fabric.queue.scripts import load_script, script_names
 from rollfab.trainer.aio import AsyncRun
+from tests.support import records
 from tests.support.brokers.redis_server import redis_server
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
@@ -71,34 +70,14 @@ async def run_one_turn(turns: TurnQueue, claim: TrajectoryClaim) -> None:
     pushed = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
     assert await turns.push("a1", [pushed]) == []
     (turn,) = (await turns.exchange("w1", want=1, lease_epoch=1, active_version=0)).claims
-    result = TurnResult(
-        turn_id=name,
-        finish_reason="stop",
-        spans=(Span(0, TOKEN_COUNT, "w1", 0),),
-        completion_ids=ids,
-        logprobs=np.zeros(TOKEN_COUNT, np.float32),
-    )
+    result = records.result_of(name, ids)
     assert not (await turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result)])).refused
     assert [each.turn_id for each in await turns.results("a1", 1.0)] == [name]
 
 
 def rollout_of(claim: TrajectoryClaim) -> Rollout:
     ids = np.arange(TOKEN_COUNT, dtype=np.int32)
-    return Rollout(
-        trajectory_id=claim.job.trajectory_id,
-        group_id=claim.job.group_id,
-        task_id="t",
-        reward=1.0,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=0,
-        seed=1,
-        spans=(),
-        prompt_ids=ids,
-        completion_ids=ids,
-        logprobs=np.zeros(TOKEN_COUNT, np.float32),
-        completion_mask=np.ones(TOKEN_COUNT, np.uint8),
-    )
+    return records.rollout_of(claim.job, ids=ids, prompt_ids=ids)
 
 
 @pytest.mark.timeout(60)

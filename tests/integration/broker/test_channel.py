@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
@@ -11,18 +11,11 @@ from redis.exceptions import ResponseError
 
 from rollfab.fabric.broker.clients.channel import Channel, checked
 from rollfab.fabric.broker.connection import open_broker
-from rollfab.fabric.broker.embedded import EmbeddedBroker
-
-
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 @pytest.fixture
-async def client(broker_url: str) -> AsyncIterator[Redis]:
-    client = await open_broker(broker_url, client_name="tests")
+async def client(url: str) -> AsyncIterator[Redis]:
+    client = await open_broker(url, client_name="tests")
     await client.flushall()
     yield client
     await client.aclose()

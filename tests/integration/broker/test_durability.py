@@ -14,8 +14,8 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue import durability
 from tests.support.brokers.port_life import GROUP_SIZE, group_of
 from tests.support.brokers.redis_cluster import redis_cluster
-from tests.support.brokers.redis_sentinel import until
 from tests.support.brokers.redis_server import ask, redis_server
+from tests.support.until import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
 
@@ -68,7 +68,7 @@ async def test_a_push_with_durability_replica_waits_for_one_and_says_so_where_th
             with pytest.raises(BrokerError, match="see that a replica is connected"):
                 await fabric.rollouts(RUN).push(GROUPS[:1])
             with redis_server(tmp_path / "r", f"replicaof 127.0.0.1 {primary.port}") as replica:
-                until(lambda: b"master_link_status:up" in ask(replica, "INFO", "replication"), "it follows")
+                wait_until(lambda: b"master_link_status:up" in ask(replica, "INFO", "replication"), "it follows")
                 assert await fabric.rollouts(RUN).push(GROUPS) == [False] + [True] * 5
 
                 # a replica that is connected and does not move confirms nothing, neither at first nor to another

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,15 +21,9 @@ from rollfab.fabric.broker.connection import check_broker, open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker, find_broker, starter_of
 from rollfab.fabric.contract.errors import BrokerError, ConfigError
 from tests.support.brokers.redis_server import redis_server
+from tests.support.until import wait_until
 
 SOURCE = Path(__file__).parents[3] / "src"
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 6.0) -> bool:
-    limit_s = time.monotonic() + timeout_s
-    while not (met := condition()) and time.monotonic() < limit_s:
-        time.sleep(0.01)
-    return met
 
 
 def is_gone(pid: int) -> bool:
@@ -102,7 +95,7 @@ async def test_data_older_than_a_second_survives_the_kill_of_the_server(home: Pa
     await write(first.url, "key", b"value")
     await asyncio.sleep(1.1)  # appendfsync everysec; the page cache would do, a kill is not a power cut
     os.kill(first.pid, signal.SIGKILL)
-    assert until(lambda: not first.is_running)
+    wait_until(lambda: not first.is_running)
 
     with EmbeddedBroker.start(home) as second:
         assert await read(second.url, "key") == b"value"
@@ -295,8 +288,8 @@ async def test_a_server_ends_when_its_owner_is_killed_or_leaves_without_a_word(o
     owner.wait()
 
     # Then the server ends, and the temporary directory goes with it
-    assert until(lambda: is_gone(pid))
-    assert until(lambda: not directory.exists())
+    wait_until(lambda: is_gone(pid))
+    wait_until(lambda: not directory.exists())
 
 
 @pytest.mark.fault

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollfab.fabric.broker.connection import open_broker
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import BrokerError
 from rollfab.fabric.contract.ids import shard_of, turn_id
-from rollfab.fabric.contract.records import Lease, Rollout, RunConfig, Sampling, Span, TurnJob, TurnResult
+from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, TurnJob
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import TrajectoryClaim, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.checks import make_groups
+from tests.support.records import result_of, rollout_of
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 
 RUN = RunConfig(run_id="r1", model="m", environment="e", shard_count=3)
 FAILING = 1
 EXPIRED_S = 0.3  # claims in these tests last 200 ms
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 class Stage:
@@ -91,32 +85,8 @@ def push_of(claim: TrajectoryClaim) -> TurnPush:
 
 
 def settle_of(claim: TurnClaim) -> TurnSettle:
-    result = TurnResult(
-        turn_id=claim.job.turn_id,
-        finish_reason="stop",
-        spans=(Span(0, 1, "w1", 0),),
-        completion_ids=np.zeros(1, np.int32),
-        logprobs=np.zeros(1, np.float32),
-    )
+    result = result_of(claim.job.turn_id)
     return TurnSettle(claim=claim, result=result)
-
-
-def rollout_of(claim: TrajectoryClaim) -> Rollout:
-    return Rollout(
-        trajectory_id=claim.job.trajectory_id,
-        group_id=claim.job.group_id,
-        task_id=claim.job.task_id,
-        reward=None,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=claim.attempt,
-        seed=claim.job.seed,
-        spans=(Span(0, 1, "w1", 0),),
-        prompt_ids=np.array([1], np.int32),
-        completion_ids=np.array([4], np.int32),
-        logprobs=np.array([-0.5], np.float32),
-        completion_mask=np.array([1], np.uint8),
-    )
 
 
 def names_of(claims: Sequence[TrajectoryClaim]) -> list[str]:
@@ -227,7 +197,9 @@ async def test_rewards_of_the_other_shards_are_asked_for_again(stage: Stage) -> 
     names = await stage.push("a", (0, 2))
     claims = await stage.trajectories.claim("a1", 8)
     for claim in claims:
-        assert await stage.trajectories.settle(claim, rollout_of(claim), is_scored=False)
+        assert await stage.trajectories.settle(
+            claim, rollout_of(claim.job, None, attempt=claim.attempt), is_scored=False
+        )
     await stage.break_shard()
     await asyncio.sleep(EXPIRED_S)
     # When somebody looks, then it is told of all of them, and of the failure only when there is nothing else to tell

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -16,7 +15,6 @@ from rollfab.api.access.config import ApiConfig
 from rollfab.api.access.keys import hash_key
 from rollfab.api.app import make_app
 from rollfab.api.reading.weights import WeightReader
-from rollfab.api.server import open_socket
 from rollfab.deploy.weights.command import list_versions
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker
@@ -29,26 +27,21 @@ from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.scripts import Scripts
 from rollfab.trainer.publish.publisher import Publisher
 from tests.support.processes.api_server import ApiWorld, running_api
+from tests.support.until import until
 
 READ_KEY = "a-key-that-may-read-only"
 CONTROL_KEY = "a-key-that-may-do-everything"
 
 
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
 @pytest.fixture
-async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(broker_url, cache_s=0.0) as world:
+async def api(url: str) -> AsyncIterator[ApiWorld]:
+    async with running_api(url, cache_s=0.0) as world:
         yield world
 
 
 @pytest.fixture
-async def locked(broker_url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(broker_url, read_keys=(READ_KEY,), control_keys=(CONTROL_KEY,)) as world:
+async def locked(url: str) -> AsyncIterator[ApiWorld]:
+    async with running_api(url, read_keys=(READ_KEY,), control_keys=(CONTROL_KEY,)) as world:
         yield world
 
 
@@ -153,9 +146,9 @@ async def test_a_lease_that_has_ended_is_not_shown(api: ApiWorld) -> None:
     assert (await api.json("v1/leases"))["leases"] == []
 
 
-async def test_a_lease_is_shown_though_the_clock_of_its_run_is_behind(api: ApiWorld, broker_url: str) -> None:
+async def test_a_lease_is_shown_though_the_clock_of_its_run_is_behind(api: ApiWorld, url: str) -> None:
     # Given a run whose clock is behind the machine's, as it is after a pause of the broker
-    client = await open_broker(broker_url, client_name="tests")
+    client = await open_broker(url, client_name="tests")
     keys = ShardKeys("r1", 0)
     now_ms, wall_ms = await Scripts(client).call("clock", [keys.clock], [])
     await client.set(keys.clock, f"{wall_ms} {now_ms - 60_000}")
@@ -261,7 +254,7 @@ async def test_rollouts_become_a_reward_curve_without_any_report(api: ApiWorld) 
     rewards = [0.0, 0.5, 1.0, 1e308]
     for claim, reward in zip(await api.claim(4), rewards, strict=True):
         await api.settle(claim, reward)
-    await until(lambda run: run["reward_curve"] and run["reward_curve"][0]["rollout_count"] == 4, api, "v1/runs/r1")
+    await told(lambda run: run["reward_curve"] and run["reward_curve"][0]["rollout_count"] == 4, api, "v1/runs/r1")
 
     (shown,) = (await api.json("v1/status"))["runs"]
     (point,) = (await api.json("v1/runs/r1"))["reward_curve"]
@@ -276,7 +269,7 @@ async def test_what_a_trainer_reported_last_is_shown(api: ApiWorld) -> None:
     for step in range(600):
         facts = {"run_id": "r1", "step": step, "reward_mean": step / 1000, "policy_version": step}
         await api.fabric.board.add_event("trainer.step", facts)
-    await until(lambda run: run["training"] and run["training"]["step"] == 599, api, "v1/runs/r1")
+    await told(lambda run: run["training"] and run["training"]["step"] == 599, api, "v1/runs/r1")
 
     whole = await api.json("v1/runs/r1")
 
@@ -289,23 +282,26 @@ async def test_rates_are_what_was_done_per_second(api: ApiWorld) -> None:
     await api.push_group("g1", 20)
     for claim in await api.claim(20):
         await api.settle(claim)
-    rates = (await until(lambda status: status["rates"]["rollouts_per_s"] > 0, api, "v1/status"))["rates"]
+    rates = (await told(lambda status: status["rates"]["rollouts_per_s"] > 0, api, "v1/status"))["rates"]
     assert 2 < rates["rollouts_per_s"] < 250
 
 
-async def test_many_readers_cost_the_broker_one_reading(broker_url: str) -> None:
-    async with running_api(broker_url, cache_s=5.0) as api:
+async def test_many_readers_cost_the_broker_one_reading(url: str) -> None:
+    async with running_api(url, cache_s=5.0) as api:
         answers = await asyncio.gather(*(api.http.get("v1/status") for _ in range(40)))
         assert len({answer.json()["time_ms"] for answer in answers}) == 1
 
 
-async def until(holds: Any, api: ApiWorld, path: str) -> Any:
+async def told(holds: Callable[[Any], Any], api: ApiWorld, path: str) -> Any:
     """The first answer for which `holds`."""
-    for _ in range(60):
-        if holds(said := await api.json(path)):
-            return said
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"{path} still says {said}")
+    answers: list[Any] = []
+
+    async def is_told() -> Any:
+        answers.append(await api.json(path))
+        return holds(answers[-1])
+
+    await until(is_told, lambda: f"{path} still says {answers[-1]}", every_s=0.05)
+    return answers[-1]
 
 
 # ---------------------------------------------------------------- metrics
@@ -409,16 +405,16 @@ async def test_a_late_reader_gets_what_the_api_itself_no_longer_holds(api: ApiWo
         assert [event["facts"]["n"] for event in await read_events(response, 1200)] == list(range(1200))
 
 
-async def test_a_silent_stream_is_kept_alive_by_comments(broker_url: str) -> None:
-    async with running_api(broker_url, keep_alive_s=0.1) as api, api.http.stream("GET", "v1/events") as response:
+async def test_a_silent_stream_is_kept_alive_by_comments(url: str) -> None:
+    async with running_api(url, keep_alive_s=0.1) as api, api.http.stream("GET", "v1/events") as response:
         async with asyncio.timeout(3):
             async for line in response.aiter_lines():
                 if line == ": still here":
                     break
 
 
-async def test_a_stream_too_many_and_an_id_that_is_none_are_refused(broker_url: str) -> None:
-    async with running_api(broker_url, event_reader_count_max=1) as api:
+async def test_a_stream_too_many_and_an_id_that_is_none_are_refused(url: str) -> None:
+    async with running_api(url, event_reader_count_max=1) as api:
         async with api.http.stream("GET", "v1/events") as response:
             await anext(response.aiter_lines())
             assert (await api.json("v1/events", 503))["error"] == "TooManyReaders"
@@ -595,9 +591,9 @@ async def test_reading_and_controlling_are_separate_rights(locked: ApiWorld) -> 
         assert (await locked.http.get(path, headers=bearer(READ_KEY))).status_code == 200
 
 
-async def test_a_switch_is_kept_with_the_name_of_the_key_that_it_was_made_with(broker_url: str) -> None:
+async def test_a_switch_is_kept_with_the_name_of_the_key_that_it_was_made_with(url: str) -> None:
     names = ((hash_key(CONTROL_KEY), "ann"),)
-    async with running_api(broker_url, control_keys=(CONTROL_KEY,), key_names=names) as world:
+    async with running_api(url, control_keys=(CONTROL_KEY,), key_names=names) as world:
         await world.http.post("v1/workers/*/lend", json={"mode": "off"}, headers=bearer(CONTROL_KEY))
         assert (await world.fabric.board.lends())["*"].said_by == "ann"
 
@@ -667,13 +663,6 @@ def test_a_key_that_can_be_guessed_is_refused_and_not_repeated() -> None:
     assert "secret'" not in str(caught.value)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=str(port)):
-            open_socket(ApiConfig(port=port))
-
-
 # ---------------------------------------------------------------- documentation
 
 
@@ -695,8 +684,8 @@ async def test_the_documentation_describes_every_route_and_loads_nothing_from_el
         assert "https://" not in text, path
 
 
-async def test_the_server_stops_although_a_stream_is_open(broker_url: str) -> None:
-    async with running_api(broker_url) as api:
+async def test_the_server_stops_although_a_stream_is_open(url: str) -> None:
+    async with running_api(url) as api:
         stream = api.http.stream("GET", "v1/events")
         response = await stream.__aenter__()
         await anext(response.aiter_lines())

@@ -6,24 +6,17 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import pytest
 
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from tests.support.processes.api_server import ApiWorld, running_api
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 HEAD = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n"
-
-
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 @contextlib.asynccontextmanager
@@ -45,20 +38,20 @@ async def rest_of(reader: asyncio.StreamReader, timeout_s: float = 10.0) -> byte
     return b""
 
 
-async def test_a_request_that_does_not_arrive_whole_is_ended_with_a_word(broker_url: str) -> None:
+async def test_a_request_that_does_not_arrive_whole_is_ended_with_a_word(url: str) -> None:
     begun = [
         HEAD,  # no end of the head
         b"POST /v1/workers/w/lend HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
     ]
-    async with running_api(broker_url, request_timeout_s=0.5) as api:
+    async with running_api(url, request_timeout_s=0.5) as api:
         for part in begun:
             async with connected(api) as [(reader, writer)]:
                 writer.write(part)
                 assert b" 408 " in await rest_of(reader), part
 
 
-async def test_a_trickling_head_is_ended_though_it_never_rests(broker_url: str) -> None:
-    async with running_api(broker_url, request_timeout_s=0.5) as api, connected(api) as [(reader, writer)]:
+async def test_a_trickling_head_is_ended_though_it_never_rests(url: str) -> None:
+    async with running_api(url, request_timeout_s=0.5) as api, connected(api) as [(reader, writer)]:
 
         async def trickle() -> None:
             writer.write(HEAD)
@@ -71,8 +64,8 @@ async def test_a_trickling_head_is_ended_though_it_never_rests(broker_url: str) 
         trickling.cancel()
 
 
-async def test_a_second_request_on_a_connection_has_its_own_time(broker_url: str) -> None:
-    async with running_api(broker_url, request_timeout_s=1.0) as api, connected(api) as [(reader, writer)]:
+async def test_a_second_request_on_a_connection_has_its_own_time(url: str) -> None:
+    async with running_api(url, request_timeout_s=1.0) as api, connected(api) as [(reader, writer)]:
         for _ in range(4):  # longer than one request may take, and each is answered
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" in await reader.readline()
@@ -83,8 +76,8 @@ async def test_a_second_request_on_a_connection_has_its_own_time(broker_url: str
         assert b" 408 " in await rest_of(reader)
 
 
-async def test_silent_connections_make_room_for_who_asks(broker_url: str) -> None:
-    async with running_api(broker_url, connection_count_max=20) as api, connected(api, 60) as pairs:
+async def test_silent_connections_make_room_for_who_asks(url: str) -> None:
+    async with running_api(url, connection_count_max=20) as api, connected(api, 60) as pairs:
         for _, writer in pairs:
             with contextlib.suppress(ConnectionResetError):
                 writer.write(b"GET / HT")
@@ -92,8 +85,8 @@ async def test_silent_connections_make_room_for_who_asks(broker_url: str) -> Non
             assert (await api.json("v1/status"))["runs"]
 
 
-async def test_where_all_connections_are_at_work_one_more_is_told(broker_url: str) -> None:
-    async with running_api(broker_url, connection_count_max=3) as api, connected(api, 3) as pairs:
+async def test_where_all_connections_are_at_work_one_more_is_told(url: str) -> None:
+    async with running_api(url, connection_count_max=3) as api, connected(api, 3) as pairs:
         for reader, writer in pairs:
             writer.write(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" in await reader.readline()
@@ -104,8 +97,8 @@ async def test_where_all_connections_are_at_work_one_more_is_told(broker_url: st
             assert await reader.readline(), "those at work go on"
 
 
-async def test_a_reader_that_does_not_read_is_dropped_and_nobody_waits_for_it(broker_url: str) -> None:
-    async with running_api(broker_url, write_timeout_s=0.5, event_reader_count_max=1) as api:
+async def test_a_reader_that_does_not_read_is_dropped_and_nobody_waits_for_it(url: str) -> None:
+    async with running_api(url, write_timeout_s=0.5, event_reader_count_max=1) as api:
         address = urlsplit(api.url)
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -128,8 +121,8 @@ async def test_a_reader_that_does_not_read_is_dropped_and_nobody_waits_for_it(br
             assert (await api.json("v1/status"))["runs"]
 
 
-async def test_streams_never_exceed_their_limit_however_they_come_at_once(broker_url: str) -> None:
-    async with running_api(broker_url, event_reader_count_max=10) as api, connected(api, 80) as pairs:
+async def test_streams_never_exceed_their_limit_however_they_come_at_once(url: str) -> None:
+    async with running_api(url, event_reader_count_max=10) as api, connected(api, 80) as pairs:
         for _, writer in pairs:
             writer.write(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answers = [await asyncio.wait_for(reader.readline(), 10) for reader, _ in pairs]
@@ -137,8 +130,8 @@ async def test_streams_never_exceed_their_limit_however_they_come_at_once(broker
         assert sum(b" 503 " in answer for answer in answers) == 70
 
 
-async def test_a_stream_that_is_reset_before_it_begins_gives_its_place_back(broker_url: str) -> None:
-    async with running_api(broker_url, event_reader_count_max=5) as api:
+async def test_a_stream_that_is_reset_before_it_begins_gives_its_place_back(url: str) -> None:
+    async with running_api(url, event_reader_count_max=5) as api:
         for _ in range(30):
             async with connected(api) as [(_, writer)]:
                 writer.write(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")

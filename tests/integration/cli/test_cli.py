@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,6 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.trainer.client import connect as rollfab_connect
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
 def rollfab(*words: str, url: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "ROLLFAB_URL"}
     if url is not None:
@@ -32,96 +24,6 @@ def rollfab(*words: str, url: str | None = None) -> subprocess.CompletedProcess[
     return subprocess.run(
         [sys.executable, "-m", "rollfab", *words], capture_output=True, text=True, env=environment, timeout=60
     )
-
-
-def test_without_a_broker_a_command_says_how_to_get_one() -> None:
-    done = rollfab("status")
-    assert done.returncode == 2
-    assert "no broker: give --url" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_an_unreachable_broker_is_named_without_a_traceback() -> None:
-    done = rollfab("status", "--url", "redis://127.0.0.1:1")
-    assert done.returncode == 1
-    assert "127.0.0.1:1" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_wrong_usage_is_exit_code_two(url: str) -> None:
-    assert rollfab("status", "--nonsense", url=url).returncode == 2
-    done = rollfab("lend", "maybe", url=url)
-    assert (done.returncode, "expected on, observe, off" in done.stderr) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("role", "name"), [("controller", "a b"), ("agent", "a b"), ("worker", "a b"), ("reward", "a b"), ("worker", "x*")]
-)
-@pytest.mark.timeout(30)
-def test_a_name_that_cannot_be_part_of_a_key_is_refused(url: str, role: str, name: str) -> None:
-    done = rollfab(role, "--name", name, url=url)
-    assert done.returncode == 2
-    assert f"worker {name!r} is not a valid name: use 1 to 63 letters" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("role", "given"), [("agent", "0"), ("agent", "-1"), ("agent", "nan"), ("reward", "inf")])
-def test_a_timeout_that_cannot_pass_is_refused(url: str, role: str, given: str) -> None:
-    done = rollfab(role, "--timeout", given, url=url)
-    assert done.returncode == 2
-    assert f"--timeout is {given}: give a finite number of seconds above 0" in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize("port", ["-1", "0", "70000"])
-def test_a_broker_takes_only_ports_that_there_are(port: str, tmp_path: Path) -> None:
-    done = rollfab("broker", "--data", str(tmp_path / "data"), "--port", port)
-    assert done.returncode == 2
-    assert "Invalid value for '--port'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("command", "option"), [("train", "--output"), ("demo", "--output"), ("up", "--data")])
-@pytest.mark.timeout(30)
-def test_a_file_where_a_directory_belongs_is_named(url: str, tmp_path: Path, command: str, option: str) -> None:
-    file = tmp_path / "file"
-    file.write_text("kept")
-    done = rollfab(command, option, str(file), url=url)
-    assert done.returncode == 2
-    assert f"error: {option}: the directory" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-    assert file.read_text() == "kept"
-
-
-@pytest.mark.parametrize(
-    ("option", "given", "says"),
-    [
-        ("--environment", "bad", "--environment 'bad' does not name code: write --environment NAME=module:attr"),
-        (
-            "--environment",
-            "w=/nowhere/python:m:W",
-            "virtual environment, --environment NAME=/venv/bin/python:module:attr",
-        ),
-        ("--reward", "bad", "--reward 'bad' does not name code: write --reward NAME=module:attr"),
-        ("--reward", "r=python:m:f", "a reward function is written --reward NAME=module:attr"),
-    ],
-    ids=["environment", "interpreter", "reward", "reward-with-interpreter"],
-)
-def test_up_starts_nothing_that_its_agents_would_refuse(tmp_path: Path, option: str, given: str, says: str) -> None:
-    done = rollfab("up", "--data", str(tmp_path / "data"), "--port", "0", option, given)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert says in " ".join(done.stderr.split())
-    assert not (tmp_path / "data").exists()
-
-
-def test_up_starts_nothing_without_a_port_for_its_page(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = rollfab("up", "--data", str(tmp_path / "data"), "--port", str(port))
-    assert (done.returncode, done.stdout) == (2, "")
-    said = " ".join(done.stderr.split())
-    assert f"--port {port}: the page cannot listen" in said
-    assert "choose another port, or --port 0 for a free one" in said
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["own-broker", "given-broker"])
@@ -195,13 +97,6 @@ def test_tasks_of_a_file_become_groups(url: str, tmp_path: Path) -> None:
     (row,) = json.loads(rollfab("status", "--json", url=url).stdout)["runs"]
     assert (row["run_id"], row["depth"], row["trajectories"]["queued"]) == ("cli", 4, 4)
     assert json.loads(rollfab("dead", "ls", "--run", "cli", "--json", url=url).stdout) == []
-
-
-def test_a_line_that_is_no_task_is_named(url: str, tmp_path: Path) -> None:
-    file = tmp_path / "tasks.jsonl"
-    file.write_text('{"seed": 1}\n[1]\n')
-    done = rollfab("submit", str(file), "--run", "cli", url=url)
-    assert (done.returncode, "line 2 is list" in done.stderr) == (1, True)
 
 
 def test_the_doctor_lists_what_is_there() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.redis
 
 DONE, FAILED, WRONG = 0, 1, 2
 AWAY = "redis://127.0.0.1:1"
+Typed = Callable[[str, str | None], tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +53,22 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def typed(
-    line: str, url: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, str]:
-    """What main() ends with, and what it says."""
-    monkeypatch.setattr(sys, "argv", ["rollfab", *line.split()])
-    monkeypatch.delenv("ROLLFAB_URL", raising=False)
-    if url is not None:
-        monkeypatch.setenv("ROLLFAB_URL", url)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    captured = capsys.readouterr()
-    code = ended.value.code
-    return (int(code) if isinstance(code, int) else 0), " ".join(
-        (captured.out + captured.err).replace("│", " ").split()
-    )
+@pytest.fixture
+def typed(desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """What main() ends with, and what it says, of a line and the broker's URL."""
+
+    def type_in(line: str, url: str | None) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["rollfab", *shlex.split(line)])
+        monkeypatch.delenv("ROLLFAB_URL", raising=False)
+        if url is not None:
+            monkeypatch.setenv("ROLLFAB_URL", url)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said, code = capsys.readouterr(), ended.value.code
+        assert "Traceback" not in said.err
+        return (int(code) if isinstance(code, int) else 0), " ".join((said.out + said.err).replace("│", " ").split())
+
+    return type_in
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,7 @@ def typed(
         ("stauts", WRONG, "Did you mean 'status'?"),
         ("runs list", WRONG, "No such command 'list'"),
         ("status --wach", WRONG, "--watch"),
+        ("status --nonsense", WRONG, "--nonsense"),
         ("runs rm my-rnu --yes", WRONG, "run 'my-rnu' does not exist on this broker; did you mean my-run?"),
         ("dead ls --run my-rnu", WRONG, "did you mean my-run?"),
         ("dead show g.0 --run my-rnu", WRONG, "did you mean my-run?"),
@@ -111,8 +115,27 @@ def typed(
         ("agent --environment frozenlake", WRONG, "--environment NAME=module:attr"),
         ("agent --count many", WRONG, "--count"),
         ("reward --reward score", WRONG, "--reward NAME=module:attr"),
-        ("controller --name a.b", WRONG, "not a valid name"),
-        ("broker --port x", WRONG, "--port"),
+        ("controller --name a.b", WRONG, "worker 'a.b' is not a valid name: use 1 to 63 letters"),
+        ("agent --name 'a b'", WRONG, "worker 'a b' is not a valid name: use 1 to 63 letters"),
+        ("worker --name x*", WRONG, "worker 'x*' is not a valid name: use 1 to 63 letters"),
+        ("reward --name 'a b'", WRONG, "worker 'a b' is not a valid name: use 1 to 63 letters"),
+        ("agent --timeout 0", WRONG, "--timeout is 0: give a finite number of seconds above 0"),
+        ("agent --timeout -1", WRONG, "--timeout is -1: give a finite number of seconds above 0"),
+        ("agent --timeout nan", WRONG, "--timeout is nan: give a finite number of seconds above 0"),
+        ("reward --timeout inf", WRONG, "--timeout is inf: give a finite number of seconds above 0"),
+        ("broker --port x", WRONG, "Invalid value for '--port'"),
+        ("broker --port -1", WRONG, "Invalid value for '--port'"),
+        ("broker --port 0", WRONG, "Invalid value for '--port'"),
+        ("broker --port 70000", WRONG, "Invalid value for '--port'"),
+        ("train --output text", WRONG, "error: --output: the directory"),
+        ("demo --output text", WRONG, "error: --output: the directory"),
+        ("up --data text", WRONG, "error: --data: the directory"),
+        ("up --port 0 --environment bad", WRONG,
+         "--environment 'bad' does not name code: write --environment NAME=module:attr"),
+        ("up --port 0 --environment w=/nowhere/python:m:W", WRONG,
+         "virtual environment, --environment NAME=/venv/bin/python:module:attr"),
+        ("up --port 0 --reward bad", WRONG, "--reward 'bad' does not name code: write --reward NAME=module:attr"),
+        ("up --port 0 --reward r=python:m:f", WRONG, "a reward function is written --reward NAME=module:attr"),
         ("train --environment frozenlaek --output out", WRONG, "frozenlake"),
         ("demo --environment frozenlaek", WRONG, "frozenlake"),
         ("demo --engine vlm", WRONG, "did you mean vllm?"),
@@ -124,12 +147,12 @@ def typed(
 )  # fmt: skip
 @pytest.mark.timeout(60)
 def test_a_mistyped_command_is_told_what_is_wrong(
-    line: str, code: int, says: str, url: str, desk: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    found, said = typed(line, url, monkeypatch, capsys)
+    line: str, code: int, says: str, url: str, desk: Path, typed: Typed
+) -> None:
+    before = {each: each.read_bytes() if each.is_file() else b"" for each in desk.iterdir()}
+    found, said = typed(line, None if line.startswith(("up ", "broker ")) else url)  # those bring their own
     assert (found, says in said) == (code, True), said
-    assert "Traceback" not in said
+    assert {each: each.read_bytes() if each.is_file() else b"" for each in desk.iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -138,19 +161,14 @@ def test_a_mistyped_command_is_told_what_is_wrong(
      "dead show a --run x", "dead retry a --run x", "submit good --run x", "consume --run x", "weights ls x",
      "weights verify x"],
 )  # fmt: skip
-def test_a_broker_that_is_away_is_one_line(
-    line: str, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, said = typed(line, AWAY, monkeypatch, capsys)
-    assert (found, said) == (
+def test_a_broker_that_is_away_is_one_line(line: str, typed: Typed) -> None:
+    assert typed(line, AWAY) == (
         FAILED,
         "error: the broker redis://127.0.0.1:1/0 is not reachable, nothing listens there: start it, or correct the URL",
     )
 
 
-def test_commands_in_messages_can_be_typed_here(
-    desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_in_messages_can_be_typed_here(desk: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     # Given a program that is in a virtual environment below, and not on the PATH
     program = desk / ".venv" / "bin" / "rollfab"
     program.parent.mkdir(parents=True)
@@ -158,18 +176,23 @@ def test_commands_in_messages_can_be_typed_here(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert typed("status", None, monkeypatch, capsys)[1].endswith("start everything with `.venv/bin/rollfab up`")
+    code, said = typed("status", None)
+    assert code == WRONG and "no broker: give --url" in said
+    assert said.endswith("start everything with `.venv/bin/rollfab up`")
     # When it is on the PATH, or is nowhere
     monkeypatch.setenv("PATH", str(program.parent))
-    assert "`rollfab up`" in typed("status", None, monkeypatch, capsys)[1]
+    assert "`rollfab up`" in typed("status", None)[1]
     program.unlink()
-    assert "/python -m rollfab up`" in typed("status", None, monkeypatch, capsys)[1]
+    assert "/python -m rollfab up`" in typed("status", None)[1]
 
 
-def test_a_port_that_is_taken_is_named(
-    url: str, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("api", "cannot listen"), ("up", "the page cannot listen on")],
+)
+def test_a_port_that_is_taken_is_named(command: str, says: str, url: str, desk: Path, typed: Typed) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found, said = typed(f"api --port {port}", url, monkeypatch, capsys)
-        assert (found != DONE, str(port) in said, "Traceback" in said) == (True, True, False), said
+        found, said = typed(f"{command} --port {port}", url if command == "api" else None)
+    assert found != DONE and str(port) in said and says in said, said
+    assert not (desk / "rollfab-data").exists()

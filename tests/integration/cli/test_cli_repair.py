@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from redis import Redis
 
 import rollfab
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.queue.keys import WeightKeys
 from rollfab.trainer.client import Run
 from tests.integration.cli.test_cli_weights import RUN, said, tool, weights
 
 pytestmark = pytest.mark.timeout(60)
 KEYS = WeightKeys(RUN)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 def publish(url: str, count: int, **settings: int) -> tuple[rollfab.trainer.client.Fabric, Run]:
@@ -33,18 +25,16 @@ def publish(url: str, count: int, **settings: int) -> tuple[rollfab.trainer.clie
     return fabric, run
 
 
-def gone(url: str) -> None:
+def gone(redis: Redis) -> None:
     """The trainer's word that it lives is over."""
-    with Redis.from_url(url) as redis:
-        redis.delete(KEYS.tending)
+    redis.delete(KEYS.tending)
 
 
-def test_verify_says_not_all_right_and_names_every_version_that_cannot_be_read(url: str) -> None:
+def test_verify_says_not_all_right_and_names_every_version_that_cannot_be_read(url: str, redis: Redis) -> None:
     # Given a keyframe without its chunk, and a delta that is a list
     publish(url, 4)[0].close()
-    with Redis.from_url(url) as redis:
-        redis.delete(KEYS.chunk(0, "keyframe.1", 0), KEYS.chunk(2, "delta.1", 0))
-        redis.rpush(KEYS.chunk(2, "delta.1", 0), "x")
+    redis.delete(KEYS.chunk(0, "keyframe.1", 0), KEYS.chunk(2, "delta.1", 0))
+    redis.rpush(KEYS.chunk(2, "delta.1", 0), "x")
 
     # When
     done = tool("verify", RUN, "--all", url=url)
@@ -63,29 +53,27 @@ def said_unreadable(url: str) -> list[int]:
     return list(found["unreadable"])
 
 
-def test_a_head_whose_manifest_is_gone_is_not_all_right(url: str) -> None:
+def test_a_head_whose_manifest_is_gone_is_not_all_right(url: str, redis: Redis) -> None:
     publish(url, 3)[0].close()
-    with Redis.from_url(url) as redis:
-        redis.hdel(KEYS.manifests, "2:delta")
+    redis.hdel(KEYS.manifests, "2:delta")
     done = tool("verify", RUN, "--all", url=url)
     assert done.returncode == 1
     assert "version 2 (delta): its manifest is not there" in " ".join(done.stdout.split())
 
 
-def test_repair_has_the_trainer_that_lives_heal(url: str) -> None:
+def test_repair_has_the_trainer_that_lives_heal(url: str, redis: Redis) -> None:
     # Given a trainer that reads nothing without a report, and damage
     fabric, run = publish(url, 4, scrub_bytes_per_s=0)
-    with Redis.from_url(url) as redis:
-        redis.delete(KEYS.chunk(0, "keyframe.1", 0))
-        epoch = redis.hget(KEYS.head, "epoch")
+    redis.delete(KEYS.chunk(0, "keyframe.1", 0))
+    epoch = redis.hget(KEYS.head, "epoch")
 
-        # When
-        done = tool("repair", RUN, url=url)
+    # When
+    done = tool("repair", RUN, url=url)
 
-        # Then it was told, healed, and is still in charge
-        assert done.returncode == 0, done.stdout
-        assert "the run's publisher (epoch 1) lives" in done.stdout and "healed" in done.stdout
-        assert redis.hget(KEYS.head, "epoch") == epoch
+    # Then it was told, healed, and is still in charge
+    assert done.returncode == 0, done.stdout
+    assert "the run's publisher (epoch 1) lives" in done.stdout and "healed" in done.stdout
+    assert redis.hget(KEYS.head, "epoch") == epoch
     assert tool("verify", RUN, "--all", url=url).returncode == 0
     run.publish(weights(4), version=4)
     np.testing.assert_array_equal(run.weights()["w"], weights(4)["w"])
@@ -93,13 +81,12 @@ def test_repair_has_the_trainer_that_lives_heal(url: str) -> None:
     assert "nothing to repair" in tool("repair", RUN, url=url).stdout
 
 
-def test_repair_without_a_trainer_rebuilds_what_can_be_read_and_deletes_the_rest(url: str) -> None:
+def test_repair_without_a_trainer_rebuilds_what_can_be_read_and_deletes_the_rest(url: str, redis: Redis) -> None:
     # Given no trainer, a jump over what is damaged, and more damage
     publish(url, 10)[0].close()
-    gone(url)
-    with Redis.from_url(url) as redis:
-        redis.set(KEYS.chunk(3, "delta.1", 0), b"damaged")
-        redis.hset(KEYS.manifests, "5:delta", b"damaged")
+    gone(redis)
+    redis.set(KEYS.chunk(3, "delta.1", 0), b"damaged")
+    redis.hset(KEYS.manifests, "5:delta", b"damaged")
     assert said_unreadable(url) == [3, 4, 5, 6, 7]
 
     # When
@@ -119,41 +106,39 @@ def test_repair_without_a_trainer_rebuilds_what_can_be_read_and_deletes_the_rest
     fabric.close()
 
 
-def test_repair_writes_a_keyframe_of_the_head_again_byte_for_byte(url: str) -> None:
+def test_repair_writes_a_keyframe_of_the_head_again_byte_for_byte(url: str, redis: Redis) -> None:
     # Given
     fabric, run = publish(url, 3)
     run.publish(weights(3), version=3, keyframe=True)
     fabric.close()
-    gone(url)
-    with Redis.from_url(url) as redis:
-        key = KEYS.chunk(3, "keyframe.1", 0)
-        right = redis.get(key)
-        redis.set(key, b"damaged")
+    gone(redis)
+    key = KEYS.chunk(3, "keyframe.1", 0)
+    right = redis.get(key)
+    redis.set(key, b"damaged")
 
-        # When
-        done = tool("repair", RUN, url=url)
+    # When
+    done = tool("repair", RUN, url=url)
 
-        # Then
-        assert done.returncode == 0 and "byte for byte" in " ".join(done.stdout.split()), done.stdout
-        assert redis.get(key) == right
+    # Then
+    assert done.returncode == 0 and "byte for byte" in " ".join(done.stdout.split()), done.stdout
+    assert redis.get(key) == right
 
 
-def test_repair_of_a_head_that_nothing_leads_to_says_what_is_lost_and_deletes_nothing(url: str) -> None:
+def test_repair_of_a_head_that_nothing_leads_to_says_what_is_lost_and_deletes_nothing(url: str, redis: Redis) -> None:
     # Given
     publish(url, 3)[0].close()
-    gone(url)
-    with Redis.from_url(url) as redis:
-        redis.delete(KEYS.chunk(0, "keyframe.1", 0))
-        before = redis.hkeys(KEYS.manifests)
+    gone(redis)
+    redis.delete(KEYS.chunk(0, "keyframe.1", 0))
+    before = redis.hkeys(KEYS.manifests)
 
-        # When
-        done = tool("repair", RUN, url=url)
+    # When
+    done = tool("repair", RUN, url=url)
 
-        # Then
-        text = " ".join(done.stdout.split())
-        assert done.returncode == 1 and "lost: no way that is held leads to the head, version 2" in text
-        assert "Start the trainer again" in text
-        assert redis.hkeys(KEYS.manifests) == before
+    # Then
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 1 and "lost: no way that is held leads to the head, version 2" in text
+    assert "Start the trainer again" in text
+    assert redis.hkeys(KEYS.manifests) == before
 
     # And its trainer heals it with the next version
     fabric = rollfab.connect(url)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from rollfab.fabric.broker.connection import open_broker
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
 from rollfab.fabric.opened import RedisFabric
@@ -24,12 +23,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
 
 RUN = RunConfig(run_id="r1", model="m", environment="e", shard_count=3)
 WORKER = WorkerInfo(worker_id="d1", role="dedicated", pid=1, host="h", model="m", slot_count=4)
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 @pytest.fixture

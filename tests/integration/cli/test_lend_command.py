@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from rollfab.deploy.main import app
 from rollfab.fabric.broker.connection import open_broker
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import SharingReport
@@ -68,19 +67,13 @@ class Desk:
             await asyncio.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def broker() -> Any:
-    with EmbeddedBroker.start() as broker:
-        yield broker
-
-
 @pytest.fixture
-async def desk(broker: EmbeddedBroker) -> AsyncIterator[Desk]:
-    client = await open_broker(broker.url, client_name="tests")
+async def desk(url: str) -> AsyncIterator[Desk]:
+    client = await open_broker(url, client_name="tests")
     await client.flushall()
     await client.aclose()
-    async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
-        desk = Desk(broker.url, fabric)
+    async with await RedisFabric.open(url, client_name="tests") as fabric:
+        desk = Desk(url, fabric)
         living = asyncio.create_task(desk.live())
         yield desk
         living.cancel()

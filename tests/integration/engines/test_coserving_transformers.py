@@ -1,7 +1,7 @@
 """Two transformers engines on one CPU, one of which serves: what its guard lets the other one do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +16,13 @@ from rollfab.workers.engines.transformers.engine import TransformersConfig, Tran
 from rollfab.workers.serving.guarding.guard import GuardConfig, GuardOrders
 from rollfab.workers.serving.guarding.thread import GuardThread
 from rollfab.workers.serving.probes.native import NativeProbe
+from tests.support.until import until
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(60)
 
 WIDE = {"slo_ttft_ms": 2000.0, "slo_tpot_ms": 1000.0}  # what a loaded machine keeps too
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(4000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came true")
 
 
 @dataclass

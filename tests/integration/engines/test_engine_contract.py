@@ -1,11 +1,13 @@
 """What every engine promises (workers/engines/base.py). Each environment runs the engines that it has: `make test-all`
-runs this file twice, with transformers and with real vLLM on a CPU.
+runs this file twice, with transformers and with real vLLM on a CPU. vLLM does it all once more with a step scheduled
+while the one before it runs, as on a GPU.
 
 Weights are replaced by larger random ones, version 0: as initialised, a model says one token for ever. Tests share one
 engine, idle and at version 0 when each begins; its counts go on.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
@@ -19,7 +21,10 @@ from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, Layou
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
-from tests.support.queue.played_worker import RUN, Stage, until
+from tests.support.device import DEVICE
+from tests.support.processes.scheduling_ahead import scheduling_ahead
+from tests.support.queue.played_worker import RUN, Stage
+from tests.support.until import until
 from tests.support.weights.reference import (
     kept_logprobs,
     kept_logprobs_elsewhere,
@@ -74,7 +79,15 @@ def new_engine(kind: str) -> Engine:
     from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 
     return TransformersEngine(
-        TransformersConfig(model="tiny", slot_count=SLOT_COUNT, context_tokens_max=CONTEXT_TOKENS, seed=0)
+        TransformersConfig(
+            model="tiny",
+            device=DEVICE,
+            dtype="float32",
+            slot_count=SLOT_COUNT,
+            context_tokens_max=CONTEXT_TOKENS,
+            page_size=16,
+            seed=0,
+        )
     )
 
 
@@ -83,17 +96,26 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(kind: str) -> AsyncIterator[Engine]:
+@pytest_asyncio.fixture(
+    params=["", "ahead"] if KIND == "vllm" else [""],
+    ids=lambda how: how or "alone",
+    scope="module",
+    loop_scope="module",
+)
+async def shared(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     engine = new_engine(kind)
-    await engine.start()
+    with scheduling_ahead() if request.param else contextlib.nullcontext():
+        await engine.start()
+    if request.param:
+        scheduler = engine._door._llm.vllm_config.scheduler_config.scheduler_cls  # type: ignore[attr-defined]
+        assert scheduler.endswith(".LimitedAsyncScheduler")
     yield engine
     await engine.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(shared: Engine) -> Engine:
-    """As it was when it started, but for its counts; whatever the test before left in it is over."""
+async def engine(shared: Any) -> AsyncIterator[Engine]:
+    """As it was when it started, but for its counts; whatever the test before left in it is over. Its books agree."""
     shared.set_limits(EngineLimits())
     for reason in shared.stats().paused_by:
         await shared.resume(reason)
@@ -101,13 +123,24 @@ async def engine(shared: Engine) -> Engine:
         await shared.finished(1.0)
     await shared.finished(0.0)
     await shared.apply(random_weights(shared, 0), turns="recompute")
-    return shared
+    await shared.check_integrity()
+    yield shared
+    await shared.check_integrity()
 
 
 def greedy(request_id: str, max_tokens: int, prompt: Int32 = PROMPT, **options: Any) -> GenerationRequest:
     stop_ids = options.pop("stop_ids", ())
     sampling = Sampling(temperature=0.0, max_tokens=max_tokens, stop_ids=stop_ids)
     return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling, **options)
+
+
+async def standing(engine: Engine) -> int:
+    """The count of steps, once it does not grow any more: a step at hand may take long on a busy machine."""
+    while True:
+        steps = engine.stats().step_count
+        await asyncio.sleep(0.1)
+        if engine.stats().step_count == steps:
+            return steps
 
 
 async def gather(engine: Engine, count: int) -> dict[str, Generation]:
@@ -247,8 +280,7 @@ async def test_an_aborted_request_that_waits_has_made_nothing(engine: Engine) ->
 async def test_a_request_that_just_ended_is_handed_out_once_also_when_aborted(engine: Engine) -> None:
     goal_count = engine.stats().token_count + 2
     engine.generate(greedy("done", 2))
-    while engine.stats().token_count < goal_count:  # noqa: ASYNC110  the engine tells nobody before it hands out
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().token_count >= goal_count, every_s=0.001)
     (done,) = await engine.abort(["done"])
     assert done.finish_reason == "length" and len(done.completion_ids) == 2
     assert await engine.finished(0.02) == []
@@ -335,8 +367,7 @@ async def test_a_request_without_a_token_starts_over_with_the_new_weights(engine
     idle = engine.stats().kv_used_fraction
     engine.generate(greedy("half-read", 20))
     engine.generate(greedy("waits", 20))
-    while engine.stats().kv_used_fraction <= idle:  # noqa: ASYNC110  the engine tells nobody
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().kv_used_fraction > idle, every_s=0.001)
     await engine.pause("test")
     assert engine.progress(["half-read"])[0].completion_ids.size == 0, "the test is too slow: the prompt was read whole"
     await engine.apply(random_weights(engine, 1), turns=turns)
@@ -481,8 +512,7 @@ async def test_limits_bound_what_runs_and_lifting_them_lets_everything_end(engin
     await tokens_of(engine, "2", 2)
     assert (engine.stats().running_count, engine.stats().waiting_count) == (3, 3)
     engine.set_limits(EngineLimits(running_count=0))
-    await asyncio.sleep(0.02)
-    steps = engine.stats().step_count
+    steps = await standing(engine)
     await asyncio.sleep(0.05)
     assert engine.stats().step_count == steps
     engine.set_limits(EngineLimits(running_count=1))  # two keep their KV and wait
@@ -658,11 +688,7 @@ async def test_a_hostile_request_fails_alone_with_a_sentence(engine: Engine) -> 
 
 
 async def until_paused_by(engine: Engine, *reasons: str) -> None:
-    for _ in range(1000):
-        if engine.stats().paused_by == reasons:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"paused by {engine.stats().paused_by}, not {reasons}")
+    await until(lambda: engine.stats().paused_by == reasons, lambda: f"{reasons}, but {engine.stats().paused_by}")
 
 
 @pytest.mark.parametrize("limits", [EngineLimits(running_count=0), EngineLimits(step_tokens=0)])

@@ -9,7 +9,8 @@ import pytest
 from rollfab.fabric.contract.records import Sampling
 from rollfab.workers.engines.base import Generation, GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
-from tests.support.queue.played_worker import PROMPT_IDS, Stage, until
+from tests.support.queue.played_worker import PROMPT_IDS, Stage
+from tests.support.until import until
 
 GREEDY = Sampling(temperature=0.0, max_tokens=400)
 

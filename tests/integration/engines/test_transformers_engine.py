@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from rollfab.workers.engines.transformers import loop as transformers_loop  # noqa: E402, F401  imported here, or the first test pays for it
 from rollfab.workers.engines.transformers.sampler import RowReader, draw  # noqa: E402
+from tests.support.until import until  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,10 +45,7 @@ def ask(request_id: str, max_tokens: int = 200, seed: int | None = None, **optio
 
 
 async def until_it_runs(engine: TransformersEngine, request_id: str) -> None:
-    while True:
-        if any(len(generation.completion_ids) for generation in engine.progress([request_id])):
-            return
-        await asyncio.sleep(0.001)
+    await until(lambda: any(len(each.completion_ids) for each in engine.progress([request_id])), every_s=0.001)
 
 
 async def gather(engine: TransformersEngine, count: int) -> list[Generation]:

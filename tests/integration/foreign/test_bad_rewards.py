@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import RewardUnknown
-from rollfab.fabric.contract.records import DeadLetter, Rollout, RunConfig, Span
+from rollfab.fabric.contract.records import DeadLetter, Rollout, RunConfig
 from rollfab.fabric.opened import RedisFabric
 from rollfab.trainer.aio import AsyncFabric
 from rollfab.trainer.checks import make_groups
@@ -25,6 +24,7 @@ from rollfab.workers.rewards.jobs import RewardAsker, open_queue, queue_of
 from rollfab.workers.rewards.scoring import RewardFunctions, ScoringConfig
 from tests.support.processes.fabric_processes import PYTHONPATH, Processes, processes
 from tests.support.processes.process_groups import living
+from tests.support.records import new_rollout
 from tests.support.worlds.reward_worlds import FAULTS, well
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(120)]
@@ -118,20 +118,12 @@ class Scored:
 
 
 def rollout_of(trajectory_id: str, attempt: int = 0) -> Rollout:
-    return Rollout(
+    return new_rollout(
+        range(TOKENS),
         trajectory_id=trajectory_id,
         group_id=trajectory_id.partition(".")[0],
-        task_id="t",
         reward=None,
-        finish_reason="terminated",
-        turn_count=1,
         attempt=attempt,
-        seed=0,
-        spans=(Span(0, TOKENS, "w", 0),),
-        prompt_ids=np.ones(3, np.int32),
-        completion_ids=np.arange(TOKENS, dtype=np.int32),
-        logprobs=np.full(TOKENS, -0.5, np.float32),
-        completion_mask=np.ones(TOKENS, np.uint8),
     )
 
 
@@ -198,6 +190,7 @@ async def play_fault(fabric: Processes, fault: str) -> None:
             assert "start the reward worker with a longer --timeout" in reason or "must return a float" in reason
         else:
             assert counters["rewards_failed"] == 2
+            assert letters["bad.0"].attempt == 1 and letters["bad.0"].traceback.startswith("Traceback")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

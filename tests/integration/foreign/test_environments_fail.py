@@ -16,7 +16,6 @@ from rq import Callback, Queue, Retry
 from rq.job import Job
 from rq.webhook import Webhook
 
-from rollfab.fabric.contract.errors import RewardUnknown
 from rollfab.fabric.contract.records import DeadLetter, Group
 from rollfab.workers.rewards.jobs import QUEUE_NAME, enqueue, open_queue
 from tests.support.processes.fabric_processes import Processes, check_rollout, check_totals, processes
@@ -52,11 +51,6 @@ GYM_FAULTS = {
     "stops": ("step raised RuntimeError: StopIteration() left the code", "next(iter(()))"),
     "exits": ("step raised RuntimeError: SystemExit(4) left the code", "raise SystemExit(4)"),
     "four values": ("expected (observation, reward, terminated, truncated, info)", "EnvironmentFailed"),
-}
-REWARD_FAULTS = {
-    "raises": ("reward function 'broken' raised ZeroDivisionError: no tests were run", "raise ZeroDivisionError"),
-    "exits": ("reward function 'broken' raised RuntimeError: SystemExit(5) left the code", "raise SystemExit(5)"),
-    "NaN": ("reward function 'broken' gave reward nan: rewards must be finite", "RewardFailed"),
 }
 
 
@@ -201,27 +195,6 @@ def test_options_that_an_environment_does_not_take_are_named(fabric: Processes) 
     outcome = play(fabric, "options", "walk", {"group": {}}, environment_options={"levels": 3})
 
     check_dead(outcome, "group", "environment 'walk' does not take the options {'levels': 3}", "levels")
-
-
-# ---- reward functions
-
-
-@pytest.fixture(scope="module")
-def broken_rewards(fabric: Processes) -> Outcome:
-    tasks: dict[str, dict[str, Any]] = {fault: {"reward_fault": fault} for fault in REWARD_FAULTS}
-    return play(fabric, "rewards", "broken", {**tasks, "well": {}}, reward="broken")
-
-
-@pytest.mark.parametrize("fault", REWARD_FAULTS)
-def test_a_broken_reward_function_is_retried_then_a_dead_letter(broken_rewards: Outcome, fault: str) -> None:
-    check_dead(broken_rewards, fault, *REWARD_FAULTS[fault])
-
-    check_well(broken_rewards.groups["well"], 2.0)
-
-
-def test_a_reward_function_that_no_worker_has_is_named(fabric: Processes) -> None:
-    with pytest.raises(RewardUnknown, match="'missing' is offered by no reward worker"):
-        fabric.new_run("no-reward", "broken", reward="missing")
 
 
 # ---- rq jobs

@@ -25,6 +25,7 @@ from rollfab.deploy.roles.options import RoleOptions
 from rollfab.fabric.contract.errors import ConfigError
 from tests.support.brokers.redis_server import RedisServer, free_port, redis_server
 from tests.support.processes.fabric_processes import PYTHONPATH
+from tests.support.until import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]  # each starts several processes
 
@@ -229,10 +230,7 @@ def test_a_password_is_in_no_log_answer_or_argument_of_a_fabric_that_works_and_o
 
 
 def _when_there(path: Path) -> str:
-    limit_s = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < limit_s
-        time.sleep(0.05)
+    wait_until(path.exists, f"{path} is written", 60.0)
     return path.read_text().strip()
 
 

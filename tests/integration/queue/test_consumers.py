@@ -18,13 +18,12 @@ import pytest
 from redis import Redis
 
 import rollfab
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import RunConfig, Span
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.client import Fabric, Run
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(90)]
 
@@ -45,21 +44,8 @@ with rollfab.connect(url) as fabric:
 """
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EmbeddedBroker.start(tmp_path_factory.mktemp("broker")) as broker:
-        yield broker.url
-
-
 @pytest.fixture
-def broker(url: str) -> Iterator[Redis]:
-    with Redis.from_url(url) as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
-def fabric(url: str, broker: Redis) -> Iterator[Fabric]:
+def fabric(url: str, redis: Redis) -> Iterator[Fabric]:
     with rollfab.connect(url) as fabric:
         yield fabric
 
@@ -202,7 +188,7 @@ def test_two_live_processes_under_one_name_are_both_warned_once(
     assert str(os.getpid()) in errors
 
 
-def test_consumers_that_come_and_go_leave_nothing_behind(url: str, fabric: Fabric, broker: Redis) -> None:
+def test_consumers_that_come_and_go_leave_nothing_behind(url: str, fabric: Fabric, redis: Redis) -> None:
     complete(url, *NAMES)
     for index in range(10):
         with rollfab.connect(url) as passing:
@@ -210,11 +196,11 @@ def test_consumers_that_come_and_go_leave_nothing_behind(url: str, fabric: Fabri
     run, keys = fabric.run("r"), ShardKeys("r", 0)
     time.sleep(0.3)
     list(run.groups(timeout=0.05))
-    assert len(broker.xinfo_consumers(keys.completed, "trainer")) == 1
-    assert broker.zcard(keys.consumers) == 1
+    assert len(redis.xinfo_consumers(keys.completed, "trainer")) == 1
+    assert redis.zcard(keys.consumers) == 1
 
 
-def test_a_program_that_ends_without_closing_says_nothing(url: str, broker: Redis) -> None:
+def test_a_program_that_ends_without_closing_says_nothing(url: str, redis: Redis) -> None:
     complete(url, *NAMES)
     script = "import sys, rollfab; print(next(iter(rollfab.connect(sys.argv[1]).run('r').groups())).group_id)"
     words = [sys.executable, "-c", script, url]

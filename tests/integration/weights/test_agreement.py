@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from rollfab.deploy.cli.status import draw, snapshot
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import Group, Rollout, Sampling, Span
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.versions.commit import Staged
@@ -21,6 +20,7 @@ from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 from tests.support.processes.api_server import ApiWorld, running_api
 from tests.support.processes.fabric_processes import processes
+from tests.support.records import new_rollout
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -34,15 +34,9 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 WRONG = "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
 @pytest.fixture
-async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(broker_url, cache_s=0.0) as world:
+async def api(url: str) -> AsyncIterator[ApiWorld]:
+    async with running_api(url, cache_s=0.0) as world:
         yield world
 
 
@@ -68,20 +62,13 @@ async def sampled(worker_id: str, version: Staged, count: int = 6) -> tuple[Roll
     finally:
         await engine.close()
     return tuple(
-        Rollout(
+        new_rollout(
+            each.completion_ids,
             trajectory_id=f"{worker_id}.{each.request_id}",
             group_id=worker_id,
-            task_id="t",
-            reward=1.0,
-            finish_reason="terminated",
-            turn_count=1,
-            attempt=1,
-            seed=0,
             spans=tuple(Span(start, end, worker_id, version) for start, end, version in each.versions),
             prompt_ids=prompts[each.request_id],
-            completion_ids=each.completion_ids,
             logprobs=each.logprobs,
-            completion_mask=np.ones(len(each.completion_ids), np.uint8),
         )
         for each in ended
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from redis import Redis
 
 import rollfab
 from rollfab.aio import connect
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.format.layout import Layout
 from rollfab.fabric.format.manifest import Damage
 from rollfab.fabric.inspect.verify import verify
@@ -27,8 +26,9 @@ from rollfab.fabric.versions.reader import fetch_bits, fetch_weights
 from rollfab.trainer.publish import healing, upkeep
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
+from tests.support.until import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("redis")]
 
 RUN = "healing"
 HEAL_S = 10.0
@@ -112,28 +112,15 @@ HOWS = ("missing", "truncated", "flipped", "swapped", "wrong type", "manifest mi
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
-@pytest.fixture
-async def world(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def world(url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 8 << 10)  # several chunks in a keyframe
     rng = np.random.default_rng(0)
     weights = {"w": rng.integers(0, 1 << 15, 30_000, dtype=np.uint16), "b": np.zeros(50, np.uint16)}
     ports = await RedisFabric.open(url, client_name="test")
     publisher = Publisher(ports.weights, RUN)
-    yield World(ports, Redis.from_url(url), publisher, weights)
+    yield World(ports, redis, publisher, weights)
     await publisher.close()
     await ports.close()
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = HEAL_S) -> None:
-    limit_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit_s, "it never came true"
-        await asyncio.sleep(0.02)
 
 
 async def healed(world: World) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions import stage as stage_module
 from rollfab.fabric.versions.reader import fetch_bits
 from rollfab.workers.rollout.peer_copies import PeerSource
-from tests.standin.fabric import StandInFabric
 from tests.support.brokers.redis_server import redis_server
 from tests.support.processes.relay_nodes import (
     FAST,
+    HOME,
     RUN,
     CountingStore,
     Processes,
+    Site,
     StepClock,
     Trainer,
     digest_of,
@@ -39,12 +40,6 @@ from tests.support.processes.relay_nodes import (
 )
 
 CHUNK_COUNT = 6
-HOME = "home"
-
-
-@pytest.fixture
-def broker() -> CountingStore:
-    return CountingStore(StandInFabric().weights)
 
 
 async def read_through(store: RelayedStore) -> str:
@@ -56,91 +51,75 @@ async def read_through(store: RelayedStore) -> str:
 # ---------------------------------------------------------------- one node
 
 
-async def test_eight_readers_of_a_node_fetch_each_chunk_once(broker: CountingStore, tmp_path: Path) -> None:
-    trainer = Trainer(broker)
+async def test_eight_readers_of_a_node_fetch_each_chunk_once(site: Site) -> None:
+    trainer = Trainer(site.broker)
     manifest = await trainer.publish(0)
-    broker.delay_s = 0.02
-    stores = [RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST) for _ in range(8)]
+    site.broker.delay_s = 0.02
 
-    digests = await asyncio.gather(*(read_through(store) for store in stores))
+    assert await asyncio.gather(*(read_through(site.node()) for _ in range(8))) == [trainer.digest] * 8
 
-    assert digests == [trainer.digest] * 8
-    assert sorted(broker.fetched) == [(0, "keyframe", index) for index in range(CHUNK_COUNT)]
-    assert broker.chunk_bytes == manifest.payload_bytes
-    for store in stores:
-        await store.close()
+    assert sorted(site.broker.fetched) == [(0, "keyframe", index) for index in range(CHUNK_COUNT)]
+    assert site.broker.chunk_bytes == manifest.payload_bytes
 
 
-async def test_a_corrupt_file_is_fetched_again(broker: CountingStore, tmp_path: Path) -> None:
-    trainer = Trainer(broker)
+async def test_a_corrupt_file_is_fetched_again(site: Site, tmp_path: Path) -> None:
+    trainer = Trainer(site.broker)
     await trainer.publish(0)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST)
+    store = site.node()
     await read_through(store)
     damaged = tmp_path / "node" / file_names(tmp_path / "node")[0]
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
 
     assert await read_through(store) == trainer.digest
-
-    assert len(broker.fetched) == CHUNK_COUNT + 1
-    await store.close()
+    assert len(site.broker.fetched) == CHUNK_COUNT + 1
 
 
-async def test_what_the_broker_holds_corrupt_is_not_kept(broker: CountingStore, tmp_path: Path) -> None:
-    trainer = Trainer(broker)
+async def test_what_the_broker_holds_corrupt_is_not_kept(site: Site, tmp_path: Path) -> None:
+    trainer = Trainer(site.broker)
     await trainer.publish(0)
-    broker.spoil = {1}
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST)
+    site.broker.spoil = {1}
+    store = site.node()
 
     with pytest.raises(DigestMismatch, match="chunk 1"):
         await read_through(store)
 
     assert len(file_names(tmp_path / "node")) == CHUNK_COUNT - 1
-    broker.spoil = set()
+    site.broker.spoil = set()
     assert await read_through(store) == trainer.digest
-    await store.close()
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 10 << 20])
-async def test_a_full_cache_costs_bytes_and_nothing_else(
-    broker: CountingStore, tmp_path: Path, budget_bytes: int
-) -> None:
-    trainer = Trainer(broker)
+async def test_a_full_cache_costs_bytes_and_nothing_else(site: Site, tmp_path: Path, budget_bytes: int) -> None:
+    trainer = Trainer(site.broker)
     await trainer.publish(0)
-    stores = [RelayedStore(broker, ChunkCache(tmp_path / "node", budget_bytes), options=FAST) for _ in range(3)]
+    stores = [site.node("node", budget_bytes) for _ in range(3)]
 
-    digests = await asyncio.gather(*(read_through(store) for store in stores))
+    assert await asyncio.gather(*map(read_through, stores)) == [trainer.digest] * 3
 
-    assert digests == [trainer.digest] * 3
     kept_bytes = sum(file.stat().st_size for file in (tmp_path / "node").iterdir())
     assert kept_bytes <= budget_bytes + 1024
-    for store in stores:
-        await store.close()
 
 
-async def test_without_a_cache_everything_passes_through(broker: CountingStore) -> None:
-    trainer = Trainer(broker)
+async def test_without_a_cache_everything_passes_through(site: Site) -> None:
+    trainer = Trainer(site.broker)
     await trainer.publish(0)
-
-    assert await read_through(RelayedStore(broker, None)) == trainer.digest
-
-    assert len(broker.fetched) == CHUNK_COUNT
+    assert await read_through(RelayedStore(site.broker, None)) == trainer.digest
+    assert len(site.broker.fetched) == CHUNK_COUNT
 
 
-async def test_deltas_are_fetched_once_too_and_what_is_gone_is_said(broker: CountingStore, tmp_path: Path) -> None:
-    trainer = Trainer(broker)
+async def test_deltas_are_fetched_once_too_and_what_is_gone_is_said(site: Site, tmp_path: Path) -> None:
+    trainer = Trainer(site.broker)
     await trainer.publish(0)
     manifest = await trainer.publish(1)
-    stores = [RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST) for _ in range(3)]
+    stores = [site.node() for _ in range(3)]
 
-    assert await asyncio.gather(*(read_through(store) for store in stores)) == [trainer.digest] * 3
-    assert len(broker.fetched) == len(set(broker.fetched))
+    assert await asyncio.gather(*map(read_through, stores)) == [trainer.digest] * 3
+    assert len(site.broker.fetched) == len(set(site.broker.fetched))
     for file in file_names(tmp_path / "node"):
         (tmp_path / "node" / file).unlink()
-    await broker.drop(RUN, [manifest.link], manifest.epoch)
+    await site.broker.drop(RUN, [manifest.link], manifest.epoch)
 
     assert await stores[0].chunks(manifest, [0]) == [None]
-    for store in stores:
-        await store.close()
 
 
 @pytest.mark.timeout(40)
@@ -181,53 +160,41 @@ async def _publish(url: str) -> str:
 class Node:
     """A cache, a relay, and the way up."""
 
-    def __init__(self, broker: CountingStore, directory: Path, name: str, region: str) -> None:
+    def __init__(self, site: Site, name: str, region: str) -> None:
         self.me = Holder(f"relay-{name}", -1, "soon", name, region)
-        self.broker = CountingStore(broker.inner, delay_s=0.02)  # counts what this node takes from the broker
+        self.broker = CountingStore(site.broker.inner, delay_s=0.02)  # counts what this node takes from the broker
         parents = Parents(self.broker, self.me, home_region=HOME, options=FAST)
-        self.store = RelayedStore(self.broker, ChunkCache(directory / name), parents=parents, options=FAST)
-        self.server = RelayServer(self.store, options=FAST)
+        self.store = site.node(name, broker=self.broker, parents=parents)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Node]:
-        await self.server.start()
-        holder = Holder(self.me.holder_id, 0, self.server.address, self.me.node, self.me.region)
-        await self.broker.hold(RUN, holder, 60)
-        try:
-            yield self
-        finally:
-            await self.server.close()
-            await self.store.close()
+    async def start(self, site: Site) -> Node:
+        self.server = await site.relay(self.store)
+        await self.broker.hold(RUN, replace(self.me, version=0, address=self.server.address), 60)
+        return self
 
 
-async def test_each_region_is_crossed_once(broker: CountingStore, tmp_path: Path) -> None:
-    trainer = Trainer(broker)
+async def test_each_region_is_crossed_once(site: Site) -> None:
+    trainer = Trainer(site.broker)
     manifest = await trainer.publish(0)
-    async with AsyncExitStack() as stack:
-        places = [("a", HOME), ("b", "east"), ("c", "east")]
-        nodes = [await stack.enter_async_context(Node(broker, tmp_path, *place).running()) for place in places]
+    nodes = [await Node(site, *place).start(site) for place in (("a", HOME), ("b", "east"), ("c", "east"))]
 
-        digests = await asyncio.gather(*(read_through(node.store) for node in nodes for _ in range(3)))
+    digests = await asyncio.gather(*(read_through(node.store) for node in nodes for _ in range(3)))
 
-        assert digests == [trainer.digest] * 9
-        assert [node.broker.chunk_bytes for node in nodes] == [manifest.payload_bytes, 0, 0]
-        served = sorted(node.server.served_bytes for node in nodes)
-        assert served == [0, manifest.payload_bytes, manifest.payload_bytes]
-        assert nodes[0].server.served_bytes == manifest.payload_bytes
+    assert digests == [trainer.digest] * 9
+    assert [node.broker.chunk_bytes for node in nodes] == [manifest.payload_bytes, 0, 0]
+    served = sorted(node.server.served_bytes for node in nodes)
+    assert served == [0, manifest.payload_bytes, manifest.payload_bytes]
+    assert nodes[0].server.served_bytes == manifest.payload_bytes
 
 
-async def test_a_relay_that_may_not_fetch_gives_what_it_has(broker: CountingStore, tmp_path: Path) -> None:
-    manifest = await Trainer(broker).publish(0)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST)
-    server = RelayServer(store, options=FAST, may_fetch=False)
-    await server.start()
+async def test_a_relay_that_may_not_fetch_gives_what_it_has(site: Site) -> None:
+    manifest = await Trainer(site.broker).publish(0)
+    store = site.node()
+    server = await site.relay(store, may_fetch=False)
     await store.chunks(manifest, [2])
 
     got = await ask(server.address, manifest, [1, 2])
 
     assert {index: data is not None for index, data in got.items()} == {1: False, 2: True}
-    await server.close()
-    await store.close()
 
 
 async def ask(address: str, manifest: Any, indices: Sequence[int]) -> dict[int, bytes | None]:
@@ -238,11 +205,9 @@ async def ask(address: str, manifest: Any, indices: Sequence[int]) -> dict[int, 
         client.close()
 
 
-async def test_a_wrong_secret_opens_nothing(broker: CountingStore, tmp_path: Path) -> None:
-    manifest = await Trainer(broker).publish(0)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST)
-    server = RelayServer(store, options=FAST)
-    await server.start()
+async def test_a_wrong_secret_opens_nothing(site: Site) -> None:
+    manifest = await Trainer(site.broker).publish(0)
+    server = await site.relay(site.node())
     host, port, secret = read_address(server.address)
 
     with pytest.raises(PeerLost, match="secret"):
@@ -250,8 +215,6 @@ async def test_a_wrong_secret_opens_nothing(broker: CountingStore, tmp_path: Pat
 
     assert server.served_bytes == 0
     assert len((await ask(server.address, manifest, [0]))[0] or b"") == manifest.chunk_bytes[0]
-    await server.close()
-    await store.close()
 
 
 @pytest.mark.parametrize(
@@ -278,48 +241,39 @@ async def test_whoever_is_no_relay_of_ours_is_left(said: bytes) -> None:
     server.close()
 
 
+FOLD = b'{"run_id":"relayed","base_version":0,"version":40,"epoch":1}'
+
+
 @pytest.mark.parametrize(
-    "request_",
+    ("word", "request_"),
     [
-        b"{}",
-        b"not json",
-        b"[]",
-        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[0,"../x",1,""]]}',
-        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[-1,"0123456789abcdef",1,""]]}',
-        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[8589934592,"0123456789abcdef",1,""]]}',
-        b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[0,"0123456789abcdef",1]]}',
-        b'{"run_id":"r","version":1e999,"kind":"k","epoch":1,"chunks":[]}',
+        (Word.CHUNKS, b"{}"),
+        (Word.CHUNKS, b"not json"),
+        (Word.CHUNKS, b"[]"),
+        (Word.CHUNKS, b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[0,"../x",1,""]]}'),
+        (Word.CHUNKS, b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[-1,"0123456789abcdef",1,""]]}'),
+        (
+            Word.CHUNKS,
+            b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[8589934592,"0123456789abcdef",1,""]]}',
+        ),
+        (Word.CHUNKS, b'{"run_id":"r","version":0,"kind":"k","epoch":1,"chunks":[[0,"0123456789abcdef",1]]}'),
+        (Word.CHUNKS, b'{"run_id":"r","version":1e999,"kind":"k","epoch":1,"chunks":[]}'),
+        pytest.param(5, FOLD, id="a fold, as older ones ask for it"),
     ],
 )
 async def test_a_child_that_asks_nonsense_is_dropped_and_the_relay_serves_on(
-    broker: CountingStore, tmp_path: Path, request_: bytes
+    site: Site, word: int, request_: bytes
 ) -> None:
-    await check_dropped(broker, tmp_path, FRAME.pack(Word.CHUNKS, len(request_)) + request_)
-
-
-async def test_a_child_that_asks_for_a_fold_as_older_ones_do_is_dropped_and_the_relay_serves_on(
-    broker: CountingStore, tmp_path: Path
-) -> None:
-    request = b'{"run_id":"relayed","base_version":0,"version":40,"epoch":1}'
-    await check_dropped(broker, tmp_path, FRAME.pack(5, len(request)) + request)
-
-
-async def check_dropped(broker: CountingStore, tmp_path: Path, sent: bytes) -> None:
-    """A relay ends the connection of a child that sends this, and serves others."""
-    manifest = await Trainer(broker).publish(0)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), options=FAST)
-    server = RelayServer(store, options=FAST)
-    await server.start()
+    manifest = await Trainer(site.broker).publish(0)
+    server = await site.relay(site.node())
     connection = await Connection.open(server.address, FAST)
 
-    connection._writer.write(sent)
+    connection._writer.write(FRAME.pack(word, len(request_)) + request_)
     with pytest.raises(PeerLost):
         await connection.next()
 
     connection.close()
     assert len(await ask(server.address, manifest, [0, 1])) == 2
-    await server.close()
-    await store.close()
 
 
 class LyingStore(RelayedStore):
@@ -329,22 +283,15 @@ class LyingStore(RelayedStore):
         return [bytes(name.size) for name in names]
 
 
-async def test_a_lying_parent_delays_and_corrupts_nothing(broker: CountingStore, tmp_path: Path) -> None:
-    trainer = Trainer(broker)
+async def test_a_lying_parent_delays_and_corrupts_nothing(site: Site) -> None:
+    trainer = Trainer(site.broker)
     await trainer.publish(0)
-    liar = RelayServer(LyingStore(broker, None), options=FAST)
-    await liar.start()
-    await broker.hold(RUN, Holder("liar", 0, liar.address, "liar", HOME), 60)
-    me = Holder("me", -1, "", "mine", HOME)
-    parents = Parents(broker, me, home_region=HOME, options=FAST)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), parents=parents, options=FAST)
+    liar = await site.relay(LyingStore(site.broker, None), "liar")
 
-    assert await read_through(store) == trainer.digest
+    assert await read_through(site.node(parents=site.parents())) == trainer.digest
 
     assert liar.served_bytes > 0
-    assert len(broker.fetched) == CHUNK_COUNT
-    await store.close()
-    await liar.close()
+    assert len(site.broker.fetched) == CHUNK_COUNT
 
 
 @pytest.mark.parametrize(
@@ -361,19 +308,14 @@ async def test_a_lying_parent_delays_and_corrupts_nothing(broker: CountingStore,
         "\N{SNOWMAN}" * 100,
     ],
 )
-async def test_a_holder_with_an_address_that_nobody_answers_costs_time_only(
-    broker: CountingStore, tmp_path: Path, address: str
-) -> None:
-    trainer = Trainer(broker, tensor_count=1)
+async def test_a_holder_with_an_address_that_nobody_answers_costs_time_only(site: Site, address: str) -> None:
+    trainer = Trainer(site.broker, tensor_count=1)
     await trainer.publish(0)
-    await broker.hold(RUN, Holder("bad", 0, address, "bad", HOME), 60)
-    parents = Parents(broker, Holder("me", -1, "", "mine", HOME), home_region=HOME, options=FAST)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), parents=parents, options=FAST)
+    await site.broker.hold(RUN, Holder("bad", 0, address, "bad", HOME), 60)
 
-    assert await read_through(store) == trainer.digest
+    assert await read_through(site.node(parents=site.parents())) == trainer.digest
 
-    assert await PeerSource(broker, "me", FAST).version_above(RUN, trainer.layout, -1) is None
-    await store.close()
+    assert await PeerSource(site.broker, "me", FAST).version_above(RUN, trainer.layout, -1) is None
 
 
 FORGED = b"forged: "
@@ -404,49 +346,37 @@ def forging(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightManifest], None]
 
 @pytest.mark.parametrize("has_proofs", [True, False], ids=["with hashes", "of an older publisher"])
 async def test_a_parent_that_forges_fast_digests_corrupts_nothing(
-    broker: CountingStore, tmp_path: Path, forging: Callable[[WeightManifest], None], has_proofs: bool
+    site: Site, forging: Callable[[WeightManifest], None], has_proofs: bool
 ) -> None:
     # Given a version of one chunk, and a parent with other bytes of the same fast digest
-    trainer = Trainer(broker, tensor_count=1)
+    trainer = Trainer(site.broker, tensor_count=1)
     trainer.has_proofs = has_proofs
     manifest = await trainer.publish(0)
     assert manifest.has_proofs == has_proofs and len(manifest.chunk_bytes) == 1
     forging(manifest)
-    forger = RelayServer(ForgingStore(broker, None), options=FAST)
-    await forger.start()
-    await broker.hold(RUN, Holder("forger", 0, forger.address, "forger", HOME), 60)
-    parents = Parents(broker, Holder("me", -1, "", "mine", HOME), home_region=HOME, options=FAST)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), parents=parents, options=FAST)
+    forger = await site.relay(ForgingStore(site.broker, None), "forger")
+    store = site.node(parents=site.parents())
 
     # When the version is read, and again out of the node's cache
     assert [await read_through(store) for _ in range(2)] == [trainer.digest] * 2
 
     # Then it was the broker's; what could not be proven was not even asked for
-    assert len(broker.fetched) == 1
+    assert len(site.broker.fetched) == 1
     assert (forger.served_bytes > 0) == has_proofs
-    await store.close()
-    await forger.close()
 
 
-async def test_a_parent_that_failed_is_tried_again(broker: CountingStore, tmp_path: Path) -> None:
-    trainer = Trainer(broker)
-    manifest = await trainer.publish(0)
-    parent = RelayServer(RelayedStore(broker, ChunkCache(tmp_path / "parent"), options=FAST), options=FAST)
-    await parent.start()
+async def test_a_parent_that_failed_is_tried_again(site: Site) -> None:
+    manifest = await Trainer(site.broker).publish(0)
+    parent = await site.relay(site.node("parent"), "parent")
     _, port, secret = read_address(parent.address)
     await parent.close()
-    await broker.hold(RUN, Holder("parent", 0, parent.address, "parent", HOME), 60)
     clock = StepClock()
-    parents = Parents(broker, Holder("me", -1, "", "mine", HOME), home_region=HOME, options=FAST, clock=clock)
+    parents = site.parents(clock=clock)
     assert [index async for index, _ in parents.chunks(manifest, [0, 1])] == []
-    again = RelayServer(
-        RelayedStore(broker, ChunkCache(tmp_path / "parent"), options=FAST), options=FAST, secret=secret
-    )
+    again = RelayServer(site.node("parent"), options=FAST, secret=secret)
     await again.start(port=port)
+    site.opened.push_async_callback(again.close)
 
     assert [index async for index, _ in parents.chunks(manifest, [0, 1])] == []
     clock.time_s = FAST.retry_s
     assert sorted([index async for index, _ in parents.chunks(manifest, [0, 1])]) == [0, 1]
-
-    await parents.close()
-    await again.close()

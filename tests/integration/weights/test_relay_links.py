@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from rollfab.fabric.contract.errors import PeerLost
-from rollfab.fabric.delivery.node_cache import ChunkCache, ChunkName
+from rollfab.fabric.delivery.node_cache import ChunkName
 from rollfab.fabric.delivery.node_store import RelayedStore
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.delivery.relay_client import RelayClient
 from rollfab.fabric.delivery.relay_frames import BYTES_MAX, FRAME, Word, make_address, read_address
 from rollfab.fabric.delivery.relay_options import RelayOptions
-from rollfab.fabric.delivery.relay_parents import Parents
-from rollfab.fabric.delivery.relay_server import RelayServer
-from rollfab.fabric.format.manifest import Holder, WeightManifest
-from tests.standin.fabric import StandInFabric
-from tests.support.processes.relay_nodes import FAST, RUN, CountingStore, StepClock, Trainer
+from rollfab.fabric.format.manifest import WeightManifest
+from tests.support.processes.relay_nodes import FAST, CountingStore, Site, StepClock, Trainer
 
 CHUNK_COUNT = 4
 PROOF_BYTES = BYTES_MAX[Word.AUTH]
-
-
-@pytest.fixture
-def broker() -> CountingStore:
-    return CountingStore(StandInFabric().weights)
 
 
 # ---------------------------------------------------------------- to the broker
@@ -54,37 +44,27 @@ class SlowLink(PassingStore):
         return await super().chunks(manifest, indices)
 
 
-async def test_a_link_on_which_a_chunk_takes_longer_than_a_stall_is_shared_all_the_same(
-    broker: CountingStore, tmp_path: Path
-) -> None:
-    manifest = await Trainer(broker, CHUNK_COUNT).publish(0)
-    link = SlowLink(broker, 2 * FAST.stall_s)
-    stores = [RelayedStore(link, ChunkCache(tmp_path / "node"), options=FAST) for _ in range(8)]
+async def test_a_link_on_which_a_chunk_takes_longer_than_a_stall_is_shared_all_the_same(site: Site) -> None:
+    manifest = await Trainer(site.broker, CHUNK_COUNT).publish(0)
+    link = SlowLink(site.broker, 2 * FAST.stall_s)
 
-    got = await asyncio.gather(*(store.chunks(manifest, [0, 1]) for store in stores))
+    got = await asyncio.gather(*(site.node(broker=link).chunks(manifest, [0, 1]) for _ in range(8)))
 
-    assert sorted(index for _, _, index in broker.fetched) == [0, 1]
+    assert sorted(index for _, _, index in site.broker.fetched) == [0, 1]
     assert None not in got[0] and got == [got[0]] * 8
-    for store in stores:
-        await store.close()
 
 
-async def test_an_owner_that_lives_and_gets_nothing_is_not_waited_for_for_ever(
-    broker: CountingStore, tmp_path: Path
-) -> None:
-    manifest = await Trainer(broker, 1).publish(0)
+async def test_an_owner_that_lives_and_gets_nothing_is_not_waited_for_for_ever(site: Site) -> None:
+    manifest = await Trainer(site.broker, 1).publish(0)
     options = replace(FAST, stall_s=0.1, slow_s=0.1, slow_bytes_per_s=1e12)
-    hung = RelayedStore(SlowLink(broker, 3600.0), ChunkCache(tmp_path / "node"), options=options)
+    hung = site.node(broker=SlowLink(site.broker, 3600.0), options=options)
     waiting = asyncio.create_task(hung.chunks(manifest, [0]))
     await asyncio.sleep(0.05)
-    store = RelayedStore(broker, ChunkCache(tmp_path / "node"), options=options)
 
-    assert None not in await store.chunks(manifest, [0])
+    assert None not in await site.node(options=options).chunks(manifest, [0])
 
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await hung.close()
-    await store.close()
 
 
 # ---------------------------------------------------------------- to another relay
@@ -138,82 +118,66 @@ class Link:
         writer.close()
 
 
-@asynccontextmanager
-async def linked(
-    broker: CountingStore, directory: Path, options: RelayOptions = FAST, pause_s: float = 0.0
-) -> AsyncIterator[Link]:
+async def linked(site: Site, options: RelayOptions = FAST, pause_s: float = 0.0) -> Link:
     """A relay that may fetch, and a link to it."""
-    store = RelayedStore(broker, ChunkCache(directory / "relay"), options=options)
-    relay = RelayServer(store, options=options)
-    await relay.start()
+    relay = await site.relay(site.node("relay", options=options), options=options)
     link = Link(relay.address, pause_s)
     server = await link.open()
-    try:
-        yield link
-    finally:
-        server.close()
-        await link.close()
-        await relay.close()
-        await store.close()
+    site.opened.push_async_callback(link.close)
+    site.opened.callback(server.close)
+    return link
 
 
 async def ask(client: RelayClient, manifest: WeightManifest, indices: Sequence[int]) -> list[int]:
     return sorted([index async for index, data in client.chunks(manifest, indices) if data is not None])
 
 
-async def test_a_chunk_may_take_longer_than_a_childs_patience_while_its_bytes_flow(
-    broker: CountingStore, tmp_path: Path
-) -> None:
-    manifest = await Trainer(broker, 1).publish(0)
-    async with linked(broker, tmp_path, pause_s=0.02) as link:  # 32 parts: two thirds of a second
-        client = RelayClient(link.address, replace(FAST, patience_s=0.4, parent_stall_s=0.3))
-        assert await ask(client, manifest, [0]) == [0]
-        client.close()
+async def test_a_chunk_may_take_longer_than_a_childs_patience_while_its_bytes_flow(site: Site) -> None:
+    manifest = await Trainer(site.broker, 1).publish(0)
+    link = await linked(site, pause_s=0.02)  # 32 parts: two thirds of a second
+    client = RelayClient(link.address, replace(FAST, patience_s=0.4, parent_stall_s=0.3))
+    assert await ask(client, manifest, [0]) == [0]
+    client.close()
 
 
-async def test_a_chunk_that_trickles_is_given_up(broker: CountingStore, tmp_path: Path) -> None:
-    manifest = await Trainer(broker, 1).publish(0)
-    async with linked(broker, tmp_path, pause_s=0.05) as link:
-        client = RelayClient(link.address, replace(FAST, slow_s=0.3, slow_bytes_per_s=1e12))
-        with pytest.raises(PeerLost, match="bytes"):
-            await ask(client, manifest, [0])
-        client.close()
+async def test_a_chunk_that_trickles_is_given_up(site: Site) -> None:
+    manifest = await Trainer(site.broker, 1).publish(0)
+    link = await linked(site, pause_s=0.05)
+    client = RelayClient(link.address, replace(FAST, slow_s=0.3, slow_bytes_per_s=1e12))
+    with pytest.raises(PeerLost, match="bytes"):
+        await ask(client, manifest, [0])
+    client.close()
 
 
-async def test_a_kept_connection_that_was_cut_costs_a_fresh_one_and_not_the_relay(
-    broker: CountingStore, tmp_path: Path
-) -> None:
-    manifest = await Trainer(broker, CHUNK_COUNT).publish(0)
-    async with linked(broker, tmp_path) as link:
-        client = RelayClient(link.address, FAST)
-        assert await ask(client, manifest, [0]) == [0]
-        link.cut()
+async def test_a_kept_connection_that_was_cut_costs_a_fresh_one_and_not_the_relay(site: Site) -> None:
+    manifest = await Trainer(site.broker, CHUNK_COUNT).publish(0)
+    link = await linked(site)
+    client = RelayClient(link.address, FAST)
+    assert await ask(client, manifest, [0]) == [0]
+    link.cut()
 
-        assert await ask(client, manifest, [1, 2]) == [1, 2]
-        assert await ask(client, manifest, [3]) == [3]
+    assert await ask(client, manifest, [1, 2]) == [1, 2]
+    assert await ask(client, manifest, [3]) == [3]
 
-        assert link.connection_count == 2
-        client.close()
+    assert link.connection_count == 2
+    client.close()
 
 
-async def test_who_has_not_shown_the_secret_takes_no_childs_place_and_not_for_long(
-    broker: CountingStore, tmp_path: Path
-) -> None:
-    manifest = await Trainer(broker, CHUNK_COUNT).publish(0)
-    options = replace(FAST, child_count_max=1, unproven_count_max=3, patience_s=1.0)
-    async with linked(broker, tmp_path, options) as link:
-        host, port, _ = read_address(link.address)
-        strangers = [await asyncio.open_connection(host, port) for _ in range(8)]
-        child = RelayClient(link.address, FAST)
-        assert await ask(child, manifest, [0]) == [0]
+async def test_who_has_not_shown_the_secret_takes_no_childs_place_and_not_for_long(site: Site) -> None:
+    manifest = await Trainer(site.broker, CHUNK_COUNT).publish(0)
+    link = await linked(site, replace(FAST, child_count_max=1, unproven_count_max=3, patience_s=1.0))
+    host, port, _ = read_address(link.address)
+    strangers = [await asyncio.open_connection(host, port) for _ in range(8)]
+    child = RelayClient(link.address, FAST)
+    assert await ask(child, manifest, [0]) == [0]
 
-        # Proven children are counted; and who trickles its proof is dropped
-        with pytest.raises(PeerLost, match="as many children"):
-            await ask(RelayClient(link.address, FAST), manifest, [1])
-        assert await trickle(*strangers[-1]) <= PROOF_BYTES // 2
-        for _, writer in strangers:
-            writer.transport.abort()
-        child.close()
+    # Proven children are counted; and who trickles its proof is dropped
+    with pytest.raises(PeerLost, match="as many children"):
+        await ask(RelayClient(link.address, FAST), manifest, [1])
+    assert await trickle(*strangers[-1]) <= PROOF_BYTES // 2
+    for _, writer in strangers:
+        writer.transport.abort()
+    child.close()
 
 
 async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
@@ -230,17 +194,16 @@ async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 @pytest.mark.parametrize("word", [each for each in Word if each != Word.AUTH])
-async def test_of_a_stranger_nothing_is_read_but_a_proof(broker: CountingStore, tmp_path: Path, word: Word) -> None:
-    async with linked(broker, tmp_path) as link:
-        host, port, _ = read_address(link.address)
-        reader, writer = await asyncio.open_connection(host, port)
-        await reader.readexactly(FRAME.size + BYTES_MAX[Word.HELLO])
+async def test_of_a_stranger_nothing_is_read_but_a_proof(site: Site, word: Word) -> None:
+    host, port, _ = read_address((await linked(site)).address)
+    reader, writer = await asyncio.open_connection(host, port)
+    await reader.readexactly(FRAME.size + BYTES_MAX[Word.HELLO])
 
-        writer.write(FRAME.pack(word, BYTES_MAX[word]))  # and nothing of what it announces
+    writer.write(FRAME.pack(word, BYTES_MAX[word]))  # and nothing of what it announces
 
-        assert FRAME.unpack(await reader.readexactly(FRAME.size))[0] == Word.REFUSED
-        assert b"secret" in await asyncio.wait_for(reader.read(), 5)
-        writer.transport.abort()
+    assert FRAME.unpack(await reader.readexactly(FRAME.size))[0] == Word.REFUSED
+    assert b"secret" in await asyncio.wait_for(reader.read(), 5)
+    writer.transport.abort()
 
 
 class CountedStore(RelayedStore):
@@ -253,25 +216,20 @@ class CountedStore(RelayedStore):
         return await super().cached(names)
 
 
-async def test_a_relay_without_a_cache_is_no_proxy_and_is_left_for_a_while(broker: CountingStore) -> None:
+async def test_a_relay_without_a_cache_is_no_proxy_and_is_left_for_a_while(site: Site) -> None:
     # Given a relay without a cache above two nodes
-    manifest = await Trainer(broker, CHUNK_COUNT).publish(0)
-    store, clock = CountedStore(broker, None, options=FAST), StepClock()
-    relay = RelayServer(store, options=FAST)
-    await relay.start()
-    await broker.hold(RUN, Holder("bare", 0, relay.address, "bare", "home"), 60)
-    me = Holder("me", -1, "", "mine", "home")
-    parents = Parents(broker, me, home_region="home", options=FAST, clock=clock)
+    manifest = await Trainer(site.broker, CHUNK_COUNT).publish(0)
+    store, clock = CountedStore(site.broker, None, options=FAST), StepClock()
+    await site.relay(store, "bare")
+    parents = site.parents(clock=clock)
     assert not store.has_cache
 
     # When chunks are asked for, then it fetches none, and is not asked again at once
     for _ in range(3):
         assert [index async for index, _ in parents.chunks(manifest, [0])] == []
-    assert (broker.fetched, store.asked_count) == ([], 1)
+    assert (site.broker.fetched, store.asked_count) == ([], 1)
 
     # But after a while: it may have got what it lacked
     clock.time_s = FAST.refresh_s
     assert [index async for index, _ in parents.chunks(manifest, [0])] == []
     assert store.asked_count == 2
-    await parents.close()
-    await relay.close()

@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.reader import fetch_bits
 from tests.support.processes.sharded_trainer import Answer, Ranks, trainer_ranks
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 @pytest.fixture
@@ -57,6 +50,16 @@ async def test_what_fsdp_ranks_publish_is_the_gathered_model(trainer: Ranks, sto
 
     sent_bytes = sum(answer["rank_bytes"] for answer in answers)
     assert 0 < sent_bytes < 0.05 * report.dense_bytes
+
+
+async def test_ranks_of_tensor_and_pipeline_parallelism_publish_the_checkpoint(trainer: Ranks, store: Any) -> None:
+    trainer.all("open", "megatron", "megatron")
+    for version in range(3):
+        answers = trainer.all("publish", version)
+        assert "report" in answers[0], answers[0]
+        assert answers[3]["report"].kind == ("delta" if version else "keyframe")
+        await assert_published(store, "megatron", version, trainer.all("full")[0])
+        trainer.all("nudge")
 
 
 async def test_every_rank_publishes_its_shards_by_its_run(trainer: Ranks, store: Any, url: str) -> None:
@@ -114,11 +117,10 @@ async def test_what_cannot_be_published_by_shards_is_refused_by_name_on_every_ra
     trainer.all("add", "partial")
     (text,) = texts(0)
     assert "rank 0: tensor 'partial' is placed as (Partial" in text
-    trainer.all("add", None)
-    trainer.some([1], "add", "own")
+    trainer.all("add", "own")
     (text,) = texts(0)
-    assert "rank 1 publishes layout" in text
-    trainer.some([1], "add", None)
+    assert "rank 1 publishes tensor own float32[4], rank 0 own float32[3]" in text
+    trainer.all("add", None)
     assert (await store.head("refused")).version == -1
 
     assert "report" in trainer.all("publish", 0)[1]

@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollfab.fabric.contract.errors import ClaimLost
 from rollfab.fabric.contract.ids import trajectory_id, turn_id
 from rollfab.fabric.contract.records import (
     Lease,
     Rollout,
     RunConfig,
     Sampling,
-    Span,
     TrajectoryJob,
     TurnJob,
     TurnResult,
 )
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim, TurnClaim, TurnPush, TurnSettle
+from tests.support import records
+from tests.support.until import until
 
 GROUP_SIZE = 2
 TURN_COUNT = 3
@@ -114,7 +116,12 @@ class Life:
         while self.tally.missing or not pusher.done():
             for delivery in await self._rollouts.receive("trainer", 4, 0.1):
                 self._use(delivery.group.group_id, delivery.group.rollouts)
-                await self._rollouts.acknowledge(delivery)
+                try:
+                    await self._rollouts.acknowledge(delivery)
+                except ClaimLost:  # a fail-over lost that it was complete: it runs again
+                    if not self._has_ledger:
+                        raise
+                    continue
                 self.tally.acknowledged.add(delivery.group.group_id)
             if self._has_ledger and time.monotonic() > push_again_s:
                 taken = await self._rollouts.push([group_of(group_id) for group_id in self.tally.missing])
@@ -122,9 +129,8 @@ class Life:
                 push_again_s = time.monotonic() + PUSH_AGAIN_S
 
     def _use(self, group_id: str, rollouts: tuple[Rollout, ...]) -> None:
-        is_again = group_id in self.tally.acknowledged
-        self.tally.again += is_again
-        if is_again and self._has_ledger:
+        self.tally.again += group_id in self.tally.acknowledged
+        if group_id in self.tally.used and self._has_ledger:
             return
         self.tally.used[group_id] = self.tally.used.get(group_id, 0) + 1
         whole = [each.completion_ids.tolist() == list(range(TURN_COUNT)) for each in rollouts]
@@ -201,38 +207,21 @@ def group_of(group_id: str) -> GroupPush:
 
 def result_of(claim: TurnClaim) -> TurnResult:
     """A turn's own index, as its only token."""
-    return TurnResult(
-        turn_id=claim.job.turn_id,
-        finish_reason="stop",
-        spans=(Span(0, 1, WORKER_ID, 0),),
-        completion_ids=claim.job.prompt_ids[:1],
-        logprobs=np.zeros(1, np.float32),
-    )
+    return records.result_of(claim.job.turn_id, **records.made_of(claim.job.prompt_ids[:1], WORKER_ID))
 
 
 def rollout_of(held: Held) -> Rollout:
     """What an agent makes of TURN_COUNT turns."""
-    claim = held.claim
-    return Rollout(
-        trajectory_id=claim.job.trajectory_id,
-        group_id=claim.job.group_id,
-        task_id=claim.job.task_id,
-        reward=1.0,
-        finish_reason="terminated",
+    return records.rollout_of(
+        held.claim.job,
+        ids=held.tokens,
+        **records.made_of(held.tokens, WORKER_ID),
         turn_count=TURN_COUNT,
-        attempt=claim.attempt,
-        seed=claim.job.seed,
-        spans=(Span(0, TURN_COUNT, WORKER_ID, 0),),
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.array(held.tokens, np.int32),
-        logprobs=np.zeros(TURN_COUNT, np.float32),
-        completion_mask=np.ones(TURN_COUNT, np.uint8),
+        attempt=held.claim.attempt,
     )
 
 
 async def more_work(tally: Tally) -> None:
     """Until some more groups were pushed and some more acknowledged."""
     pushed, acknowledged = len(tally.pushed) + 5, len(tally.acknowledged) + 5
-    async with asyncio.timeout(20):
-        while len(tally.pushed) < pushed or len(tally.acknowledged) < acknowledged:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(tally.pushed) >= pushed and len(tally.acknowledged) >= acknowledged)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.brokers.redis_server import RedisServer, ask, free_port
+from tests.support.until import wait_until
 
 SLOT_COUNT = 16384
-FORMING_TIMEOUT_S = 15.0
 
 
 class RedisCluster:
@@ -55,24 +54,16 @@ class RedisCluster:
         for server in self.servers[1:]:
             bus_port = ask(self.servers[0], "CONFIG", "GET", "cluster-port")[1]
             ask(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port, int(bus_port))
-        self.until(lambda: all(self._knows_all(server) for server in self.servers), "every node knows the others")
+        wait_until(lambda: all(self._knows_all(server) for server in self.servers), "every node knows the others")
         for primary, replica in zip(self.primaries, self.replicas, strict=False):
             ask(replica, "CLUSTER", "REPLICATE", ask(primary, "CLUSTER", "MYID").decode())
-        self.until(self.is_well, "the cluster is well")
+        wait_until(self.is_well, "the cluster is well")
 
     def is_well(self) -> bool:
         """Whether every server holds the cluster for whole, and the replicas have caught up."""
         states = [b"cluster_state:ok" in ask(server, "CLUSTER", "INFO") for server in self.servers]
         links = [b"master_link_status:up" in ask(server, "INFO", "replication") for server in self.replicas]
         return all(states) and all(links)
-
-    def until(self, is_true: Callable[[], bool], what: str) -> None:
-        """Wait until something holds."""
-        until_s = time.monotonic() + FORMING_TIMEOUT_S
-        while not is_true():
-            if time.monotonic() > until_s:
-                raise RuntimeError(f"after {FORMING_TIMEOUT_S:g} s it does not hold that {what}")
-            time.sleep(0.02)
 
     @staticmethod
     def holds(server: RedisServer, slot: int) -> bool:

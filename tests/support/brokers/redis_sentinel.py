@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.brokers.redis_server import RedisServer, ask
+from tests.support.until import wait_until
 
 SERVICE = "main"
-TIMEOUT_S = 40.0
 SENTINEL = """\
 sentinel monitor {service} 127.0.0.1 {port} 2
 sentinel down-after-milliseconds {service} {down_after_ms}
@@ -56,10 +55,10 @@ class SentinelService:
         """Start all five; returns once the replica has caught up and the sentinels know of all the others."""
         self.primary.start()
         self.replica.start()
-        until(lambda: b"master_link_status:up" in ask(self.replica, "INFO", "replication"), "the replica follows")
+        wait_until(lambda: b"master_link_status:up" in ask(self.replica, "INFO", "replication"), "the replica follows")
         for sentinel in self.sentinels:
             sentinel.start()
-        until(lambda: all(self._knows_all(each) for each in self.sentinels), "the sentinels know one another")
+        wait_until(lambda: all(self._knows_all(each) for each in self.sentinels), "the sentinels know one another")
 
     def cut_replica_off(self) -> None:
         """From now on the replica gets nothing: its process is stopped, and what is sent to it is sent no more."""
@@ -70,7 +69,7 @@ class SentinelService:
         """Kill the primary, let the replica go on where it was, and wait until it is the primary."""
         self.primary.kill()
         os.kill(self.replica.pid, signal.SIGCONT)
-        until(lambda: b"role:master" in ask(self.replica, "INFO", "replication"), "the replica is the primary")
+        wait_until(lambda: b"role:master" in ask(self.replica, "INFO", "replication"), "the replica is the primary")
 
     def kill(self) -> None:
         """End all of them as a crash would."""
@@ -81,15 +80,6 @@ class SentinelService:
         found = ask(sentinel, "SENTINEL", "MASTER", SERVICE)
         facts = dict(zip(found[::2], found[1::2], strict=True))
         return (facts[b"num-slaves"], facts[b"num-other-sentinels"]) == (b"1", b"2")
-
-
-def until(is_true: Callable[[], bool], what: str) -> None:
-    """Wait until something holds."""
-    until_s = time.monotonic() + TIMEOUT_S
-    while not is_true():
-        if time.monotonic() > until_s:
-            raise RuntimeError(f"after {TIMEOUT_S:g} s it does not hold that {what}")
-        time.sleep(0.02)
 
 
 @contextmanager

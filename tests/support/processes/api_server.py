@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import numpy as np
 
 from rollfab.api.access.config import ApiConfig
 from rollfab.api.server import serve
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.contract.ids import trajectory_id
-from rollfab.fabric.contract.records import DeadLetter, Rollout, RunConfig, TrajectoryJob, WorkerInfo
+from rollfab.fabric.contract.records import DeadLetter, RunConfig, TrajectoryJob, WorkerInfo
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim
+from tests.support.records import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake", trajectory_count_max=100)
 
@@ -62,23 +62,9 @@ class ApiWorld:
 
     async def settle(self, claim: TrajectoryClaim, reward: float = 1.0) -> None:
         """Finish a trajectory."""
-        none, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        rollout = Rollout(
-            trajectory_id=claim.job.trajectory_id,
-            group_id=claim.job.group_id,
-            task_id="t1",
-            reward=reward,
-            finish_reason="terminated",
-            turn_count=1,
-            attempt=1,
-            seed=7,
-            spans=(),
-            prompt_ids=none,
-            completion_ids=none,
-            logprobs=floats,
-            completion_mask=np.ones(1, np.uint8),
+        assert await self.fabric.trajectories(RUN).settle(
+            claim, rollout_of(claim.job, reward, (0,), spans=()), is_scored=True
         )
-        assert await self.fabric.trajectories(RUN).settle(claim, rollout, is_scored=True)
 
     async def bury(self, claim: TrajectoryClaim, reason: str) -> None:
         """Give a trajectory up for good."""

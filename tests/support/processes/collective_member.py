@@ -94,7 +94,7 @@ class ForkedNursery(Nursery):
         theirs.close()
         control.setblocking(False)
         self._control = control
-        self._end = weakref.finalize(self, end_nursery, Forked(pid), control, os.getpid())
+        self._end = weakref.finalize(self, end_nursery, Forked(pid), control, os.getpid())  # type: ignore[arg-type]
 
 
 class Forked:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
+
+from tests.support.until import until, wait_until
 
 LIMIT_S = 20.0
 
@@ -95,23 +95,13 @@ class Groups:
         self.look()
         return [each for each in self._seen if _lives(each)]
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait, blocking."""
-        limit_s = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < limit_s, f"living: {self.left()}"
-            time.sleep(0.02)
-
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait while the loop turns."""
-        limit_s = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < limit_s, f"living: {self.left()}"
-            await asyncio.sleep(0.02)
+        await until(condition, lambda: f"living: {self.left()}", LIMIT_S, 0.02)
 
     def check_gone(self) -> None:
         """All of them have ended, soon at the latest."""
-        self.wait_until(lambda: not self.left())
+        wait_until(lambda: not self.left(), lambda: f"living: {self.left()}", LIMIT_S, 0.02)
 
 
 def _lives(process: psutil.Process) -> bool:

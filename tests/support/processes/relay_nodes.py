@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,19 @@ from rollfab.fabric.delivery.node_cache import ChunkCache
 from rollfab.fabric.delivery.node_store import RelayedStore
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.delivery.relay_options import RelayOptions
+from rollfab.fabric.delivery.relay_parents import Parents
 from rollfab.fabric.delivery.relay_server import RelayServer
 from rollfab.fabric.format.codec import Bits
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.fabric.format.manifest import WeightManifest, chunk_digest, state_sums, sums_digest
+from rollfab.fabric.format.manifest import Holder, WeightManifest, chunk_digest, state_sums, sums_digest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.versions.reader import ChainReader
 from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
+from tests.standin.fabric import StandInFabric
+from tests.support.until import wait_until
 
-RUN = "relayed"
+RUN, HOME = "relayed", "home"
 FAST = RelayOptions(stall_s=0.6, parent_stall_s=0.3, patience_s=5.0, refresh_s=0.05, piece_bytes=1 << 20)
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.processes.relay_nodes"])
@@ -146,6 +149,42 @@ class CountingStore(PassingStore):
         return [b"spoiled" if index in self.spoil else data for index, data in zip(indices, found, strict=True)]
 
 
+class Site:
+    """Nodes around a broker that counts what is fetched. What is opened here is closed at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.broker = CountingStore(StandInFabric().weights)
+        self.opened = AsyncExitStack()
+        self.directory = directory
+
+    def node(
+        self, name: str = "node", *budget_bytes: int, broker: Any = None, options: RelayOptions = FAST, **tools: Any
+    ) -> RelayedStore:
+        """The store of a process of a node."""
+        cache = ChunkCache(self.directory / name, *budget_bytes)
+        store = RelayedStore(broker or self.broker, cache, options=options, **tools)
+        self.opened.push_async_callback(store.close)
+        return store
+
+    async def relay(
+        self, store: RelayedStore, name: str = "", options: RelayOptions = FAST, **settings: Any
+    ) -> RelayServer:
+        """A relay; one with a name is known as a holder at home."""
+        server = RelayServer(store, options=options, **settings)
+        await server.start()
+        self.opened.push_async_callback(server.close)
+        if name:
+            await self.broker.hold(RUN, Holder(name, 0, server.address, name, HOME), 60)
+        return server
+
+    def parents(self, **tools: Any) -> Parents:
+        """The way up of a node at home."""
+        me = Holder("me", -1, "", "mine", HOME)
+        parents = Parents(self.broker, me, home_region=HOME, options=FAST, **tools)
+        self.opened.push_async_callback(parents.close)
+        return parents
+
+
 class HangingStore(CountingStore):
     """Gives out `count` chunks, says so by making a file, and never answers again."""
 
@@ -238,12 +277,12 @@ class Processes:
 
     def wait_until_hanging(self, place: int) -> None:
         """Until the process started as number `place` waits for a broker that does not answer."""
-        until(self.files[place].with_suffix(".hangs").exists)
+        wait_until(self.files[place].with_suffix(".hangs").exists)
 
     def results(self, count: int) -> list[str]:
         """What the last `count` of them wrote, once they all have."""
         files = self.files[-count:]
-        until(lambda: all(file.exists() for file in files))
+        wait_until(lambda: all(file.exists() for file in files))
         return [file.read_text() for file in files]
 
     def close(self) -> None:
@@ -252,14 +291,6 @@ class Processes:
             process.kill()
             process.join()
             process.close()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for a condition of other processes."""
-    limit_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit_s, f"not within {timeout_s:g} s"
-        time.sleep(0.005)
 
 
 def file_names(directory: Path) -> list[str]:

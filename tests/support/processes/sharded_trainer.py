@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tests.support.brokers.redis_server import free_port
+from tests.support.weights.megatron import CONFIG, LAYER_COUNT, VOCABULARY, checkpoint, stage
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "rollfab.trainer.publish.exchange", "rollfab.fabric.opened"]
@@ -108,7 +109,8 @@ class _Trainer:
         from rollfab.trainer.publish.publisher import Publisher
 
         self.publisher = Publisher(self.store, run_id, group=dist.group.WORLD, timeout_s=TIMEOUT_S, thread_count=1)
-        self.model, self.optimizer = _build(kind)
+        self.checkpoint = checkpoint() if kind == "megatron" else None
+        self.model, self.optimizer = (None, None) if kind == "megatron" else _build(kind)
         self.extra = None
         return {}
 
@@ -129,6 +131,10 @@ class _Trainer:
         """Change one element of every part that this rank holds."""
         import torch
 
+        if self.checkpoint is not None:
+            for tensor in self.checkpoint.values():
+                tensor.view(-1)[::7] += 1
+            return {}
         with torch.no_grad():
             for parameter in self.model.parameters():
                 local = parameter.to_local().view(-1)
@@ -159,7 +165,7 @@ class _Trainer:
     async def full(self) -> Answer:
         """The whole tensors as stored bits, gathered: for checks only."""
         found = {}
-        for name, tensor in self._named():
+        for name, tensor in self._named() if self.checkpoint is None else self.checkpoint.items():
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             found[name] = whole.detach().contiguous().numpy().tobytes()
         return found
@@ -177,7 +183,11 @@ class _Trainer:
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         import torch
+        import torch.distributed as dist
 
+        if self.checkpoint is not None:
+            yield from self._of_megatron(dist.get_rank(), dist.get_world_size())
+            return
         yield from self.model.named_parameters()
         yield "plain", torch.arange(6, dtype=torch.int32)
         if self.extra == "partial":
@@ -186,7 +196,17 @@ class _Trainer:
             mesh = next(self.model.parameters()).device_mesh
             yield "partial", DTensor.from_local(torch.ones(3), mesh, [Partial()])
         elif self.extra is not None:
-            yield self.extra, torch.ones(3)
+            yield self.extra, torch.ones(3 if self.extra == "more" else 3 + dist.get_rank())
+
+    def _of_megatron(self, rank: int, size: int) -> Iterator[tuple[str, Any]]:
+        """This rank's part: two ranks share the tensors of a stage of the pipeline."""
+        from rollfab import megatron_slices
+
+        each = LAYER_COUNT * 2 // size
+        layers = range(rank // 2 * each, rank // 2 * each + each)
+        own = stage(self.checkpoint, rank % 2, 2, layers)
+        where = {"tp_rank": rank % 2, "tp_size": 2, "first_layer": layers.start}
+        return megatron_slices(own, CONFIG, vocabulary_size=VOCABULARY, **where)
 
 
 def _trapped(store: Any) -> Any:

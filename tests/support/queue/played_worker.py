@@ -24,6 +24,7 @@ from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
 from tests.standin.broker import DirectClient
 from tests.standin.fabric import StandInFabric
 from tests.standin.tables import JobTables
+from tests.support.until import until
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 WORKER = "w"
@@ -264,7 +265,21 @@ class Stage:
     async def lease(self, epoch: int, slot_count: int, duration_ms: int | None = None) -> Lease:
         lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=epoch, slot_count=slot_count, lease_until_ms=None)
         await self.fabric.board.set_lease(lease, duration_ms)
+        self._lease = lease
         return lease
+
+    async def end_lease(self) -> None:
+        """End the newest lease."""
+        await self.fabric.board.end_lease(self._lease)
+
+    @asynccontextmanager
+    async def at_work(self, turn_count: int, slot_count: int, **settings: Any) -> AsyncIterator[list[str]]:
+        """A worker that runs as many of these turns as it has slots; the others wait."""
+        names = await self.ask(turn_count)
+        await self.lease(1, slot_count)
+        async with self.worker(**settings):
+            await until(lambda: len(self.engine.turns) == min(turn_count, slot_count))
+            yield names
 
     def _receiver(self, run_id: str) -> Any:
         self.receivers.append(LiveWeights())
@@ -289,11 +304,3 @@ class Stage:
         finally:
             stop.set()
             await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    for _ in range(1500):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never came true")

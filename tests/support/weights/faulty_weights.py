@@ -12,15 +12,25 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.contract.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.format.manifest import WeightManifest
+from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
 from rollfab.fabric.versions.commit import Staged, commit
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.store import RedisWeightStore
-from rollfab.trainer.publish.tensors import collect
+from rollfab.trainer.publish.publisher import Publisher, PublishReport
+from rollfab.trainer.publish.tensors import ComparesOn, Named, Parts, hold
 from rollfab.workers.engines.base import TurnsAtCommit
+from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from tests.standin.broker import Broker, DirectClient
 from tests.standin.weight_tables import WeightTables
 
 RUN = "publish"
+FAST = ReceiverOptions(poll_s=0.05, retry_s=0.01, retry_s_max=0.02, audit_every=1)
+
+
+def collect(named: Named, compares_on: ComparesOn = "host") -> Parts:
+    """What a publisher of its own publishes."""
+    held = hold(named, compares_on)
+    return held.parts(held.layout, held.boxes)
 
 
 class FaultyStore(RedisWeightStore):
@@ -120,6 +130,60 @@ class BitsEngine:
         if kept is not None:
             self.bits[self.loses][:] = kept
         return 0.0
+
+
+class Trainer:
+    """A model that is trained and published to a store that can fail. how: of its publishers."""
+
+    def __init__(self, store: FaultyStore | None = None, **how: Any) -> None:
+        self.store, self.model = store or FaultyStore(), small_model()
+        self._how = how
+        self.start()
+
+    def start(self) -> None:
+        """Publish by a new publisher, as a trainer does that starts again."""
+        self.publisher = Publisher(self.store, RUN, **self._how)
+
+    async def publish(self, *versions: int, rate: float = 1e-3, **settings: Any) -> PublishReport:
+        """Train and publish, once for each version; return what was said of the last."""
+        for version in versions:
+            train(self.model, rate)
+            report = await self.publisher.publish(self.model.named_parameters(), version, **settings)
+        return report
+
+    async def manifest(self, version: int, kind: str) -> WeightManifest:
+        (found,) = await self.store.manifests(RUN, [(version, kind)])
+        assert found is not None
+        return found
+
+    async def check(self, version: int | None = None) -> None:
+        """Assert that what is published is the model."""
+        await assert_published(self.store, self.model, version)
+
+
+class Scene(Trainer):
+    """A trainer, and a receiver of its weights. store: that both use."""
+
+    def __init__(self, store: FaultyStore | None = None) -> None:
+        super().__init__(store)
+        self.engine = BitsEngine(small_model(1))
+        self.receiver = self.join()
+
+    def join(self, engine: BitsEngine | None = None, options: ReceiverOptions = FAST, **tools: Any) -> WeightReceiver:
+        """Another receiver, with the scene's engine or its own."""
+        return WeightReceiver(self.store, RUN, engine or self.engine, options=options, **tools)  # type: ignore[arg-type]
+
+    def is_live(self, bits: Mapping[str, NDArray[Any]]) -> bool:
+        return all((self.engine.bits[name] == each).all() for name, each in bits.items())
+
+    async def lose_keyframe(self) -> tuple[WeightManifest, dict[str, NDArray[Any]]]:
+        """Publish versions 1 and 2 and lose the keyframe, so that only deltas are left; return version 1."""
+        await self.publish(1, rate=1e-5)
+        found = await self.manifest(1, DELTA), bits_of(self.model)
+        await self.publish(2, rate=1e-5)
+        keyframe = await self.manifest(0, KEYFRAME)
+        await self.store.drop(RUN, [keyframe.link], keyframe.epoch)
+        return found
 
 
 def published(store: FaultyStore) -> tuple[int, dict[Any, bytes], dict[Any, bytes]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.rules.weights.chain import KEYFRAME, Link
@@ -15,25 +13,10 @@ from rollfab.fabric.versions.snapshot import apply_change
 from rollfab.trainer.publish import upkeep
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout import weights as receiving
-from tests.sim.planted import in_lua
+from tests.sim.planted import Patch, Plants, in_lua, plant_in
 
-Patch = tuple[Any, str, Any]  # object, attribute, what to put there
-PLANTS: dict[str, Callable[[], list[Patch]]] = {}
-
-
-@contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
-    """The bug of that name is in the program."""
-    with contextlib.ExitStack() as stack:
-        for target, attribute, new in PLANTS[name]():
-            stack.enter_context(mock.patch.object(target, attribute, new))
-        yield
-
-
-def plant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-    """Register a bug under its function's name."""
-    PLANTS[make.__name__.replace("_", "-")] = make
-    return make
+PLANTS: Plants = {}
+plant = plant_in(PLANTS)
 
 
 @plant

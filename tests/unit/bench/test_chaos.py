@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollfab.fabric.contract.records import Failure, Group, Rollout
@@ -19,6 +18,7 @@ from tests.bench.chaos.relay import Relay
 from tests.bench.chaos.report import PROMISES, complain
 from tests.bench.chaos.schedule import BAGS, BROKER, LONG_S, ROLES, faults
 from tests.bench.chaos.trainer import flaw
+from tests.support.records import new_rollout
 
 CLAIM_S = 2.0
 
@@ -298,22 +298,7 @@ def test_a_journal_is_read_without_its_torn_end(tmp_path: Path) -> None:
 
 def test_a_group_is_checked_whole() -> None:
     def rollout(index: int, *, turns: int = 2, reward: float = 2.0) -> Rollout:
-        ids = np.ones(4, np.int32)
-        return Rollout(
-            trajectory_id=f"g.{index}",
-            group_id="g",
-            task_id="t",
-            reward=reward,
-            finish_reason="terminated",
-            turn_count=turns,
-            attempt=0,
-            seed=0,
-            spans=(),
-            prompt_ids=ids,
-            completion_ids=ids,
-            logprobs=np.zeros(4, np.float32),
-            completion_mask=np.ones(4, np.uint8),
-        )
+        return new_rollout(trajectory_id=f"g.{index}", turn_count=turns, reward=reward)
 
     def group(*rollouts: Rollout, failures: tuple[Failure, ...] = ()) -> Group:
         return Group(group_id="g", task_id="t", rollouts=rollouts, failures=failures)

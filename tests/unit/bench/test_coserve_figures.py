@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,20 +36,59 @@ def a_round(arm: str, repetition: int, *, ttft_ms: float, dedicated: float = 100
     )
 
 
-def test_a_repetition_is_judged_against_its_own_neighbours():
-    # Given an hour in which the machine became twice as slow
-    alone = [a_round("alone", 1, ttft_ms=40.0), a_round("alone", 2, ttft_ms=80.0)]
-    ours = [a_round("ours", 1, ttft_ms=44.0, borrowed=80.0), a_round("ours", 2, ttft_ms=88.0, borrowed=40.0)]
-    oracle = [a_round("oracle", 1, ttft_ms=44.0, borrowed=100.0), a_round("oracle", 2, ttft_ms=88.0, borrowed=50.0)]
-    # When
-    found = arm_figures(ours, [*alone, *ours, *oracle], SLO, SLO)
-    # Then
-    assert found["ttft_tax_p99"] == pytest.approx(0.1)
-    assert found["tpot_tax_p99"] == pytest.approx(0.0)
-    assert found["harvest_of_oracle"] == pytest.approx(0.8)
-    assert found["speedup_over_dedicated"] == pytest.approx(1.6)
-    assert found["within_by_repetition"] == [True, True]
-    assert found["requests"] == 400 and found["requests_beyond"] == 0
+def rounds_of(arm: str, *rows: tuple[float, float]) -> list[Round]:
+    """Repetitions of an arm by their time to first token and what they borrowed."""
+    return [a_round(arm, 1 + index, ttft_ms=row[0], borrowed=row[1]) for index, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "others", "expected"),
+    [
+        pytest.param(
+            [(44.0, 80.0), (88.0, 40.0)],
+            {"alone": [(40.0, 0.0), (80.0, 0.0)], "oracle": [(44.0, 100.0), (88.0, 50.0)]},
+            {
+                "ttft_tax_p99": 0.1,
+                "tpot_tax_p99": 0.0,
+                "harvest_of_oracle": 0.8,
+                "speedup_over_dedicated": 1.6,
+                "within_by_repetition": [True, True],
+                "requests": 400,
+                "requests_beyond": 0,
+            },
+            id="each is judged against its own neighbours, though the machine became twice as slow",
+        ),
+        pytest.param(
+            [(20.0, 30.0), (101.0, 30.0), (20.0, 30.0)],
+            {},
+            {"violations": 1, "requests_beyond": 200, "requests_beyond_3x_p50": 600},
+            id="one beyond is a violation whatever the others are",
+        ),
+        pytest.param(
+            [(20.0, 0.0)],
+            {},
+            dict.fromkeys(("ttft_tax_p99", "harvest_of_oracle", "speedup_over_dedicated", "reclaim_ms_p99")),
+            id="without another arm nothing is claimed of it",
+        ),
+        pytest.param(
+            [(20.0, 80.0), (20.0, 40.0)],
+            {"oracle": [(20.0, 100.0), (20.0, 0.0)]},
+            {"harvest_of_oracle": 0.8, "harvest_repetitions": 1},
+            id="an oracle that borrowed nothing is left out",
+        ),
+    ],
+)
+def test_what_is_said_of_an_arm(
+    ours: list[tuple[float, float]], others: dict[str, list[tuple[float, float]]], expected: dict[str, Any]
+):
+    own = rounds_of("ours", *ours)
+    every = [*own, *(each for arm, rows in others.items() for each in rounds_of(arm, *rows))]
+    found = arm_figures(own, every, SLO, Slo(ttft_ms=15.0, tpot_ms=10.0))
+    for name, value in expected.items():
+        assert found[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+    within = [borrowed for ttft_ms, borrowed in ours if ttft_ms <= SLO.ttft_ms]
+    edges = sorted(found["tokens_per_s"]["borrowed_within_slo"]["spread"])
+    assert edges == [min(within) if len(within) == len(ours) else 0.0, max(within)]
 
 
 def test_slices_of_an_arm_count_as_one_repetition():
@@ -57,17 +97,22 @@ def test_slices_of_an_arm_count_as_one_repetition():
         duration_s=5.0,
         reclaim_ms=(3.0,),
         guard={"lent_s": 4.0, "state": "open"},
+        stolen_fraction=0.004,
+        again_count=1,
     )
     long = replace(
         a_round("ours", 1, ttft_ms=40.0, dedicated=200.0, borrowed=40.0),
         duration_s=15.0,
         reclaim_ms=(5.0,),
         guard={"lent_s": 9.0, "state": "shut"},
+        again_count=2,
     )
     found = merged([short, long])
     assert found.ttft_ms == (20.0,) * 200 + (40.0,) * 200 and len(found.tpot_ms) == 400
     assert (found.duration_s, found.dedicated_per_s, found.borrowed_per_s) == (20.0, 175.0, 32.5)
     assert found.reclaim_ms == (3.0, 5.0) and found.guard == {"lent_s": 13.0, "state": "shut"}
+    assert found.stolen_fraction == pytest.approx(0.001)
+    assert arm_figures([found], [found], SLO, SLO)["slices_again"] == 3
 
 
 def test_slices_have_all_requests_of_their_repetition():
@@ -158,35 +203,31 @@ def test_arms_alternate_slice_by_slice_and_none_is_always_first():
     assert spoiled == []
 
 
-def test_a_repetition_in_which_serving_alone_misses_its_objectives_is_measured_again_and_reported():
-    rounds = FakeRounds(slice_count=1, alone_ms=[150.0, 150.0, 150.0, 20.0])
-    found, spoiled = interleaved(rounds, ("alone", "ours"), 1, slo=SLO, spoiled_max=2)
-    # Twice, and no more: then it counts as it is
-    assert [each.ttft_ms[0] for each in spoiled] == [150.0, 20.0, 150.0, 20.0]
-    assert [each.ttft_ms[0] for each in found] == [150.0, 20.0]
+@pytest.mark.parametrize(
+    ("alone_ms", "slo", "kept", "put_aside"),
+    [
+        pytest.param([150.0, 150.0, 150.0, 20.0], SLO, [150.0, 20.0], [150.0, 20.0] * 2, id="alone: twice, no more"),
+        pytest.param([10.0], Slo(ttft_ms=15.0, tpot_ms=10.0), [10.0, 20.0], [], id="ours: never"),
+    ],
+)
+def test_a_repetition_is_measured_again_when_serving_alone_misses_its_objectives(
+    alone_ms: list[float], slo: Slo, kept: list[float], put_aside: list[float]
+):
+    found, spoiled = interleaved(FakeRounds(1, alone_ms), ("alone", "ours"), 1, slo=slo, spoiled_max=2)
+    assert [each.ttft_ms[0] for each in found] == kept
+    assert [each.ttft_ms[0] for each in spoiled] == put_aside
 
 
-def test_a_slice_that_the_hypervisor_disturbed_is_measured_again_whatever_came_of_it():
-    def measured(*stolen: float) -> tuple[Round, int]:
-        rounds = iter(replace(a_round("ours", 1, ttft_ms=20.0 + each), stolen_fraction=each) for each in stolen)
-        return least_disturbed(lambda: next(rounds)), len(list(rounds))
-
-    once, left = measured(0.004, 0.0)
-    assert (once.stolen_fraction, once.again_count, left) == (0.004, 0, 1)
-    twice, left = measured(0.02, 0.001, 0.0)
-    assert (twice.stolen_fraction, twice.again_count, left) == (0.001, 1, 1)
-    worn_out, left = measured(0.02, 0.01, 0.03, 0.04, 0.0)
-    assert (worn_out.stolen_fraction, worn_out.again_count, left) == (0.01, AGAIN_MAX, 1)
-
-
-def test_of_a_repetition_what_was_stolen_and_measured_again_is_told():
-    short = replace(a_round("ours", 1, ttft_ms=20.0), duration_s=5.0, stolen_fraction=0.004, again_count=1)
-    long = replace(a_round("ours", 1, ttft_ms=20.0), duration_s=15.0, again_count=2)
-
-    whole = merged([short, long])
-
-    assert whole.stolen_fraction == pytest.approx(0.001)
-    assert arm_figures([whole], [whole], SLO, SLO)["slices_again"] == 3
+@pytest.mark.parametrize(
+    ("stolen", "kept", "again_count"),
+    [([0.004], 0.004, 0), ([0.02, 0.001], 0.001, 1), ([0.02, 0.01, 0.03, 0.04], 0.01, AGAIN_MAX)],
+)
+def test_a_slice_that_the_hypervisor_disturbed_is_measured_again_whatever_came_of_it(
+    stolen: list[float], kept: float, again_count: int
+):
+    rounds = iter(replace(a_round("ours", 1, ttft_ms=20.0 + each), stolen_fraction=each) for each in [*stolen, 0.0])
+    found = least_disturbed(lambda: next(rounds))
+    assert (found.stolen_fraction, found.again_count, len(list(rounds))) == (kept, again_count, 1)
 
 
 def test_stolen_time_is_that_of_all_processors(tmp_path: Path):
@@ -197,31 +238,6 @@ def test_stolen_time_is_that_of_all_processors(tmp_path: Path):
     assert stolen_s(tmp_path / "none") == 0.0
 
 
-def test_what_ours_misses_is_never_measured_again():
-    slow = FakeRounds(slice_count=1, alone_ms=[10.0])
-    found, spoiled = interleaved(slow, ("alone", "ours"), 1, slo=Slo(ttft_ms=15.0, tpot_ms=10.0), spoiled_max=2)
-    assert not spoiled and not found[1].is_within(Slo(ttft_ms=15.0, tpot_ms=10.0))
-
-
-def test_one_repetition_beyond_is_a_violation_whatever_the_others_are():
-    rounds = [
-        a_round("ours", repetition, ttft_ms=ttft_ms, borrowed=30.0)
-        for repetition, ttft_ms in enumerate((20.0, 101.0, 20.0), start=1)
-    ]
-    found = arm_figures(rounds, rounds, SLO, Slo(ttft_ms=15.0, tpot_ms=10.0))
-    assert found["violations"] == 1
-    assert found["requests_beyond"] == 200
-    assert sorted(found["tokens_per_s"]["borrowed_within_slo"]["spread"]) == [0.0, 30.0]
-    assert found["requests_beyond_3x_p50"] == 600
-
-
-def test_without_another_arm_nothing_is_claimed_of_it():
-    rounds = [a_round("ours", 1, ttft_ms=20.0)]
-    found = arm_figures(rounds, rounds, SLO, SLO)
-    assert found["ttft_tax_p99"] is found["harvest_of_oracle"] is found["speedup_over_dedicated"] is None
-    assert found["reclaim_ms_p99"] is None
-
-
 def test_a_request_that_failed_is_beyond_every_objective():
     arrival = Arrival(0.0, 8, 4)
     good = Outcome(arrival=arrival, sent_at_s=0.0, ttft_s=0.02, tpot_s=0.004, ended_at_s=0.1, token_count=4)
@@ -229,41 +245,23 @@ def test_a_request_that_failed_is_beyond_every_objective():
     assert latencies_ms([good, bad]) == {"ttft_ms": (20.0, math.inf), "tpot_ms": (4.0, math.inf)}
 
 
-def test_what_is_promised_follows_from_serving_alone():
-    rounds = [a_round("alone", 1, ttft_ms=40.0), a_round("alone", 2, ttft_ms=60.0)]
-    assert promised(rounds) == Slo(ttft_ms=75.0, tpot_ms=6.25)
-    assert relative(rounds) == Slo(ttft_ms=180.0, tpot_ms=15.0)
-
-
 def test_a_promise_is_one_that_serving_alone_keeps_in_the_busiest_repetition():
     calm, busy = a_round("alone", 1, ttft_ms=40.0), a_round("alone", 2, ttft_ms=60.0)
     assert promised([calm, calm, calm, busy]) == promised([busy, calm]) == Slo(ttft_ms=75.0, tpot_ms=6.25)
+    assert relative([calm, busy]) == Slo(ttft_ms=180.0, tpot_ms=15.0)
     # However often a repetition was measured, its requests are judged together
     rarely = replace(busy, repetition=1, ttft_ms=(60.0,) * 1 + (40.0,) * 199)
     assert promised([rarely, calm]) == Slo(ttft_ms=50.0, tpot_ms=6.25)
 
 
 def test_the_interval_of_p99_holds_it_and_counts_a_burst_for_less_than_as_many_requests():
-    # Given requests of which one in fifty is late, alone or in bursts of ten
     alone = [100.0 if index % 50 == 0 else index % 10 for index in range(2_000)]
     bursts = [100.0 if index % 500 < 10 else index % 10 for index in range(2_000)]
     low, high = interval(alone)
     assert low <= 100.0 <= high
-    # Then of the bursts one is less sure
     assert interval(bursts)[0] < low
-
-
-def test_where_requests_failed_the_interval_ends_in_infinity():
-    assert interval([*range(1, 500), *[math.inf] * 20])[1] == math.inf
+    assert interval([*range(1, 500), *[math.inf] * 20])[1] == math.inf  # requests failed
     assert all(math.isfinite(edge) for edge in interval([float(index) for index in range(500)]))
-
-
-def test_what_is_had_of_the_oracle_says_of_how_many_repetitions():
-    # Given an oracle that borrowed nothing in one of two
-    ours = [a_round("ours", 1, ttft_ms=20.0, borrowed=80.0), a_round("ours", 2, ttft_ms=20.0, borrowed=40.0)]
-    oracle = [a_round("oracle", 1, ttft_ms=20.0, borrowed=100.0), a_round("oracle", 2, ttft_ms=20.0)]
-    found = arm_figures(ours, [*ours, *oracle], SLO, SLO)
-    assert (found["harvest_of_oracle"], found["harvest_repetitions"]) == (pytest.approx(0.8), 1)
 
 
 def test_reclaims_count_from_the_announcement_of_a_round(tmp_path: Path):

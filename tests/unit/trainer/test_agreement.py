@@ -22,6 +22,7 @@ from rollfab.trainer.agreement import (
     rule_for,
 )
 from tests.standin.fabric import StandInFabric
+from tests.support.records import new_rollout
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 ANY = AlarmRule(name="any")
@@ -29,18 +30,9 @@ ANY = AlarmRule(name="any")
 
 def rollout(*spans: Span, logprobs: list[float], mask: list[int] | None = None) -> Rollout:
     length = len(logprobs)
-    return Rollout(
-        trajectory_id="g.0",
-        group_id="g",
-        task_id="t",
-        reward=1.0,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=1,
-        seed=0,
+    return new_rollout(
+        range(length),
         spans=spans,
-        prompt_ids=np.array([1], np.int32),
-        completion_ids=np.arange(length, dtype=np.int32),
         logprobs=np.array(logprobs, np.float32),
         completion_mask=np.array(mask or [1] * length, np.uint8),
     )

@@ -11,28 +11,22 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.contract.records import Failure, Group, Rollout, Span
 from rollfab.trainer.grpo import group_advantages, pad_groups
+from tests.support.records import new_rollout
 
 
 def rollout(
     prompt: list[int], completion: list[int], mask: list[int], *, reward: float | None = 0.0, **other: Any
 ) -> Rollout:
-    return Rollout(
+    return new_rollout(
+        completion,
         **{
-            "trajectory_id": "g.0",
-            "group_id": "g",
-            "task_id": "t",
             "reward": reward,
-            "finish_reason": "terminated",
             "turn_count": sum(mask),
-            "attempt": 1,
-            "seed": 0,
-            "spans": (Span(0, len(completion), "w", 0),),
             "prompt_ids": np.array(prompt, np.int32),
-            "completion_ids": np.array(completion, np.int32),
             "logprobs": -np.array(mask, np.float32),
             "completion_mask": np.array(mask, np.uint8),
             **other,
-        }
+        },
     )
 
 

@@ -17,16 +17,15 @@ from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
 from rollfab.trainer.groups import Groups, Ledger, View
 from rollfab.trainer.waiting import Waiting
 from tests.standin.fabric import StandInFabric
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
+FULL = dataclasses.replace(RUN, trajectory_count_max=1)  # with one group
 
 
 def group_with(*rewards: float) -> Group:
     (push,) = make_groups([{}], max(1, len(rewards)), ["g1"])
-    made = [
-        dataclasses.replace(rollout_of(job), reward=reward) for job, reward in zip(push.jobs, rewards, strict=False)
-    ]
+    made = [rollout_of(job, reward) for job, reward in zip(push.jobs, rewards, strict=False)]
     return Group(group_id="g1", task_id="t", rollouts=tuple(made))
 
 
@@ -49,28 +48,30 @@ def test_a_replacement_has_the_same_name_whenever_the_same_group_is_dropped() ->
     assert len(refill.name_of("x" * 63)) == 63
 
 
-async def settle(fabric: StandInFabric, rewards: dict[str, float]) -> None:
-    queue = fabric.trajectories(RUN)
+async def ended(*names: str, size: int = 1, run: RunConfig = RUN, **rewards: float) -> tuple[StandInFabric, Ledger]:
+    """Groups whose trajectories have ended: all of a group with its reward, else 0, and the first with twice that."""
+    fabric = StandInFabric()
+    await fabric.board.create_run(run)
+    ledger = Ledger(fabric.rollouts(run))
+    await ledger.push(make_groups([{}] * len(names), size, list(names)))
+    queue = fabric.trajectories(run)
     for claim in await queue.claim("a1", 100):
-        made = dataclasses.replace(rollout_of(claim.job), reward=rewards.get(claim.job.trajectory_id, 0.0))
-        assert await queue.settle(claim, made, is_scored=True)
+        reward = rewards.get(claim.job.group_id, 0.0) * (2 - min(claim.job.index, 1))
+        assert await queue.settle(claim, rollout_of(claim.job, reward), is_scored=True)
+    return fabric, ledger
 
 
-def groups_of(fabric: StandInFabric, ledger: Ledger, view: View, refill: Refill | None = None) -> Groups:
-    return Groups(ledger, view, refill, waiting=Waiting(fabric.board, "r1"))
+def groups_of(fabric: StandInFabric, ledger: Ledger, keep: Any, tasks: Iterator[dict[str, Any]]) -> Groups:
+    view = View(timeout=0.05, consumer="t", count=1, keep=keep)
+    return Groups(ledger, view, Refill(tasks=tasks), waiting=Waiting(fabric.board, "r1"))
 
 
 async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -> None:
     # Given a group whose rewards are all 0, and one whose rewards differ
-    fabric = StandInFabric()
-    await fabric.board.create_run(RUN)
-    ledger = Ledger(fabric.rollouts(RUN))
-    await ledger.push(make_groups([{}, {}], 2, ["dull", "good"]))
-    await settle(fabric, {"good.0": 1.0})
+    fabric, ledger = await ended("dull", "good", size=2, good=1.0)
 
     # When the trainer asks for varied groups, with tasks to refill from
-    view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
-    groups = groups_of(fabric, ledger, view, Refill(tasks=iter([{"task_id": "next"}])))
+    groups = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "next"}]))
     (kept,) = [group async for group in groups]
 
     # Then it gets the good one; the other is gone, and the next task runs in its place, in a group of the same size
@@ -82,94 +83,49 @@ async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -
     assert waiting[0].job.task_id == "next"
 
 
-async def test_a_filter_that_fails_leaves_the_group_to_be_delivered_again() -> None:
-    fabric = StandInFabric()
-    await fabric.board.create_run(RUN)
-    ledger = Ledger(fabric.rollouts(RUN))
-    await ledger.push(make_groups([{}], 1, ["g1"]))
-    await settle(fabric, {})
+def broken_filter(group: Group) -> bool:
+    raise ValueError(group.group_id)
 
-    def broken(group: Group) -> bool:
-        raise ValueError(group.group_id)
 
-    groups = groups_of(fabric, ledger, View(timeout=0.05, consumer="t", count=1, keep=broken))
-    with pytest.raises(ValueError, match="g1"):
-        await anext(groups)
+def broken_tasks() -> Iterator[dict[str, Any]]:
+    raise OSError("the file of tasks is gone")
+    yield {}
+
+
+async def interrupted(_: object) -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "run", "keep", "tasks", "push"),
+    [
+        pytest.param(ValueError, "dull", RUN, broken_filter, lambda: iter(()), None, id="the filter fails"),
+        pytest.param(OSError, "tasks is gone", RUN, has_varied_rewards, broken_tasks, None, id="the tasks fail"),
+        pytest.param(QueueFull, "", FULL, has_varied_rewards, lambda: iter([{}]), None, id="nothing else fits"),
+        pytest.param(
+            asyncio.CancelledError, "", RUN, has_varied_rewards, lambda: iter([{}]), interrupted, id="it is interrupted"
+        ),
+    ],
+)
+async def test_a_group_whose_dropping_fails_comes_again(
+    monkeypatch: pytest.MonkeyPatch, error: type, text: str, run: RunConfig, keep: Any, tasks: Any, push: Any
+) -> None:
+    fabric, ledger = await ended("dull", run=run)
+    with monkeypatch.context() as patch:
+        if push is not None:
+            patch.setattr(ledger, "push", push)
+        with pytest.raises(error, match=text or None):
+            await anext(groups_of(fabric, ledger, keep, tasks()))
+
     again = await ledger.receive("t", 0.01)
-    assert again is not None
-    assert again.group.redelivered
-
-
-async def test_a_group_that_cannot_be_replaced_comes_again() -> None:
-    # Given a run that is full with the group that is not wanted
-    fabric = StandInFabric()
-    full = dataclasses.replace(RUN, trajectory_count_max=1)
-    await fabric.board.create_run(full)
-    ledger = Ledger(fabric.rollouts(full))
-    await ledger.push(make_groups([{}], 1, ["dull"]))
-    await settle(fabric, {})
-    view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
-
-    # When its replacement is refused, Then that is said, and the group is still there
-    with pytest.raises(QueueFull):
-        await anext(groups_of(fabric, ledger, view, Refill(tasks=iter([{}]))))
-    again = await ledger.receive("t", 0.01)
-    assert again is not None
-    assert again.group.group_id == "dull"
+    assert again is not None and (again.group.group_id, again.group.redelivered) == ("dull", True)
 
 
 async def test_a_list_of_tasks_refills_as_an_iterator_does() -> None:
-    fabric = StandInFabric()
-    await fabric.board.create_run(RUN)
+    fabric, _ = await ended("dull", "dull-too")
     run = AsyncRun(fabric, RUN)  # type: ignore[arg-type]
-    await run.submit([{}, {}], group_ids=["dull", "dull-too"])
-    await settle(fabric, {})
 
     assert [each async for each in run.groups(timeout=0.05, keep="varied", refill=[{"task_id": "next"}])] == []
 
     waiting = await fabric.trajectories(RUN).claim("a1", 10)
     assert [(each.job.trajectory_id, each.job.task_id) for each in waiting] == [("dull-r1.0", "next")]
-
-
-async def test_a_group_comes_again_where_the_tasks_to_refill_from_fail() -> None:
-    # Given a group that is not wanted, and tasks that raise
-    fabric = StandInFabric()
-    await fabric.board.create_run(RUN)
-    ledger = Ledger(fabric.rollouts(RUN))
-    await ledger.push(make_groups([{}], 1, ["dull"]))
-    await settle(fabric, {})
-
-    def broken() -> Iterator[dict[str, Any]]:
-        raise OSError("the file of tasks is gone")
-        yield {}
-
-    # When it is dropped, Then that is said, and the group is still there
-    view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
-    with pytest.raises(OSError, match="tasks is gone"):
-        await anext(groups_of(fabric, ledger, view, Refill(tasks=broken())))
-    again = await ledger.receive("t", 0.01)
-    assert again is not None
-    assert again.group.group_id == "dull"
-
-
-async def test_a_group_whose_dropping_is_interrupted_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a trainer that is interrupted while it pushes the replacement
-    fabric = StandInFabric()
-    await fabric.board.create_run(RUN)
-    ledger = Ledger(fabric.rollouts(RUN))
-    await ledger.push(make_groups([{}], 1, ["dull"]))
-    await settle(fabric, {})
-
-    async def interrupted(_: object) -> None:
-        raise asyncio.CancelledError
-
-    view = View(timeout=0.05, consumer="t", count=1, keep=has_varied_rewards)
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger, "push", interrupted)
-        with pytest.raises(asyncio.CancelledError):
-            await anext(groups_of(fabric, ledger, view, Refill(tasks=iter([{}]))))
-
-    # When it goes on, Then the group is still there
-    again = await ledger.receive("t", 0.01)
-    assert again is not None
-    assert again.group.group_id == "dull"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rollfab.fabric.contract.models import model_config
 from rollfab.fabric.contract.records import Group, Rollout, Span
 from rollfab.trainer.grpo import PRESETS, Grpo, GrpoSettings, build_model
+from tests.support.records import new_rollout
 
 VOCABULARY = 5
 SETTINGS = GrpoSettings(learning_rate=0.05, learning_rate_end=1.0, minibatch_size=8, step_count=10)
@@ -36,18 +37,12 @@ class Bandit(nn.Module):
 
 def rollout(token: int, reward: float, *, version: int = 0, logprob: float = -math.log(VOCABULARY)) -> Rollout:
     """One turn: the policy wrote `token`, and an observation that it must not learn from followed."""
-    return Rollout(
+    return new_rollout(
+        (token, 4),
         trajectory_id=f"g.{token}",
-        group_id="g",
-        task_id="t",
         reward=reward,
-        finish_reason="terminated",
-        turn_count=1,
-        attempt=1,
-        seed=0,
         spans=(Span(0, 1, "w", version),),
         prompt_ids=np.array([0], np.int32),
-        completion_ids=np.array([token, 4], np.int32),
         logprobs=np.array([logprob, 0.0], np.float32),
         completion_mask=np.array([1, 0], np.uint8),
         info={"success": reward == 1.0},
@@ -196,6 +191,7 @@ def test_a_preset_is_built_from_its_seed_alone() -> None:
     assert all(torch.equal(a, b) for a, b, _ in pairs)
     assert not all(torch.equal(a, c) for a, _, c in pairs)
     assert {parameter.dtype for parameter in one.parameters()} == {torch.float32}
+    assert {each.dtype for each in build_model("tiny", dtype="bfloat16").parameters()} == {torch.bfloat16}
     assert not one.training
     assert sum(parameter.numel() for parameter in one.parameters()) < 200_000
     assert dict(one.named_parameters())["model.embed_tokens.weight"].shape[0] == model_config("tiny")["vocab_size"]

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from rollfab.fabric.contract.errors import BrokerError
-from rollfab.fabric.contract.records import Rollout, RunConfig
-from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.ports.queue import Delivery
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.trainer import groups as module
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.groups import Ledger
 from rollfab.workers.environments.failures import dead_letter
 from tests.standin.fabric import StandInFabric
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake", trajectory_count_max=4)
 
@@ -45,18 +45,34 @@ def forget_since(fabric: StandInFabric, before: Any) -> None:
 async def finish_all(fabric: StandInFabric) -> None:
     queue = fabric.trajectories(RUN)
     for claim in await queue.claim("a1", 10):
-        assert await queue.settle(claim, made(claim), is_scored=True)
+        assert await queue.settle(claim, rollout_of(claim.job), is_scored=True)
 
 
-def made(claim: TrajectoryClaim) -> Rollout:
-    return rollout_of(claim.job)
+async def taken(ledger: Ledger, consumer: str = "t", takeover_s: float | None = None) -> Delivery:
+    """The next group."""
+    wishes = {} if takeover_s is None else {"takeover_s": takeover_s}
+    delivery = await ledger.receive(consumer, 0.01, **wishes)
+    assert delivery is not None
+    return delivery
+
+
+@pytest.fixture
+async def ledger(fabric: StandInFabric) -> Ledger:
+    return Ledger(fabric.rollouts(RUN), run_id="r1")
+
+
+@pytest.fixture
+async def in_hand(fabric: StandInFabric, ledger: Ledger) -> Delivery:
+    """The group "g1", which has ended; no replica has heard of its delivery."""
+    await ledger.push(make_groups([{}], 1, ["g1"]))
+    await finish_all(fabric)
+    return await taken(ledger)
 
 
 async def test_a_push_that_the_broker_forgot_is_repeated_while_no_group_comes(
-    fabric: StandInFabric, at_once: None
+    fabric: StandInFabric, ledger: Ledger, at_once: None
 ) -> None:
     # Given a push that was acknowledged, and then lost
-    ledger = Ledger(fabric.rollouts(RUN))
     before = state(fabric)
     await ledger.push(make_groups([{}], 1, ["g1"]))
     forget_since(fabric, before)
@@ -67,22 +83,22 @@ async def test_a_push_that_the_broker_forgot_is_repeated_while_no_group_comes(
 
     # Then the group is there again, and comes
     await finish_all(fabric)
-    delivery = await ledger.receive("t", 0.01)
-    assert delivery is not None
-    assert delivery.group.group_id == "g1"
+    assert (await taken(ledger)).group.group_id == "g1"
 
 
-async def test_nothing_is_pushed_twice_where_nothing_was_lost(fabric: StandInFabric, at_once: None) -> None:
-    ledger = Ledger(fabric.rollouts(RUN))
+async def test_nothing_is_pushed_twice_where_nothing_was_lost(
+    fabric: StandInFabric, ledger: Ledger, at_once: None
+) -> None:
     await ledger.push(make_groups([{}], 1, ["g1"]))
     for _ in range(3):
         assert await ledger.receive("t", 0.01) is None
     assert fabric.tables_of("r1").depth == 1
 
 
-async def test_a_run_that_is_full_does_not_stop_a_waiting_trainer(fabric: StandInFabric, at_once: None) -> None:
+async def test_a_run_that_is_full_does_not_stop_a_waiting_trainer(
+    fabric: StandInFabric, ledger: Ledger, at_once: None
+) -> None:
     # Given pushes that were lost, and a run that others filled up since
-    ledger = Ledger(fabric.rollouts(RUN))
     before = state(fabric)
     await ledger.push(make_groups([{}], 1, ["g1"]))
     forget_since(fabric, before)
@@ -92,15 +108,14 @@ async def test_a_run_that_is_full_does_not_stop_a_waiting_trainer(fabric: StandI
     assert await ledger.receive("t", 0.01) is None
 
 
-async def test_a_group_whose_acknowledgement_the_broker_forgot_is_not_handed_out_again(fabric: StandInFabric) -> None:
+async def test_a_group_whose_acknowledgement_the_broker_forgot_is_not_handed_out_again(
+    fabric: StandInFabric, ledger: Ledger
+) -> None:
     # Given a group that was used, and whose acknowledgement was lost
-    ledger = Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["g1"]))
     await finish_all(fabric)
     before = state(fabric)
-    delivery = await ledger.receive("t", 0.01)
-    assert delivery is not None
-    await ledger.acknowledge(delivery)
+    await ledger.acknowledge(await taken(ledger))
     forget_since(fabric, before)
 
     # When the trainer asks on
@@ -111,31 +126,24 @@ async def test_a_group_whose_acknowledgement_the_broker_forgot_is_not_handed_out
     assert fabric.tables_of("r1").depth == 0
 
 
-async def test_what_is_remembered_is_bounded(fabric: StandInFabric, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_remembered_is_bounded(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_COUNT_MAX", 2)
-    ledger = Ledger(fabric.rollouts(RUN))
     for index in range(4):
         await ledger.push(make_groups([{}], 1, [f"g{index}"]))
     assert list(ledger._open) == ["g2", "g3"]
 
 
 async def test_an_acknowledgement_that_did_not_arrive_is_said_again_before_anything_is_delivered(
-    fabric: StandInFabric, monkeypatch: pytest.MonkeyPatch
+    fabric: StandInFabric, ledger: Ledger, in_hand: Delivery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a group that was used, a broker that is away when it is acknowledged, and a head that has gone on since
-    ledger = Ledger(fabric.rollouts(RUN))
-    await ledger.push(make_groups([{}], 1, ["g1"]))
-    await finish_all(fabric)
-    delivery = await ledger.receive("t", 0.01)
-    assert delivery is not None
-
     async def away(*_: Any) -> bool:
         raise BrokerError("the broker does not answer")
 
     with monkeypatch.context() as patch:
         patch.setattr(RedisRolloutStream, "acknowledge", away)
         with pytest.raises(BrokerError):
-            await ledger.acknowledge(delivery)
+            await ledger.acknowledge(in_hand)
     fabric.tables_of("r1").head_version = 9
 
     # When the trainer asks on, Then it is acknowledged, and neither handed out nor run again
@@ -150,8 +158,7 @@ async def test_a_group_in_hand_stays_so_while_this_process_lives_and_no_longer(f
     ledger, other = Ledger(fabric.rollouts(RUN), open_ledgers=ledgers), Ledger(fabric.rollouts(RUN))
     await ledger.push(make_groups([{}], 1, ["g1"]))
     await finish_all(fabric)
-    delivery = await ledger.receive("t", 0.01, takeover_s=0.2)
-    assert delivery is not None
+    await taken(ledger, takeover_s=0.2)
     assert ledgers == {ledger}
 
     # While its event loop runs, nobody takes it over
@@ -163,9 +170,7 @@ async def test_a_group_in_hand_stays_so_while_this_process_lives_and_no_longer(f
     ledger.close()
     assert ledgers == set()
     await asyncio.sleep(0.3)
-    taken = await other.receive("other", 0.01, takeover_s=0.01)
-    assert taken is not None
-    assert taken.group.redelivered
+    assert (await taken(other, "other", 0.01)).group.redelivered
     other.close()
 
 
@@ -174,16 +179,14 @@ async def test_a_late_acknowledgement_is_warned_of(fabric: StandInFabric, caplog
     late, other = Ledger(fabric.rollouts(RUN), run_id="r1"), Ledger(fabric.rollouts(RUN))
     await late.push(make_groups([{}, {}], 1, ["g1", "g2"]))
     await finish_all(fabric)
-    held = [await late.receive("t", 0.01, takeover_s=0.01) for _ in range(2)]
+    held = [await taken(late, takeover_s=0.01) for _ in range(2)]
     late.close()
     await asyncio.sleep(0.05)
-    taken = [await other.receive("other", 0.01) for _ in range(2)]
-    assert taken[0] is not None
-    await other.acknowledge(taken[0])
+    first, _ = [await taken(other, "other") for _ in range(2)]
+    await other.acknowledge(first)
 
     # When it acknowledges them, Then it is told, once
     for delivery in held:
-        assert delivery is not None
         await late.acknowledge(delivery)
     (text,) = [record.getMessage() for record in caplog.records]
     assert "2 groups in the hands of this process" in text
@@ -193,23 +196,18 @@ async def test_a_late_acknowledgement_is_warned_of(fabric: StandInFabric, caplog
 
 
 async def test_a_group_that_was_cancelled_while_in_hand_is_no_reason_to_warn(
-    fabric: StandInFabric, caplog: pytest.LogCaptureFixture
+    ledger: Ledger, in_hand: Delivery, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ledger = Ledger(fabric.rollouts(RUN))
-    await ledger.push(make_groups([{}], 1, ["g1"]))
-    await finish_all(fabric)
-    delivery = await ledger.receive("t", 0.01)
-    assert delivery is not None
     await ledger.cancel("g1")
-    await ledger.acknowledge(delivery)
+    await ledger.acknowledge(in_hand)
     assert caplog.records == []
 
 
 async def test_groups_that_failed_as_a_whole_are_warned_of_once_and_counted(
-    fabric: StandInFabric, caplog: pytest.LogCaptureFixture
+    fabric: StandInFabric, ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Given three groups whose every trajectory failed
-    ledger, queue = Ledger(fabric.rollouts(RUN), run_id="r1"), fabric.trajectories(RUN)
+    queue = fabric.trajectories(RUN)
     await ledger.push(make_groups([{}] * 3, 1, ["g1", "g2", "g3"]))
     for claim in await queue.claim("a1", 10):
         letter = dead_letter(ValueError("no such\nworld\x1b"), claim.job, run_id="r1", worker_id="a1", attempt=0)
@@ -217,9 +215,7 @@ async def test_groups_that_failed_as_a_whole_are_warned_of_once_and_counted(
 
     # When they are received
     for _ in range(3):
-        delivery = await ledger.receive("t", 0.01)
-        assert delivery is not None
-        await ledger.acknowledge(delivery)
+        await ledger.acknowledge(await taken(ledger))
 
     # Then the first one is warned of, with a reason and where to look
     (record,) = caplog.records

@@ -20,7 +20,7 @@ from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.grpo import GrpoSettings
 from rollfab.trainer.loop import Progress, TrainingLoop
 from tests.standin.fabric import StandInFabric
-from tests.support.queue.rollouts import rollout_of
+from tests.support.records import rollout_of
 
 CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=0)
 

@@ -14,7 +14,8 @@ from rollfab.fabric.contract.records import Lease, RunConfig, Span, TokenLog
 from rollfab.fabric.ports.queue import TurnProgress
 from rollfab.trainer.checks import check_run
 from rollfab.workers.rollout.weights import ApplyReport, AtCommit
-from tests.support.queue.played_worker import RUN, Stage, until
+from tests.support.queue.played_worker import RUN, Stage
+from tests.support.until import until
 
 PURE = dataclasses.replace(RUN, may_mix_versions=False)
 FINISHING = dataclasses.replace(RUN, turns_at_commit="finish")
@@ -64,10 +65,7 @@ async def test_tokens_of_another_version_are_dropped_only_where_they_may_not_be_
 async def test_new_weights_wait_until_no_turn_runs_and_no_turn_begins_before_them(run: RunConfig) -> None:
     # Given turns that run and others that wait
     stage = Stage(run)
-    await stage.ask(4)
-    await stage.lease(1, 2)
-    async with stage.worker():
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(4, 2):
         (receiver,) = stage.receivers
         seen: list[list[str]] = []
 
@@ -95,11 +93,7 @@ async def test_new_weights_wait_until_no_turn_runs_and_no_turn_begins_before_the
 async def test_turns_that_do_not_finish_in_time_go_on_elsewhere_with_their_tokens(run: RunConfig, kept: int) -> None:
     # Given a turn that makes no end
     stage = Stage(run)
-    (name,) = await stage.ask(1)
-    await stage.lease(1, 1)
-    async with stage.worker(finish_s=0.2):
-        await until(lambda: stage.engine.turns)
-
+    async with stage.at_work(1, 1, finish_s=0.2) as (name,):
         # When new weights have waited for it long enough
         async with stage.receivers[0].gate():
             # Then it is given back with its tokens, and they are written without it
@@ -118,10 +112,7 @@ async def test_turns_that_do_not_finish_in_time_go_on_elsewhere_with_their_token
 
 async def test_a_commit_after_one_that_was_overdue_waits_again() -> None:
     stage = Stage(FINISHING)
-    await stage.ask(1)
-    await stage.lease(1, 1)
-    async with stage.worker(finish_s=0.2):
-        await until(lambda: stage.engine.turns)
+    async with stage.at_work(1, 1, finish_s=0.2):
         async with stage.receivers[0].gate():
             pass
         await until(lambda: stage.engine.turns)
@@ -134,12 +125,8 @@ async def test_a_commit_after_one_that_was_overdue_waits_again() -> None:
 @pytest.mark.parametrize("wish", ["keep", "recompute"])
 async def test_where_turns_go_on_new_weights_wait_for_nothing(wish: str) -> None:
     stage = Stage(dataclasses.replace(RUN, turns_at_commit=wish))
-    await stage.ask(1)
-    await stage.lease(1, 1)
-    async with stage.worker():
-        await until(lambda: stage.engine.turns)
-        async with stage.receivers[0].gate():
-            assert len(stage.engine.turns) == 1
+    async with stage.at_work(1, 1), stage.receivers[0].gate():
+        assert len(stage.engine.turns) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,10 +144,7 @@ async def test_where_turns_go_on_new_weights_wait_for_nothing(wish: str) -> None
 )
 async def test_the_receiver_commits_as_the_run_wishes(wishes: dict[str, object], expected: AtCommit) -> None:
     stage = Stage(dataclasses.replace(RUN, **wishes))  # type: ignore[arg-type]
-    await stage.ask(1)
-    await stage.lease(1, 1)
-    async with stage.worker():
-        await until(lambda: stage.engine.turns)
+    async with stage.at_work(1, 1):
         assert stage.receivers[0].at_commit == expected
 
 
@@ -168,10 +152,7 @@ async def test_the_receiver_commits_as_the_run_wishes(wishes: dict[str, object],
 async def test_a_changed_wish_counts_from_the_next_commit_and_interrupts_no_turn(run: RunConfig) -> None:
     # Given a turn that runs where turns go on
     stage = Stage(RUN)
-    (name,) = await stage.ask(1)
-    await stage.lease(1, 1)
-    async with stage.worker(runs_s=0.01):
-        await until(lambda: stage.engine.turns)
+    async with stage.at_work(1, 1, runs_s=0.01) as (name,):
         (receiver,) = stage.receivers
 
         # When the trainer starts again, and wants turns to finish
@@ -207,10 +188,7 @@ def test_a_run_that_recomputes_and_yet_reuses_is_refused() -> None:
 async def test_a_worker_that_cannot_apply_a_version_says_why_and_takes_no_turns_until_it_can(is_sound: bool) -> None:
     # Given a worker with a turn of its own, and others that wait
     stage = Stage(RUN)
-    await stage.ask(3)
-    await stage.lease(1, 2)
-    async with stage.worker():
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(3, 2):
         (receiver,) = stage.receivers
 
         # When the next version cannot be applied
@@ -249,10 +227,7 @@ async def _results(stage: Stage, count: int) -> list[object]:
 async def test_a_worker_that_may_lag_takes_turns_while_a_version_does_not_come_and_says_why() -> None:
     # Given a worker at version 0, as old as the run allows
     stage = Stage(RUN)
-    await stage.ask(3)
-    await stage.lease(1, 2)
-    async with stage.worker():
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(3, 2):
         (receiver,) = stage.receivers
 
         # When the next version cannot be had

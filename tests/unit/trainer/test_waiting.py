@@ -17,6 +17,7 @@ from rollfab.trainer.groups import Groups, Ledger, View
 from rollfab.trainer.waiting import SAY_AGAIN_S, Waiting
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.standin.fabric import StandInFabric
+from tests.support.virtual_time import in_virtual_time
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 
@@ -74,16 +75,14 @@ def test_a_loop_without_a_timeout_is_told_within_6_s_again_every_minute_and_when
     assert "no weights" in again and "nothing works for run 'r1'" in other
 
 
-def test_a_timeout_with_nothing_running_is_an_error_that_carries_every_cause() -> None:
-    async def work() -> None:
-        stage = await Stage().begin()
-        with pytest.raises(NothingMoves, match="no group came within 6 s: no weights") as raised:
-            await anext(stage.groups(6.0))
-        assert raised.value.cause == "no_weights"
-        assert [row["code"] for row in raised.value.facts["causes"]][:2] == ["no_weights", "nothing_started"]
-        assert "run.publish" in raised.value.facts["step"]
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_a_timeout_with_nothing_running_is_an_error_that_carries_every_cause() -> None:
+    stage = await Stage().begin()
+    with pytest.raises(NothingMoves, match="no group came within 6 s: no weights") as raised:
+        await anext(stage.groups(6.0))
+    assert raised.value.cause == "no_weights"
+    assert [row["code"] for row in raised.value.facts["causes"]][:2] == ["no_weights", "nothing_started"]
+    assert "run.publish" in raised.value.facts["step"]
 
 
 @pytest.mark.parametrize("timeout", [0.05, 0.5, 3.0])
@@ -101,40 +100,34 @@ def test_a_loop_that_polls_is_never_ended_by_an_error_and_told_all_the_same(
     assert len(on_time(caplog, work())) == 1
 
 
-def test_a_wait_in_which_something_ran_ends_quietly_though_it_stands_now() -> None:
-    async def work() -> None:
-        stage = await Stage().begin()
-        groups = stage.groups(12.0)
-        ending = asyncio.create_task(anext(groups, None))
-        await asyncio.sleep(7.0)
-        stage.fabric.tables_of("r1").count("tokens", 5)
-        assert await ending is None
-        assert "no weights of run 'r1'" in groups.ended_why
-        with pytest.raises(NothingMoves):  # the next wait sees nothing come
-            await anext(stage.groups(12.0))
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_a_wait_in_which_something_ran_ends_quietly_though_it_stands_now() -> None:
+    stage = await Stage().begin()
+    groups = stage.groups(12.0)
+    ending = asyncio.create_task(anext(groups, None))
+    await asyncio.sleep(7.0)
+    stage.fabric.tables_of("r1").count("tokens", 5)
+    assert await ending is None
+    assert "no weights of run 'r1'" in groups.ended_why
+    with pytest.raises(NothingMoves):  # the next wait sees nothing come
+        await anext(stage.groups(12.0))
 
 
-def test_a_run_with_nothing_to_do_ends_its_loop_quietly_and_says_why() -> None:
-    async def work() -> None:
-        groups = (await Stage().begin(is_pushed=False)).groups(8.0)
-        assert [each async for each in groups] == []
-        assert "nothing was submitted to run 'r1' yet" in groups.ended_why
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_a_run_with_nothing_to_do_ends_its_loop_quietly_and_says_why() -> None:
+    groups = (await Stage().begin(is_pushed=False)).groups(8.0)
+    assert [each async for each in groups] == []
+    assert "nothing was submitted to run 'r1' yet" in groups.ended_why
 
 
-def test_a_broker_that_cannot_be_asked_why_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        stage = await Stage().begin()
+@in_virtual_time
+async def test_a_broker_that_cannot_be_asked_why_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = await Stage().begin()
 
-        async def refuse(*, has_rewards: bool) -> None:
-            raise BrokerError("no right to read this")
+    async def refuse(*, has_rewards: bool) -> None:
+        raise BrokerError("no right to read this")
 
-        monkeypatch.setattr(stage.fabric.board, "survey", refuse)
-        groups = stage.groups(8.0)
-        assert [each async for each in groups] == []
-        assert groups.ended_why == "no group came within 8 s"
-
-    on_virtual_time(work())
+    monkeypatch.setattr(stage.fabric.board, "survey", refuse)
+    groups = stage.groups(8.0)
+    assert [each async for each in groups] == []
+    assert groups.ended_why == "no group came within 8 s"

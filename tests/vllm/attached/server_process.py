@@ -1,6 +1,7 @@
 """A vLLM OpenAI server in a process of its own: vLLM's own entry point, but the EngineCore is forked (10 s, not 35).
 
-As a script it is that server; its arguments are those of `vllm serve`.
+As a script it is that server; its arguments are those of `vllm serve`. With TEST_SCHEDULES_AHEAD in its environment it
+schedules as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.coserve.server import serve_forked
+from tests.support.processes.scheduling_ahead import scheduling_ahead
 
 ROOT = Path(__file__).parents[3]
 ARGUMENTS = (
@@ -92,4 +94,5 @@ def _wait(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    serve_forked()
+    with scheduling_ahead() if os.environ.get("TEST_SCHEDULES_AHEAD") else nullcontext():
+        serve_forked()

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 
 from rollfab.workers.serving.wiring import memory_directory
 from tests.support.processes.fabric_processes import PYTHONPATH, Processes, processes
+from tests.support.until import wait_until
 from tests.vllm.attached.checkpoints import write_config
 
 pytestmark = [pytest.mark.alone, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -115,10 +115,7 @@ def with_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None
 
 def until(condition: Callable[[], bool], limit_s: float, *logs: Path) -> None:
     """Poll for it; fails with the ends of the logs."""
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "\n".join(f"== {log}\n{log.read_text()[-3000:]}" for log in logs)
-        time.sleep(0.1)
+    wait_until(condition, lambda: "\n".join(f"== {log}\n{log.read_text()[-3000:]}" for log in logs), limit_s, 0.1)
 
 
 def said(log: Path) -> str:

@@ -20,6 +20,7 @@ from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Ask
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from tests.support.until import until
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 from tests.vllm.attached.server_process import Server, served
 from tests.vllm.torch_reference import TorchReference, torch_reference
@@ -185,8 +186,7 @@ async def test_an_abort_keeps_the_tokens_and_ends_the_request_at_the_server(door
 
 
 async def is_idle(server: Server) -> None:
-    while server.metric("vllm:num_requests_running") > 0:  # noqa: ASYNC110  the server does not tell
-        await asyncio.sleep(0.01)
+    await until(lambda: server.metric("vllm:num_requests_running") == 0)
 
 
 async def test_nothing_is_streamed_while_held_and_the_rest_is_as_never_held(door: ServerDoor, server: Server) -> None:

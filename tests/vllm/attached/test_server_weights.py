@@ -89,13 +89,18 @@ def assert_made_by(torch_model: TorchReference, model: Path, told: Told, tempera
         assert (logprobs.argmax(axis=1) == token_ids).all()
 
 
+async def bring(door: ServerDoor, writes: dict[str, Any], version: int) -> None:
+    await door.write(writes, version)
+    await door.forget_prefixes("recompute")
+
+
 async def test_deltas_are_written_in_place_and_old_prefixes_are_forgotten(
     door: ServerDoor, models: list[Path], torch_model: TorchReference
 ) -> None:
     assert door.abilities.weights == "deltas"
     assert not any("--weight-transfer-config" in note for note in door.abilities.notes)
     for version in (1, 2):
-        await door.write(writes_of(models[version], version), version)
+        await bring(door, writes_of(models[version], version), version)
         told = await tell(door, f"v{version}")
         assert told[2] == 0
         assert_made_by(torch_model, models[version], told)
@@ -106,7 +111,7 @@ async def test_deltas_are_written_in_place_and_old_prefixes_are_forgotten(
         assert (mirror.bits[name] == bits).all()
     name = "model.layers.0.self_attn.k_proj.weight"
     places = np.arange(0, 4096, 7, dtype=np.int64)
-    await door.write({name: (places, np.zeros(len(places), np.uint32))}, 3)
+    await bring(door, {name: (places, np.zeros(len(places), np.uint32))}, 3)
     await door.read(mirror)
     assert (np.flatnonzero(mirror.bits[name] == 0) == places).all()
     mirror.close()
@@ -116,7 +121,7 @@ async def test_deltas_are_written_in_place_and_old_prefixes_are_forgotten(
 async def test_logprobs_after_temperature_are_those_sampled_from(
     door: ServerDoor, models: list[Path], torch_model: TorchReference, temperature: float
 ) -> None:
-    await door.write(writes_of(models[1], 1), 1)
+    await bring(door, writes_of(models[1], 1), 1)
     told = await tell(door, "warm", temperature=temperature, seed=3)
     assert_made_by(torch_model, models[1], told, temperature)
     assert (await tell(door, "again", temperature=temperature, seed=3))[0] == told[0]
@@ -129,6 +134,7 @@ async def test_a_commit_in_the_middle_of_a_turn_is_marked_where_it_happened(
         VllmConfig(model="", server=server.url, slot_count=4, context_tokens_max=200, probes_writes=False)
     )
     await engine.start()
+    assert engine.ranks is not None  # it stages while the server generates
     try:
         versions: tuple[tuple[int, int, int], ...] = ()
         while len(versions) < 2:  # on a busy machine the turn may have ended before we come to commit

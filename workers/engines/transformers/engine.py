@@ -18,6 +18,7 @@ import asyncio
 import atexit
 import importlib.metadata
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
-from ....fabric.contract.models import is_preset
+from ....fabric.contract.models import dtype_of, is_preset
 from ....fabric.format.layout import Layout
 from ....fabric.versions.commit import Staged, check_writes
+from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardConfig
 from ...serving.guarding.thread import GuardThread
 from ..admission import context_of
@@ -40,6 +42,8 @@ from ..steps import StepHook
 if TYPE_CHECKING:
     from .loop import EngineLoop
     from .model import ParameterStore
+
+FLASH_DTYPES = ("bfloat16", "float16")  # all that those kernels take; the library does not look before it switches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,8 @@ class TransformersConfig:
 
     model: str = "tiny"
     """Preset, path or hub name."""
-    dtype: str | None = None
-    """torch's name without the prefix; None: float32 on a CPU, bfloat16 elsewhere."""
+    dtype: str = "auto"
+    """torch's name without the prefix; "auto": float32 for presets and on a CPU, bfloat16 elsewhere."""
     device: str = "cpu"
     """torch's name, like "cpu" or "cuda:0"."""
     slot_count: int = 64
@@ -77,6 +81,12 @@ class TransformersConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}, must be at least {least}", name=name)
+
+    @property
+    def held_dtype(self) -> str:
+        """What its weights are in, where "auto" is chosen for the device."""
+        dtype = dtype_of(self.model, self.dtype)
+        return dtype if dtype != "auto" else "float32" if self.device == "cpu" else "bfloat16"
 
 
 class TransformersEngine:
@@ -110,7 +120,9 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """Takes at most 2 s; what runs or waits is dropped, and the model with it."""
-        await self._thread.close()
+        has_ended = await self._thread.close()
+        if not has_ended and self.config.guard is not None and self.config.guard.is_mps_client:
+            await asyncio.to_thread(take_off, [os.getpid()])  # this process may end in the middle of its step
         self._store = None
         if self._guard is not None:
             self._guard.close()
@@ -131,7 +143,7 @@ class TransformersEngine:
         thread_count = config.thread_count or (1 if on_cpu and is_preset(config.model) else None)
         if thread_count is not None:
             torch.set_num_threads(thread_count)  # counts for the thread that asks
-        model = load_model(config.model, config.dtype or ("float32" if on_cpu else "bfloat16"), config.device)
+        model = load_model(config.model, config.held_dtype, config.device)
         text_config = model.config.get_text_config()
         position_count = getattr(text_config, "max_position_embeddings", None) or config.context_tokens_max
         self._context_tokens_max = min(config.context_tokens_max, position_count)
@@ -144,7 +156,7 @@ class TransformersEngine:
             page_count=config.slot_count * -(-self._context_tokens_max // page_size),
             step_tokens_max=max(config.step_tokens_max or (512 if on_cpu else 2048), config.slot_count),
             seed=secrets.randbits(31) if config.seed is None else config.seed,
-            may_use_flash=not on_cpu,
+            may_use_flash=not on_cpu and config.held_dtype in FLASH_DTYPES,
             hook=self._hook,
         )
         try:
@@ -198,6 +210,11 @@ class TransformersEngine:
         ended, self._ended = list(self._ended.values()), {}
         self._open_ids.difference_update(generation.request_id for generation in ended)
         return ended
+
+    async def check_integrity(self) -> None:
+        """Assert that its books agree with the library's; between two steps."""
+        assert self._ended.keys() <= self._open_ids
+        await self._thread.call(lambda engine_loop: engine_loop.check_integrity())
 
     def progress(self, request_ids: Sequence[str]) -> list[Generation]:
         engine_loop = self._thread.engine_loop
@@ -357,10 +374,10 @@ class LoopThread:
         self._thread.start()
         await self._started
 
-    async def close(self) -> None:
-        """End the thread after the step at hand."""
+    async def close(self) -> bool:
+        """End the thread after the step at hand; whether it has ended."""
         if self._thread is None:
-            return
+            return True
         self._request_end()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -369,6 +386,7 @@ class LoopThread:
             log.warning("engine.close_timeout", extra={"timeout_s": CLOSE_S})
         atexit.unregister(self._join)
         self._engine_loop = None
+        return self._stopped.is_set()
 
     async def call(self, function: Callable[[EngineLoop], T], *, is_fatal: bool = False) -> T:
         """Run `function` on the thread between two steps, also while the engine is held.

@@ -179,6 +179,16 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._stale_ids.clear()
         self._stale_ids.update(self._processor.scheduler.active_requests)
 
+    def check_integrity(self) -> None:
+        """Assert what holds between two steps."""
+        scheduler = self._processor.scheduler
+        taken = {*scheduler.active_requests, *scheduler.waiting_requests}
+        assert taken == self._admitted.keys(), taken ^ self._admitted.keys()
+        assert not self._admitted.keys() & self._waiting.keys()
+        assert self._stale_ids <= scheduler.active_requests.keys()
+        assert all(name == each.request_id for name, each in [*self._admitted.items(), *self._waiting.items()])
+        assert taken or self.kv_used_fraction() == 0.0, "nothing runs, and blocks of KV cache are held"
+
     def _read_again(self) -> None:
         """Give back the blocks of all that run, and have their tokens read as prompts, before those that wait."""
         scheduler = self._processor.scheduler

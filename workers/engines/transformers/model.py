@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ....fabric.contract.errors import EngineError
+from ....fabric.contract.errors import EngineError, EngineUnsupported
 from ....fabric.contract.models import is_preset, model_config
 from ....fabric.format.layout import Layout, TensorSpec
 from ....fabric.versions.commit import COMMIT_THREAD_COUNT_MAX, write
@@ -34,6 +34,7 @@ def load_model(model: str, dtype: str, device: str) -> Any:
 
     Raises:
         EngineError: it can not be loaded.
+        EngineUnsupported: it is quantised.
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
@@ -54,6 +55,13 @@ def _from_preset(model: str, dtype: torch.dtype) -> Any:
 
 
 def _from_hub(model: str, dtype: torch.dtype) -> Any:
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:
+        raise EngineUnsupported(
+            f"model {model!r} is quantised: a run's weights are written as the bits that are published. Give the"
+            " unquantised model",
+            model=model,
+        )
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
 
 
@@ -79,7 +87,8 @@ class ParameterStore:
             )
         )
         self._thread_count = min(COMMIT_THREAD_COUNT_MAX, torch.get_num_threads())
-        self._on_host = all(flat.device.type == "cpu" for flat in self._parameters.values())
+        self._device = next(iter(self._parameters.values())).device
+        self._on_host = self._device.type == "cpu"
         self._bits: dict[str, Bits] = {name: _host_bits(flat) for name, flat in self._parameters.items()}
         self.bits: dict[str, Bits] = {name: _read_only(bits) for name, bits in self._bits.items()}
 
@@ -94,7 +103,7 @@ class ParameterStore:
                 self._write_device(self._parameters[name], indices, values)
         write(writes, self._bits, thread_count=self._thread_count)
         if not self._on_host:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize(self._device)  # another device may be this thread's current one
 
     def read(self, name: str) -> Bits:
         """A copy of one parameter's bits as they are on the device now; for the engine's thread."""

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ....fabric.contract.errors import ConfigError
-from ....fabric.contract.models import is_preset, model_config
+from ....fabric.contract.errors import ConfigError, EngineUnsupported
+from ....fabric.contract.models import dtype_of, is_preset, model_config
 from .common.names import BACKEND
 
 if TYPE_CHECKING:
@@ -81,13 +81,48 @@ def engine_arguments(config: VllmConfig, model_path: str, *, on_cpu: bool) -> di
 
     Raises:
         ConfigError: the user's contradict what the fabric needs.
+        EngineUnsupported: as `refuse_unwritable`.
     """
+    given = config.arguments
+    refuse_unwritable(config, given.get("quantization"), moves_experts=bool(given.get("enable_eplb")))
     fixed = _fixed(config)
     _refuse_contradictions(config, fixed)
     ours: dict[str, Any] = {"seed": secrets.randbits(31)}  # vLLM's 0 would make all workers draw the same tokens
+    dtype = dtype_of(config.model, config.dtype)
+    if dtype != "auto":
+        ours["dtype"] = dtype  # on a GPU vLLM's own "auto" makes bfloat16 of float32
     if on_cpu:
-        ours |= _cpu_defaults(config)
+        ours = _cpu_defaults(config) | ours
     return ours | dict(config.arguments) | {name: value for name, (value, _) in fixed.items()} | {"model": model_path}
+
+
+def refuse_unwritable(config: VllmConfig, quantization: str | None, *, moves_experts: bool) -> None:
+    """Refuse an engine whose weights could not be written in place as they are published.
+
+    Args:
+        config: an adapter is written beside a model that stays as it is, which may be quantised.
+        quantization: vLLM's name of how the model's weights are.
+        moves_experts: whether vLLM moves experts between ranks while it runs.
+
+    Raises:
+        EngineUnsupported: says why, and what to do.
+    """
+    if config.adapter_rank is not None:
+        return
+    if quantization is not None:
+        raise EngineUnsupported(
+            f"vLLM would hold quantised weights ({quantization}): a run's weights are written as the bits that are"
+            " published, and quantising them again would make other weights on every engine. Give the unquantised model"
+            " and leave out --quantization, or publish an adapter (--adapter-rank), beside which the model may be"
+            " quantised",
+            quantization=quantization,
+        )
+    if moves_experts:
+        raise EngineUnsupported(
+            "vLLM's --enable-eplb moves experts between ranks while it runs, so weights written in place would land in"
+            " other experts: leave it out (--enable-expert-parallel alone keeps them in their places)",
+            name="enable_eplb",
+        )
 
 
 def _cpu_defaults(config: VllmConfig) -> dict[str, Any]:
@@ -115,6 +150,8 @@ def _fixed(config: VllmConfig) -> dict[str, tuple[Any, str]]:
         fixed["max_model_len"] = (context, "turns are cut there; give `--context` before the `--`")
     if config.seed is not None:
         fixed["seed"] = (config.seed, "that is the `--seed` before the `--`; give one of them")
+    if config.dtype != "auto":
+        fixed["dtype"] = (config.dtype, "that is the `--dtype` before the `--`; give one of them")
     if is_preset(config.model):
         fixed["skip_tokenizer_init"] = (True, "a preset has no tokenizer files")
         fixed["load_format"] = ("dummy", "a preset has no weights; they come from the trainer")

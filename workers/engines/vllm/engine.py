@@ -3,9 +3,10 @@
 
 - Every request ends exactly once: in `finished` or in `abort`. One that fails ends with finish_reason "error".
 - The door is held while any reason holds the engine; reasons are counted here, because a vLLM has one pause for all.
-- The host keeps a mirror of the weights, which deltas are staged on; a commit writes the engine, then the mirror. With
-  several ranks each may stage its own part instead (engines/vllm/inplace/by_rank.py); the mirror is let go at the
-  first such commit.
+- vLLM's ranks stage beside their live weights while it generates, and commit by a ticket
+  (engines/vllm/inplace/by_rank.py): versions that they decode themselves, or what a caller of `apply` has decoded.
+- This process keeps a mirror of the weights, which callers of `apply` stage on, and peers copy; it is written after the
+  engine goes on, and let go at the first commit that the ranks decoded.
 - At a commit requests in flight keep their KV cache or have it computed again; those without a token start over.
 - At start every kind of parameter is written once to see that it changes an answer (write_probe.py): a backend that
   computes with copies of its weights is found before the first turn.
@@ -27,7 +28,7 @@ from ....fabric.contract.models import is_preset
 from ....fabric.format.layout import Layout
 from ....fabric.versions.commit import Staged, check_writes
 from ..admission import context_of
-from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit, Writes
+from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit
 from .backends import new_door
 from .common.arena import Mirror
 from .common.backend import Ask, Door
@@ -61,6 +62,7 @@ class VllmEngine:
         self._ended: dict[str, Generation] = {}
         self._has_ended = asyncio.Event()
         self._holding = Holding(self._door)
+        self._apply_lock = asyncio.Lock()  # taken before the next
         self._commit_lock = asyncio.Lock()  # taken before that of holding
         self._limits = EngineLimits()
         self._token_count = 0
@@ -90,6 +92,7 @@ class VllmEngine:
                 ) from error
             await self._door.read(self._mirror)
             self._failure = None
+            self._ranks = await ranks_of(self._door, self._between_commits, self._apply_by_ranks)
             way = self._door.abilities.weights
             if self.config.probes_writes and way in ("deltas", "reload"):
                 is_ours = self.config.server is None
@@ -97,7 +100,6 @@ class VllmEngine:
                     is_preset(self.config.model) or self.config.arguments.get("load_format") == "dummy"
                 )
                 await probe_writes(self, facts, is_dummy=is_dummy, is_whole=way == "reload")
-            self._ranks = await ranks_of(self._door, self._between_commits, self._apply_by_ranks)
             self._token_count = self._prompt_token_count = self._cached_token_count = 0
             self._door.guard_from_now()
         except BaseException:
@@ -122,6 +124,13 @@ class VllmEngine:
         await self._door.close()
         if self._mirror is not None:
             self._mirror.close()
+
+    async def check_integrity(self) -> None:
+        """Assert that its books agree."""
+        assert self._ended.keys() <= self._open.keys()
+        for name, opened in self._open.items():
+            assert name == opened.ask.request_id
+            assert name in self._ended or (opened.task is not None and not opened.task.done())
 
     # ---- requests
 
@@ -261,20 +270,21 @@ class VllmEngine:
 
     @property
     def ranks(self) -> VllmRanks | None:
-        """To stage by; None: it has one, or takes whole versions only."""
+        """To stage by; None: it takes whole versions only."""
         return self._ranks
 
     def weight_bits(self) -> Mapping[str, Bits]:
-        """Not once a version was committed by the ranks: no process holds all of the weights then."""
+        """Not once a version was committed that the ranks had decoded: this process has no copy of it."""
         self._check_live()
         if self._mirror is None:
-            raise EngineError(f"version {self._version} is held by the engine's ranks, in parts: use read_weights")
+            raise EngineError(f"version {self._version} is held by the engine's ranks alone: use read_weights")
         return {name: _read_only(bits) for name, bits in self._mirror.bits.items()}
 
     async def read_weights(self) -> Mapping[str, Bits]:
         self._check()
         layout = self._door.facts.layout
         async with self._commit_lock:
+            self._check_in_place()
             scratch = await aside(layout.byte_count, Mirror.create, layout)
             try:
                 await self._door.read(scratch)
@@ -284,59 +294,72 @@ class VllmEngine:
 
     async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """A write that fails half-way leaves a torn model: the engine then fails as in a crash."""
-        writes = staged.writes
         self._check_live()
         self._door.check_turns(turns)
-        check_writes(self._door.facts.layout, writes)
-        write = partial(self._write_whole, writes, staged.version)
-        return await self._committed(staged.version, write, turns, may_reuse_prefix)
+        check_writes(self._door.facts.layout, staged.writes)
+        size = sum(values.nbytes for _, values in staged.writes.values())
 
-    async def _write_whole(self, writes: Writes, version: int) -> None:
-        if self._ranks is not None:
-            self._ranks.forget()
-        await self._door.write(writes, version)
-        if self._mirror is not None:
-            await aside(sum(values.nbytes for _, values in writes.values()), self._mirror.take, writes)
+        async def keep() -> None:
+            if self._mirror is not None:
+                await aside(size, self._mirror.take, staged.writes)
+
+        async with self._apply_lock:  # what the ranks have staged last is all that they have
+            write: Write = partial(self._door.write, staged.writes, staged.version)
+            if self._ranks is not None:
+                write = self._ranks.writing(await self._ranks.stage_writes(staged))
+            return await self._committed(staged.version, write, keep, turns, may_reuse_prefix)
 
     async def _apply_by_ranks(self, version: int, write: Write, turns: TurnsAtCommit, may_reuse_prefix: bool) -> float:
-        async def write_alone() -> None:
-            await write()
+        async def keep_none() -> None:
             mirror, self._mirror = self._mirror, None
             if mirror is not None:
                 mirror.close()
 
         self._check_live()
         self._door.check_turns(turns)
-        return await self._committed(version, write_alone, turns, may_reuse_prefix)
+        return await self._committed(version, write, keep_none, turns, may_reuse_prefix)
 
     async def _between_commits(self, tell: Write) -> None:
-        async def alone() -> None:
+        async def alone() -> bool:
             async with self._commit_lock:
-                if not self._holding.awake.is_set():
-                    raise EngineError("the engine fell asleep")
-                await tell()
+                if is_in_place := self._holding.in_place.is_set():
+                    await tell()
+                return is_in_place
 
-        await self._holding.awake.wait()
-        await asyncio.shield(asyncio.ensure_future(alone()))  # half told, vLLM would take no other update
+        is_told = False
+        while not is_told:
+            await self._holding.in_place.wait()
+            is_told = await asyncio.shield(asyncio.ensure_future(alone()))  # half told, vLLM would take no other update
 
-    async def _committed(self, version: int, write: Write, turns: TurnsAtCommit, may_reuse_prefix: bool) -> float:
+    async def _committed(
+        self, version: int, write: Write, keep: Write, turns: TurnsAtCommit, may_reuse_prefix: bool
+    ) -> float:
         is_shared = may_reuse_prefix and turns == "keep"
-        commit = self._commit(version, write, None if is_shared else turns)
+        commit = self._commit(version, write, keep, None if is_shared else turns)
         return await asyncio.shield(asyncio.ensure_future(commit))
 
-    async def _commit(self, version: int, write: Write, forget: TurnsAtCommit | None) -> float:
-        """forget: how the prefix cache is; None: not at all."""
+    async def _commit(self, version: int, write: Write, keep: Write, forget: TurnsAtCommit | None) -> float:
+        """keep: called once the engine goes on. forget: how the prefix cache is; None: not at all."""
         begin_s = self._clock.now_s()
         try:
-            async with self._commit_lock, self._holding.held(COMMIT, is_gone=lambda: self._failure is not None):
-                await self._write(version, write, forget)
-                if forget != "recompute":
-                    await start_over([each for name, each in self._open.items() if name not in self._ended], self._door)
+            async with self._commit_lock:
+                self._check_in_place()
+                async with self._holding.held(COMMIT, is_gone=lambda: self._failure is not None):
+                    await self._write(version, write, forget)
+                    if forget != "recompute":
+                        running = [each for name, each in self._open.items() if name not in self._ended]
+                        await start_over(running, self._door)
+                pause_s = self._clock.now_s() - begin_s
+                await keep()
         except WeightError:
             raise
         except EngineError as error:
             raise WeightError(f"version {version} was not applied: {error}", version=version) from error
-        return self._clock.now_s() - begin_s
+        return pause_s
+
+    def _check_in_place(self) -> None:
+        if not self._holding.in_place.is_set():
+            raise EngineError("the engine sleeps: its weights are not where they are computed with")
 
     async def _write(self, version: int, write: Write, forget: TurnsAtCommit | None) -> None:
         try:
@@ -353,8 +376,13 @@ class VllmEngine:
     # ---- sleeping
 
     async def sleep(self) -> float:
-        """While it sleeps, pauses and limits are only noted; they hold when it wakes."""
-        return await self._rest(self._door.sleep)
+        """While it sleeps, pauses and limits are only noted; they hold when it wakes. What is staged then, is again."""
+        return await self._rest(self._sleep)
+
+    async def _sleep(self) -> None:
+        if self._ranks is not None:
+            await self._ranks.stop()
+        await self._door.sleep()
 
     async def wake(self) -> float:
         """May be repeated, also on an engine that is awake."""
@@ -362,17 +390,17 @@ class VllmEngine:
 
     async def release_kv(self) -> float:
         """Give the KV cache's memory back, keeping the weights; returns seconds. See Engine.sleep; `take_kv` wakes."""
-        return await self._rest(self._door.release_kv)
+        return await self._rest(self._door.release_kv, with_weights=False)
 
     async def take_kv(self) -> float:
         """Have a KV cache again; returns seconds."""
         return await self._rise(self._door.take_kv)
 
-    async def _rest(self, fall_asleep: Callable[[], Awaitable[None]]) -> float:
+    async def _rest(self, fall_asleep: Callable[[], Awaitable[None]], *, with_weights: bool = True) -> float:
         self._check()
         begin_s = self._clock.now_s()
         async with self._commit_lock:
-            await self._holding.sleep(fall_asleep)
+            await self._holding.sleep(fall_asleep, with_weights=with_weights)
         return self._clock.now_s() - begin_s
 
     async def _rise(self, wake: Callable[[], Awaitable[None]]) -> float:

@@ -2,7 +2,8 @@
 
 - Children die with this process (plugin.py).
 - On a CPU the EngineCore is forked from this process, which has imported vLLM already: 2 s instead of 20. That holds
-  only while this process computes nothing with torch; it never does.
+  only while this process computes nothing with torch; it never does. Where CUDA is used it is spawned, and its workers
+  by it: this process has threads, and a driver that was loaded does not survive a fork.
 - Output of vLLM and its children goes to the log file, if there is one.
 - Prefixes are told apart by a salt, which vLLM hashes into a prompt's first block and so into all that follow: requests
   that keep their KV cache through a commit go on filling blocks under the old one, which no new request has.
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ import orjson
 
 from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError
 from ....fabric.contract.models import is_preset, model_config
+from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
@@ -31,7 +34,7 @@ from .common.arena import Mirror, pack, posted
 from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
-from .common.names import PROBE
+from .common.names import MPS, PROBE
 from .common.shared import aside
 from .plugin import children_die_with_us, register
 from .step.scheduler_page import Page
@@ -39,7 +42,11 @@ from .step.scheduler_page import Page
 if TYPE_CHECKING:
     from .common.config import VllmConfig
 
+log = logging.getLogger(__name__)
+
 CLOSE_S = 2.0
+IDLE_S = 2.0  # for a step that has begun to end
+START = {True: "fork", False: "spawn"}  # vLLM's processes, by whether they compute on a CPU
 SETTLE_TURNS = 8  # of the event loop, until what has arrived has reached its streams
 
 
@@ -49,7 +56,7 @@ class _Vllm:
 
     llm: Any
     is_on_cpu: bool
-    dead_errors: tuple[type[BaseException], ...] = field(default=())
+    draws_by_place: bool  # of a seeded request: by its seed and the token's place in the context
 
 
 class LocalDoor:
@@ -87,6 +94,8 @@ class LocalDoor:
     async def open(self) -> None:
         prepare_environment(model=self._config.model)
         os.environ.pop(PROBE, None)  # set for the serving team's engine: ours must not write over its page
+        if self._is_mps_client:
+            os.environ[MPS] = "1"
         self._page = Page.create()
         with translated(self._config.log_path, "vLLM could not start"):
             with output_into(self._config.log_path), children_die_with_us():
@@ -101,21 +110,22 @@ class LocalDoor:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.engine.exceptions import EngineDeadError
 
-        from .arguments import engine_arguments
-        from .common.layout import checkpoint_layout
+        from .arguments import engine_arguments, refuse_unwritable
+        from .common.layout import checkpoint_layout, quantization_of
 
         register()
         is_on_cpu = bool(current_platform.is_cpu())
         path = self._model_path()
         arguments = engine_arguments(self._config, path, on_cpu=is_on_cpu)
+        refuse_unwritable(self._config, quantization_of(path), moves_experts=False)  # before vLLM finds other faults
         if self._config.guard is not None:
             arguments["async_scheduling"] = False  # a step would be let begin while the one before it still computes
         settings = AsyncEngineArgs(**arguments).create_engine_config()
+        experts_move = bool(settings.parallel_config.enable_eplb)
+        refuse_unwritable(self._config, settings.model_config.quantization, moves_experts=experts_move)
         self._limit(settings)
-        if is_on_cpu:
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = START[is_on_cpu]
         model = settings.model_config
         self._facts = ModelFacts(
             name=self._config.model,
@@ -124,7 +134,7 @@ class LocalDoor:
             vocabulary_size=model.get_vocab_size(),
         )
         llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
-        self._vllm = _Vllm(llm, is_on_cpu, (EngineDeadError,))
+        self._vllm = _Vllm(llm, is_on_cpu, bool(settings.use_v2_model_runner))
 
     def _limit(self, settings: Any) -> None:
         """Put our scheduler, and the page that it reads, into vLLM's settings."""
@@ -146,6 +156,8 @@ class LocalDoor:
     async def close(self) -> None:
         vllm, self._vllm = self._vllm, None
         if vllm is not None:
+            if self._is_mps_client:
+                await self._leave(vllm)
             with contextlib.suppress(Exception):
                 _end(vllm)
             vllm.llm.shutdown = lambda *_, **__: None  # its __del__ would, at exit, when its modules are gone
@@ -153,6 +165,22 @@ class LocalDoor:
             self._page.close()
         if self._directory is not None:
             self._directory.cleanup()
+
+    @property
+    def _is_mps_client(self) -> bool:
+        return self._config.guard is not None and self._config.guard.is_mps_client
+
+    async def _leave(self, vllm: _Vllm) -> None:
+        """Let no step begin, and wait until the device is idle; where that fails, have its work taken off it."""
+        self.page.hold(True)
+        core = vllm.llm.engine_core
+        try:
+            async with asyncio.timeout(IDLE_S):
+                await core.pause_scheduler_async(mode="keep", clear_cache=False)  # it waits for every rank's device
+        except Exception as error:  # noqa: BLE001  dead or stuck: it is ended, but not with kernels under way
+            pids = [process.pid for process in core.resources.engine_manager.processes]
+            ended = await asyncio.to_thread(take_off, pids)
+            log.warning("engine.not_idle", extra={"error": repr(error), "taken_off": ended})
 
     @property
     def _llm(self) -> Any:
@@ -201,7 +229,7 @@ class LocalDoor:
             temperature=sampling.temperature,
             max_tokens=ask.token_count_max,
             stop_token_ids=list(sampling.stop_ids),
-            seed=None if sampling.seed is None else resumed_seed(sampling.seed, ask.prior_count),
+            seed=self._seed(ask),
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
@@ -209,6 +237,13 @@ class LocalDoor:
             output_kind=RequestOutputKind.DELTA,
             skip_clone=True,
         )
+
+    def _seed(self, ask: Ask) -> int | None:
+        """As it is for vLLM's second model runner, which draws by the seed and the place in the context."""
+        seed = ask.sampling.seed
+        if seed is None or (self._vllm is not None and self._vllm.draws_by_place):
+            return seed
+        return resumed_seed(seed, ask.prior_count)
 
     def _lora_request(self) -> Any:
         """The adapter that requests use; None: the model itself."""
@@ -275,18 +310,25 @@ class LocalDoor:
 
     @property
     def rank_count(self) -> int:
-        """See by_rank.RankDoor; 1 where there are several engines in one."""
+        """See by_rank.RankDoor."""
         parallel = self._llm.vllm_config.parallel_config
-        return int(parallel.world_size) if parallel.data_parallel_size == 1 else 1
+        return int(parallel.world_size) if parallel.data_parallel_size == 1 else 0
 
     async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
         """See by_rank.RankDoor."""
+        llm = self._llm
         with translated(self._config.log_path, what):
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(_request("update", information))
-            await self._llm.finish_weight_update(None if version is None else str(version))
+            # All at once, as they are taken in order. `finish` ends the update also where the second has failed
+            calls = [llm.start_weight_update(), llm.update_weights(_request("update", information))]
+            calls.append(llm.finish_weight_update())
+            if version is not None:
+                calls.append(llm.update_weight_version(str(version)))
+            for problem in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(problem, BaseException):
+                    raise problem
 
     async def write(self, writes: Writes, version: int) -> None:
+        """Where there are several engines in one."""
         size = sum(values.nbytes for _, values in writes.values())
         async with posted(await aside(size, pack, writes)) as path:
             await self.update({"parcel": path}, "vLLM did not take the weights", version)

@@ -22,7 +22,11 @@ from .common.backend import Door
 
 
 class Holding:
-    """Of one door. awake: set while it does not sleep; changed only by those who await `sleep` and `wake`."""
+    """Of one door; changed only by those who await `sleep` and `wake`.
+
+    awake: set while it does not sleep. in_place: set while its weights are where they are computed with, also if its
+    KV cache is not.
+    """
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -30,6 +34,8 @@ class Holding:
         self._is_held = False
         self.awake = asyncio.Event()
         self.awake.set()
+        self.in_place = asyncio.Event()
+        self.in_place.set()
         self._lock = asyncio.Lock()
 
     @property
@@ -73,14 +79,19 @@ class Holding:
     async def _follow_to_the_end(self) -> None:
         await asyncio.shield(asyncio.ensure_future(self.follow()))
 
-    async def sleep(self, fall_asleep: Callable[[], Awaitable[None]]) -> None:
+    async def sleep(self, fall_asleep: Callable[[], Awaitable[None]], *, with_weights: bool = True) -> None:
         """Raises EngineUnsupported, where nothing has changed, or EngineError, where that is not known."""
         async with self._lock:
+            was_in_place = self.in_place.is_set()
             self.awake.clear()  # from here on only waking makes sure that it is not
+            if with_weights:
+                self.in_place.clear()
             try:
                 await fall_asleep()
             except EngineUnsupported:
                 self.awake.set()
+                if was_in_place:
+                    self.in_place.set()
                 raise
 
     async def wake(self, wake: Callable[[], Awaitable[None]]) -> None:
@@ -89,6 +100,7 @@ class Holding:
             async with self._lock:
                 await wake()
                 self._is_held = False
+                self.in_place.set()
                 self.awake.set()  # vLLM goes on by itself
         await self.follow()
 

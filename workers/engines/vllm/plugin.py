@@ -22,9 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .common.names import BACKEND, PROBE, log
+from .common.names import BACKEND, MPS, PROBE, log
 
 CHECK_S = 0.5
+LINGER_S = 1.0  # a guard that has had no orders for half of it lets no step begin, whoever killed the worker
+IDLE_S = 2.0  # then for the device to become idle
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 OWNER = "ROLLFAB_VLLM_OWNER"  # environment variable: the process whose children die with it
 SAID = "ROLLFAB_PLUGIN_SAID"  # environment variable: what was said to be left out
@@ -162,15 +164,27 @@ def _die_with(parent_pid: int) -> None:
     """Kill this process once `parent_pid` is no longer its parent.
 
     The kernel does it at once where it can; the thread is for systems where it cannot, and for a parent that was gone
-    before the kernel was told.
+    before the kernel was told. A client of MPS goes only once the device is idle: its kill could end serving's engine.
     """
-    if sys.platform == "linux":
+    is_mps_client = MPS in os.environ
+    if sys.platform == "linux" and not is_mps_client:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     never = threading.Event()
 
     def watch() -> None:
         while os.getppid() == parent_pid:
             never.wait(CHECK_S)
+        if is_mps_client:
+            never.wait(LINGER_S)
+            _wait_for_the_device()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _wait_for_the_device() -> None:
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        waiting = threading.Thread(target=torch.cuda.synchronize, name="parent-watch-device", daemon=True)
+        waiting.start()
+        waiting.join(IDLE_S)

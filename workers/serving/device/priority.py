@@ -9,8 +9,7 @@
 - "idle" can be taken back by anyone who may set it; "low" (nice 19) only with CAP_SYS_NICE.
 - "yield" changes nothing here: the engine's own thread gives way within a step (scheduling.py), where it can.
 - A worker's front end, which is what runs beside its engine, is on serving's processors too: FRONT_NICE.
-- On a GPU: the client priority of CUDA's multi-process service, which must be in the environment before CUDA starts.
-  Unverified on a GPU.
+- On a GPU: the client priority of CUDA's multi-process service, see mps.py.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ PRIORITIES = ("yield", "idle", "low", "normal")
 NICE_LOW = 19
 FRONT_NICE = 10  # a tenth against one normal thread: leases are renewed also while serving has all processors
 PASSES_MAX = 5  # threads may be started while others are being lowered
-MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"  # 0: normal, 1: below normal
 
 
 def check_priority(how: str) -> None:
@@ -132,15 +130,6 @@ def session_note(other_pid: int | None) -> str | None:
         "Linux shares this CPU between sessions first (autogroups), so priorities count little between two sessions:"
         " type sysctl kernel.sched_autogroup_enabled=0, or start both engines in one session"
     )
-
-
-def device_environment(how: str) -> dict[str, str]:
-    """What must be in the environment before CUDA starts, for a GPU under CUDA's multi-process service.
-
-    Without that service it is ignored: two processes then take turns, and only the guard protects serving.
-    """
-    check_priority(how)
-    return {} if how == "normal" else {MPS_PRIORITY: "1"}
 
 
 def children_of(pids: Iterable[int]) -> list[int]:

@@ -5,7 +5,7 @@ idle from the moment a serving request arrives.
   by computing beside serving. A step that has begun is what the guard cannot take back, and this can: within WATCH_S of
   a request's arrival the step goes on only where nothing else wants the processor.
 - Who may not raise a class again (without CAP_SYS_NICE) keeps the idle one from the first arrival on: safe, and slower.
-- Linux only.
+- Linux only. How long a step had the device is guarding/step_times.py's.
 """
 
 from __future__ import annotations
@@ -16,21 +16,6 @@ import time
 from collections.abc import Callable
 
 WATCH_S = 0.002
-OWN_FRACTION_MIN = 0.3  # of a step's duration: who had less of a processor waited for somebody else
-
-
-def device_time(passed_s: float, thread_s: float, *, computes_here: bool, is_one: bool) -> float | None:
-    """Seconds that a step had of the device; None: not known, at most as long as it took.
-
-    Args:
-        passed_s: from its beginning to its end.
-        thread_s: processor time of the thread that called for it.
-        computes_here: that thread computes, and may have had to give way for long. Else it may do so, or only wait for
-            a GPU or other threads.
-        is_one: no other step was under way.
-    """
-    is_own = computes_here or (thread_s > OWN_FRACTION_MIN * passed_s and is_one)
-    return thread_s if is_own else None
 
 
 class YieldingThread:

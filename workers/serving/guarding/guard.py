@@ -59,6 +59,8 @@ class GuardConfig:
     """None: as the objectives ask for."""
     yields: bool = False
     """Whether the thread that computes on a CPU gives way within a step; see engines/vllm/step/serving_guard.py."""
+    is_mps_client: bool = False
+    """Whether both engines are clients of one MPS server, and a kill in the middle of a step may end serving's too."""
     policies: tuple[str, ...] = ()
     """Other rules to be measured against, as "module:factory"; policy 0 is ours."""
     options: dict[str, Any] = field(default_factory=dict)

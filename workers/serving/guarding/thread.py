@@ -3,15 +3,12 @@
 - The decision is taken on the engine's thread, in the moment before the step that it is about.
 - While the engine rests, or is held, the thread goes on learning, so that what is shown is of now and the first step is
   decided on models that are up to date. It never looks while a step is computed: that look would end nothing.
-- On a CPU a step's measure is the processor time of the engine's thread; elsewhere its duration.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,9 @@ from ...engines.base import Generation
 from ...engines.steps import Moment
 from ..probes.reader import ProbeReader
 from .guard import Guard, GuardConfig, GuardOrders
+from .step_times import StepTimes
 
 LOOK_S = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    began_s: float
-    thread_s: float
-    work: StepWork
 
 
 class GuardThread:
@@ -44,10 +35,9 @@ class GuardThread:
         reader = ProbeReader(Path(config.probe), config.probe_name, owner_uid=config.probe_owner_uid)
         self._guard = Guard(config, reader)
         self._clock = clock or SystemClock()
-        self._is_on_cpu = is_on_cpu
+        self._steps = StepTimes(is_on_cpu=is_on_cpu, computes_here=is_on_cpu, now_s=self._clock.now_s)
         self._lock = threading.Lock()  # of the guard and what follows
         self._work = StepWork(decode_count=slot_count)  # of the last step
-        self._step: _Step | None = None
         self._looked_at_s = 0.0
         self._leave = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollfab-guard", daemon=True)
@@ -80,30 +70,28 @@ class GuardThread:
     def before_step(self, moment: Moment) -> int | None:
         """What may run now."""
         with self._lock:
-            self._step = None
+            self._steps.forget()
             if not moment.requests:
                 return None
             self._work = moment.work
             now = self._looked_at_s = self._clock.now_s()
             allowed = self._guard.look(now, self._work).step_tokens
             if allowed != 0:
-                self._step = _Step(now, time.thread_time(), narrowed(self._work, allowed))
+                self._steps.begins(narrowed(self._work, allowed))
             return allowed
 
     def after_step(self, moment: Moment, ended: Sequence[Generation]) -> None:
         """A step is over, and measured."""
-        now, thread_s = self._clock.now_s(), time.thread_time()
         with self._lock:
-            step, self._step = self._step, None
+            step = self._steps.ended()
             if step is not None:
-                device_s = thread_s - step.thread_s if self._is_on_cpu else None
-                self._guard.stepped(step.began_s, now, step.work, device_s=device_s)
+                self._guard.stepped(step.began_s, step.ended_s, step.work, device_s=step.device_s)
 
     def _run(self) -> None:
         while not self._leave.wait(LOOK_S):
             with self._lock:
                 now = self._clock.now_s()
-                if self._step is None and now - self._looked_at_s >= LOOK_S:
+                if not self._steps.is_computing and now - self._looked_at_s >= LOOK_S:
                     self._looked_at_s = now
                     self._guard.look(now, self._work)
 

@@ -8,7 +8,7 @@ import pytest
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.deploy.local.up import UpOptions, start_roles
 from rollfab.deploy.roles.engines import EngineOptions, check_engine_options, patience_of
-from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.contract.errors import ConfigError, EngineUnsupported
 from rollfab.workers.engines.vllm.arguments import CPU_BLOCK_TOKENS, engine_arguments
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.common.environment import ALWAYS, ON_CPU, prepare_environment
@@ -24,6 +24,9 @@ from rollfab.workers.engines.vllm.common.environment import ALWAYS, ON_CPU, prep
         (EngineOptions(engine="vllm", device="cuda:1"), "CUDA_VISIBLE_DEVICES"),
         (EngineOptions(engine="vllm", server="http://here", words=("--seed", "3")), "start it with them"),
         (EngineOptions(engine="vllm", server="http://here", seed=3), "--seed"),
+        (EngineOptions(engine="vllm", server="http://here", dtype="float32"), "--dtype does not reach a server"),
+        (EngineOptions(dtype="bfloat17"), "--dtype bfloat17: weights are held as they are published"),
+        (EngineOptions(engine="vllm", dtype="fp8"), "never quantised: there are auto, bfloat16"),
         (EngineOptions(engine="vllm", server="http://here", log="x.log"), "--engine-log"),
         (EngineOptions(adapter_rank=8), "--adapter-rank is for --engine vllm"),
         (EngineOptions(engine="vllm", server="http://here", adapter_rank=8), "--adapter-rank is for a vLLM of our own"),
@@ -88,10 +91,12 @@ def test_up_gives_every_worker_its_engine_its_words_and_a_log_beside_its_own(
         port=1,
         engine="vllm",
         engine_words=("--block-size", "64"),
+        dtype="bfloat16",
     )
     start_roles(supervisor, "unix:///x", options)
     words = added["serving-0"]
     assert words[words.index("--engine") + 1] == "vllm"
+    assert words[words.index("--dtype") + 1] == "bfloat16"
     assert words[words.index("--engine-log") + 1] == str(tmp_path / "serving-0.vllm.log")
     assert words[words.index("--") + 1 :] == ["--block-size", "64"]
 
@@ -119,6 +124,25 @@ def test_on_a_gpu_only_what_the_fabric_needs_is_said():
     assert set(found) == {"model", "seed", "logprobs_mode", "max_num_seqs", "weight_transfer_config"}
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_preset_is_float32_on_every_device(on_cpu: bool):
+    # On a GPU vLLM's own "auto" makes bfloat16 of a float32 config, and no published preset would fit it.
+    assert engine_arguments(VllmConfig(), "/made", on_cpu=on_cpu)["dtype"] == "float32"
+    assert engine_arguments(VllmConfig(dtype="bfloat16"), "/made", on_cpu=on_cpu)["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_preset_is_float32_on_every_device_of_the_embedded_engine(device: str):
+    assert EngineOptions(device=device).for_transformers().held_dtype == "float32"
+    assert EngineOptions(device=device, dtype="float16").for_transformers().held_dtype == "float16"
+    own = EngineOptions(device=device, model="org/name").for_transformers().held_dtype
+    assert own == {"cpu": "float32", "cuda:1": "bfloat16"}[device]
+
+
+def test_the_dtype_that_was_typed_reaches_vllm():
+    assert EngineOptions(engine="vllm", dtype="float16").for_vllm(None).dtype == "float16"
+
+
 def test_what_the_user_gives_wins():
     given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "enforce_eager": False, "seed": 5}
     found = engine_arguments(VllmConfig(arguments=given), "/made", on_cpu=True)
@@ -140,6 +164,7 @@ def test_two_workers_do_not_draw_the_same_tokens_unless_they_are_told_to():
         ({"max_num_seqs": 65}, "--slots"),
         ({"max_model_len": 100}, "--context"),
         ({"seed": 4}, "--seed"),
+        ({"dtype": "float16"}, "--dtype"),
         ({"model": "org/other"}, "--model"),
         ({"load_format": "auto"}, "--load-format"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
@@ -149,8 +174,22 @@ def test_two_workers_do_not_draw_the_same_tokens_unless_they_are_told_to():
 )
 def test_what_the_fabric_decides_is_not_silently_changed(arguments: dict[str, object], named: str):
     with pytest.raises(ConfigError) as caught:
-        engine_arguments(VllmConfig(seed=3, arguments=arguments), "/made", on_cpu=True)
+        engine_arguments(VllmConfig(seed=3, dtype="float32", arguments=arguments), "/made", on_cpu=True)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"quantization": "fp8"}, r"quantised weights \(fp8\).*leave out --quantization"),
+        ({"enable_eplb": True, "enable_expert_parallel": True}, "--enable-eplb moves experts between ranks"),
+    ],
+)
+def test_weights_that_could_not_be_written_in_place_are_refused_at_the_start(arguments: dict[str, object], named: str):
+    with pytest.raises(EngineUnsupported, match=named):
+        engine_arguments(VllmConfig(model="org/name", arguments=arguments), "org/name", on_cpu=False)
+    beside = VllmConfig(model="org/name", arguments=arguments, adapter_rank=8)  # the model stays as it was loaded
+    assert arguments.items() <= engine_arguments(beside, "org/name", on_cpu=False).items()
 
 
 def test_a_value_that_the_fabric_would_choose_itself_is_no_contradiction():

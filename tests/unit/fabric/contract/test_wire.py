@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import InputError, PayloadTooLarge, SchemaUnknown, WireError
 from rollfab.fabric.contract.records import (
-    Rollout,
     RunConfig,
     Sampling,
     Span,
@@ -22,6 +21,7 @@ from rollfab.fabric.contract.records import (
     WorkerInfo,
 )
 from rollfab.fabric.contract.wire import check_size, dump_json, load_json
+from tests.support.records import new_rollout
 
 token = st.integers(-(2**31), 2**31 - 1)
 floats = st.floats(width=32, allow_nan=False)
@@ -83,21 +83,7 @@ def test_decoded_arrays_are_read_only_views() -> None:
 
 
 def test_nan_in_metadata_is_refused_where_json_would_make_it_null() -> None:
-    rollout = Rollout(
-        trajectory_id="g.0",
-        group_id="g",
-        task_id="t",
-        reward=math.nan,
-        finish_reason="terminated",
-        turn_count=0,
-        attempt=0,
-        seed=0,
-        spans=(),
-        prompt_ids=np.zeros(0, np.int32),
-        completion_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        completion_mask=np.zeros(0, np.uint8),
-    )
+    rollout = new_rollout((), reward=math.nan)
     with pytest.raises(InputError, match="reward"):
         rollout.encode()
     for seed in (None, 7):

@@ -18,7 +18,7 @@ from rollfab.fabric.versions.rank_parts import ShardMap, ShardSlice, check_regio
 def test_the_map_of_a_recorded_placement_covers_what_its_pieces_cover() -> None:
     torch = pytest.importorskip("torch")
     from rollfab.workers.engines.vllm.inplace.loader_trace import record
-    from rollfab.workers.engines.vllm.inplace.rank_part import shard_map
+    from rollfab.workers.engines.vllm.inplace.rank_part import RankPart, shard_map
 
     class Odd(torch.nn.Module):
         """One rank of a loader that transposes, takes half of each expert, interleaves, and keeps a scalar."""
@@ -44,9 +44,9 @@ def test_the_map_of_a_recorded_placement_covers_what_its_pieces_cover() -> None:
     made = shard_map(placement)
 
     for number, spec in enumerate(layout.tensors):
-        whole = np.arange(100, 100 + spec.element_count, dtype=np.int32)
-        placement.write_all(spec.name, torch.from_numpy(whole))
-        live = next(item for item in placement.memories.values() if item.name == spec.name).flat.numpy()
+        whole = np.arange(100, 100 + spec.element_count, dtype=np.uint32)
+        RankPart(placement, 0).take({spec.name: (None, whole)})()
+        live = next(item for item in placement.memories.values() if item.name == spec.name).flat.numpy().view(np.uint32)
         mapped = np.zeros_like(live)
         for _, one in made.by_tensor[number]:
             one.view(mapped)[...] = one.region.read(whole).reshape(-1, one.region.run)

@@ -128,11 +128,28 @@ def key_value_groups(rank: int, ranks: int) -> tuple[int, int]:
     return (ranks, rank) if ranks <= 2 else (2, rank * 2 // ranks)
 
 
-class Group:
-    """All ranks of an engine, or the one process that holds its model whole. Padding is of ones, and stays so."""
+class Device:
+    """Fake memory of a device: hands out copies of what is asked for, and counts them."""
 
-    def __init__(self, maps: Sequence[ShardMap]) -> None:
+    def __init__(self, bits: Bits) -> None:
+        self.bits, self.fetched_count = bits, 0
+
+    def __getitem__(self, where: Any) -> Bits:
+        found: Bits = self.bits[where].copy()
+        self.fetched_count += found.size
+        return found
+
+
+class Group:
+    """All ranks of an engine, or the one process that holds its model whole. Padding is of ones, and stays so.
+
+    is_far: whether live weights are on a device.
+    """
+
+    def __init__(self, maps: Sequence[ShardMap], *, is_far: bool = False) -> None:
         self.maps = maps
+        self.is_far = is_far
+        self.fetched_count = 0
         self.live = [
             {spec.name: np.ones(spec.element_count, spec.bits_dtype) for spec in each.local.tensors} for each in maps
         ]
@@ -156,7 +173,9 @@ class Group:
     def stage_rank(self, rank: int, versions: Sequence[Prepared]) -> Staged:
         """As a whole model takes chunks, and a rank the blocks that it needs."""
         part, live = self.maps[rank], self.live[rank]
-        stage = Stage(part, live if self.version >= 0 or not part.is_whole else None, self.version, self.sums[rank])
+        far = {name: Device(bits) for name, bits in live.items()}
+        seen: Any = far if self.is_far else live
+        stage = Stage(part, seen if self.version >= 0 or not part.is_whole else None, self.version, self.sums[rank])
         for prepared in versions:
             manifest = WeightManifest.decode(prepared.manifest.encode())
             stage.begin(manifest)
@@ -166,7 +185,9 @@ class Group:
                 if part.needs(row.region):
                     stage.take(row, memoryview(prepared.chunks[row.chunk])[row.offset : row.offset + row.length])
             stage.end()
-        return stage.finish()
+        staged = stage.finish()
+        self.fetched_count += sum(each.fetched_count for each in far.values())
+        return staged
 
     def commit(self, staged: Sequence[Staged]) -> None:
         for live, each in zip(self.live, staged, strict=True):
@@ -189,12 +210,14 @@ class Group:
         return [array for live in self.live for array in live.values()]
 
 
-def check_stage(shape: Shape, ranks: int, block: int, densities: Sequence[float], seed: int) -> None:
+def check_stage(
+    shape: Shape, ranks: int, block: int, densities: Sequence[float], seed: int, *, is_far: bool = False
+) -> None:
     """After a keyframe, a delta, several versions in one commit, and a chain, all hold what was published."""
     trainer = RandomTrainer(shape.layout, shape.cut(block, ranks), seed)
     maps = shape.maps(ranks)
     check_regions(shape.layout, {one.region for each in maps for one in each.slices if one.region.element_count})
-    group = Group(maps)
+    group = Group(maps, is_far=is_far)
     places = [array.ctypes.data for array in group._arrays()]
 
     group.bring(trainer.versions[0])
@@ -224,11 +247,12 @@ def check_stage(shape: Shape, ranks: int, block: int, densities: Sequence[float]
     block=st.sampled_from([0, 1, 5, 1000]),
     densities=st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0]), min_size=3, max_size=4),
     seed=st.integers(0, 99),
+    is_far=st.booleans(),
 )
 def test_after_every_version_each_rank_holds_its_slice_of_the_dense_model(
-    shape: Shape, ranks: int, block: int, densities: list[float], seed: int
+    shape: Shape, ranks: int, block: int, densities: list[float], seed: int, is_far: bool
 ) -> None:
-    check_stage(shape, ranks, block, densities, seed)
+    check_stage(shape, ranks, block, densities, seed, is_far=is_far)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +260,18 @@ def test_after_every_version_each_rank_holds_its_slice_of_the_dense_model(
 )
 @pytest.mark.parametrize("ranks", [WHOLE, 2])
 def test_tensors_of_more_than_one_block_are_brought_on_by_any_densities(ranks: int, densities: list[float]) -> None:
-    check_stage(Shape(hidden=1000, words=3001, rows=1), ranks, 1 << 21, densities, 0)
+    check_stage(Shape(hidden=1000, words=3001, rows=1), ranks, 1 << 21, densities, 0, is_far=ranks == 2)
+
+
+@pytest.mark.parametrize("ranks", [WHOLE, 2])
+def test_of_weights_on_a_device_only_the_elements_that_change_are_fetched(ranks: int) -> None:
+    shape = Shape(hidden=64, words=500)
+    trainer = RandomTrainer(shape.layout, shape.cut(0, ranks))
+    group = Group(shape.maps(ranks), is_far=True)
+    group.bring(trainer.versions[0])
+    group.fetched_count = 0
+    staged = group.stage([trainer.train(0.02)])
+    assert 0 < group.fetched_count == sum(each.changed_count for each in staged)
 
 
 @cache
@@ -369,6 +404,31 @@ def test_another_model_is_refused_by_name() -> None:
     assert "1 missing (extra)" in str(caught.value)
     assert "head" in str(caught.value)
     assert "embed: bfloat16[3, 4] instead of float32[3, 4]" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("held", "published", "mended"),
+    [
+        ("bfloat16", "float32", "with --dtype float32, or publish bfloat16"),
+        ("float32", "bfloat16", "with --dtype bfloat16, or publish float32"),
+        ("bfloat16", "float8_e4m3fn", "holds bfloat16: publish bfloat16"),
+    ],
+)
+def test_weights_of_another_dtype_are_refused_with_both_and_the_option(held: str, published: str, mended: str) -> None:
+    run, engine = (
+        Layout((TensorSpec("a", each, (3, 4)), TensorSpec("b", "int32", (2,)))) for each in (published, held)
+    )
+    with pytest.raises(LayoutMismatch) as caught:
+        Stage(whole(engine), None).begin(RandomTrainer(run).versions[0].manifest)
+    assert str(caught.value).startswith(f"the run's weights are {published}, this engine holds {held}: ")
+    assert mended in str(caught.value)
+
+
+def test_another_shape_is_not_taken_for_another_dtype() -> None:
+    run = Layout((TensorSpec("a", "float32", (4, 3)), TensorSpec("b", "float32", (2,))))
+    engine = Layout((TensorSpec("a", "bfloat16", (3, 4)), TensorSpec("b", "bfloat16", (2,))))
+    with pytest.raises(LayoutMismatch, match=r"a: float32\[4, 3\] instead of bfloat16\[3, 4\]"):
+        Stage(whole(engine), None).begin(RandomTrainer(run).versions[0].manifest)
 
 
 def test_a_keyframe_with_a_block_missing_is_refused() -> None:

@@ -104,7 +104,7 @@ def points() -> Iterator[Points]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Healing, "start", return_value=None))  # its calls are no points
-        for name in ("delta", "dense"):
+        for name in ("delta", "few", "dense"):
             stack.enter_context(mock.patch.object(Encoder, name, pointed(getattr(Encoder, name))))
         yield points
 

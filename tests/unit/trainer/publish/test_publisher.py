@@ -1,15 +1,15 @@
 """Publishing from a trainer: exact, checked before anything is written, and finished after every failure.
 
-What every way of publishing promises is checked of each (`make`): compared on the host, on a device (the CPU stands for
-it), and as the one rank of a group. Several ranks are processes: see test_sharded_publish.py.
+What every way of publishing promises is checked of each (`trainer`): compared on the host, on a device (the CPU stands
+for it), and as the one rank of a group. Several ranks are processes: see test_sharded_publish.py.
 """
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,15 @@ from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.fabric.versions.stage import Stage
 from rollfab.trainer.publish import upkeep
 from rollfab.trainer.publish.publisher import Publisher
-from rollfab.trainer.publish.tensors import collect
-from tests.support.weights.faulty_weights import RUN, FaultyStore, assert_published, published, small_model, train
-
-
-@pytest.fixture
-def store() -> FaultyStore:
-    return FaultyStore()
-
-
-@pytest.fixture
-def model() -> torch.nn.Module:
-    return small_model()
+from tests.support.weights.faulty_weights import (
+    RUN,
+    FaultyStore,
+    Trainer,
+    assert_published,
+    collect,
+    published,
+    small_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +58,17 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
-Make = Callable[[], Publisher]
-
-
 @pytest.fixture(params=["host", "device", "group"])
-def make(request: pytest.FixtureRequest, store: FaultyStore) -> Make:
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    """One that publishes in each way."""
     if request.param == "group":
-        return partial(Publisher, store, RUN, group=request.getfixturevalue("group"))
-    return partial(Publisher, store, RUN, compares_on=request.param)
+        return Trainer(group=request.getfixturevalue("group"))
+    return Trainer(compares_on=request.param)
 
 
 @pytest.fixture
-def publisher(make: Make) -> Publisher:
-    return make()
+def store() -> FaultyStore:
+    return FaultyStore()
 
 
 @pytest.fixture
@@ -81,22 +76,20 @@ def plain(store: FaultyStore) -> Publisher:
     return Publisher(store, RUN)
 
 
-async def test_the_first_version_is_a_keyframe_and_the_next_a_delta(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    first = await publisher.publish(model.named_parameters(), 0)
+async def test_the_first_version_is_a_keyframe_and_the_next_a_delta(trainer: Trainer) -> None:
+    first = await trainer.publish(0)
     with torch.no_grad():
-        next(iter(model.parameters()))[0, :3] += 1.0
-    second = await publisher.publish(model.named_parameters(), 1)
+        next(iter(trainer.model.parameters()))[0, :3] += 1.0
+    second = await trainer.publish(1, rate=0.0)
 
     assert (first.kind, first.density) == (KEYFRAME, 1.0)
     assert (second.kind, second.changed_count) == (DELTA, 3)
     assert second.payload_bytes < 100 < first.payload_bytes
-    assert second.density == 3 / sum(parameter.numel() for parameter in model.parameters())
-    await assert_published(store, model)
+    assert second.density == 3 / sum(parameter.numel() for parameter in trainer.model.parameters())
+    await trainer.check()
 
 
-async def test_every_kind_of_tensor_is_published_exactly(store: FaultyStore, publisher: Publisher) -> None:
+async def test_every_kind_of_tensor_is_published_exactly(trainer: Trainer) -> None:
     tensors = {
         "bf16": torch.randn(3, 4).to(torch.bfloat16),
         "f16": torch.randn(5).to(torch.float16),
@@ -109,8 +102,8 @@ async def test_every_kind_of_tensor_is_published_exactly(store: FaultyStore, pub
         "negative view": torch.view_as_complex(torch.randn(3, 2)).conj().imag,
     }
 
-    await publisher.publish(tensors, 0)
-    found = await fetch_weights(store, RUN)
+    await trainer.publisher.publish(tensors, 0)
+    found = await fetch_weights(trainer.store, RUN)
 
     assert found["bf16"].dtype == np.uint16
     assert found["f32"].dtype == np.float32
@@ -121,34 +114,26 @@ async def test_every_kind_of_tensor_is_published_exactly(store: FaultyStore, pub
         np.testing.assert_array_equal(found[name].reshape(-1).view(np.uint8), expected)
 
 
-async def test_what_was_fetched_can_be_published_again(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    await publisher.publish(model.named_parameters(), 0)
-
-    report = await publisher.publish(await fetch_weights(store, RUN), 1)
-
+async def test_what_was_fetched_can_be_published_again(trainer: Trainer) -> None:
+    await trainer.publish(0)
+    report = await trainer.publisher.publish(await fetch_weights(trainer.store, RUN), 1)
     assert (report.kind, report.changed_count, report.payload_bytes) == (DELTA, 0, 0)
 
 
-def test_tensors_on_the_host_are_not_copied(model: torch.nn.Module) -> None:
+def test_tensors_on_the_host_are_not_copied() -> None:
+    model = small_model()
     bits = collect(model.named_parameters()).bits
-
     for name, parameter in model.named_parameters():
         assert bits[name].ctypes.data == parameter.data_ptr()
 
 
-async def test_tied_tensors_are_refused_by_name(store: FaultyStore, publisher: Publisher) -> None:
-    shared = torch.zeros(4, 4)
-
-    with pytest.raises(LayoutMismatch, match="'embed' and 'head' are tied"):
-        await publisher.publish({"embed": shared, "head": shared}, 0)
-    assert await store.held(RUN) == []
+SHARED = torch.zeros(4, 4)
 
 
 @pytest.mark.parametrize(
     ("named", "error", "text"),
     [
+        ({"embed": SHARED, "head": SHARED}, LayoutMismatch, "'embed' and 'head' are tied"),
         ([("w", torch.zeros(1)), ("w", torch.ones(1))], LayoutMismatch, "'w' appears twice"),
         ({}, InputError, "no tensors"),
         ({"w\ud800": torch.zeros(1)}, InputError, "cannot be written as UTF-8"),
@@ -157,194 +142,165 @@ async def test_tied_tensors_are_refused_by_name(store: FaultyStore, publisher: P
         ({"w": torch.zeros(3, device="meta")}, InputError, "not a plain dense tensor"),
     ],
 )
-async def test_what_cannot_be_published_is_named(publisher: Publisher, named: Any, error: type, text: str) -> None:
+async def test_what_cannot_be_published_is_named(trainer: Trainer, named: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
-        await publisher.publish(named, 0)
+        await trainer.publisher.publish(named, 0)
+    assert await trainer.store.held(RUN) == []
 
 
 @pytest.mark.parametrize("version", [-1, 1 << 53, 1_700_000_000_123_456_789])
-async def test_a_version_that_the_broker_cannot_count_is_refused(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, version: int
-) -> None:
+async def test_a_version_that_the_broker_cannot_count_is_refused(trainer: Trainer, version: int) -> None:
     with pytest.raises(InputError, match="count up from 0"):
-        await publisher.publish(model.named_parameters(), version)
+        await trainer.publish(version)
 
-    assert await store.held(RUN) == []
-    await publisher.publish(model.named_parameters(), VERSION_MAX)
-    assert (await store.head(RUN)).version == VERSION_MAX
+    assert await trainer.store.held(RUN) == []
+    await trainer.publish(VERSION_MAX)
+    assert (await trainer.store.head(RUN)).version == VERSION_MAX
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"0.weight": torch.zeros(30, 40)}, r"0\.weight: float32\[30, 40\] instead of bfloat16\[30, 40\]"),
+        ({"0.weight": torch.zeros(40, 30).bfloat16()}, r"0\.weight: bfloat16\[40, 30\] instead of bfloat16\[30, 40\]"),
+        ({"0.bias": None}, r"1 missing \(0\.bias\)"),
+        ({"head": torch.zeros(2)}, r"1 unknown \(head\)"),
+    ],
+)
 async def test_another_layout_is_refused_before_anything_is_written(
-    store: FaultyStore, make: Make, publisher: Publisher, model: torch.nn.Module
+    trainer: Trainer, changes: dict[str, Any], text: str
 ) -> None:
-    await publisher.publish(model.named_parameters(), 0)
-
-    with pytest.raises(LayoutMismatch, match=r"0\.weight: float32\[30, 40\] instead of bfloat16\[30, 40\]"):
-        await publisher.publish(small_model().float().named_parameters(), 1)
-
-    with pytest.raises(LayoutMismatch, match="different"):
-        await make().publish(small_model().float().named_parameters(), 1)
-    assert await store.held(RUN) == [(0, KEYFRAME)]
+    await trainer.publish(0)
+    before = published(trainer.store)
+    named = {
+        name: each for name, each in {**dict(trainer.model.named_parameters()), **changes}.items() if each is not None
+    }
+    with pytest.raises(LayoutMismatch, match=text):
+        await trainer.publisher.publish(named, 1)
+    trainer.start()
+    with pytest.raises(LayoutMismatch, match=rf"{text}|different"):
+        await trainer.publisher.publish(named, 1)
+    assert published(trainer.store) == before
 
 
 @pytest.mark.parametrize("version", [0, 3])
-async def test_a_version_that_is_not_newer_is_refused(
-    publisher: Publisher, model: torch.nn.Module, version: int
-) -> None:
-    await publisher.publish(model.named_parameters(), 3)
-    train(model)
-
-    with pytest.raises(
-        VersionConflict, match=f"version {version} of run 'publish' is not newer than its head, version 3"
-    ):
-        await publisher.publish(model.named_parameters(), version)
+async def test_a_version_that_is_not_newer_is_refused(trainer: Trainer, version: int) -> None:
+    await trainer.publish(3)
+    said = f"version {version} of run 'publish' is not newer than its head, version 3"
+    with pytest.raises(VersionConflict, match=said):
+        await trainer.publish(version)
 
 
-async def test_publishing_the_same_again_changes_nothing(publisher: Publisher, model: torch.nn.Module) -> None:
-    first = await publisher.publish(model.named_parameters(), 0)
+async def test_publishing_the_same_again_changes_nothing(trainer: Trainer) -> None:
+    first = await trainer.publish(0)
+    assert await trainer.publish(0, rate=0.0) == first
 
-    assert await publisher.publish(model.named_parameters(), 0) == first
 
-
-async def test_the_older_of_two_publishers_is_told(
-    store: FaultyStore, make: Make, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    await publisher.publish(model.named_parameters(), 0)
-    await make().publish(model.named_parameters(), 1)
+async def test_the_older_of_two_publishers_is_told(trainer: Trainer) -> None:
+    await trainer.publish(0)
+    older = trainer.publisher
+    trainer.start()
+    await trainer.publish(1)
 
     with pytest.raises(VersionConflict, match="another publisher took over"):
-        await publisher.publish(model.named_parameters(), 2)
+        await older.publish(trainer.model.named_parameters(), 2)
 
 
-async def test_a_publisher_that_is_refused_at_its_start_takes_nobodys_place(
-    store: FaultyStore, make: Make, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    await publisher.publish(model.named_parameters(), 3)
-    train(model)
-
+async def test_a_publisher_that_is_refused_at_its_start_takes_nobodys_place(trainer: Trainer) -> None:
+    await trainer.publish(3)
+    first, model = trainer.publisher, trainer.model
     for named, version, error in (
         (model, 3, VersionConflict),
         (model, 1, VersionConflict),
         (small_model().float(), 9, LayoutMismatch),
     ):
+        trainer.start()
+        trainer.model = named
         with pytest.raises(error):
-            await make().publish(named.named_parameters(), version)
+            await trainer.publish(version)
 
-    assert (await publisher.publish(model.named_parameters(), 4)).kind == DELTA
+    assert (await first.publish(model.named_parameters(), 4)).kind == DELTA
 
 
 @pytest.mark.parametrize("place", ["put_chunks", "put_manifest", "advance_head"])
 @pytest.mark.parametrize("how", ["fail_at", "lose_answer_at"])
-async def test_a_publish_that_failed_is_finished_by_the_next(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module, place: str, how: str
-) -> None:
+async def test_a_publish_that_failed_is_finished_by_the_next(trainer: Trainer, place: str, how: str) -> None:
     # Given a version whose sending broke off, and weights that moved on in place
-    await publisher.publish(model.named_parameters(), 0)
-    train(model)
-    setattr(store, how, place)
+    await trainer.publish(0)
+    setattr(trainer.store, how, place)
     with pytest.raises(BrokerError):
-        await publisher.publish(model.named_parameters(), 1)
-    first = small_model()
-    first.load_state_dict(model.state_dict())
-    train(model, rate=1.0)
+        await trainer.publish(1)
+    first = copy.deepcopy(trainer.model)
 
     # When
-    report = await publisher.publish(model.named_parameters(), 2)
+    report = await trainer.publish(2, rate=1.0)
 
     # Then both are there, exactly
     assert report.kind == DELTA
-    await assert_published(store, first, 1)
-    await assert_published(store, model, 2)
+    await assert_published(trainer.store, first, 1)
+    await trainer.check(2)
 
 
-async def test_a_failed_publish_may_be_repeated_as_it_was(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    await publisher.publish(model.named_parameters(), 0)
-    train(model)
-    store.lose_answer_at = "advance_head"
+async def test_a_failed_publish_may_be_repeated_as_it_was(trainer: Trainer) -> None:
+    await trainer.publish(0)
+    trainer.store.lose_answer_at = "advance_head"
     with pytest.raises(BrokerError):
-        await publisher.publish(model.named_parameters(), 1)
+        await trainer.publish(1)
 
-    report = await publisher.publish(model.named_parameters(), 1)
+    report = await trainer.publish(1, rate=0.0)
 
     assert (report.version, report.kind) == (1, DELTA)
-    await assert_published(store, model, 1)
+    await trainer.check(1)
 
 
-async def test_a_restarted_trainer_goes_on_with_a_delta(store: FaultyStore, make: Make, model: torch.nn.Module) -> None:
-    await make().publish(model.named_parameters(), 0)
-    train(model)
-
-    report = await make().publish(model.named_parameters(), 1)
-
-    assert report.kind == DELTA
-    await assert_published(store, model)
-
-
-async def test_a_restarted_trainer_begins_with_a_keyframe_where_the_head_cannot_be_read(
-    store: FaultyStore, make: Make, model: torch.nn.Module
+@pytest.mark.parametrize(("is_readable", "kind"), [(True, DELTA), (False, KEYFRAME)])
+async def test_a_restarted_trainer_goes_on_with_a_delta_where_the_head_can_be_read(
+    trainer: Trainer, is_readable: bool, kind: str
 ) -> None:
-    await make().publish(model.named_parameters(), 0)
-    store.spoil[(0, KEYFRAME)] = 100
-    train(model)
+    await trainer.publish(0)
+    trainer.start()
+    if not is_readable:
+        trainer.store.spoil[(0, KEYFRAME)] = 100
 
-    report = await make().publish(model.named_parameters(), 1)
-
-    assert report.kind == KEYFRAME
-    await assert_published(store, model, 1)
+    assert (await trainer.publish(1)).kind == kind
+    await trainer.check(1)
 
 
-async def test_a_version_that_the_broker_has_no_room_for_leaves_nothing_behind(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    await publisher.publish(model.named_parameters(), 0)
-    before = published(store)
-    train(model)
-    store.room = 10
+async def test_a_version_that_the_broker_has_no_room_for_leaves_nothing_behind(trainer: Trainer) -> None:
+    await trainer.publish(0)
+    before = published(trainer.store)
+    trainer.store.room = 10
 
     with pytest.raises(BrokerFull, match=r"version 1 \(delta\).* has room for 10"):
-        await publisher.publish(model.named_parameters(), 1)
+        await trainer.publish(1)
 
-    assert published(store) == before
-    store.room = None
-    report = await publisher.publish(model.named_parameters(), 1)
+    assert published(trainer.store) == before
+    trainer.store.room = None
+    report = await trainer.publish(1, rate=0.0)
     assert (report.kind, report.version) == (DELTA, 1)
-    await assert_published(store, model)
+    await trainer.check()
 
 
-async def test_a_head_that_went_back_is_followed_by_a_keyframe(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
-) -> None:
+async def test_a_head_that_went_back_is_followed_by_a_keyframe(trainer: Trainer) -> None:
     # Given versions 0 and 1, of which the broker forgets the second, as a replica that takes over may
-    await publisher.publish(model.named_parameters(), 0)
-    before = store.tables.remember()
-    train(model)
-    await publisher.publish(model.named_parameters(), 1)
-    store.tables.fall_back(before)
+    await trainer.publish(0)
+    before = trainer.store.tables.remember()
+    await trainer.publish(1)
+    trainer.store.tables.fall_back(before)
 
-    # When the trainer goes on
-    train(model)
-    report = await publisher.publish(model.named_parameters(), 2)
-
-    # Then what it publishes needs nothing that was lost
-    assert report.kind == KEYFRAME
-    await assert_published(store, model)
+    # When the trainer goes on, then what it publishes needs nothing that was lost
+    assert (await trainer.publish(2)).kind == KEYFRAME
+    await trainer.check()
 
 
-async def test_a_first_publish_that_failed_is_finished_by_the_next(
-    store: FaultyStore, publisher: Publisher, model: torch.nn.Module
-) -> None:
-    store.fail_at = "advance_head"
+async def test_a_first_publish_that_failed_is_finished_by_the_next(trainer: Trainer) -> None:
+    trainer.store.fail_at = "advance_head"
     with pytest.raises(BrokerError):
-        await publisher.publish(model.named_parameters(), 0)
-    train(model)
+        await trainer.publish(0, rate=0.0)
 
-    report = await publisher.publish(model.named_parameters(), 1)
-
-    assert report.kind == DELTA
-    await assert_published(store, small_model(), 0)
-    await assert_published(store, model, 1)
+    assert (await trainer.publish(1)).kind == DELTA
+    await assert_published(trainer.store, small_model(), 0)
+    await trainer.check(1)
 
 
 # ---- the chain
@@ -549,20 +505,17 @@ async def test_a_snapshot_with_a_flipped_bit_is_healed_by_its_next_keyframe() ->
     np.testing.assert_array_equal(snapshot.sums, keyframe.manifest.sums)
 
 
-async def test_long_chains_get_a_keyframe_and_old_ones_go(
-    store: FaultyStore, plain: Publisher, model: torch.nn.Module
-) -> None:
-    keyframe_count = 0
+async def test_long_chains_get_a_keyframe_and_old_ones_go() -> None:
+    trainer, keyframe_count = Trainer(), 0
     for version in range(60):
-        train(model)
-        report = await plain.publish(model.named_parameters(), version)
+        report = await trainer.publish(version)
         keyframe_count += report.kind == KEYFRAME or report.keyframe_bytes > 0
-        held = await store.held(RUN)
+        held = await trainer.store.held(RUN)
         assert sum(kind == KEYFRAME and at < version - GRACE_COUNT for at, kind in held) <= 1
 
     assert keyframe_count > 3
     assert held[0][0] > 20
-    await assert_published(store, model)
+    await trainer.check()
 
 
 def test_the_publisher_does_not_load_torch_by_itself() -> None:

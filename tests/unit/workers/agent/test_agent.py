@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, WireError
-from rollfab.fabric.contract.records import Group, Lease, RunConfig, Span, TurnResult
+from rollfab.fabric.contract.records import Group, Lease, RunConfig, TurnResult
 from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnPush, TurnSettle
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
@@ -24,6 +23,8 @@ from rollfab.workers.agent.worker import AgentConfig, AgentWorker
 from rollfab.workers.environments.registry import Registry
 from tests.standin.broker import DirectClient
 from tests.standin.fabric import StandInFabric
+from tests.support.records import made_of, result_of
+from tests.support.until import until
 
 TEXT = CharTokenizer()
 TO_THE_GOAL = "DDRRDR"  # on FrozenLake's own 4x4 map
@@ -84,15 +85,7 @@ class Setting:
             left -= len(exchange.claims)
             for claim in exchange.claims:
                 ids = TEXT.encode(TO_THE_GOAL[int(claim.job.turn_id.rsplit(".", 1)[1])])
-                spans = (Span(0, 1, "w", 4),)
-                logprobs = np.full(1, -0.5, np.float32)
-                result = TurnResult(
-                    turn_id=claim.job.turn_id,
-                    finish_reason="length",
-                    spans=spans,
-                    completion_ids=ids,
-                    logprobs=logprobs,
-                )
+                result = result_of(claim.job.turn_id, finish_reason="length", **made_of(ids, "w", 4))
                 await turns.exchange("w", settles=[TurnSettle(claim=claim, result=result)])
 
     async def start_again(self, **settings: Any) -> None:
@@ -116,14 +109,6 @@ class Setting:
     async def group(self) -> Group:
         (delivery,) = await self.fabric.rollouts(self.run).receive("trainer", 1, 1.0)
         return delivery.group
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    for _ in range(2500):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never came true")
 
 
 async def test_a_trajectory_becomes_a_token_exact_rollout() -> None:

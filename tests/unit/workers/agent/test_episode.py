@@ -19,6 +19,7 @@ from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.environments.registry import Registry
+from tests.support.records import result_of
 
 TEXT = CharTokenizer()
 KINDS = {"replay": "Scripted", "snapshot": "ScriptedBySnapshot", "restart": "ScriptedByRestart"}
@@ -80,11 +81,11 @@ def policy(context: Int32) -> tuple[Int32, np.ndarray]:
 
 def made(job: TurnJob) -> TurnResult:
     ids, logprobs = policy(job.prompt_ids)
-    return TurnResult(
-        turn_id=job.turn_id,
+    return result_of(
+        job.turn_id,
+        ids,
         finish_reason="length",
         spans=(Span(0, len(ids), "w", len(ids)),),
-        completion_ids=ids,
         logprobs=logprobs,
         context_digest=job.context_digest,
     )

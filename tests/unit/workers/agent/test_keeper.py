@@ -18,6 +18,7 @@ from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.workers.agent.keeper import Elsewhere, Keeper, KeeperConfig
 from rollfab.workers.environments.base import in_thread, time_limit
 from tests.standin.fabric import StandInFabric
+from tests.support.until import until
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 
@@ -71,9 +72,7 @@ class Stage:
 
         elsewhere = Elsewhere(open_fabric=open_fabric, make_ask_reward=lambda: ask)
         async with self._keeper.keeping(StandInFabric(), ask, elsewhere) as check:
-            async with asyncio.timeout(20):
-                while not self.renewed_at_s:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: self.renewed_at_s)
             yield
             check()
 
@@ -98,9 +97,7 @@ async def test_an_agent_that_hangs_is_spoken_for_no_more_until_it_turns_again(mo
         now_s = time.monotonic()
         assert stage.renewed_within(now_s - 1.0, now_s) == 0
         # And is again, once it turns
-        async with asyncio.timeout(20):
-            while not stage.renewed_within(now_s, time.monotonic()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: stage.renewed_within(now_s, time.monotonic()))
 
 
 async def test_what_is_lost_is_told_in_the_agent_s_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +110,7 @@ async def test_what_is_lost_is_told_in_the_agent_s_own_loop(monkeypatch: pytest.
     stage.part.lose = lambda lost: loops.append((asyncio.get_running_loop(), lost))  # type: ignore[method-assign]
     async with stage.kept():
         monkeypatch.setattr(RedisTrajectoryQueue, "renew", lose)
-        async with asyncio.timeout(20):
-            while not loops:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: loops)
     assert loops[0] == (asyncio.get_running_loop(), {"g.0": 1})
 
 

@@ -17,6 +17,7 @@ from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.agent.loop_watchdog import watching
 from rollfab.workers.environments.base import Environment, Observation, Step
 from rollfab.workers.environments.registry import Registry
+from tests.support.until import until
 
 BLOCKED_S = 0.4
 
@@ -71,9 +72,7 @@ async def test_an_environment_that_blocks_is_named_with_its_stack_and_the_remedy
 async def test_that_the_agent_goes_on_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
     with watching(BLOCKED_S):
         time.sleep(3 * BLOCKED_S)  # noqa: ASYNC251
-        async with asyncio.timeout(5):
-            while "agent.turns_again" not in caplog.messages:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: "agent.turns_again" in caplog.messages)
     assert caplog.messages == ["agent.is_blocked", "agent.turns_again"]
 
 

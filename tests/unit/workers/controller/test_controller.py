@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from rollfab.fabric.contract.clock import Clock, SystemClock
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
@@ -43,16 +44,24 @@ class Setting:
         self.board = self.fabric.board
         self.tables = self.fabric.tables
 
-    async def begin(self) -> Setting:
+    async def begin(self, open_count: int = 0, lend: str = "") -> Setting:
+        """open_count: trajectories that wait. lend: what was said of all serving workers."""
         await self.board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
         self.fabric.tables_of("r1").head_version = 0
-        await self.beat()
+        for role in ("dedicated", "serving"):
+            await self.beat(role)
+        if open_count:
+            self.demand(open_count)
+        if lend:
+            await self.board.set_lend("*", lend)
         return self
 
-    async def beat(self) -> None:
-        for role in ("dedicated", "serving"):
-            info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", model="m", slot_count=4)
-            await self.board.heartbeat(info)
+    async def beat(self, worker_id: str, role: str = "", **facts: Any) -> WorkerInfo:
+        """A worker says that it lives."""
+        said = {"role": role or worker_id, "pid": 1, "host": "h", "model": "m", "slot_count": 4, **facts}
+        info = WorkerInfo(worker_id=worker_id, **said)
+        await self.board.heartbeat(info)
+        return info
 
     def demand(self, count: int, run_id: str = "r1") -> None:
         """Trajectories that wait, and a turn that is asked for."""
@@ -61,8 +70,8 @@ class Setting:
         run.trajectories.set_ready(f"g.{index}" for index in range(count))
         run.turns.set_ready(["g.99.0"] if count else [])
 
-    def controller(self, name: str = "c1") -> Controller:
-        return Controller(self.board, ControllerConfig(worker_id=name), SystemClock())
+    def controller(self, name: str = "c1", clock: Clock | None = None) -> Controller:
+        return Controller(self.board, ControllerConfig(worker_id=name), clock or SystemClock())
 
     async def held(self) -> dict[str, int]:
         return {name: lease.slot_count for name, lease in (await self.board.leases("r1")).items()}
@@ -75,23 +84,8 @@ async def test_a_dedicated_worker_gets_a_standing_lease() -> None:
     assert (lease.worker_id, lease.slot_count, lease.lease_until_ms) == ("dedicated", 4, None)
 
 
-async def test_a_serving_worker_is_lent_when_its_team_says_so_and_there_is_demand() -> None:
-    setting = await Setting().begin()
-    setting.demand(20)
-    controller = setting.controller()
-    await controller.tick(1)
-    assert await setting.held() == {"dedicated": 4}
-    await setting.board.set_lend("*", "on")
-    await controller.tick(1)
-    assert await setting.held() == {"dedicated": 4, "serving": 4}
-    await setting.board.set_lend("*", "off")
-    await controller.tick(1)
-    assert await setting.held() == {"dedicated": 4}
-
-
 async def test_an_unchanged_lease_keeps_its_epoch_and_a_changed_one_gets_a_higher() -> None:
-    setting = await Setting().begin()
-    setting.demand(20)
+    setting = await Setting().begin(20)
     await setting.board.set_lend("serving", "2")
     controller = setting.controller()
     await controller.tick(1)
@@ -102,22 +96,6 @@ async def test_an_unchanged_lease_keeps_its_epoch_and_a_changed_one_gets_a_highe
     await controller.tick(1)
     second = (await setting.board.leases("r1"))["serving"]
     assert (second.slot_count, second.lease_epoch > first.lease_epoch) == (3, True)
-
-
-async def test_a_leader_that_was_replaced_changes_nothing() -> None:
-    setting = await Setting().begin()
-    setting.demand(20)
-    await setting.board.set_lend("*", "on")
-    old, new = setting.controller("old"), setting.controller("new")
-    await old.tick(1)
-    await new.tick(2)
-    before = await setting.board.leases("r1")
-    await setting.board.set_lend("*", "2")
-    await old.tick(1)
-    after = await setting.board.leases("r1")
-    assert {name: lease.lease_epoch for name, lease in after.items()} == {
-        name: lease.lease_epoch for name, lease in before.items()
-    }
 
 
 async def test_a_new_leader_takes_standing_leases_over() -> None:
@@ -152,16 +130,14 @@ async def test_the_end_of_a_lease_is_an_event_though_its_worker_has_left() -> No
 
 async def test_hours_pass_by_the_broker_machine_s_time_and_not_by_the_controller_s() -> None:
     # Given a broker on a Friday noon, and a controller whose clock shows 1970
-    setting = await Setting(FridayClock()).begin()
-    setting.demand(20)
+    setting = await Setting(FridayClock()).begin(20)
     await setting.board.set_lend("*", LendSetting(mode="on", hours=["fri 11:00-13:00"]))
-    await Controller(setting.board, ControllerConfig(worker_id="c1"), HandClock()).tick(1)
+    await setting.controller(clock=HandClock()).tick(1)
     assert "serving" in await setting.held()
 
 
 async def test_a_row_of_the_plan_is_short_whatever_a_team_has_said() -> None:
-    setting = await Setting().begin()
-    setting.demand(20)
+    setting = await Setting().begin(20)
     await setting.board.set_lend("*", LendSetting(mode="off", reason="because " * 60))
     await setting.controller().tick(1)
     reason = next(row.reason for row in (await setting.board.plan()).rows if row.worker_id == "serving")
@@ -172,7 +148,7 @@ async def test_after_a_gap_nobody_is_taken_for_dead_at_once() -> None:
     # Given a controller that could not reach the broker for a minute, like everyone else
     clock = HandClock()
     setting = await Setting().begin()
-    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    controller = setting.controller(clock=clock)
     await controller.tick(1)
     setting.tables.silence("dedicated", 60_000)
     # When it ticks again, then workers have time to be heard before any is forgotten
@@ -190,8 +166,7 @@ async def two_busy_runs() -> Setting:
     setting = await Setting().begin()
     await setting.board.create_run(RunConfig(run_id="r2", model="m", environment="e", weight=1.0))
     await setting.board.forget_worker("serving")
-    info = WorkerInfo(worker_id="dedicated", role="dedicated", pid=1, host="h", model="m", slot_count=4, run_id="r1")
-    await setting.board.heartbeat(info)
+    await setting.beat("dedicated", run_id="r1")
     for run_id in ("r1", "r2"):
         setting.fabric.tables_of(run_id).head_version = 0
         setting.demand(20, run_id)
@@ -210,7 +185,7 @@ async def served(setting: Setting, controller: Controller, clock: HandClock, tic
 
 async def test_two_runs_take_turns_on_one_worker() -> None:
     setting, clock = await two_busy_runs(), HandClock()
-    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    controller = setting.controller(clock=clock)
     found = await served(setting, controller, clock, 4 * 120)
     assert 0.4 < found.count("r1") / len(found) < 0.6
     changes = [index for index in range(1, len(found)) if found[index] != found[index - 1]]
@@ -222,7 +197,7 @@ async def test_a_run_that_asks_for_no_turn_takes_nobodys_worker_for_long() -> No
     # Given two runs, of which one has trajectories open that never ask for a turn
     setting, clock = await two_busy_runs(), HandClock()
     setting.fabric.tables_of("r1").turns.set_ready([])
-    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    controller = setting.controller(clock=clock)
     # Then after a while the worker is the other's alone
     await served(setting, controller, clock, 200)
     assert set(await served(setting, controller, clock, 400)) == {"r2"}
@@ -234,40 +209,32 @@ async def test_a_run_that_asks_for_no_turn_takes_nobodys_worker_for_long() -> No
 async def test_a_controller_that_is_started_again_moves_no_worker_before_its_time() -> None:
     # Given a worker that was given to another run a moment ago, and does not say so yet
     setting, clock = await two_busy_runs(), HandClock()
-    first = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    first = setting.controller(clock=clock)
     while await setting.board.leases("r1") or not await setting.board.leases("r2"):
         await served(setting, first, clock, 1)
     # When a new controller takes over, then the worker stays for at least a slice
-    second = Controller(setting.board, ControllerConfig(worker_id="c2"), clock)
+    second = setting.controller("c2", clock)
     assert set(await served(setting, second, clock, 4 * 9)) == {"r2"}
 
 
 async def test_a_worker_whose_engine_sleeps_is_leased_and_one_that_failed_is_not() -> None:
-    setting = await Setting().begin()
-    setting.demand(20)
-    await setting.board.set_lend("*", "on")
+    setting = await Setting().begin(20, "on")
     for role, state in (("dedicated", "asleep"), ("serving", "failed")):
-        info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", model="m", slot_count=4, state=state)
-        await setting.board.heartbeat(info)
+        await setting.beat(role, state=state)
     await setting.controller().tick(1)
     assert await setting.held() == {"dedicated": 4}
 
 
 async def test_demand_goes_to_an_engine_that_is_awake_and_stays_where_one_is_being_woken() -> None:
     # Given demand for one of two serving workers, of which the first sleeps
-    setting = await Setting().begin()
-    setting.demand(6)
+    setting = await Setting().begin(6)
     for name in ("a", "b"):
         await setting.board.set_lend(name, "on")
-    infos = {
-        name: WorkerInfo(worker_id=name, role="serving", pid=1, host="h", model="m", slot_count=4, wake_ms=1500)
-        for name in ("a", "b")
-    }
     await setting.board.forget_worker("serving")
 
     async def beat(**states: str) -> None:
         for name, state in states.items():
-            await setting.board.heartbeat(dataclasses.replace(infos[name], state=state))
+            await setting.beat(name, "serving", wake_ms=1500, state=state)
 
     controller = setting.controller()
     await beat(a="asleep", b="ready")
@@ -286,10 +253,10 @@ async def test_demand_goes_to_an_engine_that_is_awake_and_stays_where_one_is_bei
 
 
 async def test_a_worker_is_lent_as_far_as_its_team_s_strictest_word_allows() -> None:
-    setting = await Setting().begin()
-    setting.demand(20)
+    setting = await Setting().begin(20)
     controller = setting.controller()
     for said, slots in (
+        ({}, None),
         ({"*": "on"}, 4),
         ({"*": "on", "serving": "3"}, 3),
         ({"serving": "off"}, None),
@@ -304,10 +271,9 @@ async def test_a_worker_is_lent_as_far_as_its_team_s_strictest_word_allows() -> 
 
 async def test_the_plan_is_kept_with_its_reasons_and_changes_at_most_once_a_second() -> None:
     # Given a serving worker that its team does not lend
-    clock, setting = HandClock(), await Setting().begin()
-    setting.demand(20)
+    clock, setting = HandClock(), await Setting().begin(20)
     await setting.board.set_lend("*", LendSetting(mode="off", said_by="ann", reason="incident 7"))
-    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    controller = setting.controller(clock=clock)
     await controller.tick(1)
     first = await setting.board.plan()
     assert (first.controller_id, first.term) == ("c1", 1)
@@ -334,9 +300,7 @@ async def test_the_plan_is_kept_with_its_reasons_and_changes_at_most_once_a_seco
 
 async def test_a_leader_that_was_replaced_writes_nothing_at_all() -> None:
     # Given a leader, and a successor that has ended the lease which it had granted
-    setting = await Setting().begin()
-    setting.demand(20)
-    await setting.board.set_lend("*", "on")
+    setting = await Setting().begin(20, "on")
     old, new = setting.controller("old"), setting.controller("new")
     first = await setting.board.lead("old", 10)
     await old.tick(first)
@@ -373,17 +337,11 @@ async def test_a_worker_that_looks_at_another_run_is_told_again() -> None:
 
 async def test_a_guard_that_stays_shut_gives_the_worker_back_and_it_rests_afterwards() -> None:
     # Given a lent worker
-    clock, setting = HandClock(), await Setting().begin()
-    setting.demand(20)
-    await setting.board.set_lend("*", "on")
-    info = WorkerInfo(
-        worker_id="serving", role="serving", pid=1, host="h", model="m", slot_count=4, probe="vllm", guard_state="open"
-    )
-    await setting.board.heartbeat(info)
-    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    clock, setting = HandClock(), await Setting().begin(20, "on")
+    controller = setting.controller(clock=clock)
 
     async def lent(guard_state: str, seconds: float) -> list[bool]:
-        await setting.board.heartbeat(dataclasses.replace(info, guard_state=guard_state))
+        await setting.beat("serving", probe="vllm", guard_state=guard_state)
         found = []
         for _ in range(int(seconds / 0.25)):
             clock.now += 0.25
@@ -411,12 +369,11 @@ def told(setting: Setting) -> list[tuple[str, str, str]]:
 
 async def test_a_run_that_stands_and_moves_again_is_told_once_each() -> None:
     # Given a run with work, a controller and no agent
-    setting = await Setting().begin()
-    setting.demand(3)
+    setting = await Setting().begin(3)
     setting.fabric.tables_of("r1").depth = 3
-    await setting.board.heartbeat(WorkerInfo(worker_id="c1", role="controller", pid=1, host="h"))
+    await setting.beat("c1", "controller")
     clock = HandClock()
-    controller = Controller(setting.board, ControllerConfig(worker_id="c1"), clock)
+    controller = setting.controller(clock=clock)
 
     async def look(count: int) -> None:
         for _ in range(count):
@@ -429,10 +386,8 @@ async def test_a_run_that_stands_and_moves_again_is_told_once_each() -> None:
     await look(5)
     assert told(setting) == [("run.stands", "r1", "no_agent")]
     # And when an agent comes, that it moves
-    agent = WorkerInfo(worker_id="a", role="agent", pid=1, host="h", environments=["e"], slot_count=4)
-    worker = setting.tables.workers["dedicated"]
-    await setting.board.heartbeat(agent)
-    await setting.board.heartbeat(dataclasses.replace(worker, run_id="r1", active_version=0))
+    await setting.beat("a", "agent", environments=["e"])
+    await setting.beat("dedicated", run_id="r1", active_version=0)
     await look(3)
     assert told(setting)[1:] == [("run.moves", "r1", "moves")]
 
@@ -443,7 +398,7 @@ async def test_a_successor_tells_again_what_stands() -> None:
     setting.fabric.tables_of("r1").depth = 3
     for term in (1, 2):
         clock = HandClock()
-        controller = Controller(setting.board, ControllerConfig(worker_id=f"c{term}"), clock)
+        controller = setting.controller(f"c{term}", clock)
         for _ in range(3):
             clock.now += 1.0
             await controller.tick(term)
@@ -456,9 +411,7 @@ async def test_the_plan_says_when_something_last_came_of_a_run() -> None:
     await controller.tick(1)
     (first,) = (await setting.board.plan()).runs  # type: ignore[union-attr]
     assert first.moved_at_ms > 0
-    await setting.board.heartbeat(
-        WorkerInfo(worker_id="d", role="dedicated", pid=1, host="h", model="m", run_id="r1", token_count=7)
-    )
+    await setting.beat("d", "dedicated", run_id="r1", token_count=7)
     survey = await setting.board.survey()
     census = Census()
     begun = census.moved_at_ms(survey)["r1"]

@@ -10,7 +10,7 @@ from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.standin.fabric import StandInFabric
-from tests.support.queue.played_worker import until
+from tests.support.until import until
 
 SERVING = WorkerInfo(worker_id="serving", role="serving", pid=1, host="here", model="m", slot_count=8)
 CONFIG = ControllerConfig(worker_id="controller", tick_s=0.05)

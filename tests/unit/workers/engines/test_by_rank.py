@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +16,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from rollfab.fabric.contract.errors import DigestMismatch, EngineError, WeightError  # noqa: E402
 from rollfab.fabric.format.layout import Layout, TensorSpec  # noqa: E402
 from rollfab.fabric.versions.commit import Staged  # noqa: E402
 from rollfab.workers.engines.base import Bits, TurnsAtCommit  # noqa: E402
-from rollfab.workers.engines.vllm.inplace import by_rank  # noqa: E402
+from rollfab.workers.engines.vllm.inplace import by_rank, rank_part  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.by_rank import VllmRanks, Write  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.lane import Lane, LiveBits  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.pieces import integers, piece_of  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.placement import Memory, Placement  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.rank_answers import StageOrder  # noqa: E402
@@ -72,6 +79,8 @@ class PartsDoor:
         for rank, part in enumerate(self.parts):
             if "commit" in information:
                 part.commit(information["commit"])
+            elif "stop" in information:
+                part.stop()
             elif rank != self.silent:
                 part.begin(StageOrder.from_row(information["stage"]))
 
@@ -94,11 +103,7 @@ class PartsEngine:
 
     async def apply(self, staged: Staged, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False) -> float:
         """A whole version."""
-        for part, placement in zip(self.door.parts, self.door.placements, strict=True):
-            part.was_written()
-            for name, (indices, values) in staged.writes.items():
-                assert indices is None
-                placement.write_all(name, integers(values))
+        await self.ranks.apply(await self.ranks.stage_writes(staged))
         return 0.0
 
     async def read_weights(self) -> dict[str, Bits]:
@@ -120,6 +125,16 @@ class Trainer(RandomTrainer):
 
 def receiver_of(trainer: Trainer, engine: PartsEngine) -> WeightReceiver:
     return WeightReceiver(trainer.store, RUN, engine, options=NO_AUDIT)  # type: ignore[arg-type]
+
+
+async def begun(rank_count: int = 2) -> tuple[Trainer, PartsEngine, WeightReceiver]:
+    """Ranks that hold version 0."""
+    trainer, engine = Trainer(rank_count), PartsEngine(rank_count)
+    await engine.ranks.survey()
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish(trainer.store)
+    assert await receiver.update()
+    return trainer, engine, receiver
 
 
 def assert_holds(engine: PartsEngine, bits: dict[str, Bits]) -> None:
@@ -168,10 +183,7 @@ async def test_a_rank_reads_its_own_blocks_alone() -> None:
 
 
 async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_are_until_a_keyframe_heals_it() -> None:
-    trainer, engine = Trainer(2), PartsEngine(2)
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    await receiver.update()
+    trainer, engine, receiver = await begun()
     torn = engine.door.placements[1].memories[0].flat
     torn ^= 1
     before = await engine.read_weights()
@@ -190,11 +202,7 @@ async def test_a_rank_whose_live_weights_are_wrong_keeps_all_of_them_where_they_
 @pytest.mark.parametrize("how", ["missing", "flipped", "sums"])
 async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(how: str) -> None:
     # Given ranks at version 0, and a delta that is damaged in the store
-    trainer, engine = Trainer(2), PartsEngine(2)
-    await engine.ranks.survey()
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    assert await receiver.update()
+    trainer, engine, receiver = await begun()
     before = dict(trainer.bits)
     await trainer.publish(trainer.store, 0.1)
     run = WeightTables.of(trainer.store, RUN)
@@ -244,13 +252,10 @@ async def test_a_block_that_is_damaged_on_its_way_to_a_rank_keeps_all_of_them_wh
 
 
 async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_there() -> None:
-    trainer, engine = Trainer(2), PartsEngine(2)
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    await receiver.update()
+    trainer, engine, receiver = await begun()
     norm = engine.door.placements[1].memories[1].flat
     norm ^= 1
-    engine.door.parts[1].was_written()
+    engine.door.parts[1].take({})()
     await trainer.publish(trainer.store, 0.01)  # changes next to nothing of it
     with pytest.raises(DigestMismatch, match=r"on rank 1 than on another that holds the same, in norm\.weight"):
         await receiver.update()
@@ -258,10 +263,7 @@ async def test_after_somebody_else_has_written_sums_are_made_anew_from_what_is_t
 
 async def test_a_rank_that_is_gone_or_silent_is_named_and_nothing_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_rank, "ANSWER_S", 0.5)
-    trainer, engine = Trainer(2), PartsEngine(2)
-    receiver = receiver_of(trainer, engine)
-    await trainer.publish(trainer.store)
-    await receiver.update()
+    trainer, engine, receiver = await begun()
     before = trainer.bits
     await trainer.publish(trainer.store, 0.5)
     engine.door.silent = 1
@@ -281,9 +283,10 @@ async def test_what_was_staged_before_another_order_or_another_commit_is_void() 
     staged = [await receiver._stage_by_ranks(engine.ranks, manifests, None) for _ in range(2)]
     with pytest.raises(WeightError, match="not staged any more"):
         await engine.ranks.apply(staged[0])
-    engine.ranks.forget()
+    await engine.apply(Staged(0, {name: (None, bits) for name, bits in trainer.bits.items()}))
     with pytest.raises(WeightError, match="not staged any more"):
         await engine.ranks.apply(staged[1])
+    assert_holds(engine, trainer.bits)
 
 
 @pytest.mark.parametrize("may", [True, False])
@@ -294,3 +297,117 @@ async def test_who_serves_others_takes_whole_versions_and_weights_held_in_parts_
     await receiver.update()
     assert_holds(engine, trainer.bits)
     assert receiver.stamp() == (None if may else (0, 1))
+
+
+class Shortage(TorchDispatchMode):
+    """Fake lack of memory: after so many new tensors and arrays there is none for the next."""
+
+    def __init__(self, allowed: int) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def spend(self, error: type[Exception]) -> None:
+        self.allowed -= 1
+        if self.allowed < 0:
+            raise error("no memory")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        olds = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in olds:
+            self.spend(torch.OutOfMemoryError)
+        return made
+
+
+class Inline:
+    """Fake thread: done when `start` returns."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self.start = target
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("density", [0.05, 1.0], ids=["sparse", "dense"])
+async def test_wherever_memory_ends_in_staging_live_weights_stay_whole_and_a_commit_needs_none(
+    monkeypatch: pytest.MonkeyPatch, density: float
+) -> None:
+    # Given a rank at version 0, which has memory for so many arrays and no more
+    trainer, engine = Trainer(1), PartsEngine(1)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish(trainer.store)
+    await receiver.update()
+    before = dict(trainer.bits)
+    await trainer.publish(trainer.store, density)
+    allowed, empty, work, commit = 0, np.empty, RankPart.work, RankPart.commit
+    (part,) = engine.door.parts
+
+    def poor(self: RankPart, *args: Any) -> None:
+        with Shortage(allowed) as shortage, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(np, "empty", lambda *rest, **more: shortage.spend(MemoryError) or empty(*rest, **more))  # type: ignore[func-returns-value]
+            work(self, *args)
+
+    def commit_without_memory(self: RankPart, ticket: str) -> None:
+        with Shortage(0):
+            commit(self, ticket)
+
+    monkeypatch.setattr(rank_part, "threading", SimpleNamespace(Thread=Inline))
+    monkeypatch.setattr(rank_part, "stand_aside", lambda lane: None)
+    monkeypatch.setattr(RankPart, "work", poor)
+    monkeypatch.setattr(RankPart, "commit", commit_without_memory)
+
+    # When it stages with ever more
+    problems = []
+    while not receiver.version:
+        try:
+            await receiver.update()
+        except WeightError as error:
+            problems.append(str(error))
+            assert_holds(engine, before)
+        allowed += 1
+    # Then it says what is lacking, and its live weights are version 0; until it is enough
+    assert len(problems) >= 8 and all("MemoryError: no memory" in each for each in problems)
+    assert_holds(engine, trainer.bits)
+    assert part._version == 1
+
+
+async def test_a_rank_that_is_told_to_stop_reads_nothing_more_and_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a rank that is in the middle of staging
+    trainer, engine = Trainer(2), PartsEngine(2)
+    receiver = receiver_of(trainer, engine)
+    await trainer.publish(trainer.store)
+    await receiver.update()
+    await trainer.publish(trainer.store, 0.1)
+    reads, may_read, read = [], threading.Event(), LiveBits.__getitem__
+
+    def slow(self: LiveBits, where: Any) -> Bits:
+        reads.append(where)
+        may_read.wait(60.0)
+        return read(self, where)
+
+    monkeypatch.setattr(LiveBits, "__getitem__", slow)
+    following = asyncio.create_task(receiver.update())
+    while not reads:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+    # When it is told to stop, and only then goes on
+    timer = threading.Timer(0.05, may_read.set)
+    timer.start()
+    await engine.ranks.stop()
+
+    # Then no thread of it is left, and the version is staged anew
+    assert not [thread for thread in threading.enumerate() if thread.name == "stage-part"]
+    assert await following
+    assert_holds(engine, trainer.bits)
+
+
+def test_live_bits_are_read_by_position_and_by_stretch_as_they_are_stored() -> None:
+    bits = np.arange(1000, dtype=np.uint16) * 65
+    live = LiveBits(integers(bits.copy()), bits.dtype, Lane(torch.device("cpu")), lambda: None)
+    places = np.array([999, 0, 500, 501], dtype=np.int64)
+    assert live[places].tolist() == bits[places].tolist()
+    assert live[10:20].tolist() == bits[10:20].tolist() and live[places].dtype == np.uint16
+    assert len(live[places[:0]]) == 0

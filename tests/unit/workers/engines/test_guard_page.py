@@ -14,9 +14,10 @@ import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
-from rollfab.workers.serving.device.scheduling import YieldingThread, device_time
+from rollfab.workers.serving.device.scheduling import YieldingThread
 from rollfab.workers.serving.guarding.guard import GuardOrders
 from rollfab.workers.serving.probes.probe_page import ProbeWriter
+from tests.support.until import wait_until
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,6 @@ class Computing:
         return os.sched_getscheduler(self._thread.native_id)
 
 
-def until(what: Callable[[], bool]) -> None:
-    """Wait for it; the test's timeout is the limit."""
-    while not what():
-        time.sleep(0.001)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
 def test_a_step_gives_way_once_a_request_arrives_and_the_next_one_does_not() -> None:
     arrived = [5]
@@ -111,8 +106,8 @@ def test_a_step_gives_way_once_a_request_arrives_and_the_next_one_does_not() -> 
     computing.do(lambda: yielding.begins(5, gives_way=True))
     assert computing.scheduler_class == os.SCHED_OTHER
     arrived[0] = 6
-    until(lambda: computing.scheduler_class == os.SCHED_IDLE)
-    until(lambda: yielding.gave_way_at_s is not None)
+    wait_until(lambda: computing.scheduler_class == os.SCHED_IDLE)
+    wait_until(lambda: yielding.gave_way_at_s is not None)
 
     computing.do(yielding.ended)
     assert yielding.gave_way_at_s is None
@@ -141,7 +136,7 @@ def test_who_has_given_way_or_computes_nothing_is_not_watched() -> None:
     computing.do(lambda: yielding.begins(5, gives_way=True))
     assert looks_meanwhile() > 0
     arrived[0] = 6
-    until(lambda: yielding.gave_way_at_s is not None)
+    wait_until(lambda: yielding.gave_way_at_s is not None)
     assert looks_meanwhile() == 0  # it has given way
 
     computing.do(yielding.ended)
@@ -162,7 +157,7 @@ def test_a_request_that_arrived_between_the_decision_and_the_step_counts() -> No
 
     computing.do(lambda: yielding.begins(5, gives_way=True))
 
-    until(lambda: computing.scheduler_class == os.SCHED_IDLE)
+    wait_until(lambda: computing.scheduler_class == os.SCHED_IDLE)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="scheduler classes are Linux'")
@@ -174,18 +169,3 @@ def test_a_step_that_need_not_give_way_does_not() -> None:
     time.sleep(0.05)
 
     assert computing.scheduler_class == os.SCHED_OTHER
-
-
-@pytest.mark.parametrize(
-    ("passed_s", "thread_s", "computes_here", "is_one", "expected"),
-    [
-        (0.500, 0.012, True, True, 0.012),  # it gave way for long, and that is not how long steps take
-        (0.500, 0.012, False, True, None),  # it waited: for a GPU, or for other threads
-        (0.014, 0.012, False, True, 0.012),
-        (0.014, 0.012, False, False, None),  # which of two steps the time was for is not known
-    ],
-)
-def test_a_step_counts_with_the_time_that_it_had_of_the_device(
-    passed_s: float, thread_s: float, computes_here: bool, is_one: bool, expected: float | None
-) -> None:
-    assert device_time(passed_s, thread_s, computes_here=computes_here, is_one=is_one) == expected

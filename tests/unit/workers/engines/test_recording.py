@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,6 +13,7 @@ from rollfab.fabric.contract.errors import LayoutMismatch, WeightError  # noqa: 
 from rollfab.fabric.format.layout import Layout  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.loader_trace import record, rehearse  # noqa: E402
 from rollfab.workers.engines.vllm.inplace.placement import Memory, Placement  # noqa: E402
+from rollfab.workers.engines.vllm.inplace.rank_part import RankPart  # noqa: E402
 
 LAYOUT = Layout.from_rows([["a", "float32", [4, 3]], ["b", "float32", [2, 3]]])
 Load = Callable[[Any, str, Any], object]
@@ -43,8 +45,8 @@ def test_a_fused_and_padded_parameter_is_written_and_read_in_place() -> None:
     rehearse(model, placement)
     assert torch.equal(model.w, torch.arange(24.0).view(8, 3))
 
-    placement.write_all("b", torch.full((6,), 9.0).view(torch.int32))
-    placement.write_some("a", torch.tensor([11, 0]), torch.tensor([5.0, 6.0]).view(torch.int32))
+    some = np.array([11, 0]), np.array([5.0, 6.0], np.float32).view(np.uint32)
+    RankPart(placement, 0).take({"b": (None, np.full(6, 9.0, np.float32).view(np.uint32)), "a": some})()
     placement.fill_padding()
 
     wanted = torch.arange(24.0).view(8, 3)

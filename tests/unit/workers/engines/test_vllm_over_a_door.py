@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,12 +19,15 @@ from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.inspect.safetensors import save_bits
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import EngineLimits, Generation, GenerationRequest, TurnsAtCommit, Writes
-from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights
+from rollfab.workers.engines.vllm.attached.model import ServedModel
+from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights, find_weights
 from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from rollfab.workers.engines.vllm.write_probe import DRAWN_COUNT, lively
 from rollfab.workers.serving.guarding.guard import GuardOrders
+from tests.support.until import until
 
 LAYOUT = Layout((TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,))))
 
@@ -110,11 +114,11 @@ class PlayedDoor:
 
     async def write(self, writes: Writes, version: int) -> None:
         self.note("write")
-        assert self.is_held
+        assert self.is_held or "release kv" in self.calls
 
     async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
         self.note(f"forget {turns}")
-        assert self.is_held
+        assert self.is_held or "release kv" in self.calls
 
     async def read(self, into: Mirror) -> None:
         self.note("read")
@@ -148,6 +152,24 @@ def ask(engine: VllmEngine, request_id: str, max_tokens: int = 60) -> None:
     engine.generate(
         GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=Sampling(max_tokens=max_tokens))
     )
+
+
+async def test_the_mirror_is_written_once_the_engine_goes_on(engine: VllmEngine, door: PlayedDoor) -> None:
+    held: list[bool] = []
+    mirror = engine._mirror
+    assert mirror is not None
+    take = mirror.take
+    mirror.take = lambda writes: held.append(door.is_held) or take(writes)  # type: ignore[func-returns-value, method-assign]
+    await engine.apply(Staged(1, B_ONES))
+    assert held == [False] and engine.weight_bits()["b"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_large_model_is_made_lively_by_repeating_what_was_drawn_once() -> None:
+    layout = Layout((TensorSpec("big", "bfloat16", (3, DRAWN_COUNT)), TensorSpec("norm", "float32", (7,))))
+    made = lively(layout)
+    rows = made["big"].reshape(3, DRAWN_COUNT)
+    assert (rows[0] == rows[1]).all() and len(np.unique(rows[0])) > 1000
+    assert made["norm"].view(np.float32).mean() > 0.5
 
 
 async def test_one_pause_serves_all_reasons_and_a_commit_is_one_of_them(engine: VllmEngine, door: PlayedDoor) -> None:
@@ -209,8 +231,7 @@ async def test_a_request_that_runs_through_a_commit_says_which_weights_made_what
     engine: VllmEngine, door: PlayedDoor
 ) -> None:
     ask(engine, "through")
-    while not len(engine.progress(["through"])[0].completion_ids):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: len(engine.progress(["through"])[0].completion_ids), every_s=0.0)
     await engine.apply(Staged(3, B_ONES))
     (ended,) = await engine.finished(5.0)
     (start, middle, old), (again, end, new) = ended.versions
@@ -236,6 +257,21 @@ async def test_without_its_kv_cache_it_sleeps_and_pauses_hold_once_that_is_back(
     await engine.take_kv()
 
     assert door.calls[-2:] == ["take kv", "hold"]
+
+
+async def test_while_it_sleeps_nothing_is_written_into_memory_that_is_gone(
+    engine: VllmEngine, door: PlayedDoor
+) -> None:
+    await engine.sleep()
+    with pytest.raises(WeightError, match=r"version 1 was not applied: the engine sleeps"):
+        await engine.apply(Staged(1, B_ONES))
+    with pytest.raises(EngineError, match="sleeps"):
+        await engine.read_weights()
+    await engine.wake()
+    assert door.calls == ["sleep", "wake"]
+    await engine.release_kv()  # the weights stay
+    await engine.apply(Staged(1, B_ONES))
+    assert "write" in door.calls
 
 
 async def test_what_cannot_sleep_is_awake(engine: VllmEngine, door: PlayedDoor) -> None:
@@ -357,3 +393,32 @@ async def test_checkpoints_for_a_server_cannot_be_found_by_other_users(tmp_path:
         assert not directory.exists(), "it is gone once it is loaded"
     assert server.seen[0][0].name[-32:] != server.seen[1][0].name[-32:]
     await weights.close()
+
+
+# ---------------------------------------------------------------- what a server is
+
+
+def served(**info: Any) -> ServedModel:
+    said: dict[str, Any] = {"model_config": {"dtype": "torch.bfloat16"}, "device_config": "cuda", **info}
+    return ServedModel(
+        name="org/name",
+        root="org/name",
+        context_tokens_max=100,
+        vocabulary_size=50,
+        layout=LAYOUT,
+        server_version="0.32.0",
+        info=said,
+    )
+
+
+async def test_a_server_with_quantised_weights_is_refused_with_what_to_start_it_with() -> None:
+    client: Any = SimpleNamespace(url="http://here")
+    model = dataclasses.replace(served(), quantization="fp8")
+    with pytest.raises(EngineUnsupported, match=r"quantised weights \(fp8\).*without --quantization"):
+        await find_weights(client, model)
+
+
+async def test_the_weights_of_a_server_that_moves_its_experts_stay_as_they_are() -> None:
+    client: Any = SimpleNamespace(url="http://here")
+    found = await find_weights(client, served(parallel_config={"enable_eplb": True}))
+    assert found.kind == "fixed" and "start the server without --enable-eplb" in found.notes[0]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import EnvironmentFailed
 from rollfab.fabric.contract.limits import INFO_BYTES_MAX, OBSERVATION_BYTES_MAX
-from rollfab.fabric.contract.records import Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult, check_reward
+from rollfab.fabric.contract.records import Rollout, RunConfig, TrajectoryJob, TurnJob, TurnResult, check_reward
 from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.workers.agent.episode import Episode, Limits, weigh
@@ -18,6 +17,7 @@ from rollfab.workers.environments.base import Environment, Observation, Step
 from rollfab.workers.environments.failures import REASON_LENGTH_MAX, TRACEBACK_LENGTH_MAX, dead_letter
 from rollfab.workers.environments.pool import FREE_FAILURES, PAUSE_S_MAX, pause_s
 from rollfab.workers.environments.registry import Registry
+from tests.support.records import result_of
 from tests.support.worlds.attack_worlds import OddError
 
 MIB = 1 << 20
@@ -43,13 +43,7 @@ class Inside(Environment):
 
 class Caller:
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
-        return TurnResult(
-            turn_id=job.turn_id,
-            finish_reason="length",
-            spans=(Span(0, 1, "w", 0),),
-            completion_ids=np.full(1, 7, np.int32),
-            logprobs=np.zeros(1, np.float32),
-        )
+        return result_of(job.turn_id, (7,), finish_reason="length")
 
     async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
         raise AssertionError("it was too large to be saved")

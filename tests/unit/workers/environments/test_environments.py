@@ -21,6 +21,7 @@ from rollfab.workers.environments.frozenlake import FrozenLake
 from rollfab.workers.environments.guess_the_number import GuessTheNumber
 from rollfab.workers.environments.registry import Registry
 from rollfab.workers.rewards.functions import environment_sum, success
+from tests.support.records import new_rollout
 
 
 async def play(world: Environment, actions: str, task: dict[str, Any] | None = None, seed: int = 0) -> list[Step]:
@@ -215,22 +216,7 @@ async def test_an_environment_without_snapshots_says_so() -> None:
 
 
 def rollout(info: dict[str, Any], finish_reason: str = "terminated") -> Rollout:
-    return Rollout(
-        trajectory_id="g.0",
-        group_id="g",
-        task_id="t",
-        reward=None,
-        finish_reason=finish_reason,
-        turn_count=1,
-        attempt=1,
-        seed=0,
-        spans=(),
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.zeros(1, np.int32),
-        logprobs=np.zeros(1, np.float32),
-        completion_mask=np.ones(1, np.uint8),
-        info=info,
-    )
+    return new_rollout((0,), reward=None, finish_reason=finish_reason, info=info)
 
 
 def test_rewards_read_what_the_environment_said() -> None:

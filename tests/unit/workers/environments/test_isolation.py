@@ -25,6 +25,7 @@ from rollfab.workers.environments.isolated import IsolatedEnvironment
 from rollfab.workers.environments.pool import PoolConfig
 from rollfab.workers.environments.registry import Registry
 from tests.support.processes.process_groups import Groups
+from tests.support.until import wait_until
 from tests.support.worlds import isolated_worlds
 
 ROOT = Path(__file__).parents[4]
@@ -229,7 +230,7 @@ def test_none_outlives_an_agent_that_is_killed(way: str) -> None:
         assert agent.stdout is not None
         groups = Groups()
         groups.add(int(agent.stdout.readline()))
-        groups.wait_until(lambda: groups.held() == 1 and (not way.startswith("leave") or _daemons(groups) > 0))
+        wait_until(lambda: groups.held() == 1 and (not way.startswith("leave") or _daemons(groups) > 0))
         # When the agent is killed
         agent.kill()
     # Then its environment's processes go too

@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
-
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import RewardFailed
-from rollfab.fabric.contract.records import Rollout, RunConfig, Span
+from rollfab.fabric.contract.records import Rollout, RunConfig
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.rules.queue.retries import PROCESS_LOSS
 from rollfab.trainer.checks import make_groups
@@ -19,6 +17,8 @@ from rollfab.workers.rewards.jobs import BATCH_COUNT_MAX, QUEUED_S, RewardAsker
 from rollfab.workers.rewards.scoring import KEEP_S, Scoring, ScoringConfig
 from tests.standin.broker import DirectClient
 from tests.standin.fabric import StandInFabric
+from tests.support.records import rollout_of
+from tests.support.until import until
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake", reward="played")
 
@@ -79,23 +79,7 @@ class Setting:
         await self.fabric.rollouts(run).push(make_groups([task], count, [group]))
         queue, rows = self.fabric.trajectories(run), []
         for claim in await queue.claim("a", count):
-            ids = np.ones(1, np.int32)
-            rollout = Rollout(
-                trajectory_id=claim.job.trajectory_id,
-                group_id=group,
-                task_id=claim.job.task_id,
-                reward=None,
-                finish_reason="terminated",
-                turn_count=1,
-                attempt=0,
-                seed=0,
-                spans=(Span(0, 1, "w", 0),),
-                prompt_ids=ids,
-                completion_ids=ids,
-                logprobs=np.zeros(1, np.float32),
-                completion_mask=np.ones(1, np.uint8),
-            )
-            assert await queue.settle(claim, rollout, is_scored=False)
+            assert await queue.settle(claim, rollout_of(claim.job, None), is_scored=False)
             rows.append((claim.job.trajectory_id, claim.fence))
         return rows
 
@@ -108,9 +92,7 @@ class Setting:
         return self.fabric.tables_of(run_id).counters
 
     async def until_completed(self, count: int, run_id: str = "r1") -> None:
-        async with asyncio.timeout(5):
-            while self.counters(run_id).get("trajectories_completed", 0) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: self.counters(run_id).get("trajectories_completed", 0) >= count)
 
 
 @asynccontextmanager
@@ -218,11 +200,9 @@ async def test_a_reward_is_kept_only_while_it_is_seen_to() -> None:
     rows = await setting.waiting(1, work_s=1.3)
     async with at_work(setting.scoring):
         await setting.scoring.take("r1", rows)
-        async with asyncio.timeout(5):
-            while len(setting.queue.kept) < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            # Then it is asked for again soon after its worker has fallen silent, not after the time of the queue
-            assert setting.left_s(rows[0][0]) <= KEEP_S
+        await until(lambda: len(setting.queue.kept) >= 3)
+        # Then it is asked for again soon after its worker has fallen silent, not after the time of the queue
+        assert setting.left_s(rows[0][0]) <= KEEP_S
         await setting.until_completed(1)
         # and nothing is kept once it is done
         count = len(setting.queue.kept)
@@ -267,12 +247,9 @@ async def test_the_computing_ends_when_nobody_wants_the_reward_any_more() -> Non
     rows = await setting.waiting(1, work_s=60.0)
     async with at_work(setting.scoring):
         await setting.scoring.take("r1", rows)
-        async with asyncio.timeout(5):
-            while not setting.functions.begun:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await setting.fabric.rollouts(RUN).cancel("g")
-            while setting.scoring.running_count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: setting.functions.begun)
+        await setting.fabric.rollouts(RUN).cancel("g")
+        await until(lambda: not setting.scoring.running_count)
     assert setting.functions.running["r1"] == 0
 
 
@@ -333,9 +310,7 @@ async def test_a_process_that_was_lost_sets_its_run_back_to_one_at_a_time() -> N
         assert setting.functions.most["r1"] > 4
         rows = await setting.waiting(30, group="bad", work_s=0.03, fault="timeout")
         await setting.scoring.take("r1", rows)
-        async with asyncio.timeout(5):
-            while setting.counters().get("rewards_lost", 0) < 20:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: setting.counters().get("rewards_lost", 0) >= 20)
         setting.functions.most.clear()
         await asyncio.sleep(0.1)
         assert setting.functions.most.get("r1", 0) <= 2  # one, and one that has cost something before

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.contract.records import Lease
 from rollfab.fabric.rules.queue.engine_sleep import ActivationFacts, ActivationRule, Move, Rest, decide
 from rollfab.fabric.rules.queue.engine_watch import StallRule
 from rollfab.workers.engines.base import EngineStats
@@ -18,6 +17,7 @@ from rollfab.workers.rollout.engine_watch import EngineWatch
 from rollfab.workers.rollout.report import WINDOW_S, PrefixHits
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage
+from tests.support.virtual_time import in_virtual_time
 
 RULE = ActivationRule(sleep_after_s=5.0, retry_s=1.0, retry_s_max=8.0)
 
@@ -79,76 +79,65 @@ def new_stage() -> Stage:
     return Stage(clock=VirtualClock(asyncio.get_running_loop()))
 
 
-async def end_lease(stage: Stage, epoch: int) -> None:
-    lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=epoch, slot_count=0, lease_until_ms=None)
-    await stage.fabric.board.end_lease(lease)
+@in_virtual_time
+async def test_a_worker_without_a_lease_puts_its_engine_to_sleep_and_a_lease_wakes_it_before_a_turn_begins() -> None:
+    # Given a worker that was never leased
+    stage = new_stage()
+    await stage.ask(2)
+    async with stage.worker(sleep_after_s=5.0):
+        await asyncio.sleep(4.5)
+        assert (stage.engine.is_asleep, stage.info.state, stage.info.waits_for) == (False, "ready", "a lease")
+        await asyncio.sleep(1.0)
+        assert (stage.engine.is_asleep, stage.info.state) == (True, "asleep")
+        assert (stage.info.sleep_ms, stage.info.wake_ms, stage.info.engine) == (250, None, "played 1")
+        assert stage.info.error is None
+
+        # When it is leased, and its engine takes its time
+        stage.engine.is_deaf = True
+        await stage.lease(1, 2)
+        await asyncio.sleep(3.0)
+
+        # Then nothing is fetched and nothing claimed before it is awake
+        assert (stage.engine.wake_count, stage.receivers, stage.turns.exchanges) == (1, [], [])
+        assert stage.info.state == "loading"
+        stage.engine.is_deaf = False
+        await asyncio.sleep(0.5)
+        assert len(stage.engine.turns) == 2 and len(stage.receivers) == 1
+        assert (stage.info.state, stage.info.wake_ms) == ("ready", 1500)
+
+        # And it stays awake for as long as it has the lease, and sleeps again after it
+        stage.engine.end()
+        await asyncio.sleep(30.0)
+        assert stage.engine.sleep_count == 1
+        await stage.end_lease()
+        await asyncio.sleep(4.5)
+        assert not stage.engine.is_asleep
+        await asyncio.sleep(1.5)
+        assert stage.engine.is_asleep
 
 
-def test_a_worker_without_a_lease_puts_its_engine_to_sleep_and_a_lease_wakes_it_before_a_turn_begins() -> None:
-    async def work() -> None:
-        # Given a worker that was never leased
-        stage = new_stage()
-        await stage.ask(2)
-        async with stage.worker(sleep_after_s=5.0):
-            await asyncio.sleep(4.5)
-            assert (stage.engine.is_asleep, stage.info.state, stage.info.waits_for) == (False, "ready", "a lease")
-            await asyncio.sleep(1.0)
-            assert (stage.engine.is_asleep, stage.info.state) == (True, "asleep")
-            assert (stage.info.sleep_ms, stage.info.wake_ms, stage.info.engine) == (250, None, "played 1")
-            assert stage.info.error is None
-
-            # When it is leased, and its engine takes its time
-            stage.engine.is_deaf = True
-            await stage.lease(1, 2)
-            await asyncio.sleep(3.0)
-
-            # Then nothing is fetched and nothing claimed before it is awake
-            assert (stage.engine.wake_count, stage.receivers, stage.turns.exchanges) == (1, [], [])
-            assert stage.info.state == "loading"
-            stage.engine.is_deaf = False
-            await asyncio.sleep(0.5)
-            assert len(stage.engine.turns) == 2 and len(stage.receivers) == 1
-            assert (stage.info.state, stage.info.wake_ms) == ("ready", 1500)
-
-            # And it stays awake for as long as it has the lease, and sleeps again after it
-            stage.engine.end()
-            await asyncio.sleep(30.0)
-            assert stage.engine.sleep_count == 1
-            await end_lease(stage, 2)
-            await asyncio.sleep(4.5)
-            assert not stage.engine.is_asleep
-            await asyncio.sleep(1.5)
-            assert stage.engine.is_asleep
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_a_worker_that_was_not_told_to_sleep_never_does() -> None:
+    stage = new_stage()
+    async with stage.worker(heartbeat_s=10.0):
+        await asyncio.sleep(3600.0)
+    assert stage.engine.sleep_count == 0
 
 
-def test_a_worker_that_was_not_told_to_sleep_never_does() -> None:
-    async def work() -> None:
-        stage = new_stage()
-        async with stage.worker():
-            await asyncio.sleep(3600.0)
-        assert stage.engine.sleep_count == 0
-
-    on_virtual_time(work())
-
-
-def test_a_lease_that_comes_while_the_engine_falls_asleep_wakes_it_at_once() -> None:
-    async def work() -> None:
-        stage = new_stage()
-        await stage.ask(1)
-        async with stage.worker(sleep_after_s=1.0):
-            stage.engine.is_deaf = True
-            await asyncio.sleep(2.0)
-            assert (stage.engine.sleep_count, stage.info.state) == (1, "asleep")
-            await stage.lease(1, 1)
-            await asyncio.sleep(1.0)
-            assert stage.engine.wake_count == 0
-            stage.engine.is_deaf = False
-            await asyncio.sleep(0.5)
-            assert len(stage.engine.turns) == 1
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_a_lease_that_comes_while_the_engine_falls_asleep_wakes_it_at_once() -> None:
+    stage = new_stage()
+    await stage.ask(1)
+    async with stage.worker(sleep_after_s=1.0):
+        stage.engine.is_deaf = True
+        await asyncio.sleep(2.0)
+        assert (stage.engine.sleep_count, stage.info.state) == (1, "asleep")
+        await stage.lease(1, 1)
+        await asyncio.sleep(1.0)
+        assert stage.engine.wake_count == 0
+        stage.engine.is_deaf = False
+        await asyncio.sleep(0.5)
+        assert len(stage.engine.turns) == 1
 
 
 def test_an_engine_that_cannot_sleep_is_asked_once_and_stays_in_use(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,140 +159,126 @@ def test_an_engine_that_cannot_sleep_is_asked_once_and_stays_in_use(caplog: pyte
     assert [record.message for record in caplog.records].count("engine.cannot_sleep") == 1
 
 
-def test_an_engine_that_does_not_wake_uses_no_lease_says_why_and_is_tried_again() -> None:
-    async def work() -> None:
-        # Given an engine that sleeps, and will not wake
-        stage = new_stage()
-        await stage.ask(1)
-        async with stage.worker(sleep_after_s=1.0):
-            await asyncio.sleep(2.0)
-            stage.engine.wake_error = "out of memory"
-            await stage.lease(1, 1)
-            await asyncio.sleep(0.5)
+@in_virtual_time
+async def test_an_engine_that_does_not_wake_uses_no_lease_says_why_and_is_tried_again() -> None:
+    # Given an engine that sleeps, and will not wake
+    stage = new_stage()
+    await stage.ask(1)
+    async with stage.worker(sleep_after_s=1.0, heartbeat_s=0.4):
+        await asyncio.sleep(2.0)
+        stage.engine.wake_error = "out of memory"
+        await stage.lease(1, 1)
+        await asyncio.sleep(0.5)
 
-            # Then the worker is failed, with the reason, and claims nothing
-            assert stage.info.state == "failed"
-            assert stage.info.error == "the engine did not wake: out of memory"
-            assert (stage.receivers, stage.turns.exchanges) == ([], [])
+        # Then the worker is failed, with the reason, and claims nothing
+        assert stage.info.state == "failed"
+        assert stage.info.error == "the engine did not wake: out of memory"
+        assert (stage.receivers, stage.turns.exchanges) == ([], [])
 
-            # And when the controller has taken the lease away, it still tries, ever more rarely, until it is well
-            await end_lease(stage, 2)
-            await asyncio.sleep(600.0)
-            assert 10 <= stage.engine.wake_count <= 20
-            stage.engine.wake_error = ""
-            await asyncio.sleep(61.0)
-            assert stage.info.error is None
-            await stage.lease(3, 1)
-            await asyncio.sleep(0.5)
-            assert (stage.info.state, len(stage.engine.turns)) == ("ready", 1)
-
-    on_virtual_time(work())
+        # And when the controller has taken the lease away, it still tries, ever more rarely, until it is well
+        await stage.end_lease()
+        await asyncio.sleep(600.0)
+        assert 10 <= stage.engine.wake_count <= 20
+        stage.engine.wake_error = ""
+        await asyncio.sleep(61.0)
+        assert stage.info.error is None
+        await stage.lease(3, 1)
+        await asyncio.sleep(0.5)
+        assert (stage.info.state, len(stage.engine.turns)) == ("ready", 1)
 
 
-def test_an_engine_that_never_answers_its_waking_is_given_up() -> None:
-    async def work() -> None:
-        stage = new_stage()
-        await stage.ask(1)
-        async with stage.worker(sleep_after_s=1.0):
-            await asyncio.sleep(2.0)
-            stage.engine.is_deaf = True
-            await stage.lease(1, 1)
-            await asyncio.sleep(CHANGE_S - 1.0)
-            assert stage.info.state == "loading"
-            await asyncio.sleep(2.0)
-            assert stage.info.error == "the engine did not wake: no answer within 120 s"
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_an_engine_that_never_answers_its_waking_is_given_up() -> None:
+    stage = new_stage()
+    await stage.ask(1)
+    async with stage.worker(sleep_after_s=1.0):
+        await asyncio.sleep(2.0)
+        stage.engine.is_deaf = True
+        await stage.lease(1, 1)
+        await asyncio.sleep(CHANGE_S - 1.0)
+        assert stage.info.state == "loading"
+        await asyncio.sleep(2.0)
+        assert stage.info.error == "the engine did not wake: no answer within 120 s"
 
 
-def test_a_worker_leaves_while_its_engine_falls_asleep() -> None:
-    async def work() -> None:
-        stage = new_stage()
-        async with stage.worker(sleep_after_s=1.0) as task:
-            stage.engine.is_deaf = True
-            await asyncio.sleep(2.0)
-            assert stage.engine.sleep_count == 1
-        assert task.done() and WORKER not in stage.fabric.tables.workers
-        assert [each for each in asyncio.all_tasks() if each.get_name() == "engine sleep"] == []
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_a_worker_leaves_while_its_engine_falls_asleep() -> None:
+    stage = new_stage()
+    async with stage.worker(sleep_after_s=1.0) as task:
+        stage.engine.is_deaf = True
+        await asyncio.sleep(2.0)
+        assert stage.engine.sleep_count == 1
+    assert task.done() and WORKER not in stage.fabric.tables.workers
+    assert [each for each in asyncio.all_tasks() if each.get_name() == "engine sleep"] == []
 
 
 # ---- what is said of engines
 
 
-def test_a_sleeping_engine_is_neither_hung_nor_held() -> None:
-    async def work() -> None:
-        clock = VirtualClock(asyncio.get_running_loop())
-        engine = PlayedEngine()
-        watch = EngineWatch(engine, StallRule(stall_s=1.0, first_token_s=2.0), clock)  # type: ignore[arg-type]
+@in_virtual_time
+async def test_a_sleeping_engine_is_neither_hung_nor_held() -> None:
+    clock = VirtualClock(asyncio.get_running_loop())
+    engine = PlayedEngine()
+    watch = EngineWatch(engine, StallRule(stall_s=1.0, first_token_s=2.0), clock)  # type: ignore[arg-type]
 
-        async def look_for(seconds: float, running_count: int) -> None:
-            for _ in range(int(seconds / 0.1)):
-                await clock.sleep(0.1)
-                watch.look(running_count)
+    async def look_for(seconds: float, running_count: int) -> None:
+        for _ in range(int(seconds / 0.1)):
+            await clock.sleep(0.1)
+            watch.look(running_count)
 
-        watch.is_asleep = True
-        for pauses in ({"asleep"}, set()):
-            engine.pauses = pauses
-            await look_for(60.0, 1)
-            assert (watch.is_hung, watch.is_held_long, watch.trouble) == (False, False, None)
-        watch.is_asleep, engine.pauses = False, set()
-        await look_for(1.0, 1)
-        assert watch.may_take(0) is None
-        await look_for(3.0, 1)
-        assert watch.is_hung
-
-    on_virtual_time(work())
+    watch.is_asleep = True
+    for pauses in ({"asleep"}, set()):
+        engine.pauses = pauses
+        await look_for(60.0, 1)
+        assert (watch.is_hung, watch.is_held_long, watch.trouble) == (False, False, None)
+    watch.is_asleep, engine.pauses = False, set()
+    await look_for(1.0, 1)
+    assert watch.may_take(0) is None
+    await look_for(3.0, 1)
+    assert watch.is_hung
 
 
-def test_an_engine_held_by_limits_is_not_taken_for_hung() -> None:
-    async def work() -> None:
-        stage = new_stage()
-        await stage.ask(1)
-        await stage.lease(1, 1)
-        async with stage.worker(stall_s=1.0, first_token_s=1.0):
-            await asyncio.sleep(0.3)
-            assert len(stage.engine.turns) == 1
-            stage.engine.pauses = {"limits"}
-            await asyncio.sleep(30.0)
-            assert stage.info.state == "ready"
-            assert stage.turns.returned == [
-                (stage.turns.returned[0][0], False)
-            ]  # it goes on elsewhere, and lost nothing
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_an_engine_held_by_limits_is_not_taken_for_hung() -> None:
+    stage = new_stage()
+    await stage.ask(1)
+    await stage.lease(1, 1)
+    async with stage.worker(stall_s=1.0, first_token_s=1.0):
+        await asyncio.sleep(0.3)
+        assert len(stage.engine.turns) == 1
+        stage.engine.pauses = {"limits"}
+        await asyncio.sleep(30.0)
+        assert stage.info.state == "ready"
+        assert stage.turns.returned == [(stage.turns.returned[0][0], False)]  # it goes on elsewhere, and lost nothing
 
 
-def test_the_fraction_of_prompts_found_in_the_cache_is_that_of_recent_ones() -> None:
-    async def work() -> None:
-        clock = VirtualClock(asyncio.get_running_loop())
-        hits = PrefixHits(clock)
+@in_virtual_time
+async def test_the_fraction_of_prompts_found_in_the_cache_is_that_of_recent_ones() -> None:
+    clock = VirtualClock(asyncio.get_running_loop())
+    hits = PrefixHits(clock)
 
-        def look(prompt_count: int, cached_count: int) -> float | None:
-            return hits.look(
-                EngineStats(
-                    running_count=0,
-                    waiting_count=0,
-                    kv_used_fraction=0.0,
-                    step_count=0,
-                    token_count=0,
-                    active_version=0,
-                    prompt_token_count=prompt_count,
-                    cached_token_count=cached_count,
-                )
+    def look(prompt_count: int, cached_count: int) -> float | None:
+        return hits.look(
+            EngineStats(
+                running_count=0,
+                waiting_count=0,
+                kv_used_fraction=0.0,
+                step_count=0,
+                token_count=0,
+                active_version=0,
+                prompt_token_count=prompt_count,
+                cached_token_count=cached_count,
             )
+        )
 
-        assert look(0, 0) is None
-        assert look(100, 0) == 0.0
-        assert look(200, 50) == 0.25
-        await clock.sleep(WINDOW_S)
-        assert look(200, 50) == 0.25
-        await clock.sleep(WINDOW_S)
-        assert look(300, 150) == 1.0
-        await clock.sleep(2 * WINDOW_S)
-        look(300, 150)
-        await clock.sleep(WINDOW_S)
-        assert look(300, 150) is None
-
-    on_virtual_time(work())
+    assert look(0, 0) is None
+    assert look(100, 0) == 0.0
+    assert look(200, 50) == 0.25
+    await clock.sleep(WINDOW_S)
+    assert look(200, 50) == 0.25
+    await clock.sleep(WINDOW_S)
+    assert look(300, 150) == 1.0
+    await clock.sleep(2 * WINDOW_S)
+    look(300, 150)
+    await clock.sleep(WINDOW_S)
+    assert look(300, 150) is None

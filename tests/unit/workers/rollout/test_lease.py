@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
 
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, EngineError
@@ -15,10 +18,12 @@ from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import lease_bell
 from rollfab.workers.rollout.lease import LeaseKeeper, LeaseOptions
 from tests.standin.broker import Broker, DirectClient
-from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage, until
+from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage
+from tests.support.until import until
 
 INFO = WorkerInfo(worker_id=WORKER, role="dedicated", pid=1, host="h", model="m", slot_count=4)
 SERVING = replace(INFO, role="serving", pool="chat", running_count=2)
+LEASE = Lease(worker_id=WORKER, run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None)
 FRIDAY_NOON_MS = 1_700_222_400_000  # 17 November 2023, 12:00 UTC
 
 
@@ -55,22 +60,36 @@ class OddBoard(RedisLeaseBoard):
             await super().wait_lease(worker_id, timeout_s)
 
 
-def keeper_on(board: RedisLeaseBoard, *, heartbeat_s: float = 30.0) -> tuple[LeaseKeeper, list[str]]:
-    changes: list[str] = []
+async def keeper_on(
+    board: OddBoard, *, heartbeat_s: float = 30.0, duration_ms: int | None = None
+) -> tuple[LeaseKeeper, list[int]]:
+    """A keeper of a lease of four slots, and what it has said of them."""
+    await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
+    await board.set_lease(LEASE, duration_ms)
+    changes: list[int] = []
     options = LeaseOptions(worker_id=WORKER, heartbeat_s=heartbeat_s, retry_s=0.1)
-    tools = {"tell": lambda: INFO, "changed": lambda: changes.append("changed")}
-    return LeaseKeeper(board, PlayedEngine(), options, SystemClock(), **tools), changes  # type: ignore[arg-type]
+    tools = {"tell": lambda: INFO, "changed": lambda: changes.append(keeper.slot_count)}
+    keeper = LeaseKeeper(board, PlayedEngine(), options, SystemClock(), **tools)  # type: ignore[arg-type]
+    return keeper, changes
+
+
+@asynccontextmanager
+async def at_work(*works: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(work()) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_revoked_lease_is_known_long_before_the_next_heartbeat() -> None:
     # Given a worker that says hardly ever that it lives
     stage = Stage()
-    await stage.ask(1)
-    lease = await stage.lease(1, 1)
-    async with stage.worker(heartbeat_s=3600.0):
-        await until(lambda: stage.engine.turns)
+    async with stage.at_work(1, 1, heartbeat_s=3600.0):
         # When its lease ends, then its turn is back, and a new lease brings it here again
-        await stage.fabric.board.end_lease(lease)
+        await stage.end_lease()
         await until(lambda: stage.ready)
         await stage.lease(2, 1)
         await until(lambda: stage.engine.turns)
@@ -78,64 +97,45 @@ async def test_a_revoked_lease_is_known_long_before_the_next_heartbeat() -> None
 
 async def test_a_change_whose_ring_was_lost_is_known_by_the_next_heartbeat() -> None:
     board = OddBoard()
-    await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
-    keeper, changes = keeper_on(board, heartbeat_s=0.02)
-    task = asyncio.create_task(keeper.beat())
-    lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None)
-    await board.set_lease(lease, None)
-    await until(lambda: keeper.slot_count == 4)
-    await board.end_lease(lease)
-    await until(lambda: keeper.slot_count == 0)
-    task.cancel()
-    assert changes == ["changed", "changed"]
+    keeper, changes = await keeper_on(board, heartbeat_s=0.02)
+    async with at_work(keeper.beat):
+        await until(lambda: keeper.slot_count == 4)
+        await board.end_lease(LEASE)
+        await until(lambda: keeper.slot_count == 0)
+    assert changes == [4, 0]
 
 
 async def test_neither_a_broken_nor_a_stuck_doorbell_makes_a_worker_spin() -> None:
     for error in (BrokerError("the broker is away"), None):
         board = OddBoard()
         board.error = error
-        keeper, _ = keeper_on(board)
-        tasks = [asyncio.create_task(work()) for work in (keeper.beat, keeper.listen)]
-        await asyncio.sleep(0.4)
-        for task in tasks:
-            task.cancel()
+        keeper, _ = await keeper_on(board)
+        async with at_work(keeper.beat, keeper.listen):
+            await asyncio.sleep(0.4)
         assert 1 <= board.wait_count <= 21  # 0.4 s at one ring in 20 ms
         assert 1 <= board.beat_count <= 21
 
 
 async def test_a_lease_that_runs_out_holds_the_engine_though_the_broker_says_nothing() -> None:
     # Given a keeper that hears no more from the broker
-    board = OddBoard()
-    await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
-    lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None)
-    await board.set_lease(lease, 100)
-    engine, changes = PlayedEngine(), []
-    options = LeaseOptions(worker_id=WORKER, heartbeat_s=3600.0, retry_s=0.1)
-    keeper = LeaseKeeper(
-        board, engine, options, SystemClock(), tell=lambda: INFO, changed=lambda: changes.append(keeper.slot_count)
-    )  # type: ignore[arg-type]
-    tasks = [asyncio.create_task(work()) for work in (keeper.beat, keeper.watch)]
-    # When the time of its lease is over, then the engine is held until the turns are given back
-    await until(lambda: changes == [4, 0])
-    assert (keeper.has_run_out, engine.pauses) == (True, {"lease"})
-    await keeper.let_go()
-    assert (keeper.has_run_out, engine.pauses) == (False, set())
-    for task in tasks:
-        task.cancel()
+    keeper, changes = await keeper_on(OddBoard(), heartbeat_s=3600.0, duration_ms=100)
+    engine = keeper._engine
+    async with at_work(keeper.beat, keeper.watch):
+        # When the time of its lease is over, then the engine is held until the turns are given back
+        await until(lambda: changes == [4, 0])
+        assert (keeper.has_run_out, engine.pauses) == (True, {"lease"})
+        await keeper.let_go()
+        assert (keeper.has_run_out, engine.pauses) == (False, set())
 
 
 async def test_a_lease_in_doubt_gives_no_slots_until_a_heartbeat_has_said_which_is_good() -> None:
     board = OddBoard()
-    await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
-    lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None)
-    await board.set_lease(lease, None)
-    keeper, _ = keeper_on(board)
-    task = asyncio.create_task(keeper.beat())
-    await until(lambda: keeper.slot_count == 4)
-    keeper.doubt()
-    assert keeper.slot_count == 0
-    await until(lambda: keeper.slot_count == 4)
-    task.cancel()
+    keeper, _ = await keeper_on(board)
+    async with at_work(keeper.beat):
+        await until(lambda: keeper.slot_count == 4)
+        keeper.doubt()
+        assert keeper.slot_count == 0
+        await until(lambda: keeper.slot_count == 4)
     assert board.beat_count == 2
 
 
@@ -172,6 +172,11 @@ class Lent:
     keeper: LeaseKeeper
     changes: list[int] = field(default_factory=list)
 
+    async def say(self, word: str, subject: str = "*") -> None:
+        """What its team says; wait until that is so."""
+        await self.board.set_lend(subject, word)
+        await until(lambda: self.keeper.slot_count == 4 if word == "on" else self.engine.pauses == {"switch"})
+
 
 @asynccontextmanager
 async def lent(info: WorkerInfo = SERVING, *, heartbeat_s: float = 3600.0) -> AsyncIterator[Lent]:
@@ -180,7 +185,7 @@ async def lent(info: WorkerInfo = SERVING, *, heartbeat_s: float = 3600.0) -> As
     board.has_bell = True
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
     await board.heartbeat(info)
-    await board.set_lease(Lease(worker_id=WORKER, run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None), None)
+    await board.set_lease(LEASE, None)
     board.beat_count = 0
     options = LeaseOptions(worker_id=WORKER, heartbeat_s=heartbeat_s, retry_s=0.1)
     stage: Lent
@@ -193,14 +198,9 @@ async def lent(info: WorkerInfo = SERVING, *, heartbeat_s: float = 3600.0) -> As
         changed=lambda: stage.changes.append(keeper.slot_count),
     )
     stage = Lent(board, engine, keeper)
-    tasks = [asyncio.create_task(work()) for work in (keeper.beat, keeper.listen, keeper.watch)]
-    try:
+    async with at_work(keeper.beat, keeper.listen, keeper.watch):
         await until(lambda: keeper.terms is not None or board.beat_count)
         yield stage
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_serving_worker_has_no_lease_before_its_team_has_spoken() -> None:
@@ -208,8 +208,7 @@ async def test_a_serving_worker_has_no_lease_before_its_team_has_spoken() -> Non
         await until(lambda: stage.board.beat_count >= 1)
         assert (stage.keeper.lease, stage.keeper.slot_count) == (None, 0)
         assert stage.keeper.terms is not None and stage.keeper.terms.mode == "observe"
-        await stage.board.set_lend("*", "on")
-        await until(lambda: stage.keeper.slot_count == 4)
+        await stage.say("on")
         assert stage.engine.said == ["pause switch", "resume switch"]  # it had turns that nobody had leave for
 
 
@@ -225,12 +224,10 @@ async def test_dedicated_workers_have_no_terms_and_no_switch_moves_them() -> Non
 async def test_the_switch_holds_the_engine_and_takes_the_lease_though_the_broker_still_has_it() -> None:
     for word in ("off", "observe"):
         async with lent() as stage:
-            await stage.board.set_lend("*", "on")
-            await until(lambda: stage.keeper.slot_count == 4)
+            await stage.say("on")
             stage.engine.said.clear()
             # When its pool is taken back
-            await stage.board.set_lend("pool:chat", word)
-            await until(lambda: stage.engine.pauses == {"switch"})
+            await stage.say(word, "pool:chat")
             # Then it has no lease and does not get one, however often it asks, and is held once
             assert (stage.keeper.lease, stage.changes[-1]) == (None, 0)
             assert (await stage.board.leases("r1"))[WORKER].slot_count == 4
@@ -253,8 +250,7 @@ async def test_an_engine_that_has_nothing_to_do_is_not_held() -> None:
 
 async def test_a_cap_lowers_the_slots_at_once_and_no_cap_raises_them() -> None:
     async with lent() as stage:
-        await stage.board.set_lend("*", "on")
-        await until(lambda: stage.keeper.slot_count == 4)
+        await stage.say("on")
         await stage.board.set_lend(WORKER, "3")
         await until(lambda: stage.keeper.slot_count == 3)
         assert stage.changes[-1] == 3
@@ -288,32 +284,23 @@ async def test_a_team_that_cannot_be_heard_has_not_said_yes() -> None:
         assert stage.keeper.slot_count == 0
 
 
-async def test_a_hold_that_was_not_answered_is_released_again_until_it_is() -> None:
+@pytest.mark.parametrize(
+    ("error", "word", "said", "pauses"),
+    [("pause_error", "off", "pause switch", {"switch"}), ("resume_error", "on", "resume switch", set())],
+)
+async def test_a_hold_is_asked_for_and_released_until_that_is_answered(
+    error: str, word: str, said: str, pauses: set[str]
+) -> None:
     async with lent(heartbeat_s=0.02) as stage:
-        await stage.board.set_lend("*", "on")
-        await until(lambda: stage.keeper.slot_count == 4)
-        await stage.board.set_lend("*", "off")
-        await until(lambda: stage.engine.pauses == {"switch"})
-        stage.engine.resume_error = "it is busy"
-        await stage.board.set_lend("*", "on")
-        await until(lambda: stage.engine.said.count("resume switch") >= 3)
-        stage.engine.resume_error = ""
-        await until(lambda: stage.engine.pauses == set())
-        count = len(stage.engine.said)
-        await asyncio.sleep(0.1)
-        assert len(stage.engine.said) == count
-
-
-async def test_a_hold_is_asked_for_until_it_is_answered() -> None:
-    async with lent(heartbeat_s=0.02) as stage:
-        await stage.board.set_lend("*", "on")
-        await until(lambda: stage.keeper.slot_count == 4)
+        await stage.say("on")
+        if word == "on":
+            await stage.say("off")
         stage.engine.said.clear()
-        stage.engine.pause_error = "it is busy"
-        await stage.board.set_lend("*", "off")
-        await until(lambda: stage.engine.said.count("pause switch") >= 3)
-        stage.engine.pause_error = ""
-        await until(lambda: stage.engine.pauses == {"switch"})
+        setattr(stage.engine, error, "it is busy")
+        await stage.board.set_lend("*", word)
+        await until(lambda: stage.engine.said.count(said) >= 3)
+        setattr(stage.engine, error, "")
+        await until(lambda: stage.engine.pauses == pauses)
         count = len(stage.engine.said)
         await asyncio.sleep(0.1)
         assert len(stage.engine.said) == count
@@ -322,10 +309,8 @@ async def test_a_hold_is_asked_for_until_it_is_answered() -> None:
 async def test_what_is_taken_back_again_is_held_again_though_it_never_said_that_it_was_let_go() -> None:
     async with lent(heartbeat_s=0.02) as stage:
         # Given an engine that was let go, and whose answer to that is still missing
-        await stage.board.set_lend("*", "on")
-        await until(lambda: stage.keeper.slot_count == 4)
-        await stage.board.set_lend("*", "off")
-        await until(lambda: stage.engine.pauses == {"switch"})
+        await stage.say("on")
+        await stage.say("off")
         stage.engine.resume_error = "it is busy"
         await stage.board.set_lend("*", "on")
         await until(lambda: stage.engine.said[-1] == "resume switch")

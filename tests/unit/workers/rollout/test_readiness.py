@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
-from rollfab.fabric.contract.records import Lease
 from rollfab.workers.rollout.engine_sleep import MEMORY_AFTER_S, Readiness
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage
+from tests.support.virtual_time import in_virtual_time
 
 SOON_S = 0.5  # a worker looks four times a second
 
@@ -66,150 +66,131 @@ def new_stage() -> tuple[Stage, EngineWithMemory, PlayedMemory]:
     return stage, engine, engine.memory
 
 
-async def end_lease(stage: Stage, epoch: int) -> None:
-    lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=epoch, slot_count=0, lease_until_ms=None)
-    await stage.fabric.board.end_lease(lease)
+@in_virtual_time
+async def test_memory_goes_back_when_nothing_is_lent_and_is_here_before_a_turn_is_claimed() -> None:
+    # Given a worker that has no lease
+    stage, engine, memory = new_stage()
+    await stage.ask(2)
+    async with stage.worker():
+        await asyncio.sleep(MEMORY_AFTER_S - 0.1)
+        assert memory.calls == []
+        await asyncio.sleep(SOON_S)
+        assert (memory.calls, stage.info.state, stage.info.sleep_ms) == (["give"], "asleep", 100)
+
+        # When it is leased, and its memory takes its time
+        memory.take_s = 3.0
+        await stage.lease(1, 2)
+        await asyncio.sleep(2.5)
+
+        # Then nothing is claimed before it is here
+        assert (memory.calls, stage.turns.exchanges, stage.info.state) == (["give", "take"], [], "loading")
+        await asyncio.sleep(1.0)
+        assert (len(engine.turns), stage.info.wake_ms, stage.info.state) == (2, 200, "ready")
+
+        # And it stays for as long as there is a lease
+        await asyncio.sleep(60.0)
+        assert memory.calls == ["give", "take"]
 
 
-def test_memory_goes_back_when_nothing_is_lent_and_is_here_before_a_turn_is_claimed() -> None:
-    async def work() -> None:
-        # Given a worker that has no lease
-        stage, engine, memory = new_stage()
-        await stage.ask(2)
-        async with stage.worker():
-            await asyncio.sleep(MEMORY_AFTER_S - 0.1)
-            assert memory.calls == []
-            await asyncio.sleep(SOON_S)
-            assert (memory.calls, stage.info.state, stage.info.sleep_ms) == (["give"], "asleep", 100)
-
-            # When it is leased, and its memory takes its time
-            memory.take_s = 3.0
-            await stage.lease(1, 2)
-            await asyncio.sleep(2.5)
-
-            # Then nothing is claimed before it is here
-            assert (memory.calls, stage.turns.exchanges, stage.info.state) == (["give", "take"], [], "loading")
+@in_virtual_time
+async def test_a_lease_that_flickers_unmaps_nothing() -> None:
+    stage, _, memory = new_stage()
+    await stage.ask(1)
+    async with stage.worker():
+        for epoch in range(1, 21, 2):
+            await stage.lease(epoch, 1)
             await asyncio.sleep(1.0)
-            assert (len(engine.turns), stage.info.wake_ms, stage.info.state) == (2, 200, "ready")
-
-            # And it stays for as long as there is a lease
-            await asyncio.sleep(60.0)
-            assert memory.calls == ["give", "take"]
-
-    on_virtual_time(work())
+            await stage.end_lease()
+            await asyncio.sleep(1.0)
+        assert memory.calls == []
+        await asyncio.sleep(MEMORY_AFTER_S)
+        assert memory.calls == ["give"]
 
 
-def test_a_lease_that_flickers_unmaps_nothing() -> None:
-    async def work() -> None:
-        stage, _, memory = new_stage()
-        await stage.ask(1)
-        async with stage.worker():
-            for epoch in range(1, 21, 2):
-                await stage.lease(epoch, 1)
-                await asyncio.sleep(1.0)
-                await end_lease(stage, epoch + 1)
-                await asyncio.sleep(1.0)
-            assert memory.calls == []
-            await asyncio.sleep(MEMORY_AFTER_S)
-            assert memory.calls == ["give"]
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_a_team_that_says_off_has_the_memory_soon_whatever_lease_there_is() -> None:
+    stage, engine, memory = new_stage()
+    await stage.ask(1)
+    await stage.fabric.board.set_lend(WORKER, "on")
+    await stage.lease(1, 1)
+    async with stage.worker("serving"):
+        await asyncio.sleep(5.0)
+        assert (len(engine.turns), memory.calls) == (1, [])
+        await stage.fabric.board.set_lend("*", "off")
+        await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
+        assert (engine.turns, memory.calls) == ([], ["give"])
 
 
-def test_a_team_that_says_off_has_the_memory_soon_whatever_lease_there_is() -> None:
-    async def work() -> None:
-        stage, engine, memory = new_stage()
-        await stage.ask(1)
-        await stage.fabric.board.set_lend(WORKER, "on")
+@in_virtual_time
+async def test_an_engine_that_refuses_to_give_its_memory_is_asked_once_and_stays_in_use() -> None:
+    stage, engine, memory = new_stage()
+    memory.refusal = "no sleep mode: add -- --enable-sleep-mode"
+    await stage.ask(1)
+    async with stage.worker():
+        await asyncio.sleep(60.0)
+        assert (memory.calls, stage.info.sleep_note) == (["give"], memory.refusal)
         await stage.lease(1, 1)
-        async with stage.worker("serving"):
-            await asyncio.sleep(5.0)
-            assert (len(engine.turns), memory.calls) == (1, [])
-            await stage.fabric.board.set_lend("*", "off")
-            await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
-            assert (engine.turns, memory.calls) == ([], ["give"])
-
-    on_virtual_time(work())
+        await asyncio.sleep(SOON_S)
+        assert (len(engine.turns), stage.info.state, memory.calls) == (1, "ready", ["give"])
 
 
-def test_an_engine_that_refuses_to_give_its_memory_is_asked_once_and_stays_in_use() -> None:
-    async def work() -> None:
-        stage, engine, memory = new_stage()
-        memory.refusal = "no sleep mode: add -- --enable-sleep-mode"
-        await stage.ask(1)
-        async with stage.worker():
-            await asyncio.sleep(60.0)
-            assert (memory.calls, stage.info.sleep_note) == (["give"], memory.refusal)
-            await stage.lease(1, 1)
-            await asyncio.sleep(SOON_S)
-            assert (len(engine.turns), stage.info.state, memory.calls) == (1, "ready", ["give"])
+@in_virtual_time
+async def test_without_its_memory_a_worker_claims_nothing_says_why_and_tries_ever_more_rarely() -> None:
+    # Given memory that somebody else has taken
+    stage, engine, memory = new_stage()
+    await stage.ask(1)
+    async with stage.worker(heartbeat_s=0.25):
+        await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
+        memory.error = "out of memory"
+        await stage.lease(1, 1)
+        await asyncio.sleep(SOON_S)
+        assert stage.info.state == "failed"
+        assert stage.info.error == "the engine did not get its KV memory again: out of memory"
+        await asyncio.sleep(600.0)
+        assert 10 <= memory.calls.count("take") <= 20
+        assert stage.turns.exchanges == []
 
-    on_virtual_time(work())
-
-
-def test_without_its_memory_a_worker_claims_nothing_says_why_and_tries_ever_more_rarely() -> None:
-    async def work() -> None:
-        # Given memory that somebody else has taken
-        stage, engine, memory = new_stage()
-        await stage.ask(1)
-        async with stage.worker(heartbeat_s=0.25):
-            await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
-            memory.error = "out of memory"
-            await stage.lease(1, 1)
-            await asyncio.sleep(SOON_S)
-            assert stage.info.state == "failed"
-            assert stage.info.error == "the engine did not get its KV memory again: out of memory"
-            await asyncio.sleep(600.0)
-            assert 10 <= memory.calls.count("take") <= 20
-            assert stage.turns.exchanges == []
-
-            # When there is room again
-            memory.error = ""
-            for _ in range(610):
-                if not engine.turns:
-                    await asyncio.sleep(0.1)
-            await asyncio.sleep(0.1)
-            assert len(engine.turns) == 1
-            assert (stage.info.error, stage.info.state) == (None, "ready")
-
-    on_virtual_time(work())
+        # When there is room again
+        memory.error = ""
+        for _ in range(610):
+            if not engine.turns:
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        assert len(engine.turns) == 1
+        assert (stage.info.error, stage.info.state) == (None, "ready")
 
 
 @pytest.mark.parametrize(("sleep_after_s", "gives"), [(10.0, ["give"]), (1.0, [])])
-def test_a_sleeping_engine_gives_nothing_more_and_wakes_before_its_memory_is_taken(
+@in_virtual_time
+async def test_a_sleeping_engine_gives_nothing_more_and_wakes_before_its_memory_is_taken(
     sleep_after_s: float, gives: list[str]
 ) -> None:
-    async def work() -> None:
-        stage, engine, memory = new_stage()
-        await stage.ask(1)
-        async with stage.worker(sleep_after_s=sleep_after_s):
-            await asyncio.sleep(30.0)
-            assert (engine.is_asleep, memory.calls) == (True, gives)
-            await stage.lease(1, 1)
-            await asyncio.sleep(1.0)
-            assert (engine.is_asleep, memory.is_away, len(engine.turns)) == (False, False, 1)
-            assert stage.info.wake_ms == 1500 + 200 * len(gives)
-
-    on_virtual_time(work())
+    stage, engine, memory = new_stage()
+    await stage.ask(1)
+    async with stage.worker(sleep_after_s=sleep_after_s):
+        await asyncio.sleep(30.0)
+        assert (engine.is_asleep, memory.calls) == (True, gives)
+        await stage.lease(1, 1)
+        await asyncio.sleep(1.0)
+        assert (engine.is_asleep, memory.is_away, len(engine.turns)) == (False, False, 1)
+        assert stage.info.wake_ms == 1500 + 200 * len(gives)
 
 
-def test_an_engine_whose_memory_failed_does_not_fall_asleep_over_it() -> None:
-    async def work() -> None:
-        stage, engine, memory = new_stage()
-        await stage.ask(1)
-        async with stage.worker(heartbeat_s=0.25, sleep_after_s=10.0):
-            await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
-            memory.error = "out of memory"
-            await stage.lease(1, 1)
-            await asyncio.sleep(SOON_S)
-            await end_lease(stage, 2)
-            await asyncio.sleep(60.0)
-            assert (engine.is_asleep, stage.info.state) == (False, "failed")
-            memory.error = ""
-            await asyncio.sleep(80.0)
-            assert (engine.is_asleep, stage.info.state, stage.info.error) == (True, "asleep", None)
-
-    on_virtual_time(work())
+@in_virtual_time
+async def test_an_engine_whose_memory_failed_does_not_fall_asleep_over_it() -> None:
+    stage, engine, memory = new_stage()
+    await stage.ask(1)
+    async with stage.worker(heartbeat_s=0.25, sleep_after_s=10.0):
+        await asyncio.sleep(MEMORY_AFTER_S + SOON_S)
+        memory.error = "out of memory"
+        await stage.lease(1, 1)
+        await asyncio.sleep(SOON_S)
+        await stage.end_lease()
+        await asyncio.sleep(60.0)
+        assert (engine.is_asleep, stage.info.state) == (False, "failed")
+        memory.error = ""
+        await asyncio.sleep(80.0)
+        assert (engine.is_asleep, stage.info.state, stage.info.error) == (True, "asleep", None)
 
 
 @settings(deadline=None)

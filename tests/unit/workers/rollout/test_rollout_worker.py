@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rollfab.fabric.contract.errors import EngineError
-from tests.support.queue.played_worker import WORKER, Stage, until
+from tests.support.queue.played_worker import WORKER, Stage
+from tests.support.until import until
 
 
 async def test_slots_that_come_free_are_filled_in_the_exchange_that_hands_in() -> None:
     # Given six turns for two slots, on a broker that has run each script once
     stage = Stage()
-    await stage.ask(6)
-    await stage.lease(1, 2)
-    async with stage.worker():
-        await until(lambda: len(stage.engine.token_counts) == 2)
+    async with stage.at_work(6, 2):
         stage.engine.end()
         await until(lambda: sum(claimed for _, claimed in stage.turns.exchanges) == 4)
         stage.turns.exchanges.clear()
@@ -55,11 +53,7 @@ async def test_what_a_failing_shard_did_not_take_is_handed_in_again() -> None:
 async def test_a_new_epoch_of_the_same_lease_interrupts_nothing() -> None:
     # Given a turn that runs, and another worker's slots that would be free
     stage = Stage()
-    names = await stage.ask(3)
-    await stage.lease(1, 1)
-    async with stage.worker(heartbeat_s=30.0):
-        await until(lambda: len(stage.engine.token_counts) == 1)
-
+    async with stage.at_work(3, 1, heartbeat_s=30.0) as names:
         # When the lease is replaced, and the worker learns of it by being refused
         await stage.lease(2, 3)
         stage.engine.end()
@@ -73,11 +67,8 @@ async def test_a_new_epoch_of_the_same_lease_interrupts_nothing() -> None:
 
 async def test_a_lease_that_ends_gives_turns_back_with_their_tokens() -> None:
     stage = Stage()
-    (name,) = await stage.ask(1)
-    lease = await stage.lease(1, 1)
-    async with stage.worker():
-        await until(lambda: stage.engine.token_counts)
-        await stage.fabric.board.end_lease(lease)
+    async with stage.at_work(1, 1) as (name,):
+        await stage.end_lease()
         await until(lambda: stage.ready == [name])
         assert stage.engine.aborted == [name]
         assert stage.logs[name].completion_ids.tolist() == [0, 1, 2]
@@ -86,10 +77,8 @@ async def test_a_lease_that_ends_gives_turns_back_with_their_tokens() -> None:
 
 async def test_a_worker_that_is_stopped_gives_turns_back_with_their_tokens() -> None:
     stage = Stage()
-    names = await stage.ask(2)
-    await stage.lease(1, 2)
-    async with stage.worker():
-        await until(lambda: len(stage.engine.token_counts) == 2)
+    async with stage.at_work(2, 2) as names:
+        pass
     assert stage.ready == sorted(names)
     assert {len(log.completion_ids) for log in stage.logs.values()} == {3}
     assert WORKER not in stage.fabric.tables.workers

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from tests.support.queue.played_worker import PlayedEngine, Stage, until
+from tests.support.queue.played_worker import PlayedEngine, Stage
+from tests.support.until import until
 
 FAST = {"stall_s": 0.3, "log_s": 0.05}
 
@@ -31,10 +32,7 @@ async def stepping(engine: PlayedEngine, step: Callable[[], None]) -> AsyncItera
 async def test_an_engine_that_hangs_loses_its_turns_with_their_tokens_and_says_so() -> None:
     # Given two turns with tokens that were never saved
     stage = Stage()
-    names = await stage.ask(2)
-    await stage.lease(1, 2)
-    async with stage.worker(**{**FAST, "log_s": 60.0}):
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(2, 2, **{**FAST, "log_s": 60.0}) as names:
         stage.engine.step()
 
         # When the engine makes no step any more, and answers nothing
@@ -54,10 +52,7 @@ async def test_an_engine_that_hangs_loses_its_turns_with_their_tokens_and_says_s
 async def test_an_engine_with_nothing_left_to_do_is_not_blamed_for_a_broker_that_is_away() -> None:
     # Given a turn that has ended, and cannot be handed in
     stage = Stage()
-    names = await stage.ask(1)
-    await stage.lease(1, 2)
-    async with stage.worker(**FAST):
-        await until(lambda: len(stage.engine.turns) == 1)
+    async with stage.at_work(1, 2, **FAST) as names:
         stage.turns.failing = set(names)
         stage.engine.step()
         stage.engine.end()
@@ -72,10 +67,7 @@ async def test_an_engine_with_nothing_left_to_do_is_not_blamed_for_a_broker_that
 async def test_an_engine_that_answers_again_is_tried_with_one_turn_until_it_steps() -> None:
     # Given an engine that hung with two turns
     stage = Stage()
-    await stage.ask(3)
-    await stage.lease(1, 2)
-    async with stage.worker(**FAST):
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(3, 2, **FAST):
         stage.engine.step()
         stage.engine.is_deaf = True
         await until(lambda: stage.info.state == "failed" and len(stage.ready) == 3)
@@ -95,10 +87,7 @@ async def test_an_engine_that_answers_again_is_tried_with_one_turn_until_it_step
 
 async def test_an_engine_that_hung_only_for_a_while_goes_on_by_itself() -> None:
     stage = Stage()
-    names = await stage.ask(2)
-    await stage.lease(1, 2)
-    async with stage.worker(**FAST):
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(2, 2, **FAST) as names:
         stage.engine.step()
         stage.engine.is_deaf = True
         await until(lambda: stage.ready == names)
@@ -117,10 +106,7 @@ async def test_an_engine_that_hung_only_for_a_while_goes_on_by_itself() -> None:
 async def test_a_turn_that_crawls_goes_on_elsewhere_and_the_others_stay() -> None:
     # Given two turns of which one makes no tokens
     stage = Stage()
-    await stage.ask(2)
-    await stage.lease(1, 2)
-    async with stage.worker(**FAST):
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(2, 2, **FAST):
         lame, _ = list(stage.engine.token_counts)
         lame_turn = lame.split("#")[0]
 
@@ -141,40 +127,35 @@ async def test_a_turn_that_crawls_goes_on_elsewhere_and_the_others_stay() -> Non
 
 async def test_a_turn_that_was_given_back_as_stalled_is_left_to_others_first() -> None:
     stage = Stage()
-    (name,) = await stage.ask(1)
-    await stage.lease(1, 1)
-    async with stage.worker(**{**FAST, "poll_s": 0.4}):
-        await until(lambda: stage.engine.turns)
-        async with stepping(stage.engine, lambda: stage.engine.step(0)):
-            await until(lambda: stage.turns.returned)
-            assert stage.ready == [name]
-            others = await stage.turns.exchange("w", want=1, lease_epoch=1, active_version=0)
-            assert [claim.job.turn_id for claim in others.claims] == [name]
+    async with (
+        stage.at_work(1, 1, **{**FAST, "poll_s": 0.4}) as (name,),
+        stepping(stage.engine, lambda: stage.engine.step(0)),
+    ):
+        await until(lambda: stage.turns.returned)
+        assert stage.ready == [name]
+        others = await stage.turns.exchange("w", want=1, lease_epoch=1, active_version=0)
+        assert [claim.job.turn_id for claim in others.claims] == [name]
 
 
 async def test_a_prompt_may_take_longer_to_read_than_a_token_to_make() -> None:
     # Given a turn that has no token yet, in an engine that steps
     stage = Stage()
     stage.engine.first_count = 0
-    (name,) = await stage.ask(1)
-    await stage.lease(1, 1)
-    async with stage.worker(**{**FAST, "stall_s": 0.1, "first_token_s": 60.0}):
-        await until(lambda: stage.engine.turns)
-        async with stepping(stage.engine, lambda: stage.engine.step(0)):
-            # When many times the stall timeout has passed, then it still runs
-            await asyncio.sleep(0.8)
-            assert (stage.engine.turns, stage.turns.returned) == ([name], [])
-            # but not after its first token
-            stage.engine.step(1)
-            await until(lambda: stage.turns.returned == [(name, True)])
+    async with (
+        stage.at_work(1, 1, **{**FAST, "stall_s": 0.1, "first_token_s": 60.0}) as (name,),
+        stepping(stage.engine, lambda: stage.engine.step(0)),
+    ):
+        # When many times the stall timeout has passed, then it still runs
+        await asyncio.sleep(0.8)
+        assert (stage.engine.turns, stage.turns.returned) == ([name], [])
+        # but not after its first token
+        stage.engine.step(1)
+        await until(lambda: stage.turns.returned == [(name, True)])
 
 
 async def test_turns_of_an_engine_that_is_held_for_long_go_on_elsewhere_and_have_not_stalled() -> None:
     stage = Stage()
-    names = await stage.ask(2)
-    await stage.lease(1, 2)
-    async with stage.worker(**FAST):
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(2, 2, **FAST) as names:
         stage.engine.step()
         stage.engine.pauses = {"guard"}
         await until(lambda: stage.ready == names)
@@ -191,14 +172,11 @@ async def test_turns_of_an_engine_that_is_held_for_long_go_on_elsewhere_and_have
 async def test_an_engine_that_answers_late_holds_up_neither_lease_nor_heartbeat() -> None:
     # Given an engine that hears nothing
     stage = Stage()
-    (name,) = await stage.ask(1)
-    lease = await stage.lease(1, 1)
-    async with stage.worker(log_s=60.0):
-        await until(lambda: stage.engine.turns)
+    async with stage.at_work(1, 1, log_s=60.0) as (name,):
         stage.engine.is_deaf = True
 
         # When the lease ends, then the turn is given back all the same, with tokens that were never saved
-        await stage.fabric.board.end_lease(lease)
+        await stage.end_lease()
         await until(lambda: stage.ready == [name])
         assert len(stage.logs[name].completion_ids) == 3
         heard_ms = stage.fabric.tables.heard_ms["w"]
@@ -208,12 +186,9 @@ async def test_an_engine_that_answers_late_holds_up_neither_lease_nor_heartbeat(
 async def test_what_an_engine_makes_of_an_earlier_claim_is_never_handed_in_for_a_later_one() -> None:
     # Given a turn that was taken from a deaf engine, which still runs it, and claimed here again
     stage = Stage()
-    (name,) = await stage.ask(1)
-    lease = await stage.lease(1, 1)
-    async with stage.worker(log_s=60.0):
-        await until(lambda: stage.engine.turns)
+    async with stage.at_work(1, 1, log_s=60.0) as (name,):
         stage.engine.is_deaf = True
-        await stage.fabric.board.end_lease(lease)
+        await stage.end_lease()
         await until(lambda: stage.ready == [name])
         stage.engine.step()
         await stage.lease(2, 1)
@@ -230,12 +205,9 @@ async def test_what_an_engine_makes_of_an_earlier_claim_is_never_handed_in_for_a
 
 async def test_turns_that_could_not_be_given_back_are_given_back_when_the_broker_is_there_again() -> None:
     stage = Stage()
-    names = await stage.ask(2)
-    lease = await stage.lease(1, 2)
-    async with stage.worker():
-        await until(lambda: len(stage.engine.turns) == 2)
+    async with stage.at_work(2, 2) as names:
         stage.turns.refusal_count = 3
-        await stage.fabric.board.end_lease(lease)
+        await stage.end_lease()
         await until(lambda: stage.ready == names)
     assert {len(stage.logs[name].completion_ids) for name in names} == {3}
     assert sorted(stage.turns.returned) == [(name, False) for name in names]

@@ -9,18 +9,9 @@ import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, FabricError, WireError
 from rollfab.fabric.format.manifest import Head, WeightManifest
-from rollfab.trainer.publish.publisher import Publisher
-from rollfab.workers.rollout.weights import WeightReceiver
-from tests.support.weights.faulty_weights import (
-    RUN,
-    BitsEngine,
-    FaultyStore,
-    assert_holds,
-    assert_published,
-    small_model,
-    train,
-)
-from tests.support.weights.weight_planted import PLANTS, planted
+from tests.sim.planted import planted
+from tests.support.weights.faulty_weights import FaultyStore, Scene, Trainer, assert_holds
+from tests.support.weights.weight_planted import PLANTS
 from tests.support.weights.weight_storm import VERSION_COUNT, simulate
 from tests.support.weights.weight_truth import Broken, Seen
 
@@ -75,7 +66,7 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found(name: str) -> None:
-    with planted(name):
+    with planted(name, PLANTS):
         found = next((seed for seed in range(1, PLANTED_COUNT + 1) if _fails(seed)), None)
     assert found is not None, f"{PLANTED_COUNT} seeds did not find {name}"
     # And it is this bug that was found, not something that is there without it
@@ -110,45 +101,22 @@ class OnceWrongStore(FaultyStore):
 @pytest.mark.parametrize("wrong", [{"version": 2}, {"kind": "deltb"}, {"run_id": "another"}, {"codec": "step"}])
 async def test_a_manifest_that_was_damaged_on_the_way_is_fetched_again(wrong: dict[str, object]) -> None:
     # Given a receiver that keeps up
-    store, model = OnceWrongStore(), small_model()
-    publisher, engine = Publisher(store, RUN), BitsEngine(small_model(1))
-    receiver = WeightReceiver(store, RUN, engine)  # type: ignore[arg-type]
-    await publisher.publish(model.named_parameters(), 0)
-    assert await receiver.update()
-    train(model)
-    await publisher.publish(model.named_parameters(), 1)
+    store = OnceWrongStore()
+    scene = Scene(store)
+    await scene.publish(0)
+    assert await scene.receiver.update()
+    await scene.publish(1)
 
     # When it is told something else than what was published
     store.wrong = wrong
     if "codec" in wrong:
         with pytest.raises(WireError):
-            await receiver.update()
+            await scene.receiver.update()
 
     # Then it keeps nothing of that; what names itself wrongly is asked for again at once
-    assert await receiver.update()
-    assert receiver.version == 1
-    assert_holds(engine, model)
-
-
-async def test_a_version_that_was_lost_and_published_again_by_the_same_trainer_is_fetched_again() -> None:
-    # Given a receiver at version 1, which the broker then forgets
-    store, model = FaultyStore(), small_model()
-    publisher, engine = Publisher(store, RUN), BitsEngine(small_model(1))
-    receiver = WeightReceiver(store, RUN, engine)  # type: ignore[arg-type]
-    await publisher.publish(model.named_parameters(), 0)
-    before = store.tables.remember()
-    train(model)
-    await publisher.publish(model.named_parameters(), 1)
-    assert await receiver.update()
-    store.tables.fall_back(before)
-
-    # When the trainer goes on from the head, with other weights of that number, before anyone looks
-    train(model)
-    await publisher.publish(model.named_parameters(), 1)
-
-    # Then those are what the engine gets
-    assert await receiver.update()
-    assert_holds(engine, model)
+    assert await scene.receiver.update()
+    assert scene.receiver.version == 1
+    assert_holds(scene.engine, scene.model)
 
 
 class ForgetfulStore(FaultyStore):
@@ -168,21 +136,19 @@ class ForgetfulStore(FaultyStore):
 async def test_a_head_that_is_lost_in_the_middle_of_a_publish_is_an_error_that_the_next_one_mends(
     falls_in: int,
 ) -> None:
-    store, model = ForgetfulStore(), small_model()
-    publisher = Publisher(store, RUN)
-    await publisher.publish(model.named_parameters(), 0)
+    store = ForgetfulStore()
+    trainer = Trainer(store)
+    await trainer.publish(0)
     store.before = store.tables.remember()
-    train(model)
-    await publisher.publish(model.named_parameters(), 1)
-    train(model)
+    await trainer.publish(1)
 
     store.falls_in = falls_in
     error: FabricError | None = None
     try:
-        await publisher.publish(model.named_parameters(), 2)
+        await trainer.publish(2)
     except BrokerError as raised:
         error = raised
-        await publisher.publish(model.named_parameters(), 2)
+        await trainer.publish(2, rate=0.0)
 
     assert (error is not None) == (falls_in == 2)
-    await assert_published(store, model, 2)
+    await trainer.check(2)

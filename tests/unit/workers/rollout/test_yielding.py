@@ -8,8 +8,10 @@ from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.contract.sharing import GuardView
 from rollfab.workers.rollout.turns import TurnSize
 from rollfab.workers.rollout.yielding import YieldRule, overdue, room_for, too_many
-from tests.sim.virtual_loop import VirtualClock, on_virtual_time
-from tests.support.queue.played_worker import Stage, until
+from tests.sim.virtual_loop import VirtualClock
+from tests.support.queue.played_worker import Stage
+from tests.support.until import until
+from tests.support.virtual_time import in_virtual_time
 
 OPEN = GuardView(state="open", reason="")
 NARROW = GuardView(state="narrow")
@@ -93,229 +95,207 @@ def kept(stage: Stage) -> dict[str, int]:
     return {name: len(log.completion_ids) for name, log in stage.logs.items()}
 
 
-def test_a_shut_guard_gives_all_turns_back_with_their_tokens_and_nothing_is_taken_while_it_is_shut() -> None:
-    async def work() -> None:
-        # Given two turns that have made tokens which nobody has saved
-        guard = PlayedGuard()
-        stage, names = await leased(guard, 3, slot_count=2)
-        async with stage.worker(**{**PATIENT, "log_s": 60.0}):
-            await until(lambda: len(stage.engine.turns) == 2)
-            running = stage.engine.turns
-            stage.engine.step()
+@in_virtual_time
+async def test_a_shut_guard_gives_all_turns_back_with_their_tokens_and_nothing_is_taken_while_it_is_shut() -> None:
+    # Given two turns that have made tokens which nobody has saved
+    guard = PlayedGuard()
+    stage, names = await leased(guard, 3, slot_count=2)
+    async with stage.worker(**{**PATIENT, "log_s": 60.0}):
+        await until(lambda: len(stage.engine.turns) == 2)
+        running = stage.engine.turns
+        stage.engine.step()
 
-            # When the guard shuts for a moment, then they stay
-            guard.shut()
-            await asyncio.sleep(YieldRule().yield_after_s - 0.1)
-            assert (stage.engine.turns, stage.turns.returned) == (running, [])
-
-            # When it stays shut, then they are back, from where they were, and have not stalled
-            await asyncio.sleep(0.5)
-            assert sorted(stage.turns.returned) == [(name, False) for name in running]
-            assert kept(stage) == dict.fromkeys(running, 4)
-            assert {record.loss for record in stage.table.records.values()} == {0}
-            # and nothing is taken
-            await asyncio.sleep(20.0)
-            assert (stage.engine.turns, stage.ready) == ([], names)
-            assert stage.info.state == "ready"
-
-            # When it opens, then two run again, with their tokens
-            guard.view = OPEN
-            await asyncio.sleep(2.0)
-            assert len(stage.engine.turns) == 2
-            for _ in range(2):
-                stage.engine.end()
-                await asyncio.sleep(0.5)
-            results = await stage.turns.results("a", 1.0)
-        assert sorted(len(result.completion_ids) for result in results) == [3, 7, 7]
-
-    on_virtual_time(work())
-
-
-def test_after_a_long_shut_nothing_is_taken_until_it_has_been_open_for_a_while() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
-        stage, _ = await leased(guard, 1)
-        async with stage.worker(**PATIENT):
-            await until(lambda: stage.engine.turns)
-            # Given a turn that yielded
-            guard.shut()
-            await until(lambda: stage.ready)
-            await asyncio.sleep(3.0)
-            # When the guard opens, also if only for a moment, then it is left to others for as long as it has waited
-            guard.view = OPEN
-            await asyncio.sleep(0.3)
-            guard.shut()
-            await asyncio.sleep(3.0)
-            guard.view = OPEN
-            await asyncio.sleep(0.8)
-            assert stage.engine.turns == []
-            await asyncio.sleep(0.4)
-            assert len(stage.engine.turns) == 1
-
-    on_virtual_time(work())
-
-
-def test_a_guard_that_was_shut_while_nothing_ran_is_trusted_at_once() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
+        # When the guard shuts for a moment, then they stay
         guard.shut()
-        stage, _ = await leased(guard, 1)
-        async with stage.worker(**PATIENT):
-            await asyncio.sleep(30.0)
-            guard.view = OPEN
-            await asyncio.sleep(0.2)
-            assert len(stage.engine.turns) == 1
+        await asyncio.sleep(YieldRule().yield_after_s - 0.1)
+        assert (stage.engine.turns, stage.turns.returned) == (running, [])
 
-    on_virtual_time(work())
+        # When it stays shut, then they are back, from where they were, and have not stalled
+        await asyncio.sleep(0.5)
+        assert sorted(stage.turns.returned) == [(name, False) for name in running]
+        assert kept(stage) == dict.fromkeys(running, 4)
+        assert {record.loss for record in stage.table.records.values()} == {0}
+        # and nothing is taken
+        await asyncio.sleep(20.0)
+        assert (stage.engine.turns, stage.ready) == ([], names)
+        assert stage.info.state == "ready"
 
-
-def test_a_guard_that_flickers_does_not_keep_turns_away() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
-        stage, _ = await leased(guard, 4, slot_count=4)
-
-        async def flicker() -> None:
-            while True:
-                guard.shut()
-                await asyncio.sleep(0.4)
-                guard.view = OPEN
-                await asyncio.sleep(0.15)
-                stage.engine.step(0)
-
-        task = asyncio.create_task(flicker())
-        async with stage.worker(**PATIENT):
-            await asyncio.sleep(5.0)
-            assert (len(stage.engine.turns), stage.turns.returned) == (4, [])
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    on_virtual_time(work())
-
-
-def test_an_engine_behind_a_shut_guard_is_not_hung_though_it_does_not_say_why_it_stands() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
-        stage, _ = await leased(guard, 1)
-        async with stage.worker(**{**PATIENT, "stall_s": 1.0, "first_token_s": 1.0}):
-            # Given a turn so long that it may wait for 3 s before it yields
-            await until(lambda: stage.engine.turns)
-            stage.engine.step(30_000)
-            await asyncio.sleep(0.6)
-            guard.shut()
-            for _ in range(50):
-                await asyncio.sleep(0.1)
-                assert stage.info.state == "ready"
-            assert stage.turns.returned == [(stage.ready[0], False)]
-
-    on_virtual_time(work())
-
-
-def test_a_turn_without_tokens_behind_a_narrow_guard_goes_on_elsewhere_without_blame() -> None:
-    async def work() -> None:
-        for view, is_blamed in ((NARROW, False), (OPEN, True)):
-            guard = PlayedGuard()
-            guard.view = view
-            stage, names = await leased(guard, 1)
-            async with stage.worker(**{**PATIENT, "stall_s": 1.0, "log_s": 0.05}):
-                await until(lambda stage=stage: stage.engine.turns)
-                stage.engine.step(1)
-                for _ in range(30):
-                    await asyncio.sleep(0.1)
-                    stage.engine.step(0)
-                assert stage.turns.returned[:1] == [(names[0], is_blamed)]
-
-    on_virtual_time(work())
-
-
-def test_a_budget_that_is_cut_gives_back_the_least_progress_and_the_others_go_on() -> None:
-    async def work() -> None:
-        # Given four turns, of which two have come far
-        guard = PlayedGuard()
-        stage, _ = await leased(guard, 4)
-        async with stage.worker(**{**PATIENT, "log_s": 0.05}):
-            await until(lambda: len(stage.engine.turns) == 4)
-            counts = dict(zip(sorted(stage.engine.token_counts), (9, 4, 10, 5), strict=True))
-            stage.engine.token_counts = dict(counts)
-            stage.engine.step(0)
-            far = [name.split("#")[0] for name, count in counts.items() if count > 5]
-            await asyncio.sleep(0.3)
-
-            # When the budget is cut to what these two hold, then the others are given back with their tokens
-            guard.limit(11 + 12)
-            await asyncio.sleep(0.3)
-            assert stage.engine.turns == sorted(far)
-            assert sorted(kept(stage)[name] for name, _ in stage.turns.returned) == [4, 5]
-            # and nothing is taken that would not fit
-            await asyncio.sleep(4.0)
-            assert len(stage.ready) == 2
-
-            # When it grows, as many are taken as fit with all that they may ask for
-            guard.limit(3 * 18)
-            await asyncio.sleep(0.5)
-            assert (len(stage.engine.turns), len(stage.turns.returned)) == (3, 2)
-            guard.limit(None)
-            await asyncio.sleep(0.5)
-            assert len(stage.engine.turns) == 4
-
-    on_virtual_time(work())
-
-
-def test_turns_yield_without_waiting_for_the_next_round() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
-        stage, _ = await leased(guard, 1)
-        async with stage.worker(**{**PATIENT, "poll_s": 60.0}):
-            await until(lambda: stage.engine.turns)
-            guard.limit(0)
-            await asyncio.sleep(0.2)
-            assert len(stage.turns.returned) == 1
-
-    on_virtual_time(work())
-
-
-def test_room_in_a_budget_that_comes_free_is_filled_in_the_exchange_that_hands_in() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
-        guard.limit(2 * 18)
-        stage, _ = await leased(guard, 4)
-        async with stage.worker(**PATIENT):
-            await until(lambda: len(stage.engine.turns) == 2)
-            await asyncio.sleep(1.0)
-            stage.turns.exchanges.clear()
+        # When it opens, then two run again, with their tokens
+        guard.view = OPEN
+        await asyncio.sleep(2.0)
+        assert len(stage.engine.turns) == 2
+        for _ in range(2):
             stage.engine.end()
-            await until(lambda: stage.engine.turns)
-            assert [each for each in stage.turns.exchanges if each != (0, 0)] == [(2, 2)]
-
-    on_virtual_time(work())
-
-
-def test_a_budget_too_small_for_any_turn_is_tried_rarely_and_loses_nothing() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
-        guard.limit(17)
-        stage, names = await leased(guard, 3)
-        stage.engine.first_count = 0  # not let in
-        async with stage.worker(**PATIENT):
-            await asyncio.sleep(14.0)
-            assert 2 <= len(stage.turns.returned) <= 4
-            assert {record.loss for record in stage.table.records.values()} == {0}
-            guard.limit(0)
-            await asyncio.sleep(20.0)
-            assert (stage.ready, stage.engine.turns) == (names, [])
-
-    on_virtual_time(work())
+            await asyncio.sleep(0.5)
+        results = await stage.turns.results("a", 1.0)
+    assert sorted(len(result.completion_ids) for result in results) == [3, 7, 7]
 
 
-def test_a_guard_that_is_not_up_yet_lets_nothing_be_taken() -> None:
-    async def work() -> None:
-        guard = PlayedGuard()
-        guard.view = None
-        stage, names = await leased(guard, 2)
-        async with stage.worker(**PATIENT):
-            await asyncio.sleep(5.0)
-            assert stage.ready == names
+@in_virtual_time
+async def test_after_a_long_shut_nothing_is_taken_until_it_has_been_open_for_a_while() -> None:
+    guard = PlayedGuard()
+    stage, _ = await leased(guard, 1)
+    async with stage.worker(**PATIENT):
+        await until(lambda: stage.engine.turns)
+        # Given a turn that yielded
+        guard.shut()
+        await until(lambda: stage.ready)
+        await asyncio.sleep(3.0)
+        # When the guard opens, also if only for a moment, then it is left to others for as long as it has waited
+        guard.view = OPEN
+        await asyncio.sleep(0.3)
+        guard.shut()
+        await asyncio.sleep(3.0)
+        guard.view = OPEN
+        await asyncio.sleep(0.8)
+        assert stage.engine.turns == []
+        await asyncio.sleep(0.4)
+        assert len(stage.engine.turns) == 1
+
+
+@in_virtual_time
+async def test_a_guard_that_was_shut_while_nothing_ran_is_trusted_at_once() -> None:
+    guard = PlayedGuard()
+    guard.shut()
+    stage, _ = await leased(guard, 1)
+    async with stage.worker(**PATIENT):
+        await asyncio.sleep(30.0)
+        guard.view = OPEN
+        await asyncio.sleep(0.2)
+        assert len(stage.engine.turns) == 1
+
+
+@in_virtual_time
+async def test_a_guard_that_flickers_does_not_keep_turns_away() -> None:
+    guard = PlayedGuard()
+    stage, _ = await leased(guard, 4, slot_count=4)
+
+    async def flicker() -> None:
+        while True:
+            guard.shut()
+            await asyncio.sleep(0.4)
             guard.view = OPEN
-            await asyncio.sleep(1.0)
-            assert stage.engine.turns == names
+            await asyncio.sleep(0.15)
+            stage.engine.step(0)
 
-    on_virtual_time(work())
+    task = asyncio.create_task(flicker())
+    async with stage.worker(**PATIENT):
+        await asyncio.sleep(5.0)
+        assert (len(stage.engine.turns), stage.turns.returned) == (4, [])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_an_engine_behind_a_shut_guard_is_not_hung_though_it_does_not_say_why_it_stands() -> None:
+    guard = PlayedGuard()
+    stage, _ = await leased(guard, 1)
+    async with stage.worker(**{**PATIENT, "stall_s": 1.0, "first_token_s": 1.0}):
+        # Given a turn so long that it may wait for 3 s before it yields
+        await until(lambda: stage.engine.turns)
+        stage.engine.step(30_000)
+        await asyncio.sleep(0.6)
+        guard.shut()
+        for _ in range(50):
+            await asyncio.sleep(0.1)
+            assert stage.info.state == "ready"
+        assert stage.turns.returned == [(stage.ready[0], False)]
+
+
+@in_virtual_time
+async def test_a_turn_without_tokens_behind_a_narrow_guard_goes_on_elsewhere_without_blame() -> None:
+    for view, is_blamed in ((NARROW, False), (OPEN, True)):
+        guard = PlayedGuard()
+        guard.view = view
+        stage, names = await leased(guard, 1)
+        async with stage.worker(**{**PATIENT, "stall_s": 1.0, "log_s": 0.05}):
+            await until(lambda stage=stage: stage.engine.turns)
+            stage.engine.step(1)
+            for _ in range(30):
+                await asyncio.sleep(0.1)
+                stage.engine.step(0)
+            assert stage.turns.returned[:1] == [(names[0], is_blamed)]
+
+
+@in_virtual_time
+async def test_a_budget_that_is_cut_gives_back_the_least_progress_and_the_others_go_on() -> None:
+    # Given four turns, of which two have come far
+    guard = PlayedGuard()
+    stage, _ = await leased(guard, 4)
+    async with stage.worker(**{**PATIENT, "log_s": 0.05}):
+        await until(lambda: len(stage.engine.turns) == 4)
+        counts = dict(zip(sorted(stage.engine.token_counts), (9, 4, 10, 5), strict=True))
+        stage.engine.token_counts = dict(counts)
+        stage.engine.step(0)
+        far = [name.split("#")[0] for name, count in counts.items() if count > 5]
+        await asyncio.sleep(0.3)
+
+        # When the budget is cut to what these two hold, then the others are given back with their tokens
+        guard.limit(11 + 12)
+        await asyncio.sleep(0.3)
+        assert stage.engine.turns == sorted(far)
+        assert sorted(kept(stage)[name] for name, _ in stage.turns.returned) == [4, 5]
+        # and nothing is taken that would not fit
+        await asyncio.sleep(4.0)
+        assert len(stage.ready) == 2
+
+        # When it grows, as many are taken as fit with all that they may ask for
+        guard.limit(3 * 18)
+        await asyncio.sleep(0.5)
+        assert (len(stage.engine.turns), len(stage.turns.returned)) == (3, 2)
+        guard.limit(None)
+        await asyncio.sleep(0.5)
+        assert len(stage.engine.turns) == 4
+
+
+@in_virtual_time
+async def test_turns_yield_without_waiting_for_the_next_round() -> None:
+    guard = PlayedGuard()
+    stage, _ = await leased(guard, 1)
+    async with stage.worker(**{**PATIENT, "poll_s": 60.0}):
+        await until(lambda: stage.engine.turns)
+        guard.limit(0)
+        await asyncio.sleep(0.2)
+        assert len(stage.turns.returned) == 1
+
+
+@in_virtual_time
+async def test_room_in_a_budget_that_comes_free_is_filled_in_the_exchange_that_hands_in() -> None:
+    guard = PlayedGuard()
+    guard.limit(2 * 18)
+    stage, _ = await leased(guard, 4)
+    async with stage.worker(**PATIENT):
+        await until(lambda: len(stage.engine.turns) == 2)
+        await asyncio.sleep(1.0)
+        stage.turns.exchanges.clear()
+        stage.engine.end()
+        await until(lambda: stage.engine.turns)
+        assert [each for each in stage.turns.exchanges if each != (0, 0)] == [(2, 2)]
+
+
+@in_virtual_time
+async def test_a_budget_too_small_for_any_turn_is_tried_rarely_and_loses_nothing() -> None:
+    guard = PlayedGuard()
+    guard.limit(17)
+    stage, names = await leased(guard, 3)
+    stage.engine.first_count = 0  # not let in
+    async with stage.worker(**PATIENT):
+        await asyncio.sleep(14.0)
+        assert 2 <= len(stage.turns.returned) <= 4
+        assert {record.loss for record in stage.table.records.values()} == {0}
+        guard.limit(0)
+        await asyncio.sleep(20.0)
+        assert (stage.ready, stage.engine.turns) == (names, [])
+
+
+@in_virtual_time
+async def test_a_guard_that_is_not_up_yet_lets_nothing_be_taken() -> None:
+    guard = PlayedGuard()
+    guard.view = None
+    stage, names = await leased(guard, 2)
+    async with stage.worker(**PATIENT):
+        await asyncio.sleep(5.0)
+        assert stage.ready == names
+        guard.view = OPEN
+        await asyncio.sleep(1.0)
+        assert stage.engine.turns == names

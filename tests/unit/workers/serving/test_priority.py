@@ -14,7 +14,6 @@ from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.serving.device.priority import (
     FRONT_NICE,
     children_of,
-    device_environment,
     lower,
     lower_engine_thread,
     lower_threads,
@@ -171,5 +170,3 @@ def test_threads_are_found_by_their_name() -> None:
 def test_a_priority_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean low"):
         lower([], "lowest")
-    assert device_environment("normal") == {}
-    assert device_environment("idle") == {"CUDA_MPS_CLIENT_PRIORITY": "1"}

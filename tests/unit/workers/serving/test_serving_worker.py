@@ -22,6 +22,7 @@ from rollfab.workers.serving.probes.scrape import MetricsProbe, ScrapeOptions, t
 from rollfab.workers.serving.wiring import Sharing, SharingSender, blank_report
 from tests.standin.fabric import StandInFabric
 from tests.support.queue.played_worker import PlayedEngine
+from tests.support.until import until
 
 RECORDED = Path(__file__).parent / "vllm_metrics"
 SLO = Slo(ttft_ms=200.0, tpot_ms=50.0)
@@ -192,9 +193,7 @@ async def test_a_missing_probe_is_waited_for_with_a_line_to_type(tmp_path: Path)
 
     # When what is wrong changes, then that is said, once
     page.write_bytes(b"x")
-    async with asyncio.timeout(8):
-        while len(said) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: len(said) >= 2)
     await asyncio.sleep(0.5)
     assert "is no page of a probe" in said[1] and len(said) == 2
     stop.set()

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from .....fabric.contract.errors import EngineError, EngineUnsupported
@@ -26,7 +27,7 @@ from .client import UNIX, Client
 from .model import ServedModel
 from .routes import PROCESSED, CompletionsRoute, find_route, reports_processed_logprobs
 from .streams import Streams
-from .weights import ServerWeights, find_weights
+from .weights import DeltaWeights, ServerWeights, find_weights
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 SLEEP_S = 120.0
@@ -185,8 +186,24 @@ class ServerDoor:
         assert self._weights is not None
         await self._weights.write(writes, version)
 
+    @property
+    def rank_count(self) -> int:
+        """See by_rank.RankDoor."""
+        return self._weights.rank_count if isinstance(self._weights, DeltaWeights) else 0
+
+    async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
+        """See by_rank.RankDoor."""
+        self.check()
+        assert isinstance(self._weights, DeltaWeights)
+        try:
+            await self._weights.update(information, version)
+        except EngineError as error:
+            raise EngineError(f"{what}: {error.message}", **error.facts) from error
+
     async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
-        """Every write has done so."""
+        """Loading a checkpoint has done so."""
+        if isinstance(self._weights, DeltaWeights):
+            await self._weights.forget_prefixes()
 
     async def read(self, into: Mirror) -> None:
         self.check()

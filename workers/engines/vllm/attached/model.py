@@ -13,7 +13,7 @@ from typing import Any
 
 from .....fabric.contract.errors import EngineError
 from .....fabric.format.layout import Layout
-from ..common.layout import checkpoint_layout, vocabulary_size
+from ..common.layout import checkpoint_layout, quantization_of, vocabulary_size
 from .client import Client
 
 INFO_S = 120.0  # the server looks at its whole machine before it answers
@@ -21,7 +21,9 @@ INFO_S = 120.0  # the server looks at its whole machine before it answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """root: path or hub name of its files. layout: in the dtype that its config says. info: its settings, or None."""
+    """root: path or hub name of its files. layout: in the dtype that its config says. info: its settings, or None.
+    quantization: how its weights are quantised, as far as that is said; None: they are not.
+    """
 
     name: str
     root: str
@@ -30,6 +32,7 @@ class ServedModel:
     layout: Layout
     server_version: str
     info: dict[str, Any] | None
+    quantization: str | None = None
 
     @classmethod
     async def find(cls, client: Client, wanted: str) -> ServedModel:
@@ -52,6 +55,7 @@ class ServedModel:
         root = str(chosen[0].get("root") or chosen[0]["id"])
         try:
             layout = await asyncio.to_thread(checkpoint_layout, root, "auto")
+            quantization = await asyncio.to_thread(quantization_of, root)
         except EngineError as error:
             raise EngineError(
                 f"the model of vLLM server {client.url} is {root!r} there, and not to be found here: {error}. Have its"
@@ -59,6 +63,7 @@ class ServedModel:
                 model=root,
             ) from error
         reply = await client.call("GET", "/server_info?config_format=json", timeout_s=INFO_S)
+        info = reply.data["vllm_config"] if reply.is_ok else None
         version = await client.call("GET", "/version")
         return cls(
             name=str(chosen[0]["id"]),
@@ -67,13 +72,19 @@ class ServedModel:
             vocabulary_size=await asyncio.to_thread(vocabulary_size, root),
             layout=layout,
             server_version=version.data["version"] if version.is_ok else "of an unknown version",
-            info=reply.data["vllm_config"] if reply.is_ok else None,
+            info=info,
+            quantization=(info and info["model_config"].get("quantization")) or quantization,
         )
 
     @property
     def dtype(self) -> str:
         """What the server computes with; torch's name without the prefix, "auto": not known."""
         return str(self.info["model_config"]["dtype"]).removeprefix("torch.") if self.info else "auto"
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether it moves experts between its ranks while it runs."""
+        return bool(self.info and self.info.get("parallel_config", {}).get("enable_eplb"))
 
     @property
     def can_sleep(self) -> bool:

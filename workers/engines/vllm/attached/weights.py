@@ -1,7 +1,8 @@
 """Changing the weights of a vLLM server, by whichever way it offers.
 
-- "deltas": it runs our weight-transfer backend: parcels in place, by a path of shared memory where it is on this
-  machine and of this user, else as bytes.
+- "deltas": it runs our weight-transfer backend. Where it shares our memory (this machine, this user), its ranks stage
+  while it generates, as those of a vLLM of our own do (inplace/by_rank.py); else parcels travel to it as bytes, and are
+  written as they come: it has no other way to them.
 - "reload": its development mode loads a whole checkpoint that we write into a directory that both see.
 - "fixed": it keeps what it has. Those very weights are accepted, everything else is refused.
 - For "reload" and "fixed" the weights are known from the checkpoint files that the server was started with.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import secrets
 import shutil
@@ -21,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .....fabric.contract.errors import EngineError, FabricError, InputError, WeightError
+from .....fabric.contract.errors import EngineError, EngineUnsupported, FabricError, InputError, WeightError
 from .....fabric.format.layout import Layout
 from .....fabric.inspect.safetensors import NAMES, StoredTensor, open_checkpoint, save_bits
 from ...base import Bits, Writes
@@ -57,9 +59,24 @@ class ServerWeights(Protocol):
 
 
 async def find_weights(client: Client, model: ServedModel) -> ServerWeights:
-    """The best way that works, found by trying."""
+    """The best way that works, found by trying.
+
+    Raises:
+        EngineUnsupported: it computes with quantised weights, which no published version has.
+    """
+    if model.quantization is not None:
+        raise EngineUnsupported(
+            f"vLLM server {client.url} computes with quantised weights ({model.quantization}), and no published version"
+            " has those: start it with the unquantised model, and without --quantization",
+            quantization=model.quantization,
+        )
     if model.info is None:
         note = f"its weights cannot be changed, as it is not in development mode: {START_WITH}"
+        return FixedWeights(client, model, (note,))
+    if model.moves_experts:
+        note = (
+            "its weights cannot be changed, as it moves experts between ranks: start the server without --enable-eplb"
+        )
         return FixedWeights(client, model, (note,))
     deltas = DeltaWeights(client, model, await asyncio.to_thread(checkpoint_layout, model.root, model.dtype))
     try:
@@ -224,6 +241,7 @@ class DeltaWeights:
             bits = {spec.name: np.empty(spec.element_count, spec.bits_dtype) for spec in self.layout.tensors}
             await asyncio.to_thread(_read_files, self._model, self.layout, bits)
             await self.write({name: (None, each) for name, each in bits.items()}, -1)  # whatever it held before us
+            await self.forget_prefixes()
             self._bits = bits
             self.notes = (
                 "it does not share this process' memory: weights travel to it over HTTP, whole parcels at a time",
@@ -232,27 +250,43 @@ class DeltaWeights:
     async def write(self, writes: Writes, version: int) -> None:
         size = sum(values.nbytes for _, values in writes.values())
         await self._send(await aside(size, pack, writes), by_path=self._shares_memory, version=version)
-        await _forget_prefixes(self._client)
         for name, (indices, values) in writes.items() if self._bits else ():
             self._bits[name][slice(None) if indices is None else indices] = values
 
     async def _send(self, parcel: memoryview, *, by_path: bool, version: int | None = None) -> None:
         if not by_path:
-            await self._update({"data": base64.b64encode(parcel).decode()}, version)
+            await self.update({"data": base64.b64encode(parcel).decode()}, version)
             return
         async with posted(parcel) as path:
-            await self._update({"parcel": path}, version)
+            await self.update({"parcel": path}, version)
 
-    async def _update(self, information: dict[str, Any], version: int | None = None) -> None:
+    @property
+    def rank_count(self) -> int:
+        """See by_rank.RankDoor."""
+        parallel = (self._model.info or {}).get("parallel_config") or {}
+        is_one = self._shares_memory and parallel.get("data_parallel_size") == 1
+        return int(parallel.get("world_size") or 0) if is_one else 0
+
+    async def forget_prefixes(self) -> None:
+        """Raises EngineError: it did not."""
+        await _forget_prefixes(self._client)
+
+    async def update(self, information: dict[str, Any], version: int | None = None) -> None:
+        """One weight update (transfer.UpdateInfo). Raises EngineError."""
         name = {} if version is None else {"weight_version": str(version)}
         await self._client.ask("POST", "/start_weight_update", timeout_s=UPDATE_S)
-        await self._client.ask("POST", "/update_weights", {"update_info": information}, timeout_s=UPDATE_S)
+        try:
+            await self._client.ask("POST", "/update_weights", {"update_info": information}, timeout_s=UPDATE_S)
+        except EngineError:
+            with contextlib.suppress(EngineError):  # of the ranks that had nothing against it
+                await self._client.call("POST", "/finish_weight_update", {})
+            raise
         await self._client.ask("POST", "/finish_weight_update", name, timeout_s=UPDATE_S)
 
     async def read(self, into: Mirror) -> None:
         """What the server computes with, where it shares our memory; else what it was given last."""
         if self._shares_memory:
-            await self._update({"export": str(into.path)})
+            await self.update({"export": str(into.path)})
         else:
             for name, bits in into.bits.items():
                 bits[:] = self._bits[name]

@@ -27,6 +27,8 @@ class VllmConfig:
     """Most tokens of one request, prompt and completion, at least 2; None: the model's own."""
     seed: int | None = None
     """Of sampling; None: fresh."""
+    dtype: str = "auto"
+    """Of its weights, one of fabric's DTYPES; "auto": float32 for presets, and for all models on a CPU."""
     server: str | None = None
     """URL of a vLLM OpenAI server to attach to; None: a vLLM of our own."""
     api_key: str | None = field(default=None, repr=False)

@@ -50,3 +50,13 @@ def vocabulary_size(model_path: str) -> int:
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     return int(config.get_text_config().vocab_size)
+
+
+def quantization_of(model_path: str) -> str | None:
+    """How a checkpoint's weights are quantised, as its config says; None: they are not. The config must be there."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    found = getattr(config, "quantization_config", None)
+    said = found if isinstance(found, dict) or found is None else found.to_dict()
+    return None if said is None else str(said.get("quant_method") or "unnamed")

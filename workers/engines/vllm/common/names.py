@@ -6,5 +6,6 @@ import logging
 
 BACKEND = "rollfab"  # of weight transfer
 PROBE = "ROLLFAB_PROBE"  # environment variable: the page in which a serving team's vLLM shows what it does
+MPS = "ROLLFAB_VLLM_MPS"  # environment variable: an engine of ours shares faults with a serving one, by CUDA's MPS
 
 log = logging.getLogger("vllm.rollfab")  # below vLLM's own logger: in its log, in its format

@@ -1,6 +1,8 @@
-"""The ranks of a vLLM of our own, asked to stage their parts of a version; see ranks.Ranks.
+"""The ranks of a vLLM, one or several, asked to stage their parts of a version; see ranks.Ranks.
 
-- The ranks are told by one short call between two steps; they read, decode and answer while vLLM generates.
+- The ranks are told by one short call between two steps; they read, decode and answer while vLLM generates. The commit
+  is another: its ticket.
+- What this process holds decoded, whole versions of others for one, goes the same way: as a parcel (arena.py).
 - A rank that fails, is gone, or is silent for too long leaves every rank where it is.
 - For ranks on this machine: others could open neither a version's file nor the directory of the answers.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,12 +21,16 @@ from typing import Any, Protocol, runtime_checkable
 from .....fabric.contract.clock import SystemClock
 from .....fabric.contract.errors import EngineError, FabricError, WeightError
 from .....fabric.format.layout import Layout
+from .....fabric.format.manifest import Sums
 from .....fabric.format.regions import Region
+from .....fabric.versions.commit import Staged
 from .....fabric.versions.rank_parts import check_regions
-from .....fabric.versions.vote import Vote, agree
+from .....fabric.versions.vote import Vote, agree, check_staged, state_of
 from ...base import TurnsAtCommit
 from ...ranks import Gathering, StagedByRanks
+from ..common.arena import pack, posted
 from ..common.backend import Door
+from ..common.shared import aside
 from .rank_answers import DIRECTORY_PREFIX, StageOrder, answer_count, read_answers
 from .version_files import VersionFiles
 
@@ -39,11 +46,11 @@ Commit = Callable[[int, Write, TurnsAtCommit, bool], Awaitable[float]]
 
 @runtime_checkable
 class RankDoor(Protocol):
-    """A door to a vLLM of several ranks on this machine."""
+    """A door to a vLLM whose ranks may be on this machine."""
 
     @property
     def rank_count(self) -> int:
-        """Processes that hold parts of the model."""
+        """Processes that hold parts of the model; 0: it is not one model's ranks that would answer."""
         ...
 
     def check(self) -> None:
@@ -60,14 +67,14 @@ class RankDoor(Protocol):
 
 
 async def ranks_of(door: Door, between: Callable[[Write], Awaitable[None]], commit: Commit) -> VllmRanks | None:
-    """The ranks of a vLLM, if there are several and their parts are known to make up the model; see VllmRanks."""
-    if not isinstance(door, RankDoor) or door.abilities.weights != "deltas" or door.rank_count == 1:
+    """The ranks of a vLLM, if their parts are known to make up the model; see VllmRanks."""
+    if not isinstance(door, RankDoor) or door.abilities.weights != "deltas" or not door.rank_count:
         return None
     made = VllmRanks(door, door.facts.layout, between, commit)
     try:
         await made.survey()
     except FabricError as error:
-        log.warning("weights.not_by_ranks: whole versions are staged instead", extra={"error": str(error)})
+        log.warning("weights.not_by_ranks: commits are written while it is held", extra={"error": str(error)})
         return None
     return made
 
@@ -92,6 +99,7 @@ class VllmRanks:
         self._clock = SystemClock()
         self._tickets = map(str, count(1))
         self._ticket = ""  # of what the ranks have staged, or are staging
+        self._stop_count = 0
 
     async def survey(self) -> None:
         """Have every rank make its map; all must be there, and together hold every element.
@@ -99,63 +107,112 @@ class VllmRanks:
         Raises:
             EngineError, WeightError, LayoutMismatch: this model is not one to stage by ranks.
         """
-        votes, cause = await self._ask(next(self._tickets), [], -1, ANSWER_S)
+        rows = [row for vote in await self._told(-1, ANSWER_S) for row in vote.regions.tolist()]
+        check_regions(self._layout, {Region(*row) for row in rows})
+
+    async def live_sums(self) -> Sums:
+        """Raises also EngineError."""
+        limit_s = ANSWER_S + self._layout.byte_count / BYTES_PER_S_MIN
+        return state_of(await self._told(0, limit_s), self._layout)
+
+    async def _told(self, have: int, limit_s: float) -> list[Vote]:
+        """What all ranks tell of their parts."""
+        order = StageOrder(ticket=next(self._tickets), have=have, files=[], answers="")
+        votes, cause = await self._ask(order, limit_s)
         wrong = [vote.error for vote in votes if vote.error]
         if cause is not None or wrong or len(votes) != self._rank_count:
-            raise EngineError(f"its ranks cannot stage their parts: {cause or (wrong or ['one gave no answer'])[0]}")
-        rows = [row for vote in votes for row in vote.regions.tolist()]
-        check_regions(self._layout, {Region(*row) for row in rows})
+            raise EngineError(f"its ranks cannot tell their parts: {cause or (wrong or ['one gave no answer'])[0]}")
+        return votes
 
     def gather(self) -> VersionFiles:
         return VersionFiles(self._layout)
 
     async def stage(self, gathering: Gathering, have: int | None) -> StagedByRanks:
         assert isinstance(gathering, VersionFiles) and gathering.manifests
-        goal, ticket = gathering.manifests[-1], next(self._tickets)
+        goal = gathering.manifests[-1]
         limit_s = ANSWER_S + sum(each.payload_bytes for each in gathering.manifests) / BYTES_PER_S_MIN
-        try:
-            votes, cause = await self._ask(ticket, gathering.paths, -1 if have is None else have, limit_s)
-        except EngineError as error:
-            raise WeightError(f"version {goal.version} was not staged: {error}", version=goal.version) from error
-        try:
-            agree(votes, goal, self._rank_count)
-        except WeightError as error:
-            if cause is None:
-                raise
-            raise WeightError(f"{error.message}: {cause}", **error.facts) from cause
+        have = -1 if have is None else have
+        order = StageOrder(ticket=next(self._tickets), have=have, files=gathering.paths, answers="")
+        votes = await self._staged(order, goal.version, limit_s, partial(agree, manifest=goal))
         return StagedByRanks(
             version=goal.version,
             sums=goal.sums,
             changed_count=sum(vote.changed_count for vote in votes),
             read_bytes=tuple(vote.read_bytes for vote in votes),
-            ticket=ticket,
+            ticket=order.ticket,
         )
+
+    async def stage_writes(self, staged: Staged) -> StagedByRanks:
+        """Have every rank stage its part of writes that this process holds.
+
+        Raises:
+            WeightError: a rank failed or is gone, or there is no room for them; nothing was written anywhere.
+        """
+        version, size = staged.version, sum(values.nbytes for _, values in staged.writes.values())
+        async with posted(await aside(size, pack, staged.writes)) as path:
+            order = StageOrder(ticket=next(self._tickets), have=version, files=[], answers="", parcel=path)
+            await self._staged(
+                order, version, ANSWER_S + size / BYTES_PER_S_MIN, partial(check_staged, version=version)
+            )
+        return StagedByRanks(
+            version=version, sums=staged.sums, changed_count=staged.changed_count, read_bytes=(), ticket=order.ticket
+        )
+
+    async def _staged(
+        self, order: StageOrder, version: int, limit_s: float, check: Callable[..., None]
+    ) -> Sequence[Vote]:
+        """Votes that `check` has nothing against."""
+        try:
+            votes, cause = await self._ask(order, limit_s)
+        except EngineError as error:
+            raise WeightError(f"version {version} was not staged: {error}", version=version) from error
+        try:
+            check(votes, rank_count=self._rank_count)
+        except WeightError as error:
+            if cause is None:
+                raise
+            raise WeightError(f"{error.message}: {cause}", **error.facts) from cause
+        return votes
+
+    async def stop(self) -> None:
+        """What is being staged is given up: no rank reads live weights afterwards, until it is asked again."""
+        self._stop_count += 1
+        await self._door.update({"stop": True}, "vLLM's ranks did not stop staging")
 
     async def apply(
         self, staged: StagedByRanks, *, turns: TurnsAtCommit = "keep", may_reuse_prefix: bool = False
     ) -> float:
+        return await self._commit(staged.version, self.writing(staged), turns, may_reuse_prefix)
+
+    def writing(self, staged: StagedByRanks) -> Write:
+        """What has every rank write its part; called while the engine is held."""
+
         async def write() -> None:
             if staged.ticket != self._ticket:
                 raise WeightError(f"version {staged.version} is not staged any more: stage it again")
             self._ticket = ""
             await self._door.update({"commit": staged.ticket}, "vLLM did not take the weights", staged.version)
 
-        return await self._commit(staged.version, write, turns, may_reuse_prefix)
+        return write
 
-    def forget(self) -> None:
-        """The ranks were written by something else: what they have staged is void."""
-        self._ticket = ""
+    async def _ask(self, order: StageOrder, limit_s: float) -> tuple[list[Vote], EngineError | None]:
+        """Votes within the limit, and why vLLM gives no more of them; asked again where they were stopped meanwhile.
 
-    async def _ask(
-        self, ticket: str, files: Sequence[str], have: int, limit_s: float
-    ) -> tuple[list[Vote], EngineError | None]:
-        """Votes within the limit, and why vLLM gives no more of them."""
+        `answers` is filled in here.
+        """
+        while True:
+            stop_count = self._stop_count
+            told = await self._ask_once(order, limit_s)
+            if stop_count == self._stop_count:
+                return told
+
+    async def _ask_once(self, order: StageOrder, limit_s: float) -> tuple[list[Vote], EngineError | None]:
         with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as directory:
-            order = StageOrder(ticket=ticket, have=have, files=files, answers=directory)
 
             async def tell() -> None:
-                self._ticket = ticket
-                await self._door.update({"stage": asdict(order)}, "vLLM's ranks did not begin to stage")
+                self._ticket = order.ticket
+                row = asdict(replace(order, answers=directory))
+                await self._door.update({"stage": row}, "vLLM's ranks did not begin to stage")
 
             await self._between(tell)
             return await self._answers(Path(directory), limit_s)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .....fabric.contract.errors import LayoutMismatch, WeightError
 from .....fabric.format.layout import Layout, TensorSpec
 from .pieces import INTEGER, Piece, piece_of
-from .placement import Memory, Padding, Placement
+from .placement import Memory, Padding, Placement, memory_key, whole_memory
 
 Tensors = Callable[[], Iterator[tuple[TensorSpec, torch.Tensor]]]
 
@@ -46,19 +46,19 @@ def record(model: Any, layout: Layout, derived: Collection[str] = ()) -> Placeme
         for spec in layout.tensors:
             form = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
             kept.append(form)
-            sources[_key(form)] = spec
+            sources[memory_key(form)] = spec
             yield spec, form
 
     def on_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        spec = sources.get(_key(source))
+        spec = sources.get(memory_key(source))
         if spec is None:
-            raise LayoutMismatch(f"vLLM computes what it writes to {memories[_key(target)].name}")
+            raise LayoutMismatch(f"vLLM computes what it writes to {memories[memory_key(target)].name}")
         if source.dtype != target.dtype:
             held = str(target.dtype).removeprefix("torch.")
             raise LayoutMismatch(
                 f"the run has it as {spec.dtype}, vLLM holds it as {held}: start vLLM with dtype={spec.dtype!r}"
             )
-        piece = piece_of(_key(target), source.expand(target.shape), target)
+        piece = piece_of(memory_key(target), source.expand(target.shape), target)
         if piece is not None:
             pieces[spec.name].append(piece)
 
@@ -67,7 +67,7 @@ def record(model: Any, layout: Layout, derived: Collection[str] = ()) -> Placeme
         row
         for key, memory in memories.items()
         if memory.name not in derived
-        for row in _check_memory(key, memory, pieces, [fill for fill in fills if _key(fill[0]) == key])
+        for row in _check_memory(key, memory, pieces, [fill for fill in fills if memory_key(fill[0]) == key])
     ]
     return Placement(layout, memories, pieces, padding)
 
@@ -90,7 +90,7 @@ def rehearse(model: Any, placement: Placement) -> None:
         carrier = INTEGER[target.dtype.itemsize]
         bits = source.expand(target.shape).contiguous().view(carrier).to(target.device)
         if not torch.equal(target.contiguous().view(carrier), bits):
-            raise WeightError(f"the place found for it in {placement.memories[_key(target)].name} is wrong")
+            raise WeightError(f"the place found for it in {placement.memories[memory_key(target)].name} is wrong")
 
     _load(model, live, _Watch(placement.memories, on_copy, lambda target, value: None))
 
@@ -118,7 +118,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is torch.ops.aten.zero_.default:
             self._on_fill(target, 0.0)
         else:
-            raise LayoutMismatch(f"vLLM writes {self._memories[_key(target)].name} by {func}, which is no copy")
+            raise LayoutMismatch(f"vLLM writes {self._memories[memory_key(target)].name} by {func}, which is no copy")
         return target
 
     def _target(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -129,14 +129,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if isinstance(value, torch.Tensor) and _key(value) in self._memories:
+            if isinstance(value, torch.Tensor) and memory_key(value) in self._memories:
                 return value
         return None
-
-
-def _key(tensor: torch.Tensor) -> int:
-    """The same for all views of one memory, with content or without; its own while one of them lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _memories(model: Any, derived: Collection[str]) -> dict[int, Memory]:
@@ -148,10 +143,7 @@ def _memories(model: Any, derived: Collection[str]) -> dict[int, Memory]:
         data = tensor.data
         if data.is_meta or data.numel() == 0 or data.dtype.itemsize not in INTEGER:
             continue  # copied_weights.py refuses a parameter like that; a buffer is not ours
-        storage = data.untyped_storage()
-        flat = torch.empty(0, dtype=INTEGER[data.dtype.itemsize], device=data.device)
-        flat.set_(storage, 0, (storage.nbytes() // data.dtype.itemsize,), (1,))
-        memories.setdefault(_key(data), Memory(name, flat, data, is_parameter))
+        memories.setdefault(memory_key(data), Memory(name, whole_memory(data), data, is_parameter))
     return memories
 
 
@@ -175,7 +167,7 @@ def _load(model: Any, tensors: Tensors, watch: _Watch) -> None:
         raise kind(f"tensor {now} can not be written in place: {str(error) or type(error).__name__}") from error
     finally:
         for parameter, data in before:
-            if _key(parameter.data) != _key(data):
+            if memory_key(parameter.data) != memory_key(data):
                 moved.append(parameter)
                 parameter.data = data
     if moved:

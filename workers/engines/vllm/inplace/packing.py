@@ -1,7 +1,8 @@
 """Keeping weights where a write changes what is computed.
 
 - On a CPU vLLM packs each linear layer's weight for its kernels after loading, and drops the weight: there is nothing
-  left to write. Engines with our weight transfer keep the weight, and pack it again after every commit.
+  left to write. Engines with our weight transfer keep the weight. What a commit changes of it is packed beside the old
+  one while the engine generates, and the commit only switches.
 - torch's own `linear` over the live weight would do without packing, but takes twice the time, and computes other bits
   for a batch than for one request.
 - Engines without our transfer, in the same process or another, are as they were.
@@ -10,9 +11,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..common.names import BACKEND
+
+if TYPE_CHECKING:
+    from .prepared import Prepared
 
 PRIMITIVES_KEPT = 32  # shapes of input that a layer's kernels stay compiled for: vLLM's own number
 
@@ -21,26 +26,45 @@ class PackedLinear:
     """oneDNN over a packed copy of a layer's weight (out, in)."""
 
     def __init__(self, weight: Any) -> None:
-        self.pack(weight)
-
-    def pack(self, weight: Any) -> None:
-        """Compute with what `weight` holds now."""
-        from vllm import _custom_ops as ops
-
-        self._handler = ops.create_onednn_mm(weight.t(), PRIMITIVES_KEPT)
-        self._multiply = ops.onednn_mm
+        self.handler = packed(weight)
 
     def __call__(self, x: Any, weight: Any, bias: Any) -> Any:
         """x (…, in) → (…, out)."""
-        return self._multiply(self._handler, x, bias)
+        from vllm import _custom_ops as ops
+
+        return ops.onednn_mm(self.handler, x, bias)
 
 
-def pack_again(model: Any) -> None:
-    """After a commit."""
+def packed(weight: Any) -> Any:
+    """Return what oneDNN computes with, of what `weight` holds now."""
+    from vllm import _custom_ops as ops
+
+    return ops.create_onednn_mm(weight.t(), PRIMITIVES_KEPT)
+
+
+def packed_beside(model: Any, prepared: Prepared) -> Callable[[], None]:
+    """Pack every layer that a commit changes, as it will be. The result, when called, has them compute with that."""
+    found = []
     for module in model.modules():
         linear = getattr(module, "cpu_linear", None)
         if isinstance(linear, PackedLinear):
-            linear.pack(module.weight)
+            weight = prepared.applied(module.weight.data)
+            if weight is not None:
+                found.append((linear, packed(weight)))
+
+    def switch() -> None:
+        for linear, handler in found:
+            linear.handler = handler
+
+    return switch
+
+
+def pack_again(model: Any) -> None:
+    """After a write that was none of our commits."""
+    for module in model.modules():
+        linear = getattr(module, "cpu_linear", None)
+        if isinstance(linear, PackedLinear):
+            linear.handler = packed(module.weight)
 
 
 def keep_weights_live() -> None:

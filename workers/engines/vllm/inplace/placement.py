@@ -1,7 +1,7 @@
-"""A model's tensors in the live memory of one rank: written and read there, element by element, as stored bits.
+"""A model's tensors in the live memory of one rank: where they are, element by element, and read as stored bits.
 
 - Addresses never change; bits are moved as integers, so NaN payloads, signed zeros and denormals are exact.
-- Nothing is checked here but what `check_covered` says: what is written was checked before (transfer.py).
+- Nothing is checked here but what `check_covered` says; it is written by prepared.py.
 - The code is the same for every device; only on a CPU has it been run.
 """
 
@@ -14,9 +14,21 @@ import torch
 
 from .....fabric.contract.errors import LayoutMismatch
 from .....fabric.format.layout import Layout, TensorSpec
-from .pieces import Piece
+from .pieces import INTEGER, Piece
 
 Coverage = Mapping[str, Sequence[Piece] | None]  # pieces of a tensor on one rank; None: that rank has all of it
+
+
+def memory_key(tensor: torch.Tensor) -> int:
+    """The same for all views of one memory, with content or without; its own while one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def whole_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor is a view of, as integers as wide as its elements."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=INTEGER[tensor.dtype.itemsize], device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes() // tensor.dtype.itemsize,), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +58,6 @@ class Placement:
     memories: Mapping[int, Memory]
     pieces: Mapping[str, Sequence[Piece]]
     padding: Sequence[Padding] = ()
-
-    def write_all(self, name: str, values: torch.Tensor) -> None:
-        """Write a whole tensor. values: its flat stored bits, as integers."""
-        for piece in self.pieces[name]:
-            piece.target(self.memories[piece.memory].flat).copy_(piece.source(values))
-
-    def write_some(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Write elements of a tensor. indices: int64 (N,), flat, each once; values: (N,), stored bits as integers."""
-        for piece in self.pieces[name]:
-            flat = self.memories[piece.memory].flat
-            inside, targets = piece.targets(indices.to(flat.device))
-            flat.index_copy_(0, targets[inside].contiguous(), values.to(flat.device)[inside].contiguous())
 
     def read(self, name: str, into: torch.Tensor) -> None:
         """Fill the flat integers `into` with what this rank has of a tensor; the rest stays as it is."""

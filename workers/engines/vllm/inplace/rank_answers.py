@@ -25,20 +25,26 @@ DIRECTORY_PREFIX = "rollfab-answers-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """What every rank is asked. files: of VersionFiles; none: only tell your part. have: -1: no version is live.
+    """What every rank is asked.
 
-    answers: a directory. ticket: by which the commit names what is staged.
+    files: of VersionFiles; none: only tell your part, and the sums of what is live. have: the version that is live; -1:
+    none. parcel: a commit's file, to stage in place of versions; `have` is then its name. answers: a directory. ticket:
+    by which the commit names what is staged.
     """
 
     ticket: str
     have: int
     files: Sequence[str]
     answers: str
+    parcel: str = ""
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> StageOrder:
         """The order that asdict makes such a row of."""
-        return cls(ticket=str(row["ticket"]), have=int(row["have"]), files=row["files"], answers=str(row["answers"]))
+        files, parcel = row["files"], str(row.get("parcel", ""))
+        return cls(
+            ticket=str(row["ticket"]), have=int(row["have"]), files=files, answers=str(row["answers"]), parcel=parcel
+        )
 
 
 def check_directory(directory: Path) -> None:

@@ -1,49 +1,68 @@
 """One rank's part of a model, in vLLM's worker process: staged in a thread beside the live weights, then committed.
 
-- The thread only reads live weights; only a commit writes them, and it comes after the rank's answer.
+- The thread only reads live weights, and of them only what it needs (lane.py); only a commit writes them, and it comes
+  after the rank's answer. It ends before the weights' memory may go (`stop`).
+- All memory that a commit takes is taken in staging (prepared.py): where there is none, the vote fails.
 - A newer order, or a commit of another kind, makes what was staged before it void.
-- Sums of the live part are carried from commit to commit; where they are not known they are made anew.
+- Sums of the live part are carried from commit to commit; where they are not known they are made anew, in slices.
 - Whatever goes wrong in staging is this rank's answer: vLLM itself hears nothing of it.
-- On a GPU the part is copied to the host first, while vLLM makes no step; unverified there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+
+import torch
 
 from .....fabric.contract.errors import WeightError
 from .....fabric.format.layout import Layout, TensorSpec
 from .....fabric.format.manifest import Sums
 from .....fabric.format.regions import Region
-from .....fabric.versions.commit import Staged
+from .....fabric.versions.commit import Writes, check_writes
 from .....fabric.versions.rank_parts import ShardMap, ShardSlice
 from .....fabric.versions.stage import Stage
-from .....fabric.versions.vote import failed_vote, vote
-from ...base import Bits
-from .pieces import Piece, integers
+from .....fabric.versions.vote import Vote, failed_vote, vote
+from ..common.arena import PARCEL, unpack
+from ..common.shared import open_shared
+from .lane import Lane, LiveBits
+from .pieces import Piece
 from .placement import Placement
+from .prepared import Layers, Prepared, checkpoint_puts, local_puts, prepare
 from .rank_answers import StageOrder, give_answer
 from .version_files import MappedVersion
 
 log = logging.getLogger(__name__)
 
 
-class RankPart:
-    """What rank `rank` holds of a model."""
+def no_layers(prepared: Prepared) -> Callable[[], None]:
+    """Every layer computes with its weights themselves."""
+    return lambda: None
 
-    def __init__(self, placement: Placement, rank: int) -> None:
+
+class RankPart:
+    """What rank `rank` holds of a model. layers: see prepared.Layers."""
+
+    def __init__(
+        self, placement: Placement, rank: int, *, layers: Layers = no_layers, lane: Lane | None = None
+    ) -> None:
         self._placement = placement
         self._rank = rank
-        self._memories = {memory.name: memory for memory in placement.memories.values()}
+        self._layers = layers
+        self._memories = {memory.name: (key, memory) for key, memory in placement.memories.items()}
+        devices = [memory.flat.device for memory in placement.memories.values()]
+        self._lane = lane or Lane(devices[0] if devices else torch.device("cpu"))
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._ticket = ""  # of the newest order
-        self._staged: Staged | None = None
+        self._staged: Prepared | None = None
         self._version = -1  # that `_sums` are of
         self._sums: Sums | None = None
 
@@ -53,19 +72,39 @@ class RankPart:
 
     def begin(self, order: StageOrder) -> None:
         """Stage in a thread; the answer says how it went. Never raises."""
+        self.stop()
         self.forget(order.ticket)
-        sums = self._sums if order.have == self._version else None
         try:
-            # Now: later who asked may have closed the files, and a GPU's weights may be asleep.
-            versions, live = [MappedVersion(path) for path in order.files], self._live()
+            # Now: later who asked may have closed the files.
+            versions = [MappedVersion(path) for path in order.files]
+            parcel = mapped_parcel(order.parcel) if order.parcel else None
         except Exception as error:  # whatever it is, the others wait for this rank's answer
             log.warning("weights.part_not_staged", exc_info=True)
-            _fail(order, self._rank, error)
+            self._fail(order, error)
             return
-        threading.Thread(target=self._work, args=(order, versions, live, sums), name="stage-part", daemon=True).start()
+
+        def aside() -> None:
+            stand_aside(self._lane)
+            self.work(order, versions, parcel)
+
+        self._thread = threading.Thread(target=aside, name="stage-part", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End staging that is under way; what is staged already stays. Nothing is read afterwards."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self.forget()
+            thread.join()
+
+    def problem(self, ticket: str) -> str:
+        """Why what was staged under this ticket cannot be committed; "": it can."""
+        with self._lock:
+            is_staged = self._staged is not None and ticket == self._ticket
+        return "" if is_staged else f"rank {self._rank} has not staged what it is to commit: stage it again"
 
     def commit(self, ticket: str) -> None:
-        """Write what was staged under this ticket, in place.
+        """Write what was staged under this ticket, in place; takes no memory, and cannot fail half-way.
 
         Raises:
             WeightError: nothing is; nothing was written.
@@ -73,52 +112,112 @@ class RankPart:
         with self._lock:
             staged = self._staged if ticket == self._ticket else None
         if staged is None:
-            raise WeightError(f"rank {self._rank} has not staged what it is to commit: stage it again")
-        for name, (indices, values) in staged.writes.items():
-            flat, bits = self._memories[name].flat, integers(values)
-            if indices is None:
-                flat.copy_(bits)
-            else:
-                flat.index_copy_(0, integers(indices).to(flat.device), bits.to(flat.device))
+            raise WeightError(self.problem(ticket))
+        staged.write()
         self.forget()
-        self._version, self._sums = staged.version, staged.sums
+        self._version, self._sums = (-1, None) if staged.sums is None else (staged.version, staged.sums)
+
+    def prepare_writes(self, writes: Writes, version: int = -1) -> Prepared:
+        """A commit of writes by the checkpoint's names, ready.
+
+        Raises:
+            LayoutMismatch: they are not this model's.
+        """
+        check_writes(self._placement.layout, writes)
+        return prepare(version, list(checkpoint_puts(self._placement, writes, self._lane)), self._lane, self._layers)
+
+    def take(self, writes: Writes) -> Callable[[], None]:
+        """Prepare writes that nobody has ordered; the result, when called, commits them."""
+        self.stop()
+        prepared = self.prepare_writes(writes)
+
+        def commit() -> None:
+            self.forget()
+            self._version, self._sums = -1, None
+            prepared.write()
+
+        return commit
 
     def forget(self, ticket: str = "") -> None:
         """Whatever is staged, or being staged, is void. ticket: of what comes next."""
         with self._lock:
             self._ticket, self._staged = ticket, None
 
-    def was_written(self) -> None:
-        """Somebody else has written the live weights."""
-        self.forget()
-        self._version, self._sums = -1, None
-
-    def _work(
-        self, order: StageOrder, versions: Sequence[MappedVersion], live: dict[str, Bits], sums: Sums | None
-    ) -> None:
+    def work(self, order: StageOrder, versions: Sequence[MappedVersion], parcel: Writes | None) -> None:
+        """What the thread does: stage, keep it, answer."""
         try:
-            stage = Stage(self._map, live, order.have, sums)
-            read_bytes = sum(version.stage(stage, self._map) for version in versions)
-            staged = stage.finish()
+            with torch.no_grad(), self._lane.aside():
+                staged, told = self._work(order, versions, parcel)
             with self._lock:
-                if self._ticket != order.ticket:
-                    return
-                self._staged = staged
-            with contextlib.suppress(OSError):  # nobody waits for it any more
-                give_answer(Path(order.answers), vote(self._rank, self._map, staged, read_bytes))
+                if self._ticket == order.ticket:
+                    self._staged = staged
+            self._go_on(order)
         except Exception as error:  # the vote of this rank: all ranks stay where they are, and the worker tries again
             log.warning("weights.part_not_staged", exc_info=True)
-            _fail(order, self._rank, error)
+            self._fail(order, error)
+            return
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            give_answer(Path(order.answers), told)
 
-    def _live(self) -> dict[str, Bits]:
-        """Stored bits of the part, flat: the memory itself on a CPU, a copy on a GPU."""
-        flats = {spec.name: self._memories[spec.name].flat.cpu().numpy() for spec in self._map.local.tensors}
-        return {spec.name: flats[spec.name].view(spec.bits_dtype) for spec in self._map.local.tensors}
+    def _work(
+        self, order: StageOrder, versions: Sequence[MappedVersion], parcel: Writes | None
+    ) -> tuple[Prepared, Vote]:
+        if parcel is not None:
+            return self.prepare_writes(parcel, order.have), Vote.of_none(self._rank, order.have)
+
+        def go_on() -> None:
+            self._go_on(order)
+
+        live = {
+            spec.name: LiveBits(self._memories[spec.name][1].flat, spec.bits_dtype, self._lane, go_on)
+            for spec in self._map.local.tensors
+        }
+        sums = self._sums if versions and order.have == self._version else None  # without versions: an audit
+        stage = Stage(self._map, live, order.have, sums)
+        read_bytes = sum(version.stage(stage, self._map, go_on) for version in versions)
+        staged = stage.finish()
+        puts = list(local_puts(self._memories, staged.writes, self._lane))
+        told = vote(self._rank, self._map, staged, read_bytes)
+        return prepare(staged.version, puts, self._lane, self._layers, staged.sums), told
+
+    def _go_on(self, order: StageOrder) -> None:
+        with self._lock:
+            if self._ticket != order.ticket:
+                raise WeightError("it was told to do something else")
+
+    def _fail(self, order: StageOrder, error: Exception) -> None:
+        with contextlib.suppress(OSError):
+            give_answer(Path(order.answers), failed_vote(self._rank, error))
 
 
-def _fail(order: StageOrder, rank: int, error: Exception) -> None:
-    with contextlib.suppress(OSError):
-        give_answer(Path(order.answers), failed_vote(rank, error))
+def stand_aside(lane: Lane) -> None:
+    """Compute in this thread alone, on any core that the engine has: on a CPU, its own core and helpers are busy."""
+    if lane.device.type != "cpu":
+        return
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+        os.sched_setaffinity(0, set().union(*map(_cores, threads)))
+
+
+def _cores(thread: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(thread)
+    except OSError:  # it has ended
+        return set()
+
+
+def mapped_parcel(path: str) -> Writes:
+    """The writes of a parcel's file.
+
+    Raises:
+        WeightError, WireError: it is none. OSError: it is not on this machine, or gone.
+    """
+    handle = open_shared(path, PARCEL)
+    try:
+        return unpack(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY))  # private: nobody writes into the sender's
+    finally:
+        os.close(handle)
 
 
 # ---------------------------------------------------------------- rank map

@@ -1,7 +1,9 @@
 """Weight transfer in vLLM's worker processes: commits from shared memory, written in place, on every rank its part.
 
 - All of a commit is checked before any of it is written: names, dtypes, counts, positions. A bad one changes nothing.
-- What is checked depends on the commit alone, so all ranks of a model take it or none does.
+- All ranks of a model take a commit or none does: they tell one another what is wrong before any writes.
+- An error is raised on one rank, the last: vLLM reads the ranks' answers up to the first that failed, and would take
+  those behind it for answers to later questions.
 - After a commit, vLLM computes with the new weights: setting up refuses every layer that would not (copied_weights.py).
 - Orders may come from anybody who reaches the server's port: of paths only the memory and directories of a worker of
   this user are taken, by what they are and never by where they lie.
@@ -16,11 +18,11 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import mmap
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -30,21 +32,21 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from .....fabric.contract.errors import WeightError, WireError
+from .....fabric.contract.errors import FabricError, WeightError, WireError
 from .....fabric.format.layout import Layout
-from .....fabric.versions.commit import check_writes
 from ...base import Writes
-from ..common.arena import PARCEL, Mirror, unpack
-from ..common.shared import open_shared
+from ..common.arena import Mirror, unpack
 from .copied_weights import check_live, derive_again, derived_names
 from .loader_trace import record, rehearse
-from .packing import pack_again
+from .packing import pack_again, packed_beside
 from .pieces import integers
-from .placement import Coverage, Placement, check_covered
+from .placement import Placement, check_covered
 from .rank_answers import StageOrder, check_directory
-from .rank_part import RankPart
+from .rank_part import RankPart, mapped_parcel
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -58,8 +60,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Exactly one of these.
 
-    parcel: a file that holds a commit. data: a commit as base64. export: a Mirror's file to fill. stage: a row of
-    StageOrder, for every rank its part. commit: the ticket of what the ranks have staged.
+    stage: a row of StageOrder, for every rank its part. commit: the ticket of what the ranks have staged. stop: what is
+    being staged is given up. export: a Mirror's file to fill. parcel: a file that holds a commit, and data: a commit as
+    base64, both for those who cannot see the ranks' answers.
     """
 
     parcel: str | None = None
@@ -67,12 +70,13 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     export: str | None = None
     stage: dict[str, Any] | None = None
     commit: str | None = None
+    stop: bool | None = None
 
     def __post_init__(self) -> None:
-        values = (self.parcel, self.data, self.export, self.stage, self.commit)
+        values = (self.parcel, self.data, self.export, self.stage, self.commit, self.stop)
         if sum(value is not None for value in values) != 1:
             raise WeightError(
-                "an update is one of parcel (a path), data (base64), export (a path), stage and commit (a ticket)"
+                "an update is one of parcel (a path), data (base64), export (a path), stage, commit (a ticket) and stop"
             )
 
 
@@ -108,14 +112,20 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             problem = f"{type(error).__name__}: {error}"
         ranks = _told_by_all((problem, None if placement is None else placement.coverage()))
         problems = [told for told, _ in ranks if told]
-        if problems:
-            raise WeightError(problems[0])
-        check_covered(layout, [coverage for _, coverage in ranks if coverage is not None])
+        try:
+            if problems:
+                raise WeightError(problems[0])
+            check_covered(layout, [coverage for _, coverage in ranks if coverage is not None])
+        except FabricError:  # the same on every rank
+            if _is_last():
+                raise
+            return
         assert placement is not None
         placement.fill_padding()
         pack_again(self.model)
         self._placement = placement
-        self._part = RankPart(placement, get_world_group().rank_in_group)
+        layers = partial(packed_beside, self.model)
+        self._part = RankPart(placement, get_world_group().rank_in_group, layers=layers)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: parameters keep their memory."""
@@ -123,56 +133,73 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def finish_weight_update(self) -> None:
         """Nothing to finish: a commit is complete when `receive_weights` returns."""
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See receive_weights; whatever goes wrong on any rank is raised on the last, and nothing is written on any."""
+        problem, finish = "", _nothing
+        try:
+            finish = self._prepared(self.parse_update_info(update_info))
+        except Exception as error:  # noqa: BLE001  # the other ranks wait for what this one tells
+            problem = f"{type(error).__name__}: {error}"
+        # Engines of one model that take requests of their own do not stop together: none waits for another
+        is_shared = self.parallel_config.data_parallel_size == 1
+        problems = [told for told in (_told_by_all(problem) if is_shared else [problem]) if told]
+        if not problems:
+            finish()
+        elif _is_last() or not is_shared:
+            raise WeightError(problems[0])
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Write a commit, or fill a mirror with the live weights, or begin to stage this rank's part.
 
         Raises:
             WeightError: it is no commit for this model; nothing was written.
         """
+        self._prepared(update_info)()
+
+    def _prepared(self, update_info: UpdateInfo) -> Callable[[], None]:
+        """All that may fail is done; the result does the rest."""
         if self._placement is None or self._part is None:
             raise WeightError("weight transfer is not set up: call init_weight_transfer_engine with a layout first")
         if update_info.export is not None:
             _export(self._placement, Path(update_info.export))
-            return
-        if update_info.stage is not None:
+        elif update_info.stop is not None:
+            self._part.stop()
+        elif update_info.stage is not None:
             order = StageOrder.from_row(update_info.stage)
             check_directory(Path(order.answers))
             self._part.begin(order)
-            return
+        elif update_info.commit is not None:
+            if problem := self._part.problem(update_info.commit):
+                raise WeightError(problem)
+            return partial(self._write, partial(self._part.commit, update_info.commit))
+        else:
+            return partial(self._write, self._part.take(_read(update_info)))
+        return _nothing
+
+    def _write(self, commit: Callable[[], None]) -> None:
         with torch.no_grad():
-            if update_info.commit is not None:
-                self._part.commit(update_info.commit)
-            else:
-                _write(self._placement, self._part, _read(update_info))
+            commit()
             derive_again(self.model, self.model_config.dtype)
-            pack_again(self.model)
+        torch.accelerator.synchronize()
 
     def shutdown(self) -> None:
         """Let go of the model's memory."""
+        if self._part is not None:
+            self._part.stop()
         self._placement = self._part = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _read(update_info: UpdateInfo) -> Writes:
     try:
         if update_info.data is not None:
             return unpack(memoryview(bytearray(base64.b64decode(update_info.data, validate=True))))
-        handle = open_shared(str(update_info.parcel), PARCEL)
-        try:
-            return unpack(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY))  # private: nobody writes into the sender's
-        finally:
-            os.close(handle)
+        return mapped_parcel(str(update_info.parcel))
     except (OSError, ValueError, binascii.Error, WireError) as error:
         raise WeightError(f"nothing was written: the commit can not be read: {error}") from error
-
-
-def _write(placement: Placement, part: RankPart, writes: Writes) -> None:
-    check_writes(placement.layout, writes)
-    part.was_written()
-    for name, (indices, values) in writes.items():
-        if indices is None:
-            placement.write_all(name, integers(values))
-        else:
-            placement.write_some(name, integers(indices), integers(values))
 
 
 def _export(placement: Placement, path: Path) -> None:
@@ -184,7 +211,7 @@ def _export(placement: Placement, path: Path) -> None:
         placement.read(name, integers(bits))
 
 
-def _told_by_all(mine: tuple[str, Coverage | None]) -> list[tuple[str, Coverage | None]]:
+def _told_by_all(mine: T) -> list[T]:
     """What every rank of the model tells, in rank order; all must call it."""
     group = get_world_group()
     if group.world_size == 1:
@@ -192,3 +219,8 @@ def _told_by_all(mine: tuple[str, Coverage | None]) -> list[tuple[str, Coverage 
     told: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(told, mine, group=group.cpu_group)
     return told
+
+
+def _is_last() -> bool:
+    group = get_world_group()
+    return bool(group.rank_in_group == group.world_size - 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class VersionFiles:
             LayoutMismatch: its tensors are not the engine's. WireError: it cannot be read here.
             WeightError: there is no room.
         """
-        self._layout.check(manifest.tensors)
+        self._layout.check_run(manifest.tensors)
         manifest.check()
         packed = manifest.pack()
         size = HEAD.size + len(packed) + int(manifest.chunk_bytes.sum(dtype=np.int64))
@@ -99,8 +100,8 @@ class MappedVersion:
         ends = HEAD.size + length + np.cumsum(self.manifest.chunk_bytes, dtype=np.int64)
         self._starts: list[int] = (ends - self.manifest.chunk_bytes).tolist()
 
-    def stage(self, stage: Stage, part: ShardMap) -> int:
-        """Stage the blocks that hold something of the rank; returns their bytes.
+    def stage(self, stage: Stage, part: ShardMap, go_on: Callable[[], None] = lambda: None) -> int:
+        """Stage the blocks that hold something of the rank; returns their bytes. go_on: called at each; may raise.
 
         Raises:
             LayoutMismatch, ChainBroken, DigestMismatch, WireError: as Stage, which is useless then.
@@ -110,6 +111,7 @@ class MappedVersion:
         for row, digest in zip(manifest.rows, manifest.block_digests.tolist(), strict=True):
             if not part.needs(row.region):
                 continue
+            go_on()
             start = self._starts[row.chunk] + row.offset
             data = self._view[start : start + row.length]
             if block_digest(data) != digest:

@@ -23,8 +23,9 @@ from vllm.platforms import current_platform
 from .....fabric.rules.serving.facts import StepWork
 from .....fabric.rules.serving.guard import Allowance
 from ....serving.device.priority import lower, lower_threads, threads_named
-from ....serving.device.scheduling import YieldingThread, device_time
+from ....serving.device.scheduling import YieldingThread
 from ....serving.guarding.guard import Guard, GuardConfig, Policy
+from ....serving.guarding.step_times import StepTimes
 from ....serving.probes.reader import ProbeReader
 from .scheduler_page import IS_GUARDED, Page
 
@@ -50,8 +51,8 @@ class StepGuard:
         self._arrived_count = self._seen = 0
         self._allowance = Allowance(step_tokens=0, reason="")
         self._lock = threading.Lock()
-        self._begun: list[tuple[float, float, StepWork]] = []
-        self._looked_at_s = self._ended_at_s = 0.0
+        self._steps = StepTimes(is_on_cpu=bool(current_platform.is_cpu()), computes_here=self._yielding is not None)
+        self._looked_at_s = 0.0
         self._sharing: dict[str, Any] | None = None
         self._counted_at_s = 0.0
         threading.Thread(target=self._live, name="rollfab-guard", daemon=True).start()
@@ -77,7 +78,7 @@ class StepGuard:
 
     def begins(self, work: StepWork) -> None:
         """A step was scheduled."""
-        self._begun.append((time.monotonic(), time.thread_time(), work))
+        self._steps.begins(work)
         if self._yielding is not None:
             self._yielding.begins(self._arrived_count, gives_way=self._allowance.gives_way)
 
@@ -85,23 +86,17 @@ class StepGuard:
         """The oldest of those that were scheduled has ended."""
         if self._yielding is not None:
             self._yielding.ended()
-        if not self._begun:
-            return
-        began_s, thread_s, work = self._begun.pop(0)
-        now_s, own_s = time.monotonic(), time.thread_time() - thread_s
-        began_s = max(began_s, self._ended_at_s)
-        self._ended_at_s = now_s
-        computes_here = self._yielding is not None
-        known_s = device_time(now_s - began_s, own_s, computes_here=computes_here, is_one=not self._begun)
-        with self._lock:
-            self._guard.stepped(began_s, now_s, work, device_s=known_s)
+        step = self._steps.ended()
+        if step is not None:
+            with self._lock:
+                self._guard.stepped(step.began_s, step.ended_s, step.work, device_s=step.device_s)
 
     def _live(self) -> None:
         never = threading.Event()
         while not never.wait(TELL_S):
             now_s = time.monotonic()
             with self._lock:
-                if now_s - self._looked_at_s >= TELL_S and not self._begun:
+                if now_s - self._looked_at_s >= TELL_S and not self._steps.is_computing:
                     self._look(now_s, ONE, is_idle=True)
                 gave_way_at_s = self._yielding.gave_way_at_s if self._yielding is not None else None
                 if gave_way_at_s is not None:

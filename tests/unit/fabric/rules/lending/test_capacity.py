@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
+from rollfab.fabric.rules.lending.capacity import CapacityRule, RunFacts, WorkerFacts, plan
 
 RULE = CapacityRule()
 
@@ -19,82 +20,69 @@ def worker(worker_id: str, **facts: object) -> WorkerFacts:
     return WorkerFacts(worker_id=worker_id, **{"model": "m", "slot_count": 8, **facts})  # type: ignore[arg-type]
 
 
-def one(workers: list[WorkerFacts], runs: list[RunFacts]) -> Grant:
-    return plan(workers, runs, RULE)[-1]
+DEDICATED, SERVING = worker("d"), worker("s", lend=8)
+LENT = worker("s", lend=8, is_lent=True)
+SLOW, QUICK, AWAKE = (worker(f"s{n}", lend=8, activation_ms=ms) for n, ms in enumerate((9_000, 2_000, 0)))
 
 
-def test_a_dedicated_worker_stands_by_even_without_demand() -> None:
-    grant = one([worker("d")], [run(open_count=0)])
-    assert (grant.run_id, grant.slot_count, grant.is_standing) == ("r1", 8, True)
-
-
-def test_nothing_is_granted_before_there_are_weights() -> None:
-    assert one([worker("d")], [run(has_weights=False)]).slot_count == 0
-
-
-def test_a_run_of_another_model_is_not_served() -> None:
-    assert one([worker("d")], [run(model="other")]).slot_count == 0
-
-
-def test_a_serving_worker_is_lent_only_above_what_dedicated_slots_can_run() -> None:
-    dedicated, serving = worker("d"), worker("s", lend=8)
-    assert one([dedicated, serving], [run(open_count=8)]).slot_count == 0
-    grant = one([dedicated, serving], [run(open_count=9)])
-    assert (grant.slot_count, grant.is_standing) == (8, False)
-
-
-def test_a_switch_that_is_off_wins_over_any_demand() -> None:
-    assert one([worker("s", lend=0)], [run(open_count=10_000)]).slot_count == 0
+@pytest.mark.parametrize(
+    ("workers", "demand", "slots"),
+    [
+        pytest.param([DEDICATED], run(open_count=0), [8], id="a dedicated worker stands by even without demand"),
+        pytest.param([DEDICATED], run(has_weights=False), [0], id="nothing before there are weights"),
+        pytest.param([DEDICATED], run(model="other"), [0], id="nothing for another model"),
+        pytest.param([DEDICATED, SERVING], run(open_count=8), [8, 0], id="nothing lent that dedicated slots can run"),
+        pytest.param([DEDICATED, SERVING], run(open_count=9), [8, 8], id="lent above what dedicated slots can run"),
+        pytest.param(
+            [worker("s", lend=0)], run(open_count=10_000), [0], id="a switch that is off wins over any demand"
+        ),
+        pytest.param([worker("s", lend=3)], run(), [3], id="a limit of slots is kept"),
+        pytest.param([worker("s", lend=8, headroom_fraction=0.05)], run(), [0], id="no headroom: all is for serving"),
+        pytest.param([worker("s", lend=8, headroom_fraction=0.5)], run(), [8], id="headroom"),
+        pytest.param([DEDICATED, LENT], run(open_count=0, idle_s=1.0), [8, 8], id="kept through a short lull"),
+        pytest.param([DEDICATED, LENT], run(open_count=0, idle_s=10.0), [8, 0], id="taken back after it"),
+        pytest.param([SLOW, QUICK, AWAKE], run(open_count=8), [0, 0, 8], id="those that are awake first"),
+        pytest.param([SLOW, QUICK, AWAKE], run(open_count=9), [0, 8, 8], id="then the quickest to wake"),
+        pytest.param([SLOW, QUICK, AWAKE], run(open_count=17), [8, 8, 8], id="then the others"),
+        pytest.param(
+            [SERVING, worker("d", activation_ms=60_000)], run(open_count=8), [0, 8], id="dedicated ones, though asleep"
+        ),
+    ],
+)
+def test_a_situation(workers: list[WorkerFacts], demand: RunFacts, slots: list[int]) -> None:
+    grants = plan(workers, [demand], RULE)
+    assert [grant.slot_count for grant in grants] == slots
+    for each, grant in zip(workers, grants, strict=True):
+        if grant.slot_count:
+            assert (grant.run_id, grant.is_standing) == ("r1", each.lend is None)
 
 
 def test_a_worker_without_slots_says_so_whatever_its_team_says() -> None:
     for lend in (0, 8):  # it only observes, or it has failed
-        assert one([worker("s", slot_count=0, lend=lend)], [run()]).reason == "it has no slots"
-    assert one([worker("s", lend=0, lend_reason="off, said by ann")], [run()]).reason == "off, said by ann"
+        assert plan([worker("s", slot_count=0, lend=lend)], [run()], RULE)[0].reason == "it has no slots"
+    off = worker("s", lend=0, lend_reason="off, said by ann")
+    assert plan([off], [run()], RULE)[0].reason == "off, said by ann"
 
 
-def test_a_limit_of_slots_is_kept() -> None:
-    assert one([worker("s", lend=3)], [run()]).slot_count == 3
-
-
-def test_a_worker_without_headroom_keeps_everything_for_serving() -> None:
-    assert one([worker("s", lend=8, headroom_fraction=0.05)], [run()]).slot_count == 0
-    assert one([worker("s", lend=8, headroom_fraction=0.5)], [run()]).slot_count == 8
-
-
-def test_a_lent_worker_is_kept_through_a_short_lull_and_taken_back_after_it() -> None:
-    lent = worker("s", lend=8, is_lent=True)
-    assert one([worker("d"), lent], [run(open_count=0, idle_s=1.0)]).slot_count == 8
-    assert one([worker("d"), lent], [run(open_count=0, idle_s=10.0)]).slot_count == 0
-
-
-def test_engines_that_sleep_are_lent_too_but_after_those_that_are_awake_and_the_quickest_first() -> None:
-    slow, quick, awake = (worker(f"s{n}", lend=8, activation_ms=ms) for n, ms in enumerate((9_000, 2_000, 0)))
-
-    def granted(open_count: int) -> list[int]:
-        return [grant.slot_count for grant in plan([slow, quick, awake], [run(open_count=open_count)], RULE)]
-
-    assert granted(8) == [0, 0, 8]
-    assert granted(9) == [0, 8, 8]
-    assert granted(17) == [8, 8, 8]
-
-
-def test_a_dedicated_worker_that_sleeps_keeps_its_place_before_lent_ones() -> None:
-    dedicated, serving = worker("d", activation_ms=60_000), worker("s", lend=8)
-    assert [grant.slot_count for grant in plan([serving, dedicated], [run(open_count=8)], RULE)] == [0, 8]
-
-
-def test_two_runs_share_dedicated_workers_by_weight() -> None:
-    workers = [worker(f"d{index}") for index in range(4)]
-    runs = [run("r1", weight=3.0, open_count=99), run("r2", weight=1.0, open_count=99)]
-    served = [grant.run_id for grant in plan(workers, runs, RULE)]
-    assert sorted(served) == ["r1", "r1", "r1", "r2"]
-
-
-def test_no_run_is_left_without_a_worker_where_there_is_one_each() -> None:
-    workers = [worker(f"d{index}", run_id="r1") for index in range(3)]
-    runs = [run(name, open_count=99) for name in ("r1", "r2", "r3")]
-    assert sorted(str(grant.run_id) for grant in plan(workers, runs, RULE)) == ["r1", "r2", "r3"]
+@pytest.mark.parametrize(
+    ("workers", "runs", "served"),
+    [
+        pytest.param(
+            [worker(f"d{index}") for index in range(4)],
+            [run("r1", weight=3.0, open_count=99), run("r2", weight=1.0, open_count=99)],
+            ["r1", "r1", "r1", "r2"],
+            id="by weight",
+        ),
+        pytest.param(
+            [worker(f"d{index}", run_id="r1") for index in range(3)],
+            [run(name, open_count=99) for name in ("r1", "r2", "r3")],
+            ["r1", "r2", "r3"],
+            id="no run is left without one",
+        ),
+    ],
+)
+def test_runs_share_dedicated_workers(workers: list[WorkerFacts], runs: list[RunFacts], served: list[str]) -> None:
+    assert sorted(str(grant.run_id) for grant in plan(workers, runs, RULE)) == served
 
 
 def test_a_worker_keeps_its_run_while_that_has_work() -> None:

@@ -17,7 +17,10 @@ work = Rollouts(
     name="work", model="tiny", trajectory_count=32, turn_count=2, completion_tokens_min=4, completion_tokens=8,
     observation_tokens=8,
 )
-print(measure(Settings(workloads=(work,), round_count=1, control_model="tiny", sample_count=2)).json())
+settings = Settings(
+    workloads=(work,), round_count=1, control_model="tiny", sample_count=2, version_count=2, rank_counts=(1,)
+)
+print(measure(settings).json())
 """
 
 
@@ -52,3 +55,9 @@ def test_a_real_measurement_reports_both_arms_and_every_stop() -> None:
     for name in ("abort_steps_p99", "pause_steps_p99", "budget_ms_p99", "budget_over_step_ms_p99", "step_ms_p50"):
         assert isinstance(results[name], float)
     assert results["step_ms_p99"] >= results["step_ms_p50"] > 0
+
+    # And its longest step while a version came is told beside an ordinary one
+    (stall,) = results["stalls"]
+    assert stall["stalled_ms_p99"] >= stall["stalled_ms_p50"] > 0 and stall["changed_count"] > 0
+    assert results["stalled_ms_p99"] == stall["stalled_ms_p99"]
+    assert results["stalled_of_step"] == stall["stalled_ms_p50"] / stall["step_ms_p50"]

@@ -1,0 +1,83 @@
+"""Benches that kill, hand over and fail over real processes: their quick runs break no promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.bench.chaos.main import QUICK as CHAOS
+from tests.bench.chaos.report import PROMISES
+from tests.bench.controller.main import FULL as CONTROLLER
+from tests.bench.controller.main import plan_times_ms
+from tests.bench.resume.main import QUICK as RESUME
+from tests.bench.resume.main import TURNS_TOGETHER
+
+
+def results_of(name: str, *words: str) -> dict[str, Any]:
+    """What `rollfab bench NAME --quick` finds."""
+    command = [sys.executable, "-m", "rollfab", "bench", name, "--quick", "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["name"] == name
+    results: dict[str, Any] = report["results"]
+    return results
+
+
+def check_chaos(results: dict[str, Any]) -> None:
+    """Every role was hit, in every way, while there was work, and no promise was broken."""
+    assert {name: results[name] for name in PROMISES} == dict.fromkeys(PROMISES, 0), results
+    assert set(results["faults_by_role"]) == {*CHAOS.workload.counts, "broker"}
+    assert set(results["faults_by_kind"]) == {"kill", "freeze", "cut", "hold"}
+    assert results["faults"] == sum(results["faults_by_kind"].values())
+    assert results["groups"] > 0 and results["rollouts"] == results["groups"] * CHAOS.workload.group_size
+    turns = results["rollouts"] * CHAOS.workload.turn_count
+    assert results["tokens_delivered"] == turns * CHAOS.workload.completion_tokens
+    assert results["tokens_made"] >= results["tokens_settled"] >= results["tokens_delivered"]
+    assert results["recovery_count"] > 0
+    assert results["recovery_ms_p99"] >= results["recovery_ms_p50"] > 0
+
+
+def check_resume(results: dict[str, Any]) -> None:
+    """Turns went from one worker to another in their middle, with their tokens, and ended with the very same ones."""
+    assert (results["exact"], results["inexact_turns"]) == (True, 0)
+    assert results["distinct_tokens_min"] > 20  # so that going on from other tokens could be told
+    assert results["handover_count"] >= RESUME.handover_count
+    assert results["tokens_handed_over"] > 0
+    assert results["tokens_regenerated"] == 0  # a lease that ends wastes none
+    assert 0 < results["kill_handover_count"] <= RESUME.kill_count * TURNS_TOGETHER
+    assert results["tokens_regenerated_after_kill"] >= 0
+    for name in ("handover", "kill_handover", "prefill"):
+        assert 0 < results[f"{name}_ms_p50"] <= results[f"{name}_ms_p99"]
+    assert results["token_log_tokens_per_s"] > 0 and results["token_log_never_tokens_per_s"] > 0
+
+
+def check_controller(results: dict[str, Any]) -> None:
+    """No slot was lent twice."""
+    assert results["double_leases"] == 0
+    assert results["failover_s"]
+    for count in CONTROLLER.worker_counts:
+        for name in ("plan_ms", "plan_cpu_ms", "tick_ms"):
+            assert 0 < results[f"{name}_p50_{count}"] <= results[f"{name}_p99_{count}"]
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.redis
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "words", "check"),
+    [("chaos", ["--seed", "11"], check_chaos), ("resume", [], check_resume), ("controller", [], check_controller)],
+)
+def test_a_quick_run_breaks_no_promise(name: str, words: list[str], check: Any) -> None:
+    check(results_of(name, *words))
+
+
+def test_plans_of_a_changing_pool_are_timed_one_by_one() -> None:
+    found = plan_times_ms(20, 7)
+    assert len(found) == 7
+    assert all(wall_ms > 0 and core_ms >= 0 for wall_ms, core_ms in found)
