@@ -12,6 +12,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -84,13 +86,14 @@ class ForkedNursery(Nursery):
         control, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            os.setsid()
+            os.setpgid(0, 0)
             kept = theirs.detach()
             os.closerange(3, kept)
             os.closerange(kept + 1, 1 << 16)
             with contextlib.suppress(BaseException):
                 process.main(socket.socket(fileno=kept))
             os._exit(0)
+        os.setpgid(pid, pid)  # here too: its group is there before anybody ends it
         theirs.close()
         control.setblocking(False)
         self._control = control
@@ -104,7 +107,11 @@ class Forked:
         self.pid = pid
 
     def wait(self, timeout: float) -> None:
-        os.waitpid(self.pid, 0)
+        until_s = time.monotonic() + timeout
+        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired("nursery", timeout)
+            time.sleep(0.01)
 
 
 Say = Callable[[tuple[Any, ...]], None]
