@@ -81,13 +81,17 @@ class Process:
 
 @dataclass
 class Tally:
-    """The outcome of all trials. live_s: from each fault until all others had the version."""
+    """The outcome of all trials.
+
+    live_s: from each fault until all others had the version; of a trainer's fault, with its return.
+    by_broker_s: the same, of versions that no member had by a round.
+    """
 
     faults: Counter[str] = field(default_factory=Counter)
     live_s: list[float] = field(default_factory=list)
     rounds: Counter[int] = field(default_factory=Counter)
     late: int = 0  # faults that came when all was over: not counted
-    by_broker: int = 0
+    by_broker_s: list[float] = field(default_factory=list)
     worst: str = ""
 
 
@@ -162,8 +166,7 @@ class World:
         faulted_s = time.monotonic()
         label = f"{deed} {'trainer' if name == PUBLISHER else 'worker'} {what}"
         self.last = f"{deed} {name} {what} ({victim})"
-        self.recover(name, what, deed)
-        live_s = time.monotonic() - faulted_s
+        live_s = self.recover(name, what, deed) - faulted_s
         self.settle()
         self.note(label, live_s)
 
@@ -184,15 +187,17 @@ class World:
             time.sleep(0.001)
         return None
 
-    def recover(self, name: str, what: str, deed: str) -> None:
-        """Wait until all others have the version; start or thaw who is gone."""
+    def recover(self, name: str, what: str, deed: str) -> float:
+        """Wait until all others have the version; start or thaw who is gone. Returns when they had it."""
         member = self.members[name]
         if what != "member":  # nobody is gone
             self.until(lambda: self.is_live() and self.is_published(), f"version {self.version} to be live")
         elif name != PUBLISHER:
             others = lambda: self.is_live(name) and self.is_published()  # noqa: E731
             self.until(others, f"version {self.version} to be live", spared=(name,))
+            live_s = time.monotonic()
             self.revive(member, deed)
+            return live_s
         else:
             if deed == "freeze":
                 until_s = time.monotonic() + FREEZE_S
@@ -201,6 +206,7 @@ class World:
             if deed == "kill" and not self.is_live():
                 self.publish_again()
             self.until(self.is_live, f"version {self.version} to be live")
+        return time.monotonic()
 
     def revive(self, member: Process, deed: str) -> None:
         if deed == "freeze":
@@ -227,7 +233,7 @@ class World:
         for words in self.members[PUBLISHER].said:
             if words[0] == "published":
                 self.tally.rounds[words[3]] += 1
-                self.tally.by_broker += words[2] == 0
+                self.tally.by_broker_s += [live_s] * (words[2] == 0)
 
 
 def run(url: str, directory: Path, *, kills: int, seed: int, limit_s: float = float("inf")) -> Tally:
@@ -271,7 +277,8 @@ def command() -> None:
         "by_kind": dict(sorted(tally.faults.items())),
         "too_late": tally.late,
         "rounds": dict(sorted(tally.rounds.items())),
-        "went_by_broker": tally.by_broker,
+        "went_by_broker": len(tally.by_broker_s),
+        "by_broker_s_max": round(max(tally.by_broker_s, default=0.0), 2),
         "live_s_p50": round(statistics.median(live_s), 2),
         "live_s_p99": round(live_s[int(0.99 * (len(live_s) - 1))], 2),
         "live_s_max": round(live_s[-1], 2),
