@@ -4,7 +4,7 @@
 - A worker that listens serves its node's chunks and its live weights to other nodes, and takes its place in the tree
   of relays.
 - We keep a version that a collective brings until it is live, in the node's memory too. Torch is loaded when the first
-  collective is offered.
+  collective is offered, in a process beside this one.
 - All of these stand in front of the broker's store; receivers (weights.py) need not know of them.
 """
 

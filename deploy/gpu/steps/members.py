@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes.collective_processes import Member, Sender, check_live, stage
+from tests.support.processes.collective_processes import Member, Sender, Stage, check_live, stage
 
 from ....fabric.opened import RedisFabric
 from .telling import Asked, asked, tell
@@ -27,12 +27,12 @@ def main() -> None:
     told, _ = asked()
     with tempfile.TemporaryDirectory(prefix="rollfab-kit-") as directory, stage(Path(directory)) as members:
         receiver, doomed = members.start(RUN_ID, receiver="", doomed="die:2")
-        asyncio.run(_rounds(told, members.url, receiver, doomed))
+        asyncio.run(_rounds(told, members, receiver, doomed))
 
 
-async def _rounds(told: Asked, url: str, receiver: Member, doomed: Member) -> None:
-    async with await RedisFabric.open(url, client_name="kit") as fabric:
-        sender = await Sender.open(fabric, RUN_ID)
+async def _rounds(told: Asked, members: Stage, receiver: Member, doomed: Member) -> None:
+    async with await RedisFabric.open(members.url, client_name="kit") as fabric:
+        sender = await members.sender(fabric, RUN_ID)
         tell(with_a_member_that_dies=await _round(sender, 0, receiver, doomed))
         whole = await _round(sender, 1, receiver)
         tell(without=whole)

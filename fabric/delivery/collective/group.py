@@ -1,39 +1,61 @@
-"""One group of torch.distributed: built for one round, used by one thread, taken down after it.
+"""The owner's side of a round's process (process.py): starting it, having it do things, ending it.
 
-- The process groups are objects of their own; torch's default group is left to the trainer or engine. Several rounds
-  and runs can be under way in one process.
-- Every operation ends within `stall_s`, by an error if need be. With gloo that holds by its own timeouts (measured:
-  a member that is killed fails the others at once, one that is frozen after stall_s, and taking the group down takes
-  no time in either case). NCCL has no such promise, so its work is polled and the communicator aborted.
-- The NCCL half is unverified on a GPU.
+    nursery = Nursery()
+    async with nursery.group(MESSAGE_BYTES["gloo"]) as group:   # a process that has torch loaded
+        await group.build(seat, meeting)                        # meeting.py
+        ...                                                     # transfer.py
+    await nursery.close()
 
-This module imports torch; everybody else imports it late, in the thread that uses it.
+- Every wait has an end: when the process does not answer in time, it is killed, and the round has failed.
+- The bytes of a message lie in memory that both processes have: neither copies them to the other.
+- The nursery is started when it is first needed, and again when it is gone or does not do its work.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # dist.Store, where type checkers see it
+import numpy as np
+from numpy.typing import NDArray
 
+from ...contract.errors import ConfigError
 from .invitations import CollectiveFailed
-from .meeting import Meeting
 
-ROOT = 0
-POLL_S = 0.0005  # of NCCL work: short beside a message, long beside a look
-NCCL_TIMEOUT = timedelta(hours=1)  # ours is shorter; its own would end the process
+PROGRAM = Path(__file__).with_name("process.py")
 MESSAGE_BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}  # gloo's best of 1, 4, 64 and 256 MiB (measured)
+START_S = 120.0  # to load torch: two seconds, or a minute from a cold disk on a busy machine
+GRACE_S = 1.0  # beyond the group's own limit, whose error says more than ours
+BUILD_STALLS = 2  # a communicator of NCCL is made together with the process' context on the device
+FORK_S = 2.0  # for another process, once torch is loaded: some hundredths
+END_S = 2.0  # to end by itself, or when killed
+
+NO_TORCH = (
+    "the collective path needs torch, which cannot be loaded ({}): pip install 'rollfab[workers]', or set the carrier"
+    ' to "broker"'
+)
+
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """This process' place in a group. host: the address at which the others reach it."""
+    """A process' place in a group. host: the address at which the others reach it."""
 
     rank: int
     size: int
@@ -43,102 +65,246 @@ class Seat:
     stall_s: float
 
 
+class Keys(Protocol):
+    """Where the members of a group learn one another's keys (meeting.py)."""
+
+    async def set(self, key: str, value: bytes) -> None:
+        """Tell the others a key of this member."""
+
+    async def get(self, keys: list[str]) -> dict[str, bytes]:
+        """Wait for keys of the others."""
+
+
 class Group:
-    """Members in one group, rank 0 being the publisher.
+    """A group in a process of its own, rank 0 being the publisher. Its members do the same operations in turn.
+
+    Attributes:
+        memory: what operations work on: uint8, (message bytes,).
 
     Raises:
-        CollectiveFailed: from every method: another member is gone or stands still; the group is of no use any more.
+        CollectiveFailed: from every method: another member, or our own process, is gone or stands still; the group is
+            of no use any more.
     """
 
-    def __init__(self, meeting: Meeting, seat: Seat) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, memory: mmap.mmap) -> None:
+        self.memory: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self.seat: Seat
+        self._reader = reader
+        self._writer = writer
+
+    async def meet(self, patience_s: float) -> None:
+        """Wait until the process is there.
+
+        Raises:
+            ConfigError: torch cannot be loaded.
+        """
+        said = await self._hear(patience_s)
+        if said["here"]:
+            raise ConfigError(NO_TORCH.format(said["here"]))
+
+    async def build(self, seat: Seat, keys: Keys) -> None:
+        """Build the group, together with its other members."""
         self.seat = seat
-        self.message_bytes = MESSAGE_BYTES[seat.backend]
-        self._timeout = timedelta(seconds=seat.stall_s)
-        self._store = _MeetingStore(meeting)  # kept: the group holds only its C++ half
-        build = _build_gloo if seat.backend == "gloo" else _build_nccl
-        self._group: Any = None
-        self._group = self._try(lambda: build(self._store, seat, self._timeout))
+        self._say(dataclasses.asdict(seat))
+        while "done" not in (said := await self._hear(BUILD_STALLS * seat.stall_s + GRACE_S)):
+            if "set" in said:
+                await keys.set(said["set"], bytes.fromhex(said["value"]))
+            elif "wait" in said:
+                self._say({key: value.hex() for key, value in (await keys.get(said["wait"])).items()})
 
-    def empty(self, byte_count: int) -> torch.Tensor:
-        """Make room for a message: uint8, (byte_count,), contiguous, on the group's device."""
-        return torch.empty(byte_count, dtype=torch.uint8, device=self.seat.device)
+    async def broadcast(self, byte_count: int) -> Bytes:
+        """Copy the publisher's first bytes of `memory` into everybody's; return them, valid until the next."""
+        return await self._do("broadcast", byte_count)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy the publisher's `tensor` into everybody's; contiguous, of one dtype and shape."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = ROOT, 0, self._timeout
-        self._try(lambda: self._finish(self._group.broadcast([tensor], options)))
+    async def combine(self, data: Bytes) -> Bytes:
+        """Return the largest of everybody's `data`, byte by byte."""
+        found = np.empty_like(data)
+        for start in range(0, len(data), len(self.memory)):
+            part = data[start : start + len(self.memory)]
+            self.memory[: len(part)] = part
+            found[start : start + len(part)] = await self._do("combine", len(part))
+        return found
 
-    def combine(self, tensor: torch.Tensor) -> None:
-        """Turn everybody's `tensor` into the largest of all, element by element."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.MAX, self._timeout
-        self._try(lambda: self._finish(self._group.allreduce([tensor], options)))
+    def leave(self) -> None:
+        """Have the process end by itself: the round has succeeded."""
+        self._writer.write_eof()
+
+    async def is_gone(self) -> bool:
+        """Whether the process is gone, now or soon."""
+        try:
+            async with asyncio.timeout(END_S):
+                while await self._reader.read(1 << 16):
+                    pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def close(self) -> None:
-        """Take the group down; members that still wait for it fail."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        """Close our end of the line."""
+        self._writer.close()
 
-    def _finish(self, work: Any) -> None:
-        if self.seat.backend == "gloo":
-            work.wait()
-            return
-        never = threading.Event()
-        for _ in range(int(self.seat.stall_s / POLL_S)):
-            if work.is_completed():
-                work.wait()
-                return
-            never.wait(POLL_S)
-        raise CollectiveFailed(f"a message took longer than {self.seat.stall_s:g} s")
+    async def _do(self, operation: str, byte_count: int) -> Bytes:
+        self._say({operation: byte_count})
+        while "done" not in await self._hear(self.seat.stall_s + GRACE_S):
+            pass  # keys that a group sets later are of no use to others
+        return self.memory[:byte_count]
 
-    def _try(self, action: Callable[[], Any]) -> Any:
+    def _say(self, words: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(words).encode() + b"\n")  # to a process that is gone: `_hear` says so
+
+    async def _hear(self, patience_s: float) -> dict[str, Any]:
         try:
-            return action()
-        except (RuntimeError, ValueError) as error:  # torch's errors of groups are RuntimeErrors
-            failure = str(error)
-        # Not inside the handler: the error's frames hold the work, which holds the connections. While those are open,
-        # the members at their other ends wait in vain until their time is over.
-        self.close()
-        raise CollectiveFailed(f"the group broke: {failure}")
+            async with asyncio.timeout(patience_s):
+                said = await self._reader.readline()
+            words: dict[str, Any] = json.loads(said) if said.endswith(b"\n") else {"failed": "its process has ended"}
+        except TimeoutError:
+            raise CollectiveFailed(f"nothing moved for {patience_s:g} s: the group's process is ended") from None
+        except (OSError, ValueError) as error:  # ValueError: a line without end, or not of ours
+            raise CollectiveFailed(f"the group's process cannot be heard: {error}") from error
+        if "failed" in words:
+            raise CollectiveFailed(f"the group broke: {words['failed']}")
+        return words
 
 
-class _MeetingStore(Store):
-    """Presents a Meeting as the store that groups are built on."""
+class Nursery:
+    """The process that has torch loaded, of which every round gets its own."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        super().__init__()
-        self._meeting = meeting
+    def __init__(self) -> None:
+        self._control: socket.socket | None = None
+        self._end: Callable[[], None] = lambda: None
+        self._is_loaded = False
+        self._started_s = 0.0
 
-    def set(self, key: str, value: bytes | str) -> None:
-        self._meeting.set(key, value.encode() if isinstance(value, str) else value)
+    async def open(self) -> None:
+        """Load torch, unless it is loaded.
 
-    def get(self, key: str) -> bytes:
-        return self._meeting.get(key)
+        Raises:
+            ConfigError: it cannot be.
+            CollectiveFailed: there is no process.
+        """
+        if not self._is_there():
+            async with self.group(mmap.PAGESIZE, START_S):
+                pass
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._meeting.wait(keys)
+    @contextlib.asynccontextmanager
+    async def group(self, message_bytes: int, patience_s: float) -> AsyncIterator[Group]:
+        """A group to be built, in a process that is gone in the end.
 
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._meeting.has(keys)
+        Args:
+            patience_s: how long its process may take to be there. While torch is loaded that is no reason to begin
+                again: the next call may find it loaded.
+
+        Raises:
+            ConfigError, CollectiveFailed: as `open`.
+        """
+        try:
+            group, lifeline = await self._born(message_bytes)
+        except OSError as error:
+            raise CollectiveFailed(f"there is no process for the round: {error}") from error
+        with lifeline, contextlib.closing(group):
+            await self._meet(group, patience_s)
+            try:
+                yield group
+                group.leave()
+                await group.is_gone()
+            finally:
+                lifeline.shutdown(socket.SHUT_RDWR)  # the nursery kills it; also where a child of ours has a copy
+                if not await group.is_gone():
+                    await self.close()
+
+    async def close(self) -> None:
+        """End the nursery and its processes."""
+        self._control, self._is_loaded = None, False
+        await asyncio.to_thread(self._end)
+
+    async def _born(self, message_bytes: int) -> tuple[Group, socket.socket]:
+        """Have a process forked, and return our ends of its line and its lifeline. Raises OSError."""
+        with contextlib.ExitStack() as passed_on, contextlib.ExitStack() as kept:
+            line, their_line = socket.socketpair()
+            lifeline, their_lifeline = socket.socketpair()
+            passed_on.enter_context(their_line)
+            passed_on.enter_context(their_lifeline)
+            kept.enter_context(lifeline)
+            reader, writer = await asyncio.open_unix_connection(sock=line)
+            kept.callback(writer.close)
+            memory, descriptor = _memory(message_bytes)
+            passed_on.callback(os.close, descriptor)
+            if not self._is_there():
+                await self.close()
+                self._start()
+                self._started_s = asyncio.get_running_loop().time()
+            assert self._control is not None
+            descriptors = [their_line.fileno(), their_lifeline.fileno(), descriptor]
+            socket.send_fds(self._control, [b"f"], descriptors)
+            kept.pop_all()
+            return Group(reader, writer, memory), lifeline
+
+    async def _meet(self, group: Group, patience_s: float) -> None:
+        try:
+            await group.meet(min(FORK_S, patience_s) if self._is_loaded else patience_s)
+        except ConfigError:
+            await self.close()  # somebody may install torch
+            raise
+        except CollectiveFailed:
+            if self._is_loaded or asyncio.get_running_loop().time() > self._started_s + START_S:
+                await self.close()  # it is stuck
+            raise
+        self._is_loaded = True
+
+    def _is_there(self) -> bool:
+        if self._control is None:
+            return False
+        try:
+            return bool(self._control.recv(1, socket.MSG_PEEK))  # it never says anything
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _start(self) -> None:
+        control, theirs = socket.socketpair()
+        control.setblocking(False)
+        with theirs:
+            # A session of its own: Ctrl-C is not for it, and to kill its group is to kill its children, too.
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._control = control
+        self._end = weakref.finalize(self, _end, process, control, os.getpid())  # also if nobody closes
 
 
-def _build_gloo(store: Store, seat: Seat, timeout: timedelta) -> Any:
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname=seat.host)]
-    options._timeout = timeout
-    options._threads = 1
-    return kind(store, seat.rank, seat.size, options)
+def _end(process: subprocess.Popen[bytes], control: socket.socket, owner: int) -> None:
+    control.close()
+    if os.getpid() != owner:  # a child that was forked from the owner ends
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
 
 
-def _build_nccl(store: Store, seat: Seat, timeout: timedelta) -> Any:
-    """Build a group of NCCL. Unverified on a GPU."""
-    kind: Any = getattr(dist, "ProcessGroupNCCL", None)
-    if kind is None:
-        raise RuntimeError("this build of torch has no NCCL")
-    torch.cuda.set_device(seat.device)
-    options = kind.Options()
-    options._timeout = NCCL_TIMEOUT
-    return kind(store, seat.rank, seat.size, options)
+def check_torch() -> None:
+    """Find out, without loading it, whether torch is there.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(NO_TORCH.format("it is not installed"))
+
+
+def _memory(byte_count: int) -> tuple[mmap.mmap, int]:
+    """Make memory that two processes can have; return it and its descriptor."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rollfab-collective", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, byte_count)
+    return mmap.mmap(descriptor, byte_count), descriptor

@@ -19,17 +19,14 @@ import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ...contract.clock import Clock, SystemClock
-from ...contract.errors import BrokerError, FabricError
+from ...contract.errors import BrokerError, ConfigError, FabricError
 from ...contract.ids import new_group_id
 from ...format.manifest import WeightManifest
 from ...ports.weights import WeightStore
 from .addresses import SOMEWHERE_ELSE, host_towards, node
+from .group import Group, Nursery
 from .invitations import (
     CLOSED,
     OPEN,
@@ -42,11 +39,9 @@ from .invitations import (
     Watch,
     manifest_digest,
 )
-from .round import Room, load
-from .side_thread import SideThread
-
-if TYPE_CHECKING:
-    from .group import Group
+from .meeting import build
+from .round import Room
+from .transfer import send
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +77,8 @@ class CollectivePublisher:
     """Sends versions of one run.
 
     Args:
-        watch: called, in the thread of the group, with each message's number and bytes before it leaves.
+        watch: called with each message's number and bytes before it leaves.
+        nursery: whose processes hold the groups, shared with others; None: one of its own.
     """
 
     def __init__(
@@ -93,10 +89,11 @@ class CollectivePublisher:
         options: CollectiveOptions | None = None,
         clock: Clock | None = None,
         watch: Watch | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         self._run_id = run_id
         self._options = options or CollectiveOptions()
-        self._room = Room(store, self._options, clock or SystemClock(), SideThread(f"collective {run_id}"), watch)
+        self._room = Room(store, self._options, clock or SystemClock(), watch, nursery or Nursery())
 
     async def send(
         self,
@@ -118,12 +115,11 @@ class CollectivePublisher:
             ConfigError: torch is not installed.
             BrokerError: the board cannot be reached. Any other failure is the report's `error`.
         """
-        await load()
         started_s = self._room.clock.now_s()
-        tally = _Tally(asked=set(expected), error="an earlier round has not come back yet")
+        tally = _Tally(asked=set(expected))
         offer = self._offer(manifest)
         try:
-            while tally.round_count < self._options.attempt_count and not self._room.thread.is_busy:
+            while tally.round_count < self._options.attempt_count:
                 offer = self._offer(manifest)
                 if not await self._try(offer, manifest, chunks, tally):
                     break
@@ -143,14 +139,18 @@ class CollectivePublisher:
     async def _try(self, offer: Offer, manifest: WeightManifest, chunks: Sequence[bytes], tally: _Tally) -> bool:
         """Hold one round; return whether another one might do better."""
         tally.round_count += 1
-        tally.answered, tally.error = set(), ""
+        before, tally.answered, tally.error = tally.answered, set(), ""
         try:
-            tally.reached = await self._hold(offer, manifest, chunks, tally)
-        except BrokerError:
+            async with self._room.group(offer) as group:
+                tally.reached = await self._hold(group, offer, manifest, chunks, tally, before)
+        except (BrokerError, ConfigError):
             raise
         except CollectiveFailed as failure:
             tally.error = str(failure)
-            log.warning("collective.round_failed", extra={"run_id": self._run_id, "error": tally.error})
+            is_last = tally.round_count == self._options.attempt_count
+            then = "it goes by the broker" if is_last else "members that answer again have another round"
+            facts = {"run_id": self._run_id, "policy_version": offer.version, "error": tally.error}
+            log.warning(f"collective.round_failed: {then}", extra={**facts, "members": sorted(tally.answered)})
             return True
         except Exception as error:  # a version that cannot go this way goes by the broker
             tally.error = f"{type(error).__name__}: {error}"
@@ -161,8 +161,8 @@ class CollectivePublisher:
         return False
 
     async def close(self) -> None:
-        """Wait for a transfer that was given up to let go."""
-        await self._room.thread.close(self._options.stall_s)
+        """End the process that has torch loaded."""
+        await self._room.nursery.close()
 
     def _offer(self, manifest: WeightManifest) -> Offer:
         options = self._options
@@ -186,14 +186,23 @@ class CollectivePublisher:
 
     async def _hold(
         self,
+        group: Group,
         offer: Offer,
         manifest: WeightManifest,
         chunks: Sequence[bytes],
         tally: _Tally,
+        before: Collection[str],
     ) -> set[str]:
-        """Offer, close the list of members, send; return the members that hold every chunk."""
+        """Offer, close the list of members, send; return the members that hold every chunk.
+
+        Args:
+            before: members of the round that failed, if one did.
+        """
         await self._say(offer)
         answers = await self._gather(offer, tally.asked)
+        for member in sorted(set(before) - answers.keys()):
+            facts = {"run_id": self._run_id, "policy_version": offer.version, "member": member}
+            log.warning("collective.member_silent: the round is without it; see whether it runs", extra=facts)
         tally.answered |= answers.keys()
         tally.asked |= answers.keys()
         if not answers:
@@ -202,14 +211,9 @@ class CollectivePublisher:
         strangers = [answer.host for answer in answers.values() if answer.node != offer.node]
         closed = dataclasses.replace(offer, state=CLOSED, members=members, is_local=not strangers)
         await self._say(closed)
-
-        def work(group: Group, watch: Watch) -> NDArray[np.uint8]:
-            from .transfer import send
-
-            return send(group, manifest, chunks, watch)
-
         me = Answer(member=PUBLISHER, host=offer.host, node=offer.node, keys={})
-        missing = await self._room.take_part(closed, me, 0, work, peer=(strangers or [""])[0])
+        await build(group, self._room, closed, me, 0, peer=(strangers or [""])[0])
+        missing = await send(group, manifest, chunks, self._room.tell)
         return {member for member, row in zip(members, missing, strict=True) if not row.any()}
 
     async def _gather(self, offer: Offer, asked: Collection[str]) -> dict[str, Answer]:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
 
 from ...contract.clock import Clock, SystemClock
-from ...contract.errors import BrokerError, FabricError, WireError
+from ...contract.errors import BrokerError, ConfigError, FabricError, WireError
 from ..node_store import RelayedStore
 from .addresses import LOOPBACK, host_towards, node
+from .group import Nursery, check_torch
 from .invitations import CLOSED, OPEN, OVER, Answer, CollectiveOptions, Offer, Watch
-from .round import Room, load
-from .side_thread import SideThread
-
-if TYPE_CHECKING:
-    from .group import Group
-    from .transfer import Collected
+from .meeting import build
+from .round import Room
+from .transfer import receive
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +29,8 @@ class CollectiveReceiver:
 
     Args:
         member: a name that no other receiver has (its worker id).
-        watch: called, in the thread of the group, with each message's number and bytes as they came.
+        watch: called with each message's number and bytes as they came.
+        nursery: whose processes hold the groups, shared with others; None: one of its own.
     """
 
     def __init__(
@@ -43,13 +41,14 @@ class CollectiveReceiver:
         options: CollectiveOptions | None = None,
         clock: Clock | None = None,
         watch: Watch | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         self._store = store
         self._member = member
         self._options = options or CollectiveOptions()
-        self._room = Room(store, self._options, clock or SystemClock(), SideThread(f"collective {member}"), watch)
+        self._room = Room(store, self._options, clock or SystemClock(), watch, nursery or Nursery())
         self._seen: deque[str] = deque(maxlen=ROUND_COUNT_MAX)
-        self._is_loaded = self._has_refused = False
+        self._has_refused = False
 
     async def attend(self, run_id: str) -> bool:
         """Take part in the round that is offered now, if any; return whether a version came.
@@ -61,12 +60,9 @@ class CollectiveReceiver:
             ConfigError: torch is not installed.
             BrokerError: the board cannot be reached.
         """
-        if not self._is_loaded:
-            await load()
-            self._is_loaded = True
         try:
             return await self._attend(run_id)
-        except BrokerError:
+        except (BrokerError, ConfigError):
             raise
         except Exception:  # of torch.distributed: the version comes by the broker, and we attend the next offer
             log.exception("collective.attending_failed", extra={"run_id": run_id})
@@ -82,8 +78,8 @@ class CollectiveReceiver:
         return is_richer
 
     async def close(self) -> None:
-        """Wait for a transfer that was given up to let go."""
-        await self._room.thread.close(self._options.stall_s)
+        """End the process that has torch loaded."""
+        await self._room.nursery.close()
 
     async def _next(self, run_id: str, stay_s: float) -> Offer | None:
         """Return an offer to answer; wait up to `stay_s` for one, unless the publisher says that it is done."""
@@ -104,8 +100,6 @@ class CollectiveReceiver:
         if offer.payload_bytes > self._store.capacity_bytes:
             self._refuse(offer)
             return False
-        if self._room.thread.is_busy:
-            return False
         return offer.epoch >= (await self._store.head(offer.run_id)).epoch
 
     def _refuse(self, offer: Offer) -> None:
@@ -122,29 +116,25 @@ class CollectiveReceiver:
         is_near = offer.node == node()
         host = self._options.host or (LOOPBACK if is_near else host_towards(offer.host))
         me = Answer(member=self._member, host=host, node=node(), keys={})
+        check_torch()
         try:
-            ttl_s = self._room.board_ttl_s(offer)
-            await self._store.answer(offer.run_id, offer.round_id, self._member, me.encode(), ttl_s)
-            closed = await self._closed(offer)
-            if closed is None or self._member not in closed.members:
-                log.info("collective.not_taken", extra=facts)
-                return False
-            collected = await self._receive(closed, me)
+            await self._room.answer(offer, me)  # before torch is loaded, which the first time takes seconds
+            async with self._room.group(offer) as group:
+                closed = await self._closed(offer)
+                if closed is None or self._member not in closed.members:
+                    log.info("collective.not_taken", extra=facts)
+                    return False
+                rank = 1 + closed.members.index(self._member)
+                await build(group, self._room, closed, me, rank, peer=closed.host)
+                collected = await receive(group, closed, self._room.tell)
+        except ConfigError:
+            raise
         except FabricError as error:
-            log.warning("collective.not_received", extra={**facts, "error": str(error)})
+            log.warning("collective.not_received: it comes by the broker", extra={**facts, "error": str(error)})
             return False
         is_whole = await self._store.keep(collected.manifest, collected.chunks)
         log.info("collective.received", extra={**facts, "is_whole": is_whole})
         return is_whole
-
-    async def _receive(self, closed: Offer, me: Answer) -> Collected:
-        def work(group: Group, watch: Watch) -> Collected:
-            from .transfer import receive
-
-            return receive(group, closed, watch)
-
-        rank = 1 + closed.members.index(self._member)
-        return await self._room.take_part(closed, me, rank, work, peer=closed.host)
 
     async def _closed(self, offer: Offer) -> Offer | None:
         """Wait for the same offer, closed; None if it is over or the publisher falls silent."""

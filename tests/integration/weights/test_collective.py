@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import PayloadTooLarge
-from rollfab.fabric.delivery.collective.invitations import CLOSED, Answer, CollectiveFailed, CollectiveOptions, Offer
+from rollfab.fabric.delivery.collective.group import Nursery
+from rollfab.fabric.delivery.collective.invitations import Answer, CollectiveOptions
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher, SendReport
 from rollfab.fabric.delivery.collective.receiver import CollectiveReceiver
-from rollfab.fabric.delivery.collective.round import Room
-from rollfab.fabric.delivery.collective.side_thread import SideThread
 from rollfab.fabric.delivery.node_store import RelayedStore
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.format.layout import Layout, TensorSpec
@@ -26,7 +24,7 @@ from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.versions.reader import fetch_bits
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from tests.standin.fabric import StandInFabric
-from tests.support.processes.collective_processes import Sender, Stage, check_live, stage
+from tests.support.processes.collective_processes import Stage, check_live, stage
 from tests.support.weights.collective_versions import OPTIONS, Versions
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(60)]
@@ -38,11 +36,19 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """One for all members of a process and all tests: it takes seconds to start."""
+    found = Nursery()
+    yield found
+    asyncio.run(found.close())
+
+
 async def test_receivers_get_every_version_byte_by_byte_though_they_come_and_go(scene: Stage) -> None:
     # Given three receivers, one of which gets a message garbled on the way
     first, second, third = scene.start("run", first="", second="garble:3", third="")
     async with await RedisFabric.open(scene.url, client_name="publisher") as fabric:
-        sender = await Sender.open(fabric, "run")
+        sender = await scene.sender(fabric, "run")
 
         # When two versions are sent
         for version in range(2):
@@ -88,14 +94,15 @@ class Board(PassingStore):
 class Rig:
     """A publisher and receivers in this process, on a broker in memory."""
 
-    def __init__(self, **options: float | str) -> None:
+    def __init__(self, nursery: Nursery, **options: float | str) -> None:
         self.broker = Board(StandInFabric().weights)
         self.options = CollectiveOptions(**{**OPTIONS, **options})
-        self.publisher = CollectivePublisher(self.broker, "run", options=self.options)
+        self.nursery = nursery
+        self.publisher = CollectivePublisher(self.broker, "run", options=self.options, nursery=nursery)
 
     def receiver(self, name: str, capacity_bytes: int = 1 << 30, watch: object = None) -> CollectiveReceiver:
         self.store = RelayedStore(self.broker, None, capacity_bytes=capacity_bytes)
-        return CollectiveReceiver(self.store, name, options=self.options, watch=watch)
+        return CollectiveReceiver(self.store, name, options=self.options, watch=watch, nursery=self.nursery)
 
     async def send(
         self, manifest: WeightManifest, chunks: list[bytes], receivers: dict[str, CollectiveReceiver]
@@ -116,9 +123,9 @@ class Rig:
         return report, await asyncio.gather(*attending)
 
 
-async def test_what_came_by_a_collective_is_staged_as_if_from_the_broker() -> None:
+async def test_what_came_by_a_collective_is_staged_as_if_from_the_broker(nursery: Nursery) -> None:
     # Given a model whose second version is mostly unlike the first, and two receivers in one process
-    rig = Rig()
+    rig = Rig(nursery)
     bits = {"a": np.arange(100_000, dtype=np.uint16), "b": np.zeros(0, dtype=np.uint16)}
     layout = Layout((TensorSpec("a", "bfloat16", (1000, 100)), TensorSpec("b", "bfloat16", (0,))))
     epoch = await rig.broker.open_publisher("run")
@@ -142,9 +149,9 @@ async def test_what_came_by_a_collective_is_staged_as_if_from_the_broker() -> No
     assert all(np.array_equal(found[name], changed[name]) for name in bits)
 
 
-async def test_a_member_whose_bytes_stay_corrupt_is_left_out_and_the_others_are_not() -> None:
+async def test_a_member_whose_bytes_stay_corrupt_is_left_out_and_the_others_are_not(nursery: Nursery) -> None:
     # Given a receiver for which something is wrong with the first message of every pass
-    rig = Rig()
+    rig = Rig(nursery)
 
     def garble(index: int, data: NDArray[np.uint8]) -> None:
         if index == 0:
@@ -163,10 +170,11 @@ async def test_a_member_whose_bytes_stay_corrupt_is_left_out_and_the_others_are_
 
 
 async def test_an_offer_that_nobody_may_or_can_take_costs_only_the_time_to_answer(
+    nursery: Nursery,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # Given a receiver with less room than the version takes
-    rig = Rig(answer_s=0.3)
+    rig = Rig(nursery, answer_s=0.3)
     small = rig.receiver("small", capacity_bytes=100)
     manifest, chunks = Versions("run", await rig.broker.open_publisher("run"), chunk_count=2).next(0)
 
@@ -184,8 +192,8 @@ async def test_an_offer_that_nobody_may_or_can_take_costs_only_the_time_to_answe
     assert report.reached == () and have_come == [False]
 
 
-async def test_the_address_that_was_set_is_the_one_that_is_told() -> None:
-    rig = Rig(host="localhost")
+async def test_the_address_that_was_set_is_the_one_that_is_told(nursery: Nursery) -> None:
+    rig = Rig(nursery, host="localhost")
     manifest, chunks = Versions("run", await rig.broker.open_publisher("run"), chunk_count=2).next(0)
 
     report, _ = await rig.send(manifest, chunks, {"near": rig.receiver("near")})
@@ -195,8 +203,8 @@ async def test_the_address_that_was_set_is_the_one_that_is_told() -> None:
 
 
 @pytest.mark.parametrize("refused", ["offers", "heads"])
-async def test_what_nobody_thought_of_ends_a_round_and_neither_side(refused: str) -> None:
-    rig = Rig(answer_s=0.3)
+async def test_what_nobody_thought_of_ends_a_round_and_neither_side(nursery: Nursery, refused: str) -> None:
+    rig = Rig(nursery, answer_s=0.3)
     manifest, chunks = Versions("run", await rig.broker.open_publisher("run"), chunk_count=2).next(0)
     rig.broker.refused = refused
 
@@ -206,17 +214,13 @@ async def test_what_nobody_thought_of_ends_a_round_and_neither_side(refused: str
     assert ("too large" in report.error) == (refused == "offers")
 
 
-async def test_keys_that_the_board_does_not_take_end_the_round_at_once() -> None:
-    # Given a member that would wait for an hour for another one
-    board = Board(StandInFabric().weights, refused="keys")
-    room = Room(board, CollectiveOptions(), SystemClock(), SideThread("member"))
-    facts = {"run_id": "run", "round_id": "round", "kind": "keyframe", "backend": "gloo", "host": "", "node": "here"}
-    numbers = {"epoch": 1, "version": 0, "payload_bytes": 1, "answer_s": 1.0, "stall_s": 3600.0}
-    offer = Offer(**facts, **numbers, manifest_digest="", state=CLOSED, members=["other"], is_local=True)  # type: ignore[arg-type]
-    me = Answer(member="publisher", host="", node="here", keys={})
+async def test_keys_that_the_board_does_not_take_end_the_round_at_once(nursery: Nursery) -> None:
+    # Given members that would wait for an hour for one another
+    rig = Rig(nursery, stall_s=3600.0)
+    manifest, chunks = Versions("run", await rig.broker.open_publisher("run"), chunk_count=2).next(0)
 
-    # When its own keys cannot be told, then it says so and is done
-    with pytest.raises(CollectiveFailed, match="keys are too large"):
-        await room.take_part(offer, me, 0, lambda group, watch: None, peer="")
-    await room.thread.close(10.0)
-    assert not room.thread.is_busy
+    # When their own keys cannot be told, then they say so and are done
+    rig.broker.refused = "keys"
+    report, have_come = await rig.send(manifest, chunks, {"other": rig.receiver("other")})
+
+    assert "keys are too large" in report.error and have_come == [False]

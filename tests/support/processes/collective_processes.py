@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.delivery.collective.group import Nursery
 from rollfab.fabric.delivery.collective.invitations import CollectiveOptions
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher, SendReport
 from rollfab.fabric.opened import RedisFabric
 from tests.support.processes.collective_member import main
+from tests.support.processes.process_groups import state_of
 from tests.support.weights.collective_versions import OPTIONS, Versions, digest_of
 
 WAIT_S = 30.0
@@ -31,6 +33,11 @@ class Member:
         self.process.start()
         theirs.close()
 
+    def forget(self) -> None:
+        """Pass over what it has said."""
+        while self._pipe.poll():
+            self._pipe.recv()
+
     def wait_for(self, *words: Any) -> tuple[Any, ...]:
         """The next thing it says that begins with these words."""
         until_s = time.monotonic() + WAIT_S
@@ -39,6 +46,14 @@ class Member:
             if said[: len(words)] == words:
                 return said
         raise AssertionError(f"{self.name} did not say {words} within {WAIT_S:g} s")
+
+    def wait_out(self) -> None:
+        """Wait until it is dead or stopped."""
+        assert self.process.pid is not None
+        until_s = time.monotonic() + WAIT_S
+        while state_of(self.process.pid) not in "TZX":
+            assert time.monotonic() < until_s, f"{self.name} still runs after {WAIT_S:g} s"
+            time.sleep(0.01)
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -56,10 +71,9 @@ class Stage:
     def __init__(self, url: str) -> None:
         self.url = url
         self.members: list[Member] = []
+        self.groups = Nursery()  # of this process' publishers
         self._nursery = multiprocessing.get_context("forkserver")
-        self._nursery.set_forkserver_preload(
-            ["tests.support.processes.collective_member", "rollfab.fabric.delivery.collective.transfer"]
-        )
+        self._nursery.set_forkserver_preload(["tests.support.processes.collective_member"])
 
     def start(self, run_id: str, **misdeeds: str) -> list[Member]:
         """Members by name; returns once they attend."""
@@ -68,6 +82,11 @@ class Stage:
         for member in new:
             member.wait_for("attending")
         return new
+
+    async def sender(self, fabric: RedisFabric, run_id: str) -> Sender:
+        """A publisher in this process, in charge of the run; torch is loaded for it."""
+        await self.groups.open()
+        return Sender(fabric, run_id, await fabric.weights.open_publisher(run_id), self.groups)
 
     def end(self) -> None:
         for member in self.members:
@@ -89,16 +108,12 @@ def stage(directory: Path) -> Iterator[Stage]:
 class Sender:
     """Publishes versions by the collective path, as a trainer would."""
 
-    def __init__(self, fabric: RedisFabric, run_id: str, epoch: int, **options: Any) -> None:
+    def __init__(self, fabric: RedisFabric, run_id: str, epoch: int, nursery: Nursery) -> None:
         self.store = fabric.weights
         self.versions = Versions(run_id, epoch)
         self.collective = CollectivePublisher(
-            fabric.weights, run_id, options=CollectiveOptions(**{**OPTIONS, **options})
+            fabric.weights, run_id, options=CollectiveOptions(**OPTIONS), nursery=nursery
         )
-
-    @classmethod
-    async def open(cls, fabric: RedisFabric, run_id: str, **options: Any) -> Sender:
-        return cls(fabric, run_id, await fabric.weights.open_publisher(run_id), **options)
 
     async def send(self, version: int, *expected: Member, quorum: int | None = None) -> tuple[SendReport, str]:
         """Send a version, make it the head if enough have it; returns the report and what the version's bytes are."""

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
+import struct
 from pathlib import Path
 
 import pytest
 
+from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.delivery.collective.addresses import LOOPBACK, host_towards, node
-from rollfab.fabric.delivery.collective.invitations import CollectiveFailed
+from rollfab.fabric.delivery.collective.invitations import (
+    CLOSED,
+    PUBLISHER,
+    Answer,
+    CollectiveFailed,
+    CollectiveOptions,
+    Offer,
+)
 from rollfab.fabric.delivery.collective.meeting import Meeting
-from rollfab.fabric.delivery.collective.side_thread import Progress, SideThread
+from rollfab.fabric.delivery.collective.round import Room
 from rollfab.fabric.delivery.node_cache import ChunkCache
 from rollfab.fabric.delivery.node_store import RelayedStore, default_capacity_bytes
 from rollfab.fabric.format.manifest import WeightManifest
+from rollfab.fabric.ports.weights import WeightStore
 from tests.standin.fabric import StandInFabric
 from tests.support.weights.collective_versions import Versions
 
@@ -82,95 +91,42 @@ def test_the_bytes_kept_are_bounded_by_the_machine_unless_said_otherwise() -> No
     assert RelayedStore(StandInFabric().weights, None).capacity_bytes == default_capacity_bytes() >= 8 << 30
 
 
-def test_a_meeting_waits_for_what_others_say_and_no_longer_than_it_may() -> None:
-    # Given a member that waits for another's key
-    meeting = Meeting(lambda: None, patience_s=30.0)
-    found: list[bytes] = []
-    waiting = threading.Thread(target=lambda: found.append(meeting.get("0/1")))
-    waiting.start()
-
-    # When it is learned, then it goes on; its own keys are for the others
-    meeting.set("0/0", b"mine")
-    meeting.learn({"0/1": b"yours"})
-    waiting.join()
-    assert found == [b"yours"]
-    assert meeting.own() == {"0/0": b"mine"}
-
-    # And what nobody says is not waited for when the time is over, or the meeting is
-    with pytest.raises(CollectiveFailed, match="0/2"):
-        Meeting(lambda: None, patience_s=0.01).get("0/2")
-    meeting.close("the board is gone")
-    with pytest.raises(CollectiveFailed, match="the board is gone"):
-        meeting.get("0/2")
+def a_meeting(broker: WeightStore, *, stall_s: float) -> Meeting:
+    """The publisher's, of a round with members "first" and "second"."""
+    facts = {"run_id": "run", "round_id": "round", "kind": "keyframe", "backend": "gloo", "host": "", "node": "here"}
+    numbers = {"epoch": 1, "version": 0, "payload_bytes": 1, "answer_s": 1.0, "stall_s": stall_s}
+    members = ["first", "second"]
+    offer = Offer(**facts, **numbers, manifest_digest="", state=CLOSED, members=members, is_local=True)  # type: ignore[arg-type]
+    room = Room(broker, CollectiveOptions(), SystemClock())
+    return Meeting(room, offer, Answer(member=PUBLISHER, host="", node="here", keys={}))
 
 
-async def test_work_that_is_stuck_is_left_behind_and_nothing_else_is_begun_until_it_is_through() -> None:
-    # Given work that goes on for a while and then gets stuck
-    thread, gate, steps = SideThread("stuck"), threading.Event(), list[int]()
-
-    def work(progress: Progress) -> None:
-        for _ in range(3):
-            progress.step()
-        gate.wait()
-        progress.step()
-        steps.append(1)
-
-    # When nothing moves for longer than it may, then whoever waits goes on without it
-    with pytest.raises(CollectiveFailed, match="nothing moved"):
-        await thread.run(work, 0.05)
-    assert thread.is_busy
-    with pytest.raises(CollectiveFailed, match="earlier"):
-        await thread.run(lambda progress: None, 1.0)
-
-    # And once it gets loose, it ends at its next step
-    gate.set()
-    await thread.close(5.0)
-    assert not thread.is_busy and steps == []
-    assert await thread.run(lambda progress: "done", 1.0) == "done"
+def gloo_key(rank: int) -> bytes:
+    return struct.pack("<Q", 4) + b"here" + struct.pack("<QH", 136, 2) + bytes([rank] * 134)
 
 
-@pytest.mark.parametrize("error", [MemoryError("of the host"), RuntimeError("of the device"), SystemExit(1)])
-async def test_whatever_goes_wrong_in_a_group_is_a_round_that_failed(error: BaseException) -> None:
-    def work(progress: Progress) -> None:
-        raise error
+async def test_a_meeting_waits_for_what_others_say_and_no_longer_than_it_may() -> None:
+    # Given a member that has told its key and waits for another's
+    broker = StandInFabric().weights
+    meeting = a_meeting(broker, stall_s=30.0)
+    await meeting.set("0/0", gloo_key(0))
+    waiting = asyncio.create_task(meeting.get(["0/1"]))
 
-    with pytest.raises(CollectiveFailed, match=f"{type(error).__name__}: {error}") as caught:
-        await SideThread("wild").run(work, 1.0)
-    assert caught.value.__cause__ is error
+    # When that one answers with it, and a stranger with one of its own, then the member goes on
+    for member, rank in (("stranger", 2), ("first", 1)):
+        answer = Answer(member=member, host="", node="", keys={f"0/{rank}": gloo_key(rank).hex()})
+        await broker.answer("run", "round", member, answer.encode(), 30.0)
+    assert await waiting == {"0/1": gloo_key(1)}
 
+    # And its own key is there for the others
+    said = Answer.decode((await broker.answers("run", "round"))[PUBLISHER])
+    assert said.keys == {"0/0": gloo_key(0).hex()}
 
-async def test_a_machine_without_another_thread_fails_the_round_and_not_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    thread = SideThread("one too many")
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
-        with pytest.raises(CollectiveFailed, match="thread"):
-            await thread.run(lambda progress: None, 1.0)
-
-    assert await thread.run(lambda progress: "done", 1.0) == "done"
-    await thread.close(1.0)
-
-
-async def test_work_that_is_cancelled_ends_too() -> None:
-    thread, gate, steps = SideThread("cancelled"), threading.Event(), list[int]()
-
-    def work(progress: Progress) -> None:
-        gate.wait()
-        progress.step()
-        steps.append(1)
-
-    task = asyncio.create_task(thread.run(work, 30.0))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    gate.set()
-    await thread.close(5.0)
-    assert not thread.is_busy and steps == []
+    # And who says nothing is waited for as long as may be, and is named
+    hasty = a_meeting(broker, stall_s=0.01)
+    await hasty.set("0/0", gloo_key(0))
+    with pytest.raises(CollectiveFailed, match=r"did not come within 0\.01 s: second$"):
+        await hasty.get(["0/1", "0/2"])
 
 
 def test_processes_of_one_machine_share_a_node_and_meet_by_loopback() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import struct
-import threading
 
 import pytest
 
 from rollfab.fabric.contract.errors import WireError
 from rollfab.fabric.delivery.collective.addresses import host_towards
 from rollfab.fabric.delivery.collective.invitations import Answer
-from rollfab.fabric.delivery.collective.meeting import Meeting
-from rollfab.fabric.delivery.collective.round import keys_of
+from rollfab.fabric.delivery.collective.meeting import keys_of
 
 HOST = b"machine-7"
 
@@ -66,37 +64,6 @@ def test_only_the_publisher_says_where_a_group_of_gpus_meets() -> None:
     assert keys_of(sent, 0, {}, "nccl") == {"0": bytes(128)}
     assert keys_of(sent, 1, {}, "nccl") == {}
     assert keys_of(answer(**{"0": "00" * 5000}), 0, {}, "nccl") == {}
-
-
-def test_a_real_group_meets_by_what_is_let_through() -> None:
-    pytest.importorskip("torch")
-    from rollfab.fabric.delivery.collective.group import Group, Seat
-
-    size = 3
-    need = threading.Event()
-    meetings = [Meeting(need.set, 30.0) for _ in range(size)]
-    groups: dict[int, Group] = {}
-
-    def build(rank: int) -> None:
-        seat = Seat(rank=rank, size=size, backend="gloo", device="cpu", host="127.0.0.1", stall_s=30.0)
-        groups[rank] = Group(meetings[rank], seat)
-
-    threads = [threading.Thread(target=build, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        need.wait(0.05)
-        need.clear()
-        for meeting in meetings:
-            for rank, other in enumerate(meetings):
-                said = answer(**{key: value.hex() for key, value in other.own().items()})
-                meeting.learn(keys_of(said, rank, meeting.own(), "gloo"))
-    for thread in threads:
-        thread.join()
-
-    assert sorted(groups) == [0, 1, 2]
-    for group in groups.values():
-        group.close()
 
 
 def test_a_host_that_cannot_be_one_is_as_none() -> None:
