@@ -39,7 +39,7 @@ from .kernels import load
 from .kernels.places import on_host
 from .kernels.protocol import Bits as Bits
 from .kernels.protocol import Changes, Flat, Indices, Kernels, Scratch
-from .streams import Stream, gap_shift, rest_bytes, split_planes, squeezed
+from .streams import Stream, rest_bytes, split_planes, squeezed
 
 BLOCK_BYTES = 4 << 20  # of stored bits: a dense block is then one chunk of the size brokers move best
 SPARSE, STEPS, VALUES = 1, 2, 3
@@ -137,28 +137,21 @@ class Encoder:
         if changes is not None:
             choices.append(self._sparse(changes))
         if changes is None or count > few_count(len(new)):
-            streams = self._step_streams(old, new, bias=0)
-            choices.append(Encoded(self._pack(STEPS, new.itemsize, count, streams), None, old, new, count))
+            packed, rest = self._kernels.split_steps(old, new, 0)
+            data = self._pack(STEPS, new.itemsize, count, [packed.data, rest_bytes(rest)])
+            choices.append(Encoded(data, None, old, new, count))
             if may_be_absolute and len(choices[-1].data) > 0.5 * new.nbytes:
                 choices.append(Encoded(self._pack_values(new, count), None, old, new, count))
         return min(choices, key=lambda encoded: len(encoded.data))
 
     def _sparse(self, changes: Changes) -> Encoded:
-        return Encoded(self._pack_sparse(changes), *changes, len(changes.indices))
-
-    def _pack_sparse(self, changes: Changes) -> bytes:
-        shift = gap_shift(changes.indices)
-        gaps = self._kernels.split_gaps(changes.indices, shift)
-        streams: list[Stream] = [gaps.symbols.data, gaps.lows.data, rest_bytes(gaps.rest)]
-        streams += self._step_streams(changes.olds, changes.values, bias=1)  # a changed element has no step 0
-        return self._pack(SPARSE, changes.values.itemsize, len(changes.indices), streams, shift)
+        count = len(changes.indices)
+        shift, symbols, lows, gap_rest, packed, step_rest = self._kernels.split(changes, self._scratch)
+        streams: list[Stream] = [symbols.data, lows.data, rest_bytes(gap_rest), packed.data, rest_bytes(step_rest)]
+        return Encoded(self._pack(SPARSE, changes.values.itemsize, count, streams, shift), *changes, count)
 
     def _pack_values(self, new: Bits, count: int) -> bytes:
         return self._pack(VALUES, new.itemsize, count, split_planes(new))
-
-    def _step_streams(self, old: Bits, new: Bits, *, bias: int) -> list[Stream]:
-        packed, rest = self._kernels.split_steps(old, new, bias)
-        return [packed.data, rest_bytes(rest)]
 
     def _pack(self, mode: int, width: int, count: int, streams: Sequence[Stream], shift: int = 0) -> bytes:
         compressor = self._general if mode == VALUES else self._entropy

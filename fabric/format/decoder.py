@@ -16,8 +16,8 @@ import zstandard
 from ..contract.errors import WireError
 from .codec import HEADER, SPARSE, STEPS, STREAM, VALUES, Decoded
 from .kernels import load
-from .kernels.protocol import Bits, Bytes, Gaps, Indices, Kernels, Scratch, Sparse
-from .streams import GAP_SHIFTS, Stream, join_planes, rest_numbers
+from .kernels.protocol import GAP_SHIFTS, Bits, Bytes, Indices, Kernels, Scratch, Sparse
+from .streams import Stream, join_planes, rest_numbers
 
 T = TypeVar("T")
 
@@ -64,13 +64,12 @@ class Decoder:
         block = self._open(data, element_count, dtype)
         if block.mode == VALUES:
             return Decoded(None, join_planes(block.streams, element_count, dtype), is_absolute=True)
-        is_sparse = block.mode == SPARSE
-        packed, rest = _packed_steps(block, dtype)
-        indices = None
-        if is_sparse:
-            indices = _fitting(self._kernels.join_gaps(_gaps(block), block.shift, element_count))
-        steps = self._kernels.join_steps(packed, rest, block.step_count, int(is_sparse))
-        return Decoded(indices, _fitting(steps), is_absolute=False)
+        if block.mode == STEPS:
+            return Decoded(None, self._steps(block, dtype), is_absolute=False)
+        sparse = _sparse(block, dtype)
+        indices = _fitting(self._kernels.join_gaps(sparse, element_count))
+        steps = _fitting(self._kernels.join_steps(sparse.packed, sparse.step_rest, block.step_count, 1))
+        return Decoded(indices, steps, is_absolute=False)
 
     def take(
         self,
@@ -106,12 +105,11 @@ class Decoder:
         if current is None:
             raise WireError("a block of steps needs a base, and none is held")
         assert len(current) == element_count and current.dtype == dtype
-        packed, rest = _packed_steps(block, dtype)
         if block.mode == STEPS:
-            values = _fitting(self._kernels.join_steps(packed, rest, element_count, 0))
+            values = self._steps(block, dtype)
             values += current
             return Taken(None, values, self._change(key, start, current, values))
-        sparse = Sparse(_gaps(block), block.shift, packed, rest)
+        sparse = _sparse(block, dtype)
         positions, values = _room(out, block.step_count, dtype)
         change = self._kernels.take(current, sparse, key or 0, start, (positions, values))
         return Taken(positions, values, _fitting(change))
@@ -137,8 +135,11 @@ class Decoder:
             taken = self.take(data, bits, len(bits), bits.dtype, key=key, start=start)
             bits[... if taken.positions is None else taken.positions - start] = taken.values
             return taken.change
-        sparse = Sparse(_gaps(block), block.shift, *_packed_steps(block, bits.dtype))
-        return _fitting(self._kernels.put(bits, sparse, key or 0, start, self._scratch))
+        return _fitting(self._kernels.put(bits, _sparse(block, bits.dtype), key or 0, start, self._scratch))
+
+    def _steps(self, block: _Block, dtype: np.dtype[Any]) -> Bits:
+        packed, rest = block.streams
+        return _fitting(self._kernels.join_steps(*_packed(packed, rest, block.step_count, dtype), block.step_count, 0))
 
     def _change(self, key: int | None, start: int, olds: Bits | None, values: Bits) -> int:
         if key is None:
@@ -149,7 +150,7 @@ class Decoder:
 
     def _open(self, data: bytes | memoryview, element_count: int, dtype: np.dtype[Any]) -> _Block:
         try:
-            return self._opened(memoryview(data), element_count, dtype)
+            return self._opened(memoryview(data).toreadonly(), element_count, dtype)
         except WireError:
             raise
         except (struct.error, zstandard.ZstdError, ValueError) as error:
@@ -186,11 +187,12 @@ class Decoder:
         return self._zstd.decompress(body, max_output_size=raw_length, allow_extra_data=False)
 
 
-def _gaps(block: _Block) -> Gaps:
-    symbols, lows, rest = block.streams[:3]
-    if len(symbols) != block.step_count or len(lows) != (block.step_count * block.shift + 7) // 8:
-        raise WireError(f"weight block: {len(symbols)} gaps for {block.step_count} changes")
-    return Gaps(symbols, lows, rest_numbers(rest, block.step_count, GAP_DTYPE))
+def _sparse(block: _Block, dtype: np.dtype[Any]) -> Sparse:
+    _, shift, count, (symbols, lows, gap_rest, packed, step_rest) = block
+    if len(symbols) != count or len(lows) != (count * shift + 7) // 8:
+        raise WireError(f"weight block: {len(symbols)} gaps for {count} changes")
+    rest = rest_numbers(gap_rest, count, GAP_DTYPE)
+    return Sparse(shift, symbols, lows, rest, *_packed(packed, step_rest, count, dtype))
 
 
 def _room(out: tuple[Indices, Bits] | None, count: int, dtype: np.dtype[Any]) -> tuple[Indices, Bits]:
@@ -202,11 +204,10 @@ def _room(out: tuple[Indices, Bits] | None, count: int, dtype: np.dtype[Any]) ->
     return positions[:count], values[:count]
 
 
-def _packed_steps(block: _Block, dtype: np.dtype[Any]) -> tuple[Bytes, Bits]:
-    packed, rest = block.streams[-2:]
-    if len(packed) != (block.step_count + 1) // 2:
-        raise WireError(f"weight block: {len(packed)} bytes for {block.step_count} steps")
-    return packed, rest_numbers(rest, block.step_count, dtype)
+def _packed(packed: Bytes, rest: Bytes, count: int, dtype: np.dtype[Any]) -> tuple[Bytes, Bits]:
+    if len(packed) != (count + 1) // 2:
+        raise WireError(f"weight block: {len(packed)} bytes for {count} steps")
+    return packed, rest_numbers(rest, count, dtype)
 
 
 def _fitting(result: T | None) -> T:

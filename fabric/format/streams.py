@@ -10,29 +10,13 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
 from ..contract.errors import WireError
 from .kernels.protocol import Bits, Bytes
 
 Stream = bytes | memoryview
 
-GAP_BITS = 5  # of a middle gap: then its byte escapes once in thousands
-GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
-ONE = np.uint32(1)
-GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
 SAMPLE_BYTES = 1 << 16  # a stream that shrinks not at all on this much is stored raw: mantissa bytes are noise
-
-
-def gap_shift(indices: NDArray[np.uint32]) -> int:
-    """Return how many low bits of a gap are noise: all but GAP_BITS of a middle one (a mean fails: changes cluster)."""
-    apart = len(indices) // GAP_SAMPLE_COUNT + 1
-    gaps = indices[1::apart] - indices[:-1:apart] - ONE
-    if not len(gaps):
-        return 0
-    gaps.partition(len(gaps) // 2)
-    noise = int(gaps[len(gaps) // 2]).bit_length() - GAP_BITS
-    return next((shift for shift in GAP_SHIFTS if shift >= noise), GAP_SHIFTS[-1])
 
 
 def squeezed(compressor: zstandard.ZstdCompressor, raw: Stream) -> Stream:
@@ -61,7 +45,7 @@ def rest_numbers(stream: Bytes, count_max: int, dtype: np.dtype[Any]) -> Bits:
         WireError: no such stream, or more than count_max numbers.
     """
     if not len(stream):
-        return np.empty(0, dtype=dtype)
+        return stream.view(dtype)
     plane_count = int(stream[0])
     if not 1 <= plane_count <= dtype.itemsize or (len(stream) - 1) % plane_count:
         raise WireError(f"weight block: {len(stream)} bytes for escaped numbers of {plane_count}")

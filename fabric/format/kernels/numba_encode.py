@@ -16,6 +16,7 @@ from .numba_intrinsics import (
     GROUP,
     LANES,
     LINE,
+    WORD,
     compiled,
     count_ones,
     difference_bits,
@@ -24,6 +25,7 @@ from .numba_intrinsics import (
     split_group,
     split_lanes,
 )
+from .numpy_loops import gap_shift
 from .protocol import GAP_ESCAPE, STEP_ESCAPE, Bits, Bytes
 
 U0, U1, U2, U64 = (np.uint64(n) for n in (0, 1, 2, 64))
@@ -31,6 +33,8 @@ ONE, ESCAPE, WIDE = np.uint32(1), np.uint32(GAP_ESCAPE), np.uint64(STEP_ESCAPE)
 STEP = np.uint64(LANES)
 FAR = np.uint64(1 << 12)  # bytes asked for before they are compared: processors' own asking ends with a page
 SLICE = np.uint64(1 << 10)  # elements looked through before their differences are gathered: both are still near
+
+_gap_shift: Any = compiled(gap_shift)  # kept on disk: when you change it, touch this file too
 
 
 @compiled
@@ -78,7 +82,7 @@ def changes(old: Bits, new: Bits, indices: NDArray[np.uint32], olds: Bits, value
 
 
 @compiled
-def split_gaps(indices: NDArray[np.uint32], shift: int, symbols: Bytes, lows: Bytes, rest: NDArray[np.uint32]) -> Any:
+def _split_gaps(indices: NDArray[np.uint32], shift: Any, symbols: Bytes, lows: Bytes, rest: NDArray[np.uint32]) -> Any:
     """Split gaps; return how many escaped. lows: zeros, with room for WORD bytes more."""
     escaped, count, k = np.int64(0), len(indices), 0
     while k < count:
@@ -132,3 +136,18 @@ def split_steps(olds: Bits, values: Bits, bias: int, packed: Bytes, rest: Bits) 
             rest[escaped] = number - WIDE
             escaped += 1
     return escaped
+
+
+@compiled
+def split(indices: NDArray[np.uint32], olds: Bits, values: Bits, gaps: Any, steps: Any) -> Any:
+    """Split a block's changes; return the gaps' shift, and how many gaps and steps escaped.
+
+    gaps: symbols, lows, rest. steps: packed, rest. All have room for as many changes; lows for WORD bytes more.
+    """
+    symbols, lows, gap_rest = gaps
+    packed, step_rest = steps
+    shift = np.int64(_gap_shift(indices))
+    lows[: ((len(indices) * shift + 7) >> 3) + WORD] = 0
+    packed[: (len(indices) + 1) >> 1] = 0
+    escaped = _split_gaps(indices, shift, symbols, lows, gap_rest)
+    return shift, escaped, split_steps(olds, values, 1, packed, step_rest)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from . import numba_decode, numba_digest, numba_encode
 from .numba_intrinsics import WORD
 from .numpy_loops import factor_table
-from .protocol import Bits, Bytes, Changes, Gaps, Indices, Scratch, Sparse
+from .protocol import Bits, Bytes, Changes, Indices, Scratch, Sparse
 
 POSITION, INDEX, BYTE = np.dtype(np.int64), np.dtype(np.uint32), np.dtype(np.uint8)
 
@@ -30,17 +30,22 @@ def changes(old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int
     return count, Changes(indices[:count].copy(), olds[:count].copy(), values[:count].copy())
 
 
-def split_gaps(indices: NDArray[np.uint32], shift: int) -> Gaps:
-    symbols, rest = np.empty(len(indices), BYTE), np.empty(len(indices), INDEX)
-    low_bytes = (len(indices) * shift + 7) // 8
-    lows = np.zeros(low_bytes + WORD, BYTE)
-    escaped = numba_encode.split_gaps(_view(indices), shift, symbols, lows, rest)
-    return Gaps(symbols, lows[:low_bytes], rest[:escaped])
+def split(changes: Changes, scratch: Scratch) -> Sparse:
+    indices, olds, values = changes  # always new arrays, so of one type to the compiler as they are
+    count = len(indices)
+    symbols, lows = scratch.array("symbols", count, BYTE), scratch.array("lows", count + WORD, BYTE)
+    packed, gap_rest = scratch.array("packed", count, BYTE), scratch.array("gap rest", count, INDEX)
+    step_rest = scratch.array("step rest", count, values.dtype)
+    found = numba_encode.split(indices, olds, values, (symbols, lows, gap_rest), (packed, step_rest))
+    shift, gap_count, step_count = found
+    lows, packed = lows[: (count * shift + 7) // 8], packed[: (count + 1) // 2]
+    return Sparse(shift, symbols[:count], lows, gap_rest[:gap_count], packed, step_rest[:step_count])
 
 
-def join_gaps(gaps: Gaps, shift: int, element_count: int) -> Indices | None:
-    indices = np.empty(len(gaps.symbols), dtype=np.int64)
-    last = numba_decode.join_gaps(_view(gaps.symbols), _view(gaps.lows), _view(gaps.rest), shift, indices)
+def join_gaps(sparse: Sparse, element_count: int) -> Indices | None:
+    shift, symbols, lows, rest, _, _ = sparse
+    indices = np.empty(len(symbols), dtype=np.int64)
+    last = numba_decode.join_gaps(_view(symbols), _view(lows), _view(rest), shift, indices)
     return indices if last < element_count and (last >= 0 or not len(indices)) else None
 
 
@@ -61,13 +66,13 @@ def take(current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices
 
 def put(bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> int | None:
     assert bits.flags.writeable
-    count = len(sparse.gaps.symbols)
+    count = len(sparse.symbols)
     positions, values = scratch.array("positions", count, POSITION), scratch.array("values", count, bits.dtype)
     return _take(bits, bits, sparse, (key, start), (positions[:count], values[:count]))
 
 
 def _take(current: Bits, into: Bits, sparse: Sparse, at: tuple[int, int], out: tuple[Indices, Bits]) -> int | None:
-    (symbols, lows, gap_rest), shift, packed, step_rest = sparse
+    shift, symbols, lows, gap_rest, packed, step_rest = sparse
     gaps, steps = (_view(symbols), _view(lows), _view(gap_rest)), (_view(packed), _view(step_rest))
     digest = np.uint64(at[0]), at[1]
     fits, moved = numba_decode.take(_view(current), into, gaps, shift, steps, digest, *out)
@@ -104,8 +109,9 @@ def change_range(key: int, start: int, olds: Bits, values: Bits) -> int:
 def _view(array: NDArray[Any]) -> NDArray[Any]:
     """Make a read-only, contiguous view, so that every caller's arrays are of one type to the compiler."""
     flags = array.flags
-    if flags.c_contiguous and not flags.writeable:
+    is_contiguous = flags.c_contiguous
+    if is_contiguous and not flags.writeable:
         return array
-    view = np.ascontiguousarray(array).view()
-    view.flags.writeable = False
+    view = array.view() if is_contiguous else np.ascontiguousarray(array)
+    view.setflags(write=False)
     return view

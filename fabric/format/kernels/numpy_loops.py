@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 from .protocol import (
     AVALANCHE,
     GAMMA,
+    GAP_BITS,
     GAP_ESCAPE,
+    GAP_SAMPLE_COUNT,
+    GAP_SHIFTS,
     MASK,
     MIX,
     ROW,
@@ -20,7 +23,6 @@ from .protocol import (
     Bits,
     Bytes,
     Changes,
-    Gaps,
     Indices,
     Scratch,
     Sparse,
@@ -38,25 +40,40 @@ def changes(old: Bits, new: Bits, count_max: int, scratch: Scratch) -> tuple[int
     return count, Changes(positions.astype(np.uint32), old[positions], new[positions])
 
 
-def split_gaps(indices: NDArray[np.uint32], shift: int) -> Gaps:
+def split(changes: Changes, scratch: Scratch) -> Sparse:
+    shift = gap_shift(changes.indices)
+    return Sparse(shift, *_split_gaps(changes.indices, shift), *split_steps(changes.olds, changes.values, 1))
+
+
+def gap_shift(indices: NDArray[np.uint32]) -> int:
+    """Return how many low bits of a gap are noise: all but GAP_BITS of a middle one (a mean fails: changes cluster)."""
+    apart = len(indices) // GAP_SAMPLE_COUNT + 1
+    gaps = indices[1::apart] - indices[:-1:apart] - np.uint32(1)
+    for shift in GAP_SHIFTS:
+        if 2 * np.count_nonzero(gaps >> np.uint32(shift + GAP_BITS)) < max(len(gaps), 1):
+            return shift
+    return GAP_SHIFTS[-1]
+
+
+def _split_gaps(indices: NDArray[np.uint32], shift: int) -> tuple[Bytes, Bytes, NDArray[np.uint32]]:
     gaps = np.diff(indices, prepend=np.uint32(0))
     gaps[1:] -= 1
     lows = (gaps[:, None] >> np.arange(shift, dtype=np.uint32)) & np.uint32(1)
     gaps >>= np.uint32(shift)
     symbols = np.minimum(gaps, GAP_ESCAPE).astype(np.uint8)
     rest = gaps[symbols == GAP_ESCAPE] - np.uint32(GAP_ESCAPE)
-    return Gaps(symbols, np.packbits(lows.astype(np.uint8).reshape(-1), bitorder="little"), rest)
+    return symbols, np.packbits(lows.astype(np.uint8).reshape(-1), bitorder="little"), rest
 
 
-def join_gaps(gaps: Gaps, shift: int, element_count: int) -> Indices | None:
-    indices = gaps.symbols.astype(np.int64)
-    places = np.flatnonzero(gaps.symbols == GAP_ESCAPE)
-    if len(places) != len(gaps.rest):
+def join_gaps(sparse: Sparse, element_count: int) -> Indices | None:
+    shift, indices = sparse.shift, sparse.symbols.astype(np.int64)
+    places = np.flatnonzero(sparse.symbols == GAP_ESCAPE)
+    if len(places) != len(sparse.gap_rest):
         return None
-    indices[places] += gaps.rest
+    indices[places] += sparse.gap_rest
     indices <<= shift
     if shift:
-        bits = np.unpackbits(gaps.lows, count=len(indices) * shift, bitorder="little").reshape(-1, shift)
+        bits = np.unpackbits(sparse.lows, count=len(indices) * shift, bitorder="little").reshape(-1, shift)
         indices += bits @ (1 << np.arange(shift, dtype=np.int64))
     indices[1:] += 1
     np.cumsum(indices, out=indices)
@@ -90,8 +107,8 @@ def join_steps(packed: Bytes, rest: Bits, count: int, bias: int) -> Bits | None:
 
 def take(current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices, Bits]) -> int | None:
     positions, values = out
-    indices = join_gaps(sparse.gaps, sparse.shift, len(current))
-    steps = join_steps(sparse.packed, sparse.rest, len(positions), 1)
+    indices = join_gaps(sparse, len(current))
+    steps = join_steps(sparse.packed, sparse.step_rest, len(positions), 1)
     if indices is None or steps is None:
         return None
     olds = current[indices]
@@ -101,8 +118,8 @@ def take(current: Bits, sparse: Sparse, key: int, start: int, out: tuple[Indices
 
 
 def put(bits: Bits, sparse: Sparse, key: int, start: int, scratch: Scratch) -> int | None:
-    indices = join_gaps(sparse.gaps, sparse.shift, len(bits))
-    steps = join_steps(sparse.packed, sparse.rest, len(sparse.gaps.symbols), 1)
+    indices = join_gaps(sparse, len(bits))
+    steps = join_steps(sparse.packed, sparse.step_rest, len(sparse.symbols), 1)
     if indices is None or steps is None:
         return None
     olds = bits[indices]

@@ -23,6 +23,9 @@ Indices = NDArray[np.int64]
 NUMBA, NUMPY = "numba", "numpy"
 GAP_ESCAPE = 255  # a gap's byte that says: more in the rest
 STEP_ESCAPE = 15  # likewise of a step's four bits
+GAP_BITS = 5  # of a middle gap: then its byte escapes once in thousands
+GAP_SHIFTS = (0, 1, 2, 4, 8)  # low bits of a gap that travel as they are: none of them crosses a byte
+GAP_SAMPLE_COUNT = 256  # gaps looked at to find the middle one
 
 # The digest's formula: see digest.py.
 ROW_BITS = 13  # a row of factors is 64 KiB: it stays in the second-level cache beside the values it is used on
@@ -41,21 +44,20 @@ class Changes(NamedTuple):
     values: Bits
 
 
-class Gaps(NamedTuple):
-    """Gaps between positions. symbols: uint8 (C,). lows: `shift` low bits of each, packed. rest: of escaped gaps."""
+class Sparse(NamedTuple):
+    """Some elements and their steps, as they travel.
 
+    A gap is the number of elements between two changes. symbols: uint8 (C,), its bits above `shift`, or GAP_ESCAPE and
+    gap_rest. lows: those below; bit k of number n is bit n * shift + k of the stream, lowest first. packed, step_rest:
+    of steps by split_steps, with bias 1, as a changed element has no step 0.
+    """
+
+    shift: int
     symbols: Bytes
     lows: Bytes
-    rest: NDArray[np.uint32]
-
-
-class Sparse(NamedTuple):
-    """Some elements and their steps, as they travel. shift: of the gaps. packed, rest: see split_steps."""
-
-    gaps: Gaps
-    shift: int
+    gap_rest: NDArray[np.uint32]
     packed: Bytes
-    rest: Bits
+    step_rest: Bits
 
 
 class Scratch:
@@ -122,15 +124,12 @@ class DeviceKernels(Comparing, Protocol):
 class Kernels(Comparing, Protocol):
     """The functions of the host's makes. Arrays are flat and contiguous; none is written unless its text says so."""
 
-    def split_gaps(self, indices: NDArray[np.uint32], shift: int) -> Gaps:
-        """Split ascending indices into gaps - 1: bits above `shift` as a byte or GAP_ESCAPE and a rest, others packed.
-
-        Bit k of the low bits of number n is bit n * shift + k of the stream, lowest first.
-        """
+    def split(self, changes: Changes, scratch: Scratch) -> Sparse:
+        """Split changes into what travels. It may lie in `scratch`, where the next call writes over it."""
         ...
 
-    def join_gaps(self, gaps: Gaps, shift: int, element_count: int) -> Indices | None:
-        """Do the inverse, int64; None if the rest does not fit the escapes or a position lies outside the block."""
+    def join_gaps(self, sparse: Sparse, element_count: int) -> Indices | None:
+        """Join positions, int64; None if the rest does not fit the escapes or one lies outside the block."""
         ...
 
     def split_steps(self, olds: Bits, values: Bits, bias: int) -> tuple[Bytes, Bits]:

@@ -124,6 +124,18 @@ def test_what_made_a_block_cannot_be_told_from_its_bytes(states: list[Bits]) -> 
     assert compiled is None or plain is None or compiled.data == plain.data
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_block_does_not_depend_on_those_encoded_before(kernels: Kernels, dtype: np.dtype[Any]) -> None:
+    rng = np.random.default_rng(11)
+    used = Encoder(kernels)
+    for density in (0.2, 0.02, 0.003, 0.0001, 0.05):
+        old, new = random_pair(rng, dtype, 20_000, density, 100)
+
+        after, alone = used.delta(old, new), Encoder(kernels).delta(old, new)
+
+        assert after is not None and alone is not None and after.data == alone.data
+
+
 @settings(deadline=None)
 @given(states=histories(), start=st.sampled_from([0, 3, 8190, 2**33]), has_room=st.booleans())
 def test_a_block_is_taken_with_its_place_in_the_tensor_and_what_it_moves_the_sum_by(
