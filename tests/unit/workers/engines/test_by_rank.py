@@ -353,7 +353,7 @@ async def test_wherever_memory_ends_in_staging_live_weights_stay_whole_and_a_com
         with Shortage(0):
             commit(self, ticket)
 
-    monkeypatch.setattr(rank_part, "threading", SimpleNamespace(Thread=Inline))
+    monkeypatch.setattr(rank_part, "threading", SimpleNamespace(Thread=Inline, Event=threading.Event))
     monkeypatch.setattr(rank_part, "stand_aside", lambda lane: None)
     monkeypatch.setattr(RankPart, "work", poor)
     monkeypatch.setattr(RankPart, "commit", commit_without_memory)
@@ -428,3 +428,13 @@ def test_bits_on_a_device_are_summed_there(monkeypatch: pytest.MonkeyPatch) -> N
             for name, bits in arrays.items()
         }
         np.testing.assert_array_equal(part_sums(mine, live), part_sums(mine, arrays))
+
+
+async def test_staging_rests_between_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    resting: list[int] = []
+    monkeypatch.setattr(rank_part.Pace, "rest", lambda _: resting.append(threading.get_ident()))
+    trainer, _, receiver = await begun(1)
+    await trainer.publish(trainer.store, 0.1)
+    resting.clear()
+    assert await receiver.update()
+    assert len(resting) >= len(LAYOUT.tensors) and threading.get_ident() not in resting

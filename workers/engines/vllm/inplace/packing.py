@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.names import BACKEND
 
 if TYPE_CHECKING:
-    from .prepared import Prepared
+    from .prepared import GoOn, Prepared
 
 PRIMITIVES_KEPT = 32  # shapes of input that a layer's kernels stay compiled for: vLLM's own number
 
@@ -42,12 +42,13 @@ def packed(weight: Any) -> Any:
     return ops.create_onednn_mm(weight.t(), PRIMITIVES_KEPT)
 
 
-def packed_beside(model: Any, prepared: Prepared) -> Callable[[], None]:
+def packed_beside(model: Any, prepared: Prepared, go_on: GoOn) -> Callable[[], None]:
     """Pack every layer that a commit changes, as it will be. The result, when called, has them compute with that."""
     found = []
     for module in model.modules():
         linear = getattr(module, "cpu_linear", None)
         if isinstance(linear, PackedLinear):
+            go_on()
             weight = prepared.applied(module.weight.data)
             if weight is not None:
                 found.append((linear, packed(weight)))

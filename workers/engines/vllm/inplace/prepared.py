@@ -42,7 +42,8 @@ class Put:
             target.index_copy_(0, places, self.values[first : first + len(scratch)])
 
 
-Layers = Callable[["Prepared"], Callable[[], None]]  # packs what computes with copies of its weights; call it to switch
+GoOn = Callable[[], None]  # called between pieces of work; may rest, or raise to end it
+Layers = Callable[["Prepared", GoOn], Callable[[], None]]  # packs what computes with copies of its weights; see packing
 
 
 @dataclass(slots=True)
@@ -74,12 +75,19 @@ class Prepared:
         return copy.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def prepare(version: int, puts: Sequence[Put], lane: Lane, layers: Layers, sums: Sums | None = None) -> Prepared:
+def prepare(
+    version: int,
+    puts: Sequence[Put],
+    lane: Lane,
+    layers: Layers,
+    sums: Sums | None = None,
+    go_on: GoOn = lambda: None,
+) -> Prepared:
     """Make a commit of these writes; returns once all of it is where it is used."""
     longest = max((len(put.positions) for put in puts if put.positions is not None), default=0)
     scratch = torch.empty(max(1, min(longest, POSITIONS_MAX)), dtype=torch.int64, device=lane.device)
     made = Prepared(version, puts, scratch, sums)
-    made.switch = layers(made)
+    made.switch = layers(made, go_on)
     lane.wait()
     return made
 

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
@@ -41,10 +42,33 @@ from .version_files import MappedVersion
 
 log = logging.getLogger(__name__)
 
+WORK_S_MIN = 0.0002  # less at a time is not worth a rest, which takes 0.1 ms at least
+REST_FACTOR = 2.0
+REST_S_MAX = 0.001
 
-def no_layers(prepared: Prepared) -> Callable[[], None]:
+
+def no_layers(prepared: Prepared, go_on: Callable[[], None]) -> Callable[[], None]:
     """Every layer computes with its weights themselves."""
     return lambda: None
+
+
+class Pace:
+    """Rests between pieces of work, so that the thread that computes steps finds the interpreter free.
+
+    Otherwise that thread waits for it at every operation of a step, which Python's switch interval cannot mend.
+    """
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+        self._never = threading.Event()
+
+    def rest(self) -> None:
+        """Rest REST_FACTOR times as long as the last piece took, up to REST_S_MAX: long pieces are compiled loops."""
+        took_s = time.monotonic() - self._since_s
+        if took_s < WORK_S_MIN:
+            return
+        self._never.wait(min(REST_FACTOR * took_s, REST_S_MAX))
+        self._since_s = time.monotonic()
 
 
 class RankPart:
@@ -165,8 +189,11 @@ class RankPart:
         if parcel is not None:
             return self.prepare_writes(parcel, order.have), Vote.of_none(self._rank, order.have)
 
+        pace = Pace()
+
         def go_on() -> None:
             self._go_on(order)
+            pace.rest()
 
         kind = LiveBits if self._lane.device.type == "cpu" else DeviceBits
         live = {
@@ -179,7 +206,7 @@ class RankPart:
         staged = stage.finish()
         puts = list(local_puts(self._memories, staged.writes, self._lane))
         told = vote(self._rank, self._map, staged, read_bytes)
-        return prepare(staged.version, puts, self._lane, self._layers, staged.sums), told
+        return prepare(staged.version, puts, self._lane, self._layers, staged.sums, go_on), told
 
     def _go_on(self, order: StageOrder) -> None:
         with self._lock:
