@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
-from rollfab.fabric.delivery.collective.group import Bytes, Group, Nursery, Seat
+from rollfab.fabric.delivery.collective.group import PROGRAM, Bytes, Group, Nursery, Seat
 from rollfab.fabric.delivery.collective.invitations import CollectiveFailed
 from tests.support.processes.process_groups import children_of, state_of
 
@@ -90,7 +90,13 @@ async def check_works(nurseries: list[Nursery]) -> None:
 
 
 def the_nurseries() -> list[int]:
-    return sorted(children_of(os.getpid()))
+    """And no other children of ours: those of other tests are not to be killed."""
+    return [pid for pid in children_of(os.getpid()) if str(PROGRAM) in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def processes() -> list[int]:
+    """Of rounds."""
+    return [pid for nursery in the_nurseries() for pid in children_of(nursery)]
 
 
 def until_gone(*pids: int) -> None:
@@ -104,7 +110,7 @@ async def test_members_have_what_the_publisher_sends_and_nothing_is_left_of_thei
     nurseries: list[Nursery],
 ) -> None:
     await check_works(nurseries)
-    until_gone(*(pid for nursery in the_nurseries() for pid in children_of(nursery)))
+    until_gone(*processes())
 
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
@@ -116,12 +122,13 @@ async def test_a_process_that_dies_or_freezes_fails_its_round_and_the_next_one_w
 
     async def hold() -> None:
         async with pair(nurseries, stall_s=1.0) as (first, second):
-            befallen.extend(pid for nursery in the_nurseries() for pid in children_of(nursery))
+            befallen.extend(processes())
             for pid in befallen if what == "process" else the_nurseries():
                 os.kill(pid, deed)
             for _ in range(100):
                 await both(first.broadcast(8), second.broadcast(8))
 
+    until_gone(*processes())
     # When the processes of both members, or their nurseries, die or freeze in the middle of a round, then it fails;
     # but a frozen nursery does no harm before the next process is asked for
     if (what, deed) == ("nursery", signal.SIGSTOP):
@@ -147,13 +154,14 @@ async def test_a_group_that_is_never_built_ends_in_time_and_the_next_one_works(n
 
     async def hold() -> None:
         async with nurseries[0].group(MESSAGE_BYTES, WAIT_S) as group:
-            befallen.extend(pid for nursery in the_nurseries() for pid in children_of(nursery))
+            befallen.extend(processes())
             for pid in befallen:
                 os.kill(pid, signal.SIGSTOP)
             await group.build(seat(0, stall_s=0.2), Table())
 
     # When a member's process freezes before it builds the group, then the round fails in time
     await nurseries[0].open()
+    until_gone(*processes())
     with pytest.raises(CollectiveFailed, match=r"nothing moved for 1\.4 s"):
         await hold()
     assert len(befallen) == 1
@@ -171,9 +179,10 @@ async def test_a_round_that_is_cancelled_leaves_no_process(nurseries: list[Nurse
 
     built = asyncio.Event()
     await nurseries[0].open()
+    until_gone(*processes())
     task = asyncio.create_task(hold())
     await built.wait()
-    left = [pid for nursery in the_nurseries() for pid in children_of(nursery)]
+    left = processes()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
