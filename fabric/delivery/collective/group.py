@@ -43,7 +43,8 @@ START_S = 120.0  # to load torch: two seconds, or a minute from a cold disk on a
 GRACE_S = 1.0  # beyond the group's own limit, whose error says more than ours
 BUILD_STALLS = 2  # a communicator of NCCL is made together with the process' context on the device
 FORK_S = 2.0  # for another process, once torch is loaded: some hundredths
-END_S = 2.0  # to end by itself, or when killed
+END_S = 2.0  # to end by itself
+KILLED_S = 10.0  # until the kernel has ended what was killed: at once, unless the machine is busy
 
 NO_TORCH = (
     "the collective path needs torch, which cannot be loaded ({}): pip install 'rollfab[workers]', or set the carrier"
@@ -286,7 +287,7 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket, owner: int) -
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
+        process.wait(KILLED_S)
 
 
 def check_torch() -> None:

@@ -14,7 +14,7 @@ from rollfab.fabric.format.manifest import WeightManifest, chunk_digest, chunk_h
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from tests.support.device import DEVICE
 
-OPTIONS: dict[str, Any] = {"answer_s": 2.0, "stall_s": 3.0}
+OPTIONS: dict[str, Any] = {"answer_s": 4.0, "stall_s": 3.0}
 if DEVICE != "cpu":
     OPTIONS |= {"backend": "nccl", "device": DEVICE}
 CHUNK_COUNT = 25  # about 26 MB: seven messages, so that a member can leave in the middle
