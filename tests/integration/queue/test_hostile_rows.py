@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from rollfab.deploy.main import app
 from rollfab.fabric.broker.clients.translate import answers_of
 from rollfab.fabric.broker.clients.typed import is_wrong_type
 from rollfab.fabric.broker.connection import open_broker
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, WireError
 from rollfab.fabric.contract.records import Sampling, TurnJob
@@ -35,18 +33,6 @@ from tests.fuzz.tables import SHARD_TABLES as FUZZED
 from tests.support.processes.api_server import RUN, running_api
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
-@pytest.fixture
-def redis(url: str) -> Iterator[Redis]:
-    with Redis.from_url(url) as client:
-        yield client
 
 
 RUBBISH = (b"", b"\xff\xfe", b"rf\x01\x08\xff\xff\xff\xff", b"null", b"[[[[", b"{}")
