@@ -12,7 +12,8 @@ CUDA_LOCK = $$($(BIN)/python deploy/lock/cuda_wanted.py)
 ARGS ?=
 BENCH ?= queue
 # Tests wait a lot, for claims to end and processes to start: side by side, whole files at a time, they take half as long.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Three on two cores: each more collects all tests once more, five seconds of a core.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 PIP_VLLM := $(VLLM)/bin/python -m pip --disable-pip-version-check
 PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/engines/test_engine_contract.py
 PYTEST_VLLM_SHARED := $(PYTEST_VLLM) -m "not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -50,7 +51,7 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check ## check, then every test that takes no more than ten seconds
+test: check ## check, then every test but slow ones: less than twelve minutes on two cores
 	$(PYTEST) tests -m "not slow and not alone" $(ARGS)
 
 test-all: check $(VLLM)/.done ## check, then every test: slow ones, a real browser and real vLLM too
@@ -68,8 +69,8 @@ else
 	$(PYTEST_VLLM) $(ARGS)
 endif
 
-test-fast: $(VENV)/.dev ## unit and contract tests, and a handful of simulated runs
-	$(PYTEST) tests/unit tests/contracts tests/sim -m "not slow" $(ARGS)
+test-fast: $(VENV)/.dev ## unit and contract tests with few random examples, and a handful of simulated runs
+	$(PYTEST) tests/unit tests/contracts tests/sim -m "not slow" --hypothesis-profile few $(ARGS)
 
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -11,10 +11,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Security
+from fastapi import APIRouter, FastAPI, Security
+from fastapi.responses import FileResponse
 from fastapi.security import HTTPBearer
+from fastapi.staticfiles import StaticFiles
 
 from .. import __version__
 from ..fabric.contract.clock import Clock, SystemClock
@@ -26,7 +29,7 @@ from .access.problems import install_problems
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
-from .routes import events, health, lending, page, read
+from .routes import events, health, lending, read
 from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.lending import LendRequest
@@ -35,6 +38,7 @@ __all__ = ["ApiConfig", "make_app"]
 
 log = logging.getLogger(__name__)
 
+STATIC = Path(__file__).resolve().parent / "static"
 DESCRIPTION = "Runs, workers, leases and weights of a rollout fabric: to watch, and to lend GPUs or take them back."
 ERRORS: dict[int | str, dict[str, Any]] = {
     422: {"model": Problem, "description": "Bad input"},
@@ -43,7 +47,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> FastAPI:
-    """The application.
+    """Make the application.
 
     Args:
         ports: an open connection, which stays the caller's to close. Open it with a short patience (1 s): what the
@@ -60,7 +64,7 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
         title="rollfab",
         version=__version__,
         description=DESCRIPTION,
-        docs_url=None,  # the stock page loads its scripts from elsewhere; page.py has one of our own
+        docs_url=None,  # the stock page loads its scripts from elsewhere; `_pages` has one of our own
         redoc_url=None,
         lifespan=_lifespan(context),
         responses=ERRORS,
@@ -69,20 +73,36 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, events, lending, page):
+    for routes in (health, read, events, lending):
         app.include_router(routes.router(context))
-    app.mount("/static", page.static_files(), name="static")
+    app.include_router(_pages())
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
     install_problems(app)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, config=config)
     return app
 
 
+def _pages() -> APIRouter:
+    """/ and /docs: the live page, and the page that documents the api; files of ours, nothing from elsewhere."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def index() -> FileResponse:
+        return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")
+
+    @routes.get("/docs")
+    async def docs() -> FileResponse:
+        return FileResponse(STATIC / "docs.html", media_type="text/html; charset=utf-8")
+
+    return routes
+
+
 class Api(FastAPI):
     """FastAPI, with a description that says of every answer that it carries all of its fields, as it does."""
 
     def openapi(self) -> dict[str, Any]:
-        """The description; pydantic calls optional what has a default, though it is always written."""
+        """Describe the api; pydantic calls optional what has a default, though it is always written."""
         document = super().openapi()
         for name, schema in document["components"]["schemas"].items():
             if name != LendRequest.__name__:

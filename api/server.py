@@ -1,4 +1,4 @@
-"""The api as a server: binds, runs until told to stop, prints nothing.
+"""Runs the api as a server: binds, serves until told to stop, prints nothing.
 
 - Signals are the caller's: the server ends when `stop` is set.
 - A port that is taken is a ConfigError, found before anything else is started.
@@ -64,7 +64,7 @@ async def serve(
 
 
 def open_socket(config: ApiConfig) -> socket.socket:
-    """Bind, or say why not.
+    """Bind the address, or say why it cannot be bound.
 
     Raises:
         ConfigError: names the address and the cause.
@@ -107,7 +107,7 @@ def _load_tls(settings: uvicorn.Config, config: ApiConfig) -> None:
 
 
 def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
-    """Where a browser on this machine finds the page."""
+    """Return the address at which a browser on this machine finds the page."""
     scheme = "https" if is_tls else "http"
     name = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
     return f"{scheme}://[{name}]:{port}/" if ":" in name else f"{scheme}://{name}:{port}/"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,19 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("house", deadline=None, print_blob=True)  # deadlines measure the machine, not the code
+settings.register_profile("few", settings.get_profile("house"), max_examples=10)  # make test-fast: a look, no search
 settings.load_profile("house")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector off what is imported: to go through torch again and again is a tenth of all work."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,12 +14,14 @@ import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import (
     ConfigError,
+    EngineUnsupported,
     EnvironmentUnknown,
     RewardUnknown,
     RunUnknown,
@@ -30,11 +32,15 @@ from ..fabric.contract.errors import (
 from ..fabric.contract.ids import check_name
 from ..fabric.contract.models import find_model
 from ..fabric.contract.records import Group, RunConfig
+from ..fabric.contract.sampling import EVERYWHERE
 from ..fabric.contract.text import did_you_mean
 from ..fabric.host.entry_points import installed
 from ..fabric.host.forks import Home
+from ..fabric.inspect.diagnosis import ROLLOUT_ROLES, SILENT_MS
 from ..fabric.opened import RedisFabric
 from ..fabric.ports.queue import RunStatus
+from ..fabric.rules.lending.capacity_facts import is_same_model
+from ..fabric.rules.queue.runs import undoable
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
 from .checks import check_run, check_settings, check_view, make_groups
@@ -107,9 +113,10 @@ class AsyncFabric:
             await self._check_offered("environment", environment)
             settings |= await self._model(model)
             config = RunConfig(run_id=run_id, environment=environment, **settings)
-        check_run(config)
+        config = check_run(config)
         if config.reward is not None and (existing is None or existing.reward != config.reward):
             await self._check_offered("reward", config.reward)
+        await _check_able(self._ports, config)
         return self._open(await self._ports.board.create_run(config))
 
     def _open(self, config: RunConfig) -> AsyncRun:
@@ -164,6 +171,27 @@ class AsyncFabric:
         await self.close()
 
 
+async def _check_able(ports: RedisFabric, config: RunConfig) -> None:
+    """Refuse sampling that every live worker of the model would refuse. Asks nobody where engines all can.
+
+    Raises:
+        EngineUnsupported: names the field and the engines.
+    """
+    if config.sampling.keys() <= EVERYWHERE:
+        return
+    live = [info for info, age_ms in (await ports.board.workers()).values() if age_ms <= SILENT_MS]
+    able = [each for each in live if each.role in ROLLOUT_ROLES]
+    held = [
+        each for each in able if is_same_model(each.model or "", each.model_digest, config.model, config.model_digest)
+    ]
+    for name, engines in undoable(config, held).items():
+        raise EngineUnsupported(
+            f"run {config.run_id!r} samples with {name}, which no live worker of model {config.model!r} can do: they "
+            f"have {', '.join(engines[:3])}. Leave it out, or start a worker that can: `rollfab worker --engine vllm`",
+            field=name,
+        )
+
+
 class AsyncRun:
     """One training job's namespace: its tasks, its groups, its weights."""
 
@@ -210,6 +238,7 @@ class AsyncRun:
 
         Raises:
             InputError, PayloadTooLarge: names the task; nothing of this call was pushed.
+            EngineUnsupported: every live worker of the model would refuse the run's sampling; nothing was pushed.
             QueueFull: still full after `timeout`, or a group is larger than the run's limit.
             BrokerError, RunUnknown: as they say.
 
@@ -233,6 +262,7 @@ class AsyncRun:
         """Do the same as `submit`; note the progress in `submission`, for a caller that is interrupted meanwhile."""
         self._home.check()
         submission.begin(make_groups(tasks, group_size, group_ids, **wishes))
+        submission.check = partial(_check_able, self._ports, self.config)
         return await submission.push(self._ledger, self.config, self._waiting, timeout_s)
 
     def groups(
@@ -313,6 +343,7 @@ class AsyncRun:
                 self.config.shard_count,
                 group=group,
                 carrier=self.config.weight_carrier,
+                collective_backend=self.config.collective_backend,
                 compares_on=compares_on,
                 scrub_bytes_per_s=self.config.scrub_bytes_per_s,
                 model=self.config.model,

@@ -14,9 +14,9 @@ from zlib import crc32
 from ..fabric.contract.errors import InputError
 from ..fabric.contract.fields import WHOLE_MAX, bounds_of
 from ..fabric.contract.ids import check_name, new_group_id, trajectory_id
-from ..fabric.contract.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN
+from ..fabric.contract.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX
 from ..fabric.contract.records import RunConfig, TrajectoryJob, check_task
-from ..fabric.contract.seeds import SEED_MAX, is_seed
+from ..fabric.contract.sampling import check_sampling, is_whole
 from ..fabric.contract.text import did_you_mean
 from ..fabric.contract.wire import check_size, dump_json, load_json
 from ..fabric.ports.queue import GroupPush
@@ -39,8 +39,8 @@ def check_settings(run_id: str, names: Iterable[str]) -> None:
             raise InputError(f"run {run_id!r}: there is no setting {name!r}: {did_you_mean(name, known)}", name=name)
 
 
-def check_run(config: RunConfig) -> None:
-    """Require values that make sense, so that no worker finds out later.
+def check_run(config: RunConfig) -> RunConfig:
+    """Require values that make sense, so that no worker finds out later; return them as JSON carries them.
 
     Raises:
         InputError: names the setting, its value and the expectation.
@@ -48,10 +48,7 @@ def check_run(config: RunConfig) -> None:
     where = f"run {config.run_id!r}"
     for name, check in _CHECKS.items():
         _require(where, name, getattr(config, name), check)
-    for name, value in config.sampling.items():
-        if name not in _SAMPLING:
-            raise InputError(f"{where}: sampling has no {name!r}: {did_you_mean(name, _SAMPLING)}", name=name)
-        _require(f"{where}, sampling", name, value, _SAMPLING[name])
+    sampling = check_sampling(config.sampling, f"{where}: sampling")
     if config.trajectory_count_max < config.shard_count:
         raise InputError(
             f"{where}: trajectory_count_max is {config.trajectory_count_max}, expected at least one for each of "
@@ -67,6 +64,7 @@ def check_run(config: RunConfig) -> None:
         dump_json(config.environment_options)
     except InputError as error:
         raise InputError(f"{where}: environment_options: {error}") from error
+    return replace(config, sampling=sampling)
 
 
 def check_view(consumer: str, takeover_s: float) -> None:
@@ -89,7 +87,7 @@ def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = N
     if isinstance(tasks, Mapping) or not isinstance(tasks, Iterable):
         raise InputError(f"tasks are {type(tasks).__name__}, expected a list of dicts, one per group")
     given = list(tasks)
-    if not _is_whole(group_size) or group_size < 1:
+    if not is_whole(group_size) or group_size < 1:
         raise InputError(f"group_size is {group_size!r}, expected a whole number of at least 1")
     if group_size > GROUP_SIZE_MAX:
         raise InputError(
@@ -161,17 +159,13 @@ def _require(where: str, name: str, value: Any, check: Check) -> None:
         raise InputError(f"{where}: {name} is {value!r}, expected {expected}", name=name)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= FLOAT_MAX
 
 
 def _whole(least: int, most: int | None = None) -> Check:
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-    return f"a whole number {bounds}", lambda value: _is_whole(value) and least <= value <= (most or value)
+    return f"a whole number {bounds}", lambda value: is_whole(value) and least <= value <= (most or value)
 
 
 def _bounded(name: str) -> Check:
@@ -184,11 +178,7 @@ def _bounded(name: str) -> Check:
     if not isinstance(least, int):
         return f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most
     expected, _ = _whole(int(least), int(most) if most < WHOLE_MAX else None)
-    return expected, lambda value: _is_whole(value) and least <= value <= most
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(text, str) and text for text in value)
+    return expected, lambda value: is_whole(value) and least <= value <= most
 
 
 _CHECKS: dict[str, Check] = {
@@ -200,13 +190,4 @@ _CHECKS: dict[str, Check] = {
     "may_reuse_prefix": ("True or False", lambda value: isinstance(value, bool)),
     **{name: _bounded(name) for name in RunConfig.BOUNDS},
     "memory_bytes_max": _whole(1 << 20),
-}
-_SAMPLING: dict[str, Check] = {
-    "temperature": (
-        f"0 (greedy) or a number from {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}",
-        lambda value: _is_number(value) and (value == 0 or TEMPERATURE_MIN <= value <= TEMPERATURE_MAX),
-    ),
-    "max_tokens": _whole(1),
-    "stop_texts": ("a list of texts", _is_texts),
-    "seed": (f"a whole number from 0 to {SEED_MAX}", is_seed),
 }

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -51,9 +51,13 @@ BEATS_MIN = 4  # signs of life that would have to be lost before others take ove
 
 
 class Submission:
-    """A submit: its groups, and its progress, which it reports when it is refused or interrupted."""
+    """A submit: its groups, and its progress, which it reports when it is refused or interrupted.
+
+    check: asked before the first write; raises what refuses it all.
+    """
 
     def __init__(self) -> None:
+        self.check: Callable[[], Awaitable[None]] | None = None
         self.group_ids: list[str] = []
         self._groups: list[GroupPush] = []
         self._taken: dict[str, None] = {}
@@ -69,6 +73,8 @@ class Submission:
         try:
             await ledger.go_on()
             self._check_sizes(config)
+            if self.check is not None:
+                await self.check()
             deadline_s = asyncio.get_running_loop().time() + timeout_s
             for start in range(0, len(self._groups), PUSH_COUNT):
                 await self._push(ledger, self._groups[start : start + PUSH_COUNT], deadline_s, waiting)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..fabric.contract.models import dtype_of, is_preset, model_config
-from ..fabric.contract.records import Group, Rollout
+from ..fabric.contract.records import Branch, Group, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +130,16 @@ class Seen:
         """Return log-probabilities of each rollout's completion_ids, in order: float32, shape (T,), natural log."""
         rows = self.start_B_K.cpu().numpy()
         found = []
-        for row, rollout in enumerate(rollout for group in self.groups for rollout in group.rollouts):
-            first = len(rollout.prompt_ids) - 1
-            found.append(rows[row, first : first + len(rollout.completion_ids)])
+        index = 0
+        for rollout in (rollout for group in self.groups for rollout in group.rollouts):
+            logprobs = np.zeros(len(rollout.completion_ids), np.float32)
+            for branch in rollout.branches():
+                place = len(branch.prompt_ids) - 1
+                for start, end in branch.pieces:
+                    logprobs[start:end] = rows[index, place : place + end - start]
+                    place += end - start
+                index += 1
+            found.append(logprobs)
         return found
 
 
@@ -263,14 +270,16 @@ class Grpo:
 
 def _describe(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     """Describe the rollouts in numbers."""
-    infos = [rollout.info for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = np.array([_reward(rollout) for rollout in rollouts], dtype=np.float32)
+    turn_count = sum(rollout.turn_count for rollout in rollouts)
     return {
-        "reward_mean": float(batch.rewards_B.mean()),
-        "reward_std": float(batch.rewards_B.std(correction=0)),
-        "success_fraction": sum(bool(info.get("success")) for info in infos) / len(infos),
-        "turn_count_mean": float(batch.turn_counts_B.float().mean()),
-        "rollout_count": float(len(batch)),
-        "turn_count": float(batch.turn_counts_B.sum()),
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "success_fraction": sum(bool(rollout.info.get("success")) for rollout in rollouts) / len(rollouts),
+        "turn_count_mean": turn_count / len(rollouts),
+        "rollout_count": float(len(rollouts)),
+        "turn_count": float(turn_count),
         "token_count": float(batch.completion_mask_B_T.sum()),
     }
 
@@ -288,7 +297,7 @@ def _staleness(batch: Batch, version: int | None) -> float:
 #
 # From groups of rollouts to padded tensors.
 #
-# B rollouts, T tokens of the longest (prompt and completion), G rollouts of one group.
+# B branches (a rollout is one, as a rule), T tokens of the longest (prompt and completion), G rollouts of one group.
 #
 # - Rows are padded on the right, so a causal model needs no attention mask: padding never precedes a token.
 # - Position t of `completion_mask_B_T` and `logprobs_B_T` is of token t itself, not of the token that follows it.
@@ -300,12 +309,12 @@ VARIANCE_MIN = 1e-12  # rewards of one group that differ by less are one reward 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Padded rollouts.
+    """Padded branches of rollouts.
 
     tokens_B_T: int64, padded with 0. completion_mask_B_T: bool, True where the policy made the token.
     logprobs_B_T: float32, natural log, as sampled; 0 where the mask is False.
     versions_B_T: int64, the policy version that made the token, -1 where none did.
-    advantages_B: float32. rewards_B: float32. turn_counts_B: int64.
+    advantages_B: float32.
     """
 
     tokens_B_T: Tensor
@@ -313,8 +322,6 @@ class Batch:
     logprobs_B_T: Tensor
     versions_B_T: Tensor
     advantages_B: Tensor
-    rewards_B: Tensor
-    turn_counts_B: Tensor
 
     def __len__(self) -> int:
         return int(self.tokens_B_T.shape[0])
@@ -353,40 +360,40 @@ def group_advantages(rewards_G: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def pad_groups(groups: Sequence[Group]) -> Batch:
-    """Pad all rollouts of `groups`, in order, to one batch on the CPU.
+    """Pad all branches of all rollouts of `groups`, in order, to one batch on the CPU.
 
-    Groups without rollouts add no rows. There must be at least one rollout, and every one must have its reward.
+    Every branch carries its rollout's advantage. Groups without rollouts add no rows. There must be at least one
+    rollout, and every one must have its reward.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert rollouts, "no rollouts: every trajectory of these groups failed"
-    rewards_B = np.array([_reward(rollout) for rollout in rollouts], dtype=np.float32)
-    advantages: list[NDArray[np.float32]] = []
-    start = 0
+    branches: list[Branch] = []
+    advantages: list[float] = []
     for group in groups:
-        advantages.append(group_advantages(rewards_B[start : start + len(group.rollouts)]))
-        start += len(group.rollouts)
-    length = max(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
-    tokens_B_T = np.zeros((len(rollouts), length), dtype=np.int64)
-    mask_B_T = np.zeros((len(rollouts), length), dtype=bool)
-    logprobs_B_T = np.zeros((len(rollouts), length), dtype=np.float32)
-    versions_B_T = np.full((len(rollouts), length), -1, dtype=np.int64)
-    for row, rollout in enumerate(rollouts):
-        middle = len(rollout.prompt_ids)
-        end = middle + len(rollout.completion_ids)
-        tokens_B_T[row, :middle] = rollout.prompt_ids
-        tokens_B_T[row, middle:end] = rollout.completion_ids
-        mask_B_T[row, middle:end] = rollout.completion_mask != 0
-        logprobs_B_T[row, middle:end] = rollout.logprobs
-        for span in rollout.spans:
+        rewards_G = np.array([_reward(rollout) for rollout in group.rollouts], dtype=np.float32)
+        for rollout, advantage in zip(group.rollouts, group_advantages(rewards_G).tolist(), strict=True):
+            found = rollout.branches()
+            branches += found
+            advantages += [advantage] * len(found)
+    assert branches, "no rollouts: every trajectory of these groups failed"
+    shape = len(branches), max(len(branch.prompt_ids) + len(branch.completion_ids) for branch in branches)
+    tokens_B_T = np.zeros(shape, dtype=np.int64)
+    mask_B_T = np.zeros(shape, dtype=bool)
+    logprobs_B_T = np.zeros(shape, dtype=np.float32)
+    versions_B_T = np.full(shape, -1, dtype=np.int64)
+    for row, branch in enumerate(branches):
+        middle = len(branch.prompt_ids)
+        end = middle + len(branch.completion_ids)
+        tokens_B_T[row, :middle] = branch.prompt_ids
+        tokens_B_T[row, middle:end] = branch.completion_ids
+        mask_B_T[row, middle:end] = branch.completion_mask != 0
+        logprobs_B_T[row, middle:end] = branch.logprobs
+        for span in branch.spans:
             versions_B_T[row, middle + span.start : middle + span.end] = span.policy_version
     return Batch(
         tokens_B_T=torch.from_numpy(tokens_B_T),
         completion_mask_B_T=torch.from_numpy(mask_B_T),
         logprobs_B_T=torch.from_numpy(logprobs_B_T * mask_B_T),
         versions_B_T=torch.from_numpy(versions_B_T),
-        advantages_B=torch.from_numpy(np.concatenate(advantages)),
-        rewards_B=torch.from_numpy(rewards_B),
-        turn_counts_B=torch.tensor([rollout.turn_count for rollout in rollouts]),
+        advantages_B=torch.tensor(advantages, dtype=torch.float32),
     )
 
 

@@ -1,4 +1,4 @@
-"""The reference training loop: submit, collect, learn, publish, and survive a kill at any point.
+"""The reference training loop, `rollfab train`: submit, collect, learn, publish, and survive a kill at any point.
 
 - Group names are made of the training's seed, its first version and a count, so a restarted loop repeats its pushes
   without effect, and a loop that begins anew on the same run gets groups of its own.
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -20,10 +21,13 @@ from typing import Any
 
 import torch
 
-from ..fabric.contract.errors import JobDead, QueueError
+from ..fabric.contract.errors import ConfigError, JobDead, QueueError
 from ..fabric.contract.records import Group
-from .client import Run
-from .grpo import Grpo, GrpoSettings, build_model
+from ..fabric.contract.text import did_you_mean
+from ..fabric.contract.wire import dump_json
+from ..fabric.host.directories import make_directory
+from .client import Run, connect
+from .grpo import PRESETS, Grpo, GrpoSettings, build_model
 from .publish.publisher import PublishReport
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint.pt"
 REMEMBERED_GROUPS = 4096  # names of trained groups kept for telling a redelivery apart; far more than can be in flight
 GROUP_TIMEOUT_S = 300.0
+LAST_COUNT = 3  # steps that the summary calls the last
 
 
 @dataclass
@@ -199,13 +204,13 @@ class TrainingLoop:
         os.replace(waiting, self._path)
 
 
-def summary_of(progress: Progress, settings: GrpoSettings, window: int = 3) -> dict[str, Any]:
-    """Describe the training in numbers. Rewards are means over the first step, and over the last `window` steps.
+def summary_of(progress: Progress, settings: GrpoSettings) -> dict[str, Any]:
+    """Describe the training in numbers. Rewards are means over the first step, and over the last LAST_COUNT steps.
 
     lost: rollouts that were submitted and neither arrived nor are named as failed.
     """
     expected = progress.submitted_count * settings.group_size
-    last = progress.rewards[-window:] or [0.0]
+    last = progress.rewards[-LAST_COUNT:] or [0.0]
     return {
         "steps": progress.step,
         "reward_first": round(progress.rewards[0], 4) if progress.rewards else 0.0,
@@ -217,3 +222,72 @@ def summary_of(progress: Progress, settings: GrpoSettings, window: int = 3) -> d
         "deltas": progress.delta_count,
         "delta_ratio": round(progress.dense_bytes / max(1, progress.delta_bytes), 3),
     }
+
+
+# ---- rollfab train
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """The environment to train on, and where to put the outcome."""
+
+    url: str = field(repr=False)
+    run_id: str
+    environment: str
+    reward: str | None
+    steps: int | None
+    seed: int
+    output: str
+    is_fresh: bool
+
+
+def tuned_for(environment: str) -> GrpoSettings:
+    """Return the reference trainer's tuned settings for an environment.
+
+    Raises:
+        ConfigError: none are known.
+    """
+    if environment not in PRESETS:
+        raise ConfigError(
+            f"no settings are known for environment {environment!r}: "
+            + did_you_mean(environment, PRESETS, "For another one write your own loop, as README.md shows"),
+            environment=environment,
+        )
+    return PRESETS[environment]
+
+
+def run_training(options: TrainOptions) -> dict[str, Any]:
+    """Train the tiny model on an environment and leave summary.json; return its content.
+
+    Raises:
+        ConfigError: no settings are known for that environment, or the output cannot be a directory.
+    """
+    settings = tuned_for(options.environment)
+    if options.steps is not None:
+        settings = dataclasses.replace(settings, step_count=options.steps)
+    directory = make_directory(Path(options.output), "--output")
+    if options.is_fresh:
+        (directory / CHECKPOINT).unlink(missing_ok=True)
+    torch.set_num_threads(1)
+    with connect(options.url) as fabric:
+        run = fabric.run(
+            options.run_id,
+            model="tiny",
+            environment=options.environment,
+            reward=options.reward,
+            staleness=settings.staleness,
+            sampling={"temperature": settings.temperature},
+        )
+
+        def report(facts: Mapping[str, Any]) -> None:
+            run.report(**facts)
+
+        loop = TrainingLoop(run, settings, tasks, seed=options.seed, directory=directory, report=report)
+        summary = summary_of(loop.train(), settings)
+    (directory / "summary.json").write_bytes(dump_json(summary))
+    return summary
+
+
+def tasks(count: int, first: int) -> list[dict[str, Any]]:
+    """Make tasks `first` … `first + count - 1` of an endless series: a seed each, so a group meets one world."""
+    return [{"seed": index, "number": index % 10 + 1} for index in range(first, first + count)]

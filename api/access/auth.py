@@ -57,7 +57,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # there are no websockets here; one that came would pass by all that follows
+        if scope["type"] != "http":  # there are no websockets here, and one would bypass the checks below
             await send({"type": "websocket.close", "code": 1008})
             return
 
@@ -80,7 +80,7 @@ class Guard:
         await answer(scope, receive, send_guarded)
 
     def _refusal(self, method: str, path: str, headers: Headers, has_query: bool) -> tuple[int, str, str] | None:
-        """Status, error and message for a request that may not pass."""
+        """Return the status, error and message for a request that may not pass; None: it may."""
         is_reading = method in READING
         if not self._config.has_keys:
             return self._stranger(headers) or _forwarded(headers) or (None if is_reading else _foreign_page(headers))
@@ -114,7 +114,7 @@ class Guard:
 
 
 def who(config: ApiConfig, headers: Headers) -> str:
-    """Whose key a request was let in with, for the record: its name, or its place among those without one."""
+    """Say whose key a request was let in with, for the record: its name, or its place among those without one."""
     place = place_among(_bearer(headers.get("authorization", "")), config.control_keys)
     if place is None:
         return "api"  # without keys: somebody on this machine
@@ -122,7 +122,7 @@ def who(config: ApiConfig, headers: Headers) -> str:
 
 
 def _bearer(authorization: str) -> str:
-    """The key in a header; empty: none."""
+    """Return the key in a header; empty: none."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -136,7 +136,7 @@ def _forwarded(headers: Headers) -> tuple[int, str, str] | None:
 
 
 def _foreign_page(headers: Headers) -> tuple[int, str, str] | None:
-    """A browser says where a request comes from; a program says nothing and is let in."""
+    """Refuse a request from a foreign page, as its browser tells; a program tells nothing, and is let in."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     is_foreign = site not in (None, "same-origin", "none")
     if origin is not None:

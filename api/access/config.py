@@ -54,7 +54,7 @@ class ApiConfig:
     """Seconds without reading after which a client is dropped, [0.1, 3600]."""
 
     def __post_init__(self) -> None:
-        """Forget plain keys."""
+        """Hash the keys that were given plain."""
         object.__setattr__(self, "read_keys", tuple(hash_key(key) for key in self.read_keys))
         object.__setattr__(self, "control_keys", tuple(hash_key(key) for key in self.control_keys))
 
@@ -94,7 +94,10 @@ def check_config(config: ApiConfig) -> ApiConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Other names than localhost are not looked up: they may change."""
+    """Tell whether only this machine can reach `host`.
+
+    Names other than localhost are not looked up: they may change.
+    """
     if host.lower() == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""HTTP connections under bounds, so that slow, silent and many clients cost themselves alone.
+"""Bounds HTTP connections, so that slow, silent and many clients cost themselves alone.
 
 - A request must be here, head and body, within `request_timeout_s` of its first byte, or of the connection's start.
 - A client must read its answer: one that takes less than WRITE_STEP_BYTES within `write_timeout_s` is dropped.
@@ -6,7 +6,7 @@
   work, the new one is refused with 503.
 - Keep-alive connections without a request end after uvicorn's own five seconds.
 
-The header's size is bounded by h11 (64 KiB), the body's by body.py, event streams by their own count.
+h11 bounds the header's size (64 KiB), BodyLimit below the body's, and event streams have their own count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from .problems import problem
 
 log = logging.getLogger(__name__)
 
-WRITE_STEP_BYTES = 64 << 10  # asyncio's own high-water mark: who takes less within the time takes nothing
+WRITE_STEP_BYTES = (
+    64 << 10
+)  # asyncio's own high-water mark: a client that takes less in the time counts as taking nothing
 REFUSALS = {
     408: b"the request did not arrive whole in time: send it at once",
     503: b"every connection of this api is at work: try again in a second",
@@ -81,17 +83,17 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
-        """Answered; a request that was sent ahead may have begun."""
+        """Look whether the clock may stop: after an answer, a request that was sent ahead may have begun."""
         super().on_response_complete()
         self._look()
 
     def pause_writing(self) -> None:
-        """More waits to be read than the client takes."""
+        """Watch the client: more waits to be read than it takes."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stop watching the client: it has read."""
         self._stop_writing()
         super().resume_writing()
 

@@ -41,12 +41,12 @@ class KeyRow:
 
 
 def new_key() -> str:
-    """A key that nobody can guess; its beginning lets scanners find it where it should not be."""
+    """Make a key that nobody can guess; its beginning lets scanners find it where it should not be."""
     return f"rfk_{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def hash_key(key: str) -> str:
-    """`sha256:` and the hash of a key; what has that form already stays as it is.
+    """Return `sha256:` and the hash of a key; what has that form already stays as it is.
 
     Raises:
         ConfigError: it could be guessed, or could not be sent in a header. The text does not repeat it.
@@ -62,7 +62,7 @@ def hash_key(key: str) -> str:
 
 
 def place_among(key: str, hashes: Iterable[str]) -> int | None:
-    """Which of these hashes a key that was sent has; None: none. Looks at all of them."""
+    """Find which of these hashes a key that was sent has; None: none. Looks at all of them."""
     sent = f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()}"
     found = None
     for place, each in enumerate(hashes):
@@ -71,7 +71,7 @@ def place_among(key: str, hashes: Iterable[str]) -> int | None:
 
 
 def parse_keys(data: bytes, where: str) -> list[KeyRow]:
-    """The rows of a keys file.
+    """Read the rows of a keys file.
 
     Raises:
         ConfigError: names the line, and does not repeat it: it may hold a key that was put there by mistake.
@@ -92,7 +92,7 @@ def parse_keys(data: bytes, where: str) -> list[KeyRow]:
 
 
 def read_keys_file(path: Path) -> list[KeyRow]:
-    """The keys of a file.
+    """Read the keys of a file.
 
     Raises:
         ConfigError: it cannot be read, other users may write to it, or a line is none of ours.

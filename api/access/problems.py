@@ -52,14 +52,14 @@ class Refused(Exception):
 
 
 def problem(status: int, error: str, message: str, facts: dict[str, Any] | None = None) -> Response:
-    """An error answer. Facts that JSON has no word for become text."""
+    """Make an error answer. Facts that JSON has no word for become text."""
     body = to_json({"error": error, "message": message, "facts": facts or {}}, serialize_unknown=True)
     headers = {"retry-after": RETRY_AFTER_S[status]} if status in RETRY_AFTER_S else None
     return Response(body, status, headers, "application/json")
 
 
 def status_of(error: FabricError) -> int:
-    """The HTTP status that says the same as a fabric error."""
+    """Return the HTTP status that says the same as a fabric error."""
     return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
 
 

@@ -40,7 +40,7 @@ COUNTERS = (
 
 
 def render(status: Status | None) -> bytes:
-    """Metrics as Prometheus text; without a status, that the broker does not answer."""
+    """Write metrics as Prometheus text; without a status, that the broker does not answer."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status))
     return generate_latest(registry)
@@ -109,7 +109,7 @@ def _training(runs: list[RunView]) -> Iterator[Metric]:
     yield from (step, reward)
 
 
-# Of the fresh tokens that the trainer compared last.
+# Figures of the fresh tokens that the trainer compared last.
 AGREEMENT = {
     "logprob_difference_mean": "Mean |trainer - worker| of log-probabilities, nats.",
     "logprob_difference_max": "Largest |trainer - worker| of log-probabilities, nats.",
@@ -191,9 +191,9 @@ def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
 
 # ---------------------------------------------------------------- sharing
 #
-# Lending and its price as Prometheus metrics: of all serving workers together, so their number grows with nothing.
+# Prometheus metrics of lending and its price, of all serving workers together: their number is fixed.
 #
-# What workers report is since each of them started; sums are of those that live, and fall when one leaves: gauges.
+# Workers report since their start. Sums are of live workers and fall when one leaves, so they are gauges.
 
 
 MODES = ("on", "observe", "off")

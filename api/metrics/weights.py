@@ -1,7 +1,7 @@
-"""The weights of runs, and those that each live worker holds, as metric families.
+"""Makes metric families of the weights of runs, and of those that each live worker holds.
 
-These alone are labelled by worker: who is behind, or paused for long, is asked of one worker at a time. Of a worker
-that went silent there are none.
+These alone are labelled by worker: people ask of one worker whether it is behind, or paused for long. A silent worker
+has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKERS = (
 
 
 def weight_metrics(status: Status) -> Iterator[Metric]:
-    """All of a status."""
+    """Yield all metrics of weights in a status."""
     yield from _heads(status)
     yield from _sizes(status.weights)
     yield from _held(status.weights)
@@ -96,7 +96,7 @@ def _workers(live: list[WorkerView]) -> Iterator[Metric]:
 
 
 def _head(weights: WeightsView) -> WeightVersion | None:
-    """The version that the head names: as the kind that moved it, where that is shown."""
+    """Return the version that the head names: as the kind that moved it, where that is shown."""
     found = [version for version in weights.versions if version.is_head]
     return next((version for version in found if version.kind == weights.kind), found[-1] if found else None)
 

@@ -1,4 +1,4 @@
-"""The events, read once for everyone: one blocking reader at the broker, however many pages are open.
+"""Reads the events once for everyone: one blocking reader at the broker, however many pages are open.
 
 - The newest RING_COUNT are kept here; older ones are read from the broker when a reader asks for them.
 - What each run's trainer reported last (`trainer.step`) is kept.
@@ -35,7 +35,7 @@ Order = tuple[int, int]
 
 
 def order_of(event_id: str) -> Order:
-    """An id as numbers that sort."""
+    """Turn an event's id into numbers that sort."""
     time, _, sequence = event_id.partition("-")
     return int(time), int(sequence or 0)
 
@@ -68,15 +68,15 @@ class EventTail:
         self._wake()
 
     def newest(self, count: int) -> list[EventView]:
-        """The last events but for trainers' steps, the newest first."""
+        """Return the last events but for trainers' steps, the newest first."""
         return list(islice((event for event in reversed(self._ring) if event.kind != TRAINER_STEP), count))
 
     def training(self, run_id: str) -> Training | None:
-        """The last report of the run's trainer."""
+        """Return the last report of the run's trainer."""
         return self._steps.get(run_id)
 
     async def stream(self, after: str | None, keep_alive_s: float) -> AsyncIterator[list[EventView]]:
-        """Events after an id (None: from now on), in order, each once; an empty list after a silence."""
+        """Yield events after an id (None: from now on), in order, each once; an empty list after a silence."""
         last = self._last if after is None else after
         while not self.is_closed:
             moved = self._moved

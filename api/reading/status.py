@@ -1,6 +1,6 @@
-"""One reading of the broker, shared by all who ask.
+"""Reads the broker once, for all who ask.
 
-- What is read is O(runs + workers) and does not depend on their history.
+- A reading costs O(runs + workers), whatever their history.
 - Concurrent readers wait for one reading; for `cache_s` after it, its answer or its error is everybody's.
 - A broker that is silent for `broker_timeout_s` is reported as an error, not waited for.
 """
@@ -97,7 +97,7 @@ class StatusReader:
         self._weights = weights
 
     async def read(self) -> Status:
-        """The state now, at most `cache_s` old.
+        """Return the state now, at most `cache_s` old.
 
         Raises:
             BrokerError: the broker cannot be reached or does not answer in time.
@@ -109,7 +109,7 @@ class StatusReader:
         return cache.status
 
     async def body(self) -> bytes:
-        """The same as JSON, encoded once for all who ask."""
+        """Return the state as JSON, encoded once for all who ask."""
         await self.read()
         cache = self._cache
         if cache.body is None:
@@ -118,7 +118,7 @@ class StatusReader:
         return cache.body
 
     def forget(self) -> None:
-        """Something was changed: the next one to ask reads again."""
+        """Have the next one to ask read again, as something was changed."""
         self._cache = _Cache()
 
     async def watch(self) -> None:
@@ -242,7 +242,7 @@ class StatusReader:
 
 
 async def _for_each(items: Iterable[In], do: Callable[[In], Awaitable[Out]]) -> list[Out]:
-    """Results in the order of the items, some at a time."""
+    """Await `do` for all items, some at a time; returns results in the items' order."""
     items, results = list(items), []
     for start in range(0, len(items), AT_ONCE_COUNT):
         results += await asyncio.gather(*(do(item) for item in items[start : start + AT_ONCE_COUNT]))
@@ -285,7 +285,7 @@ class Meter:
         self.samples.append((now_s, self._values(counters)))
 
     def rates(self, now_s: float, counters: Mapping[str, int]) -> dict[str, float]:
-        """Growth per second of every counter; 0 before the first sample and after a counter began anew."""
+        """Compute every counter's growth per second; 0 before the first sample and after a counter began anew."""
         base = next((each for each in self.samples if each[0] >= now_s - WINDOW_S), None)
         if base is None and self.samples:
             base = self.samples[-1]
@@ -315,11 +315,11 @@ class Meters:
             self._meters[name].sample(now_s, each)
 
     def rates(self, now_s: float, name: str, counters: Mapping[str, int]) -> dict[str, float]:
-        """Growth per second of one thing's counters."""
+        """Compute the growth per second of one thing's counters."""
         meter = self._meters.get(name)
         return meter.rates(now_s, counters) if meter else dict.fromkeys(self._names, 0.0)
 
     def history(self, name: str, counter: str) -> list[float]:
-        """One rate per second, the newest last."""
+        """Return one rate per second, the newest last."""
         meter = self._meters.get(name)
         return list(meter.history.get(counter, ())) if meter else []

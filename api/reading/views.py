@@ -1,4 +1,4 @@
-"""From the fabric's records to what the api shows. Pure: what was read goes in, models come out."""
+"""Turns the fabric's records into what the api shows. Pure: what was read goes in, models come out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def worker_view(
     tokens_per_s: float,
     plan_reason: str | None = None,
 ) -> WorkerView:
-    """A worker with its terms (None: not a serving one) and its lease. heads: newest version of every run, or -1."""
+    """Show a worker with its terms (None: not a serving one) and its lease. heads: newest version by run, or -1."""
     return shown(
         WorkerView,
         info,
@@ -53,13 +53,16 @@ def worker_view(
 
 
 def versions_behind(info: WorkerInfo, heads: Mapping[str, int]) -> int | None:
-    """By the head that the broker has: a worker that cannot reach it does not know how far it is behind."""
+    """Count the versions that a worker is behind the broker's head; None: it has no weights, or nothing is published.
+
+    A worker that cannot reach the head does not know how far it is behind.
+    """
     head = heads.get(info.run_id, -1) if info.run_id is not None else -1
     return max(0, head - info.active_version) if info.active_version >= 0 and head >= 0 else None
 
 
 def agreement_view(agreement: Agreement) -> AgreementView:
-    """How workers and trainer agree."""
+    """Show how workers and trainer agree."""
     blamed = {alarm.worker_id for alarm in agreement.alarms}
     return shown(
         AgreementView,
@@ -85,7 +88,7 @@ def run_readiness(run: RunView) -> RunReadiness:
 
 
 def totals(runs: Iterable[RunView], workers: Iterable[WorkerView]) -> Totals:
-    """Sums over all runs and workers."""
+    """Sum over all runs and workers."""
     runs, live = list(runs), [worker for worker in workers if worker.is_fresh]
     generating = [worker for worker in live if worker.role in GENERATING]
     return Totals(
@@ -101,7 +104,7 @@ def totals(runs: Iterable[RunView], workers: Iterable[WorkerView]) -> Totals:
 
 
 def sum_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Numbers of the same name, added."""
+    """Add numbers of the same name."""
     summed: dict[str, int] = {}
     for part in parts:
         for name, value in part.items():
@@ -110,12 +113,12 @@ def sum_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def counters_of(statuses: Iterable[RunStatus]) -> dict[str, dict[str, int]]:
-    """The counters that have rates, by run."""
+    """Return the counters that have rates, by run."""
     return {s.config.run_id: {name: s.counters.get(name, 0) for name in COUNTERS} for s in statuses}
 
 
 def reward_curve(curve: Curve, count_max: int) -> list[RewardPoint]:
-    """A run's rewards by version, at most `count_max` points."""
+    """Return a run's rewards by version, at most `count_max` points."""
     return [
         RewardPoint(
             step=None,

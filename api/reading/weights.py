@@ -1,4 +1,4 @@
-"""Which versions of a run's weights the broker holds. Manifests never change, so each is fetched and decoded once.
+"""Reads which versions of a run's weights the broker holds. Manifests never change: each is fetched and decoded once.
 
 - The newest are always shown. Older ones, of which only their size is wanted, are read LEARN_COUNT at a time, so that a
   reading stays short also where hundreds are held.
@@ -41,7 +41,7 @@ class WeightReader:
         self._runs: dict[str, _Run] = {}
 
     async def read(self, run_id: str, count: int) -> WeightsView:
-        """A run's head and its newest `count` versions."""
+        """Read a run's head and its newest `count` versions."""
         head = await self._store.head(run_id)
         held = await self._store.held(run_id) if head.epoch else []
         holders = await self._store.holders(run_id, addressed=False) if head.epoch else []

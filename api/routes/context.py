@@ -12,7 +12,7 @@ from ..reading.weights import WeightReader
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Made once per application, by `make_app`."""
+    """What routes share; made once per application, by `make_app`."""
 
     ports: Ports
     config: ApiConfig

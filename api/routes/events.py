@@ -1,4 +1,4 @@
-"""The events as they happen: server-sent events."""
+"""Streams events as they happen: server-sent events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECONNECT_MS = 1_000
 
 
 def router(context: Context) -> APIRouter:
-    """/v1/events."""
+    """Make the route /v1/events."""
     routes = APIRouter(prefix="/v1", tags=["read"])
     reader_count = 0
 

@@ -1,4 +1,4 @@
-"""Probes and metrics: does the process live, can work flow, and how does it go."""
+"""Probes and metrics: whether the process lives, whether work can flow, and how it goes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .read import find_run
 
 
 def router(context: Context) -> APIRouter:
-    """/healthz, /readyz, /metrics."""
+    """Make the routes /healthz, /readyz and /metrics."""
     routes = APIRouter(tags=["health"])
 
     @routes.get("/healthz")
     async def healthz() -> Health:
-        """The process is alive; says nothing of the broker."""
+        """Say that the process is alive; says nothing of the broker."""
         return Health(version=__version__)
 
     @routes.get(
@@ -30,7 +30,7 @@ def router(context: Context) -> APIRouter:
         },
     )
     async def readyz(response: Response, run: str | None = None) -> RunReadiness | Readiness:
-        """The broker answers and a controller is there; 503 says what is missing. run: nothing keeps it from moving."""
+        """Say whether broker and controller are there, or whether `run` can move; 503 says what is missing."""
         try:
             status = await context.status.read()
             ready = status.readiness if run is None else run_readiness(await find_run(context, run))
@@ -44,7 +44,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
-        """Prometheus text. A broker that does not answer is `rollfab_broker_up 0`."""
+        """Write Prometheus text. A broker that does not answer is `rollfab_broker_up 0`."""
         try:
             status = await context.status.read()
         except FabricError:

@@ -32,7 +32,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def router(context: Context) -> APIRouter:
-    """/v1/lending, /v1/sharing, /v1/plan, and the switches of workers and pools."""
+    """Make the routes /v1/lending, /v1/sharing, /v1/plan, and the switches of workers and pools."""
     routes = APIRouter(prefix="/v1")
 
     @routes.post("/workers/{worker_id}/lend", responses=ERRORS, tags=["control"])
@@ -46,12 +46,12 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/pools/{pool}/lend", responses=ERRORS, tags=["control"])
     async def lend_pool(pool: str, body: LendRequest, request: Request) -> Lend:
-        """The same for all serving workers of a pool."""
+        """Lend, bound or take back the spare capacity of all serving workers of a pool, as of one worker."""
         return await _switch(context, f"{POOL}{pool}", body, request)
 
     @routes.get("/lending", tags=["read"])
     async def lending() -> Lending:
-        """All that serving teams said, and what it comes to on every serving worker."""
+        """Show all that serving teams said, and what it comes to on every serving worker."""
         status = await context.status.read()
         workers = [lending_worker(worker) for worker in status.workers if worker.lend_terms is not None]
         return Lending(settings=status.lending, workers=workers)
@@ -65,7 +65,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/plan", tags=["read"])
     async def plan() -> Plan:
-        """The capacity controller's newest plan, with a reason for every worker."""
+        """Show the capacity controller's newest plan, with a reason for every worker."""
         return Plan(plan=await context.ports.board.plan())
 
     return routes
@@ -95,7 +95,7 @@ async def _switch(context: Context, subject: str, body: LendRequest, request: Re
 
 
 def _refused(subject: str, error: InputError) -> Exception:
-    """A name that cannot be switched, as HTTP says it; anything else as it is."""
+    """Turn the refusal of a name that cannot be switched into HTTP's words; returns other errors as they are."""
     if "role" in error.facts:
         return Refused(422, "NotLendable", str(error), worker_id=subject, role=error.facts["role"])
     if "known" not in error.facts:

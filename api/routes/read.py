@@ -28,46 +28,46 @@ Count = Annotated[int, Query(ge=1, le=1000)]
 
 
 def router(context: Context) -> APIRouter:
-    """Everything under /v1 that only reads, but for the events."""
+    """Make the routes under /v1 that only read, but for the events."""
     routes = APIRouter(prefix="/v1", tags=["read"])
 
     @routes.get("/status", response_model=Status)
     async def status() -> Response:
-        """Everything the page shows, at most 250 ms old."""
+        """Show everything the page shows, at most 250 ms old."""
         return Response(await context.status.body(), media_type="application/json")
 
     @routes.get("/runs")
     async def runs() -> Runs:
-        """All runs in numbers."""
+        """List all runs in numbers."""
         return Runs(runs=(await context.status.read()).runs)
 
     @routes.get("/runs/{run_id}", responses=UNKNOWN_RUN)
     async def run(run_id: str) -> RunView:
-        """One run, with its whole reward curve."""
+        """Show one run, with its whole reward curve."""
         found = await find_run(context, run_id)
         status = await context.ports.board.run_status(run_id)
         return found.model_copy(update={"reward_curve": reward_curve(status.rewards, BUCKET_COUNT_MAX)})
 
     @routes.get("/runs/{run_id}/dead-letters", responses=UNKNOWN_RUN)
     async def dead_letters(run_id: str, count: Count = 100) -> DeadLetters:
-        """Trajectories of a run that were given up, with the reason and the traceback; no order is promised."""
+        """List trajectories of a run that were given up, with the reason and the traceback; no order is promised."""
         found = await context.ports.board.run_status(run_id)
         letters = await context.ports.rollouts(found.config).dead_letters(count)
         return DeadLetters(dead_count=found.dead_count, dead_letters=letters)
 
     @routes.get("/workers")
     async def workers() -> Workers:
-        """All workers that the broker knows, also those that fell silent a moment ago."""
+        """List all workers that the broker knows, also those that fell silent a moment ago."""
         return Workers(workers=(await context.status.read()).workers)
 
     @routes.get("/leases")
     async def leases() -> Leases:
-        """All leases that have not ended."""
+        """List all leases that have not ended."""
         return Leases(leases=(await context.status.read()).leases)
 
     @routes.get("/weights")
     async def weights() -> Weights:
-        """Head and held versions of every run."""
+        """Show the head and held versions of every run."""
         names = [run.run_id for run in (await context.status.read()).runs]
         return Weights(weights=[await context.weights.read(name, VERSION_COUNT) for name in names])
 
@@ -75,7 +75,7 @@ def router(context: Context) -> APIRouter:
 
 
 async def find_run(context: Context, run_id: str) -> RunView:
-    """A run by its name.
+    """Find a run by its name.
 
     Raises:
         RunUnknown: it was never created, or is deleted.

@@ -65,7 +65,7 @@ class Rates(Model):
 class RewardPoint(Model):
     """Completed rollouts of some policy versions, each counted once, as the broker counted them.
 
-    One that was completed, and later too stale to be delivered, stays counted; its rerun counts for its own version.
+    A rollout that was completed, and later too stale to be delivered, stays counted; its rerun counts for its version.
     """
 
     step: int | None
@@ -88,7 +88,7 @@ class Training(Model):
     """The last report of a run's trainer."""
 
     time_ms: int
-    """When, by the broker's wall clock."""
+    """The time of the report, by the broker's wall clock."""
     step: int | None
     reward_mean: float | None
     policy_version: int | None
@@ -108,11 +108,11 @@ class AgreementView(Model):
     """Whether workers compute the probabilities that the trainer's model does, as last compared."""
 
     policy_version: int
-    """Of the weights that the trainer compared with."""
+    """The version of the weights that the trainer compared with."""
     rule: str
     """float32, bfloat16, or the name of the trainer's own limits."""
     difference_mean_limit: float | None
-    """On a worker's mean; null: none."""
+    """The limit on a worker's mean; null: none."""
     fresh: Figures
     """Tokens which that version sampled: here both should agree."""
     stale: Figures
@@ -170,7 +170,7 @@ class RunView(Model):
     training: Training | None
     """Null until a trainer reports a step."""
     reward_curve: list[RewardPoint]
-    """By version; at most 128 points here, at most 256 in /v1/runs/{run_id}."""
+    """Rewards by version; at most 128 points here, at most 256 in /v1/runs/{run_id}."""
     is_well: bool
     """Nothing has to be mended, and nothing has to pass, before its work moves."""
     causes: list[Cause]
@@ -191,9 +191,9 @@ class WorkerView(Shown, WorkerInfo):
     is_fresh: bool
     """Its heartbeat is at most 3 s old."""
     lend: str | None
-    """What the serving team allows now: on, observe, off or a slot limit; null where there is no team to ask."""
+    """The serving team's setting now: on, observe, off or a slot limit; null where there is no team to ask."""
     lend_terms: LendTerms | None
-    """The same in full, and why."""
+    """The team's terms in full, and why."""
     plan_reason: str | None
     """Why the capacity controller gives it what it does."""
     lease: LeaseView | None
@@ -204,7 +204,7 @@ class EventView(Model):
 
     event_id: str
     time_ms: int
-    """By the broker's wall clock."""
+    """The time of the event, by the broker's wall clock."""
     kind: str
     facts: dict[str, Any]
 
@@ -219,7 +219,7 @@ class Totals(Model):
     counters: dict[str, int]
     worker_count: int
     slot_count: int
-    """Of workers that generate: dedicated and serving."""
+    """Slots of workers that generate: dedicated and serving."""
     running_count: int
 
 
@@ -240,14 +240,14 @@ class Status(Model):
     runs: list[RunView]
     workers: list[WorkerView]
     leases: list[LeaseView]
-    """Those that have not ended."""
+    """The leases that have not ended."""
     weights: list[WeightsView]
     lend_all: str
-    """What was said of all serving workers: on, observe (also where nothing was said), off or a slot limit."""
+    """The setting of all serving workers: on, observe (also where nothing was said), off or a slot limit."""
     lending: list[LendSettingView]
     """All that serving teams said."""
     sharing: SharingTotals
-    """What sharing devices with rollouts cost and gave."""
+    """The cost and gain of sharing devices with rollouts."""
     totals: Totals
     rates: Rates
     rollouts_per_s_history: list[float]
@@ -255,7 +255,7 @@ class Status(Model):
     events: list[EventView]
     """The newest first, at most 40; without trainer.step, which `training` shows."""
     bad_rows: list[BadRowView]
-    """What could not be read and was left out, at most 100."""
+    """Rows that could not be read and were left out, at most 100."""
 
 
 class Runs(Model):
@@ -286,5 +286,5 @@ class DeadLetters(Model):
     """Some of a run's dead letters."""
 
     dead_count: int
-    """How many there are in all."""
+    """The number of dead letters in all."""
     dead_letters: list[DeadLetter]

@@ -1,8 +1,8 @@
-"""How answers are made of the fabric's records.
+"""Makes answers of the fabric's records.
 
 - A record is shown as it is where the api has nothing to add: its fields, and the lines under them, are the promise.
 - Where the api knows more of it, a dataclass extends the record by that (`Shown`); `shown` makes one.
-- A model is the api's own: what envelopes, sums and derived figures are, and selections of what may be seen.
+- A model is the api's own: envelopes, sums and derived figures, and selections of what may be seen.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _names(cls: Any) -> list[str]:
 
 
 def _descriptions(record: type[Any]) -> dict[str, str]:
-    """The lines under a record's fields, and those of what it extends itself."""
+    """Collect the lines under a record's fields, and those of what it extends itself."""
     found: dict[str, str] = {}
     for base in reversed(record.__mro__):
         if is_dataclass(base):

@@ -60,7 +60,7 @@ class LendRequest(BaseModel):
         return self
 
     def changes(self) -> dict[str, Any]:
-        """The fields of a setting that it changes."""
+        """Return the fields of a setting that the request changes."""
         found = {name: getattr(self, name) for name in self.model_fields_set - {"value", "future"}}
         if "value" in self.model_fields_set:
             is_lent = self.value not in ("observe", "off")
@@ -75,20 +75,20 @@ class Lend(Model):
     """The switch as it is now."""
 
     worker_id: str
-    """What it was said of: a worker, pool:NAME, or * for all."""
+    """The subject of the switch: a worker, pool:NAME, or * for all."""
     value: str
     worker_ids: list[str]
     """Serving workers alive now that it holds for."""
     lending_ids: list[str]
-    """Those of them that may lend now."""
+    """The workers among them that may lend now."""
     taken_ids: list[str]
-    """Those that ran turns and may lend no more."""
+    """The workers that ran turns and may lend no more."""
     turn_count: int
     """Turns that ran there."""
     waiting: dict[str, int]
-    """Those that have not said yet that nothing runs, with the turns that they told last."""
+    """The workers that have not said yet that nothing runs, with the turns that they told last."""
     setting: LendSettingView | None = None
-    """Null: nothing is said of it any more."""
+    """The setting; null: nothing is said of it any more."""
 
 
 class LendingWorker(Model):
@@ -99,7 +99,7 @@ class LendingWorker(Model):
     is_fresh: bool
     terms: LendTerms
     slot_count: int
-    """Of its lease; 0: none."""
+    """Slots of its lease; 0: none."""
     guard_state: str | None
     guard_reason: str | None
     open_fraction: float | None

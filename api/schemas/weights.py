@@ -23,9 +23,9 @@ class WeightsView(Model):
     run_id: str
     head_version: int
     epoch: int
-    """Of the publisher in charge."""
+    """The epoch of the publisher in charge."""
     kind: str
-    """Of the head; empty when there is none."""
+    """The kind of the head; empty when there is none."""
     held_count: int
     """Manifests held on the broker."""
     held_bytes: int | None

@@ -1,4 +1,4 @@
-"""`rollfab acl`: an ACL file for the broker, one user per role with the fewest rights, and their passwords once."""
+"""`rollfab acl`: writes an ACL file for the broker, a user per role with the fewest rights, and a file of passwords."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ INSTEAD = {"--api-key": "ROLLFAB_SERVER_KEY", "--server-key": "ROLLFAB_SERVER_KE
 
 
 class Secret(NamedTuple):
-    """Where one stands, without its value."""
+    """The place of a secret, without its value."""
 
     option: str
     what: str
@@ -39,7 +39,7 @@ def refuse_secrets(arguments: Sequence[str]) -> None:
 
 
 def find_secret(arguments: Sequence[str]) -> Secret | None:
-    """The first one among arguments."""
+    """Find the first secret among arguments."""
     option = ""
     for place, word in enumerate(arguments):
         name, has_value, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -54,12 +54,12 @@ def find_secret(arguments: Sequence[str]) -> Secret | None:
 
 
 def _has_secret(word: str) -> bool:
-    """Whether it is, or ends in, a URL with a user's part, or with a setting that is secret."""
+    """Tell whether a word is, or ends in, a URL with a user's part, or with a setting that is secret."""
     scheme, found, rest = word.partition("://")
     if not found:
         return False
     place, _, query = rest.partition("?")
-    # a password's own "/", "?" or "#" cuts a broker's URL too early: there the sign may stand anywhere
+    # a password in a broker's URL may hold "/", "?" or "#": there the "@" may stand anywhere
     named = rest if re.search(r"(?i)(^|=)rediss?(\+\w+)?$", scheme) else re.split(r"[/?#]", rest, maxsplit=1)[0]
     if "@" in named or (place.startswith("/") and "@" in query):
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +80,7 @@ def _register_work(app: typer.Typer) -> None:
 
 
 def read_tasks(data: bytes) -> list[dict[str, Any]]:
-    """The tasks of a file, one JSON object per line; empty lines count, but hold none.
+    """Read the tasks of a file, one JSON object per line; empty lines count, but hold none.
 
     Raises:
         InputError: names the line.
@@ -108,6 +109,7 @@ def _group_row(group: Group) -> dict[str, Any]:
             "completion_ids": each.completion_ids.tolist(),
             "logprobs": each.logprobs.tolist(),
             "completion_mask": each.completion_mask.tolist(),
+            **({"nodes": [asdict(node) for node in each.nodes]} if each.nodes else {}),
         }
         for each in group.rollouts
     ]

@@ -37,7 +37,7 @@ class DemoState:
     seconds: float = 0.0
 
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.started_s
 
     def say(self, text: str) -> None:
@@ -77,19 +77,19 @@ class DemoState:
         return "the first step's rollouts are still made"
 
     def counters(self) -> dict[str, int]:
-        """Totals of the run."""
+        """Return the totals of the run."""
         return dict(self.seen["runs"][0]["counters"]) if self.seen["runs"] else {}
 
     def share(self) -> float:
-        """How much of the training has passed, 0-1."""
+        """Return how much of the training has passed, 0-1."""
         return float(self.last_step.get("step", 0)) / max(1.0, float(self.last_step.get("step_count", 1e9)))
 
     def running_on(self, role: str) -> int:
-        """Turns in flight on a role's workers."""
+        """Count the turns in flight on a role's workers."""
         return sum(row["running_count"] for row in self.seen["workers"] if row["role"] == role)
 
     def rate(self) -> tuple[float, float]:
-        """Rollouts and turns per second over the last seconds."""
+        """Return rollouts and turns per second over the last seconds."""
         if len(self.rates) < 2:
             return 0.0, 0.0
         first, last = self.rates[0], self.rates[-1]
@@ -98,7 +98,7 @@ class DemoState:
 
 
 def draw(state: DemoState, console: Console) -> Group:
-    """The live picture; at a terminal it fits: of the news it has the last rows that there is room for."""
+    """Draw the live picture; at a terminal it fits: of the news it has the last rows that there is room for."""
     above = (_headline(state), _workers(state))
     news = list(_news(state).wrap(console, console.width))
     if console.is_terminal:
@@ -136,7 +136,7 @@ def _headline(state: DemoState) -> Panel:
 
 def _workers(state: DemoState) -> Table:
     table = Table(header_style="bold", expand=False)
-    for heading in ("process", "lease", "in use", "version", "last seen"):
+    for heading in ("process", "lease", "in use", "version", "seen"):
         table.add_column(heading, no_wrap=True)  # a row each: the news below have the rest of the screen
     rows = sorted(state.seen["workers"], key=lambda row: (ROLE_ORDER.index(row["role"]), row["worker_id"]))
     for row in rows:
@@ -159,7 +159,7 @@ def _news(state: DemoState) -> Text:
 
 
 def spark(values: list[float], width: int = 72) -> str:
-    """Values as a row of block characters, scaled from 0 (or below) to 1."""
+    """Draw values as a row of block characters, scaled from 0 (or below) to 1."""
     if not values:
         return ""
     low, high = min(0.0, *values), max(1.0, *values)
@@ -168,7 +168,7 @@ def spark(values: list[float], width: int = 72) -> str:
 
 
 def summarise(state: DemoState, trained: dict[str, Any]) -> dict[str, Any]:
-    """One object: what the trainer counted, and what the broker did."""
+    """Sum up what the trainer counted, and what the broker did."""
     counters = state.counters()
     return {
         "steps": trained["steps"],
@@ -187,7 +187,7 @@ def summarise(state: DemoState, trained: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_curve(rewards: list[tuple[int, float]], path: Path, environment: str) -> None:
-    """The reward curve as a PNG."""
+    """Draw the reward curve as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

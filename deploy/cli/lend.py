@@ -1,8 +1,8 @@
-"""`rollfab lend`: the serving team's switch, what it comes to on every worker, and what lending has cost and given.
+"""`rollfab lend`: the serving team's switch, its outcome on every worker, and what lending has cost and given.
 
 - on, observe, off and limit change what is said of one worker, one pool, or all; caps and hours stay until they are
   changed themselves. clear: nothing is said of it any more. A number of slots is `on --slots N`.
-- What may lend more is never said of all by leaving names out: it takes --worker, --pool or --all. `off` takes nothing.
+- Leaving names out never lends more to all: that takes --worker, --pool or --all. `off` needs none of them.
 - A name that nobody has is refused; --future: it is one that is still to come.
 - The answer says what was taken back, as its workers tell it.
 - The switch needs the broker alone: workers obey it within milliseconds, with every controller dead.
@@ -119,7 +119,7 @@ def _subject(action: str, worker: str | None, pool: str | None, *, is_all: bool)
 
 
 def _changes(action: str, caps: Mapping[str, str | None], hours: list[str] | None) -> dict[str, Any]:
-    """The fields of a setting that an action changes; none for one that only looks."""
+    """Return the fields of a setting that an action changes; none for one that only looks."""
     found: dict[str, Any] = {}
     if action.isascii() and action.isdigit():
         found = {"mode": "on", "slot_count_max": int(action)}
@@ -152,7 +152,7 @@ def _number(option: str, text: str, kind: type[int] | type[float]) -> float | No
 
 
 def _user() -> str:
-    """Who is at the command line, for the record; not a proof."""
+    """Name who is at the command line, for the record; not a proof."""
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (KeyError, OSError):  # a container without a name for its user
@@ -180,7 +180,7 @@ async def _status(ports: RedisFabric) -> dict[str, Any]:
 
 
 def worker_row(info: WorkerInfo, lends: Mapping[str, LendSetting], lease: Lease | None, minute: int) -> dict[str, Any]:
-    """A serving worker: what its team allows, what it was given, and what its guard does with it."""
+    """Describe a serving worker: what its team allows, what it was given, and what its guard does with it."""
     found = terms(lends, info.worker_id, info.pool, minute)
     return {
         "worker_id": info.worker_id,
@@ -200,7 +200,7 @@ def worker_row(info: WorkerInfo, lends: Mapping[str, LendSetting], lease: Lease 
 
 
 async def _log(ports: RedisFabric, count: int, limit: int) -> dict[str, Any]:
-    """The newest `count` lends, revokes and switches among the newest `limit` events, the newest last.
+    """Read the newest `count` lends, revokes and switches among the newest `limit` events, the newest last.
 
     is_cut: there may be more of them in older events, which were not read.
     """

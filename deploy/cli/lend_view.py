@@ -15,8 +15,6 @@ from ...fabric.contract.text import counted
 from ...fabric.host.command import command
 from ...fabric.rules.lending.terms import subject_text
 
-__all__ = ["draw_log", "draw_report", "draw_status"]
-
 
 def draw_status(seen: dict[str, Any]) -> Group:
     """Draw the settings, what a switch just did, and the outcome on every serving worker."""
@@ -90,7 +88,7 @@ def _worker(row: dict[str, Any]) -> list[str]:
 
 
 def draw_log(seen: dict[str, Any]) -> Table | Text:
-    """Lends, revokes and switches, the newest last."""
+    """Draw lends, revokes and switches, the newest last."""
     if not seen["events"]:
         return Text("nothing was lent, revoked or switched yet")
     table = Table(title="lends, revokes and switches", title_justify="left", header_style="bold")
@@ -159,7 +157,7 @@ def _sample(row: dict[str, float]) -> str:
 
 
 def _latency(row: dict[str, Any], kind: str, name: str) -> str:
-    """One figure; of a P99 also where the true one is, or of how few requests it is."""
+    """Write one figure; for a P99 also where the true one is, or of how few requests it is."""
     figures = row[kind]
     if not figures.get("request_count") or not figures.get(name):
         return "–"
@@ -182,7 +180,7 @@ def _duration(seconds: float) -> str:
 
 
 def _verdict(totals: dict[str, Any], few: Sequence[str]) -> str:
-    """One sentence that a team can decide on."""
+    """Write one sentence that a team can decide on."""
     if not totals["worker_count"]:
         return "no serving worker has reported yet: reports come from those that were started with a probe"
     if not totals["shared_request_count"]:

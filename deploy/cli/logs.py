@@ -1,4 +1,4 @@
-"""How logs look: one line per event, its facts after its name. Installed once, at the top of a process.
+"""Formats logs: one line per event, its facts after its name. Installed once, at the top of a process.
 
 What goes wrong again and again is not written each time: a row that cannot be read would fill the disk of all who look.
 """
@@ -38,7 +38,7 @@ class Flood(logging.Filter):
         """Logger and event → since when, and how many."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is written."""
+        """Tell whether a line is written."""
         if record.levelno < logging.WARNING:
             return True
         event, now_s = (record.name, record.msg), self._now_s()
@@ -62,14 +62,14 @@ class FactsFormatter(logging.Formatter):
         self._width = width
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line; tracebacks follow it as always."""
+        """Format a record as one line; tracebacks follow it as always."""
         line = with_commands(one_line(super().formatMessage(record)))
         facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
         line = " ".join([line, *(f"{name}={_short(value)}" for name, value in facts.items())])
         return line if self._width is None else wrapped(line, self._width)
 
     def formatException(self, ei: Any) -> str:
-        """A traceback quotes what users' code raised."""
+        """Make a traceback printable: it quotes what users' code raised."""
         return printable(super().formatException(ei))
 
 
@@ -79,7 +79,7 @@ def _short(value: Any) -> str:
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines of a log for people: without mere notes, and without time, level and logger."""
+    """Return the lines of a log for people: without mere notes, and without time, level and logger."""
     found = []
     for line in text.splitlines():
         stamped = STAMPED.fullmatch(line)

@@ -18,7 +18,6 @@ Url = Annotated[
         show_envvar=False,
     ),
 ]
-Name = Annotated[str | None, typer.Option("--name", help="Worker id. Default: made from role, host and process.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Allowed = Annotated[
     list[str] | None,
@@ -66,7 +65,7 @@ Port = Annotated[int, typer.Option("--port", help="Port; 0 picks a free one.", m
 
 
 def need_url(url: str | None) -> str:
-    """The broker's URL, given or found.
+    """Return the broker's URL, given or found.
 
     Raises:
         ConfigError: none is known.

@@ -1,4 +1,4 @@
-"""The one way to a terminal or pipe: what comes from the broker was written by anybody, and moves no cursor here."""
+"""Prints to a terminal or pipe: what comes from the broker was written by anybody, and moves no cursor here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from rich.segment import Segment
 
 from ...fabric.contract.text import HARMFUL, printable
 from ...fabric.contract.wire import dump_json
-
-__all__ = ["Console", "show", "show_json"]
 
 
 class Console(rich.console.Console):

@@ -1,4 +1,4 @@
-"""How the command line speaks to a person: in lines as wide as the terminal, in which a command stays whole.
+"""Speaks to a person: in lines as wide as the terminal, in which a command stays whole.
 
 What goes into a file or a pipe is not broken: other programs read it.
 """
@@ -21,7 +21,7 @@ STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 def wrapped(text: str, width: int) -> str:
-    """Text in lines of at most `width` characters, broken at blanks only; a word or command is left whole."""
+    """Break a text at blanks into lines of at most `width` characters; a word or command is left whole."""
 
     lines = COMMAND.sub(lambda found: found.group().replace(" ", GLUE), text).split("\n")
     whole = [

@@ -1,4 +1,4 @@
-"""`rollfab status`: looking."""
+"""`rollfab status`: shows runs, workers and leases, and why each run does or does not move."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_ports(url: str, work: Callable[[RedisFabric], Awaitable[T]]) -> T:
 
 
 async def snapshot(ports: RedisFabric) -> dict[str, Any]:
-    """Everything the status shows, as plain values."""
+    """Read everything the status shows, as plain values."""
     found = await read_fabric(ports.board, has_rewards=True)
     held = (lease for leases in found.survey.leases.values() for lease in leases.values())
     return {
@@ -55,12 +55,12 @@ async def snapshot(ports: RedisFabric) -> dict[str, Any]:
 
 
 def bad_row(row: BadRow) -> dict[str, Any]:
-    """A bad row as plain values."""
+    """Turn a bad row into plain values."""
     return {**asdict(row), "step": row.step}
 
 
 def only_run(seen: dict[str, Any], run_id: str) -> dict[str, Any]:
-    """The status of one run, with the workers as they are.
+    """Return the status of one run, with the workers as they are.
 
     Raises:
         RunUnknown: there is none of that name.
@@ -99,7 +99,10 @@ def _reward_row(bucket: RewardBucket) -> dict[str, Any]:
 
 
 def draw(seen: dict[str, Any], *, has_all: bool = False, within: Console | None = None) -> Group:
-    """The status as tables. has_all: every cause of every run, and not the first alone. within: what it may fill."""
+    """Draw the status as tables.
+
+    has_all: every cause of every run, and not the first alone. within: the console that it may fill.
+    """
     seen = with_commands(cleaned(seen))
     none = [Text(f"there are no {what}") for what in ("runs", "workers") if not seen[what]]
     workers = sorted(seen["workers"], key=lambda row: (row["role"], row["worker_id"]))
@@ -161,7 +164,7 @@ def _workers_table(rows: Sequence[dict[str, Any]], leases: dict[str, Any], is_de
 
 
 def bad_row_lines(row: dict[str, Any]) -> list[Text]:
-    """A row that cannot be read, and how it is removed."""
+    """Show a row that cannot be read, and how it is removed."""
     what = f"row {row['row']!r} of table {row['table']}" if row["row"] else f"table {row['table']}"
     return [
         Text(f"{what} cannot be read and is passed over: {row['problem']}", style="red"),
@@ -170,7 +173,7 @@ def bad_row_lines(row: dict[str, Any]) -> list[Text]:
 
 
 def cause_lines(run: dict[str, Any], *, has_all: bool) -> list[Text]:
-    """Why a run does or does not move, with the next steps."""
+    """Say why a run does or does not move, with the next steps."""
     lines = []
     for cause in run["causes"] if has_all else run["causes"][:1]:
         style = {"moves": "green", "waits": "default", "passing": "yellow"}.get(cause["kind"], "red")
@@ -187,7 +190,7 @@ def _state(worker: dict[str, Any]) -> Text:
 
 
 def _reward_lines(runs: list[dict[str, Any]]) -> list[Table]:
-    """How each run's mean reward went, by policy version, where it has rollouts."""
+    """Draw how each run's mean reward went, by policy version, where it has rollouts."""
     table = Table(title="rewards", title_justify="left", header_style="bold")
     for heading in ("run", "mean", "±", "lowest", "highest", "rollouts", "versions", "curve"):
         table.add_column(heading, justify="left" if heading in ("run", "curve") else "right")
@@ -221,7 +224,7 @@ def _engine(worker: dict[str, Any]) -> Text:
 
 
 def _agreement_tables(runs: list[dict[str, Any]]) -> list[Table | Text]:
-    """Log-probabilities of workers against the trainer's, where a trainer compares them, and who is over a limit."""
+    """Draw log-probabilities of workers against the trainer's, where it compares them, and who is over a limit."""
     table = Table(title="log-probabilities, |trainer − worker|", title_justify="left", header_style="bold")
     for heading in ("run", "worker", "version", "tokens", "mean", "max", "ratio min", "mean", "max"):
         table.add_column(heading, justify="left" if heading in ("run", "worker") else "right", overflow="fold")
@@ -298,14 +301,14 @@ class Part:
         self.shown = len(self.items)
 
     def drawn(self, *, is_dense: bool) -> list[RenderableType]:
-        """The items shown, and how many are not."""
+        """Draw the items shown, and say how many are not."""
         rows = list(self.draw(self.items[: self.shown], is_dense)) if self.shown else []
         left = len(self.items) - self.shown
         return [*rows, *([Text(f"… and {counted(left, f'more {self.what}')}", style="dim")] if left else [])]
 
 
 def fit(parts: Sequence[Part], console: Console | None) -> Group:
-    """All of them, whole; or what the lines of a console hold: the longest part gives way, until all fit."""
+    """Draw all parts whole, or what the lines of a console hold: the longest part gives way until all fit."""
     whole = [each for part in parts for each in part.drawn(is_dense=False)]
     if console is None or _height(whole, console) <= console.height:
         return Group(*whole)

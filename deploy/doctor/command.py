@@ -1,4 +1,4 @@
-"""`rollfab doctor`: what this machine has of what the roles need, and what to type where something is missing.
+"""`rollfab doctor`: says what this machine has of what the roles need, and what to type for what is missing.
 
 With `--run`: why that run does or does not move, and what to type to mend it.
 """
@@ -85,7 +85,7 @@ def _tell(finding: Finding) -> None:
 
 
 def examine() -> list[Finding]:
-    """All that is looked at, in the order to mend it. Importing vLLM, where it is installed, takes seconds."""
+    """Look at everything, in the order to mend it. Importing vLLM, where it is installed, takes seconds."""
     from .vllm import examine_vllm
 
     has_gpu = shutil.which("nvidia-smi") is not None
@@ -104,7 +104,7 @@ def examine() -> list[Finding]:
 
 
 def confinement_finding() -> Finding:
-    """How environments and reward functions are held in here."""
+    """Find out how environments and reward functions are held in here."""
     found = means()
     return Finding(
         what="isolation of environments and rewards",
@@ -116,7 +116,10 @@ def confinement_finding() -> Finding:
 
 
 def gpu_findings(report: GpuReport, *, has_driver: bool) -> list[Finding]:
-    """One for each GPU. has_driver: nvidia-smi is there, so that NVML should answer too; without it none is missed."""
+    """Describe each GPU.
+
+    has_driver: nvidia-smi is there, so that NVML should answer too; without it no GPU is missed.
+    """
     if report.gpus:
         return [Finding(what=f"GPU {gpu.index}", found=gpu_line(gpu), is_optional=True) for gpu in report.gpus]
     if not has_driver:

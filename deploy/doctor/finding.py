@@ -1,4 +1,4 @@
-"""One thing that was looked at: what was found, and what to type where it is missing."""
+"""A finding: one thing that was looked at, and what to type where it is missing."""
 
 from __future__ import annotations
 

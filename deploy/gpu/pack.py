@@ -1,7 +1,7 @@
 """`deploy/gpu/pack`: brings what a bare GPU machine lacks into parts of a limited size, and unpacks them there.
 
 - The same wheels and the same tree make the same bytes: archives are in order, without times and owners.
-- What could not be had is said by name, here and in the manifest; the parts are made of the rest.
+- Wheels that could not be had are named, here and in the manifest; the parts are made of the rest.
 - `--unpack` needs nothing but Python. It takes the parts that have come so far, and may be repeated.
 """
 
@@ -48,7 +48,7 @@ class Packer:
         self._units.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, kind: str, files: Iterable[File]) -> None:
-        """A unit of these files, in order."""
+        """Make a unit of these files, in order."""
         folder = FOLDERS.get(kind, "vllm")
         data = lzma.compress(_tar((f"{folder}/{path}", mode, content) for path, mode, content in files))
         (self._units / f"{name}.tar.xz").write_bytes(data)
@@ -63,7 +63,7 @@ class Packer:
                 self.add(f"{kind}-{name}-{version}", kind, files_of(wheel))
 
     def add_vllm(self, version: str) -> None:
-        """vLLM's build for CUDA, in the shares of the table."""
+        """Add vLLM's build for CUDA, in the shares of the table."""
         wheel, why = self._wheels.find("vllm", version)
         if wheel is None:
             self.missing[f"vllm=={version}"] = why
@@ -78,7 +78,7 @@ class Packer:
                 self.missing[f"{kind}=={version}"] = f"{wheel.name} has no such file"
 
     def write(self, limit_bytes: int) -> dict[str, Any]:
-        """Parts and manifest; returns the manifest."""
+        """Write parts and manifest; returns the manifest."""
         for stale in self._out.glob("part-*.tar"):
             stale.unlink()
         parts, too_large = lay(self.units, limit_bytes)
@@ -102,7 +102,7 @@ class Packer:
 
 
 def _tar(files: Iterable[File]) -> bytes:
-    """An archive without times and owners."""
+    """Make an archive without times and owners."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path, mode, content in files:
@@ -117,7 +117,7 @@ def _tar(files: Iterable[File]) -> bytes:
 
 
 def project_files() -> Iterator[File]:
-    """Our tree, as git has it, with what is not yet committed."""
+    """Yield our tree's files, as git has them, with what is not yet committed."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listing = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in sorted(filter(None, listing.split("\0"))):
@@ -129,7 +129,7 @@ def project_files() -> Iterator[File]:
 
 
 def metadata_files() -> Iterator[File]:
-    """What makes our tree known to vLLM as a plugin: name, version and entry points."""
+    """Yield what makes our tree known to vLLM as a plugin: name, version and entry points."""
     version = re.findall(r'__version__ = "(.+)"', (ROOT / "src" / "rollfab" / "__init__.py").read_text("utf-8"))[0]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}

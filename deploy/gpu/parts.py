@@ -1,4 +1,4 @@
-"""What goes to a bare GPU machine, and in which part: one table, and how units are laid into parts. Pure.
+"""Says what goes to a bare GPU machine, in one table, and lays units into parts. Pure.
 
 - A unit is a wheel, a share of one, or our tree, compressed by itself; a part is some whole units.
 - The machine has torch, triton, transformers, numba, nvcc, pytest and nvidia-ml-py, on Python 3.12, and no network.
@@ -48,7 +48,7 @@ PART_OF = {"project": 1, "common": 1, "transformers": 1, "vllm-core": 2, "vllm":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """name: of its archive. folder: where it is unpacked, below the site. kind: a key of PART_OF."""
+    """A thing to bring. name: of its archive. folder: where it is unpacked, below the site. kind: a key of PART_OF."""
 
     name: str
     folder: str
@@ -95,15 +95,15 @@ def lay(units: Iterable[Unit], limit_bytes: int = LIMIT_BYTES) -> tuple[list[Par
 
 
 def share_of(path: str) -> str:
-    """To which share a file of vLLM's wheel belongs; "": it is left out."""
+    """Return the share that a file of vLLM's wheel belongs to; "": it is left out."""
     return next(share for pattern, share in VLLM_SHARES if fnmatch(path, pattern))
 
 
 def wanted_wheels(pins: dict[str, str], image: frozenset[str] = IMAGE_HAS) -> dict[str, str]:
-    """Which of the locked versions the machine lacks. pins: version by name, of vLLM's environment."""
+    """Choose the locked versions that the machine lacks. pins: version by name, of vLLM's environment."""
     return {name: version for name, version in sorted(pins.items()) if name not in image and name not in LEFT_OUT}
 
 
 def own_transformers(ours: dict[str, str]) -> dict[str, str]:
-    """What the embedded engine wants in a folder of its own. ours: version by name, of our environment."""
+    """Choose what the embedded engine wants in a folder of its own. ours: version by name, of our environment."""
     return {name: ours[name] for name in OWN_TRANSFORMERS if name in ours}

@@ -1,8 +1,8 @@
 """The acceptance run as a table: every step, in order, with what it needs and how long it may take.
 
 - A step is a module of steps/, or tests of ours, in a process of its own (child.py).
-- The first part runs without vLLM in about 12 minutes, the second with it in about 26, on one H100. Limits are of a
-  step that hangs: they add up to more.
+- Estimates for one H100: 12 minutes for the first part, without vLLM, 26 for the second. Limits are of a step that
+  hangs: they add up to more.
 """
 
 from __future__ import annotations

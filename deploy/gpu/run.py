@@ -86,7 +86,7 @@ class Run:
         return ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen, *step.tests]
 
     def _environment(self, site: str) -> dict[str, str]:
-        """Ours, with the folders of packed wheels that a step sees, and the tree before them."""
+        """Return our environment, with the folders of packed wheels that a step sees, and the tree before them."""
         places = [ROOT / "src", ROOT]
         if self._options.site is not None:
             places += [self._options.site / site, self._options.site / "common"]
@@ -103,7 +103,7 @@ class Run:
     # ---- what is there
 
     def _missing(self, step: Step) -> str:
-        """Why a step can show nothing here."""
+        """Say why a step can show nothing here; "": it can."""
         if GPU in step.needs and self._options.device == "cpu":
             return "it needs a GPU"
         if MPS in step.needs and shutil.which("nvidia-cuda-mps-control") is None:
@@ -112,7 +112,7 @@ class Run:
 
     @cached_property
     def _no_vllm(self) -> str:
-        """Why vLLM does not import; looked at once, in a process of its own."""
+        """The reason why vLLM does not import; looked at once, in a process of its own."""
         found = run_child(
             [sys.executable, "-c", f"import vllm.v1.engine.async_llm\nprint({TOLD!r})"],
             limit_s=IMPORT_S,
@@ -131,7 +131,7 @@ TOLD = 'figures: {"imports": true}'
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of results, a line that was cut off left out; none if there is no file."""
+    """Read a file of results, a line that was cut off left out; no records if there is no file."""
     found = []
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
@@ -142,7 +142,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """A record in a line, for people."""
+    """Write a record in a line, for people."""
     figures = ", ".join(f"{name} {_short(value)}" for name, value in record["figures"].items())
     text = "; ".join(filter(None, [record["reason"], figures]))
     return f"{record['step']:>22}  {record['state']:<9}  {record['seconds']:>7.1f} s  {text[:TEXT_MAX]}"
@@ -153,7 +153,7 @@ def _short(value: Any) -> str:
 
 
 def chosen(only: str, steps: Sequence[Step] = STEPS) -> list[Step]:
-    """Steps by name, or by pattern (vllm-*); all for "".
+    """Choose steps by name, or by pattern (vllm-*); all for "".
 
     Raises:
         SystemExit: there is none of that name.
@@ -184,7 +184,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(records: Iterable[Mapping[str, Any]]) -> str:
-    """All records, for people."""
+    """Write all records, for people."""
     lines = [line_of(record) for record in records]
     counts: dict[str, int] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Wheels for a machine that is not this one: from a directory, or from an index by pip; only those that are locked."""
+"""Finds wheels for another machine: in a directory, or in an index by pip; only those that are locked."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def read_lock(path: Path) -> Lock:
 
 
 class Wheels:
-    """directory: where wheels lie, and where those of the index come to. index: URL; None: there is none."""
+    """Finds wheels. directory: where they lie, and where those of the index come to. index: URL; None: none."""
 
     def __init__(self, directory: Path, index: str | None = None) -> None:
         self._directory = directory
         self._index = index
 
     def find(self, name: str, version: str, hashes: frozenset[str] = frozenset()) -> tuple[Path | None, str]:
-        """The wheel for the machine, or None and why there is none. hashes: one of them must be its; empty: any."""
+        """Find the wheel for the machine, or None and why there is none. hashes: one must be its; empty: any."""
         found = self._lying(name, version)
         if found is None and self._index is not None:
             why = self._fetch(name, version)
@@ -76,7 +76,7 @@ class Wheels:
         return best[1] if best else None
 
     def _fetch(self, name: str, version: str) -> str:
-        """Have pip bring it; what pip said, where it could not."""
+        """Have pip bring a wheel; returns what pip said."""
         words = [
             sys.executable,
             "-m",
@@ -97,7 +97,7 @@ class Wheels:
 
 
 def files_of(wheel: Path) -> Iterator[tuple[str, int, bytes]]:
-    """(path, mode, content) of what a wheel installs beside scripts, by path."""
+    """Yield (path, mode, content) of what a wheel installs beside scripts, by path."""
     with zipfile.ZipFile(wheel) as archive:
         for item in sorted(archive.infolist(), key=lambda item: item.filename):
             path = re.sub(r"^[^/]+\.data/(?:purelib|platlib)/", "", item.filename)
@@ -106,7 +106,7 @@ def files_of(wheel: Path) -> Iterator[tuple[str, int, bytes]]:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256, hex."""
+    """Compute a file's SHA-256, hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

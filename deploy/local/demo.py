@@ -1,7 +1,7 @@
 """`rollfab demo`: the whole fabric on one machine, on real parts, with faults on purpose.
 
-What happens, and when, is the script below; what it shows is cli/demo_view.py's. Everything it starts is a process of
-its own with the same command that a person would type. The demo itself only starts, kills, switches and looks.
+The script below says what happens, and when; cli/demo_view.py shows it. Everything it starts is a process of its own,
+with the same command that a person would type. The demo itself only starts, kills, switches and looks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Script:
     done: set[str] = field(default_factory=set)
 
     def due(self, share: float, running_count: int) -> str | None:
-        """The next act whose time has come, once each; killing waits until there is something to lose."""
+        """Return the next act whose time has come, once each; killing waits until there is something to lose."""
         for name in ("lend_on", "kill", "lend_off", "lend_again"):
             is_time = name not in self.done and share >= getattr(self, f"{name}_at")
             if is_time and (name != "kill" or running_count > 0):
@@ -71,7 +71,7 @@ class Script:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; returns the exit code."""
-    from ...trainer.training import tuned_for
+    from ...trainer.loop import tuned_for
 
     tuned_for(options.environment)  # else its trainer would end after all is started
     directory = make_directory(Path(options.output), "--output")
@@ -176,7 +176,7 @@ async def _act(ports: RedisFabric, supervisor: Supervisor, state: DemoState, act
 
 
 async def _wait_for_claims(ports: RedisFabric) -> int:
-    """Turns claimed at a moment when there are many: a kill between two steps would prove little."""
+    """Wait until many turns are claimed, and return how many: a kill between two steps would prove little."""
     claimed = 0
     for _ in range(2000):
         claimed = (await ports.board.run_status(RUN_ID)).turns["claimed"]
@@ -187,7 +187,7 @@ async def _wait_for_claims(ports: RedisFabric) -> int:
 
 
 def _finish(state: DemoState, directory: Path, console: Console, options: DemoOptions) -> int:
-    """Summary, curve, and where to look next."""
+    """Write the summary and the curve, and say where to look next; returns the exit code."""
     found = directory / "summary.json"
     if state.failure is not None or not found.exists():
         reason = printable(state.failure or "the trainer left no summary")

@@ -1,8 +1,8 @@
-"""Child processes, one per role: started, watched, restarted, and never left behind.
+"""Runs child processes, one per role: starts, watches and restarts them, and never leaves one behind.
 
 - A child that dies is started again after a pause that doubles while it keeps dying. With `lives_max` it is given up
   after so many lives in a row that came to nothing, and at once if it says that it is used wrongly.
-- Children die with the supervisor: they are asked to stop, then killed; and each watches its parent (see child.py).
+- Children die with the supervisor: they are asked to stop, then killed; and each watches its parent (follow_parent).
 - Their output goes to one log file per role; the last lines are shown when one fails.
 """
 
@@ -40,12 +40,12 @@ class Child:
     start_count: int = 0
     start_at_s: float = 0.0
     start_at_byte: int = 0
-    """Of its log."""
+    """The size of its log when this life began."""
     pause_s: float = 0.25
     exit_code: int | None = None
-    """Of its last end."""
+    """The exit code of its last end."""
     last_words: str = ""
-    """What it printed last before that end, and nothing of an earlier life."""
+    """The last words printed before that end, and nothing of an earlier life."""
     is_ready: bool = False
     """Whether somebody has seen this life do its work; set from outside."""
     lost_lives: int = 0
@@ -82,7 +82,7 @@ class Child:
             )
 
     def mourn(self) -> None:
-        """Take down how it ended."""
+        """Take down how the process ended."""
         assert self.process is not None
         self.exit_code, self.is_mourned = self.process.returncode, True
         self.last_words = self.tail(LAST_WORDS_LINE_COUNT, since_byte=self.start_at_byte)
@@ -98,7 +98,7 @@ class Child:
             os.killpg(self.process.pid, number)
 
     def tail(self, line_count: int = 12, *, since_byte: int = 0) -> str:
-        """The last lines of its log that are for people."""
+        """Return the last lines of its log that are for people."""
         if not self.log_path.exists():
             return ""
         text = self.log_path.read_bytes()[since_byte:].decode("utf-8", "replace")

@@ -64,7 +64,7 @@ class UpOptions:
     data: str
     port: int
     is_url_given: bool = True
-    """By --url; else the environment had it, perhaps from an earlier life."""
+    """Whether --url gave it; else the environment had it, perhaps from an earlier life."""
     api_key: str = field(default="", repr=False)
     """Lets its holder into the api; empty: nobody has to have one."""
     engine: str = "transformers"
@@ -78,7 +78,7 @@ class UpOptions:
     """The user whom it runs as."""
     is_offline: bool = False
     hub_names: tuple[str, ...] = ()
-    """Whose tokenizers agents may download, besides the model's."""
+    """Hub names whose tokenizers agents may download, besides the model's."""
 
 
 def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
@@ -150,7 +150,7 @@ def run_up(options: UpOptions) -> int:
 
 
 def make_key(directory: Path, option: str) -> str:
-    """A key of the api for as long as this process runs; its user finds it in the file KEY_FILE.
+    """Make a key of the api for as long as this process runs; its user finds it in the file KEY_FILE.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -164,13 +164,13 @@ def make_key(directory: Path, option: str) -> str:
 
 
 def page_of(port: int, key: str, directory: Path, console: Console) -> str:
-    """The page's address as to be shown: with its key at a terminal, and with where that is in what may be kept."""
+    """Write the page's address to be shown: with its key at a terminal, else with the place of the key's file."""
     address = f"http://127.0.0.1:{port}/"
     return f"{address}#key={key}" if console.is_terminal else f"{address}#key=… (the key is in {directory / KEY_FILE})"
 
 
 def _given_broker(options: UpOptions, home: Path, console: Console) -> str | None:
-    """The URL of the broker to use, if it is not to be an own one; what is made of ROLLFAB_URL is said.
+    """Return the URL of the broker to use, None for one of our own; says what is made of ROLLFAB_URL.
 
     Raises:
         BrokerError: there is one, or should be, and it cannot be used.
@@ -199,7 +199,7 @@ def _say_left(console: Console, url: str, why: str) -> None:
 
 
 async def _nothing(_: RedisFabric) -> None:
-    """Being able to open it is all."""
+    """Do nothing: that it could be opened is all."""
 
 
 class _Life:
@@ -215,7 +215,7 @@ class _Life:
         self._console = console
         self._is_up = False
         self._told: dict[str, tuple[int, float]] = {}
-        """Of each child, the life that was last told of as not ready, and its age then."""
+        """The life of each child that was last told of as not ready, and its age then."""
         self._code = 0
         self._watch = BrokerWatch(url, self._say)
 
@@ -259,7 +259,7 @@ class _Life:
         return True
 
     def _tell_missing(self, missing: Sequence[Child], now_s: float) -> None:
-        """Say now and then who is not ready, each since its own start; of those that began together at once."""
+        """Say now and then who is not ready, each since its own start, and together those that began together."""
         rows = [(child, now_s - child.start_at_s, self._news_at_s(child)) for child in missing if child.is_running]
         if not any(age_s >= at_s for _, age_s, at_s in rows):
             return
@@ -273,12 +273,12 @@ class _Life:
                 self._say(f"  {child.name} said last: {one_line(last)[:LINE_LENGTH_MAX]}")
 
     def _news_at_s(self, child: Child) -> float:
-        """The age at which it is told of, if it is not ready by then."""
+        """Return the age at which a child is told of, if it is not ready by then."""
         life, told_s = self._told.get(child.name, (0, 0.0))
         return told_s + NEWS_S if life == child.start_count else FIRST_NEWS_S
 
     def _missing(self) -> list[Child]:
-        """Roles of which this life has not been seen at work."""
+        """List the roles of which this life has not been seen at work."""
         waiting = [each for each in self._supervisor.children.values() if not each.is_ready and not each.is_given_up]
         for child in waiting:
             if child.pid is not None:
@@ -314,7 +314,7 @@ class _Life:
 
 
 def _answers(url: str) -> bool:
-    """Whether an HTTP server of ours is there, well or not."""
+    """Tell whether an HTTP server of ours is there, well or not."""
     try:
         with urllib.request.urlopen(url, timeout=1.0):
             return True
@@ -331,13 +331,13 @@ class Interrupts:
         self._supervisor = supervisor
         self._is_asked = False
         self.code = 0
-        """To end with: 130 after SIGINT."""
+        """The exit code to end with: 130 after SIGINT."""
         self._never = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def wait(self, duration_s: float) -> bool:
-        """Wait so long; whether it is to stop."""
+        """Wait so long; returns whether it is to stop."""
         return self._is_asked or self._never.wait(duration_s) or self._is_asked
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -366,7 +366,7 @@ def run_broker(data: str, port: int | None) -> int:
 
 
 def free_port() -> int:
-    """A loopback port that nobody uses now."""
+    """Find a loopback port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

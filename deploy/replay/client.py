@@ -1,7 +1,7 @@
 """The client: every request goes out at its time, whatever the server does, and every answer is read to its end.
 
 - Open loop: no request waits for another one or is left out; how late the client itself was is in each outcome.
-- What goes wrong with a request ends that request, as an outcome that names the kind of error.
+- An error of a request ends that request, with an outcome that names the kind of error.
 - Connections are kept and used again, less long than vLLM's server keeps them (5 s): one that the server closes while
   a request is on its way would be our error, not its.
 - The tail is waited for, up to `drain_s` after the last request was sent.
@@ -43,7 +43,7 @@ class Server:
 
 @dataclass(kw_only=True)
 class Tally:
-    """How far a replay is, for whoever watches; `stop` ends it early.
+    """The progress of a replay, for whoever watches; `stop` ends it early.
 
     started_at_s: of the monotonic clock.
     """
@@ -57,7 +57,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How to ask. vocabulary_size: prompts are of ids below it. prompt_seed: of their ids; None: fresh each time."""
+    """The manner of asking. vocabulary_size: bound of prompts' ids. prompt_seed: of these ids; None: a fresh one."""
 
     endpoint: Endpoint = "completions"
     api_key: str | None = field(default=None, repr=False)
@@ -70,7 +70,7 @@ PLAIN = Manner()
 
 
 async def find_server(url: str, model: str | None = None, api_key: str | None = None) -> Server:
-    """Find the model that a server serves. model: one of its names; None: its first.
+    """Find a model that the server serves. model: one of its names; None: its first.
 
     Raises:
         ConfigError: the URL is none, or the server has no such model.
@@ -107,7 +107,7 @@ async def replay(
     start_at_s: float | None = None,
     tally: Tally | None = None,
 ) -> list[Outcome]:
-    """Send every request at its time and wait for all answers.
+    """Send every request at its time, and wait for all answers.
 
     Args:
         arrivals: in order.
@@ -162,7 +162,7 @@ class _Replay:
         self._asks: list[asyncio.Task[Outcome]] = []
 
     async def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
-        """All outcomes; none of its tasks outlives it."""
+        """Return all outcomes; no task of the replay outlives this call."""
         sending = asyncio.create_task(self._send(arrivals))
         stopping = asyncio.create_task(self._tally.stop.wait())
         try:
@@ -192,7 +192,7 @@ class _Replay:
 
 @dataclass
 class _Asker:
-    """One request after another, each to its outcome. reason: what it is called when it is cut short from outside."""
+    """Asks request after request, and returns the outcome of each. reason: the error of one cut short from outside."""
 
     session: aiohttp.ClientSession
     url: str = field(repr=False)
@@ -201,7 +201,7 @@ class _Asker:
     reason: str = ""
 
     async def ask(self, arrival: Arrival, body: bytes) -> Outcome:
-        """Send now, and read until the end."""
+        """Send a request now, read its answer to the end, and return its outcome."""
         sent_at_s = time.monotonic()
         stream = TokenStream(opens_empty=self.bodies.opens_empty)
         error, detail = await self._answered(body, stream)
@@ -224,7 +224,7 @@ class _Asker:
         )
 
     async def _answered(self, body: bytes, stream: TokenStream) -> tuple[str, str]:
-        """The kind of error and its words, both empty when the answer came to its end."""
+        """Return the kind of error and its words, both empty when the answer came to its end."""
         try:
             async with self.session.post(self.url + self.bodies.path, data=body) as response:
                 if response.status != 200:
@@ -285,7 +285,7 @@ class Told:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean after the first token."""
+        """Mean time per token after the first; None: fewer than two tokens."""
         if self.first_at_s is None or self.last_at_s is None or self.token_count < 2:
             return None
         return (self.last_at_s - self.first_at_s) / (self.token_count - 1)
@@ -302,7 +302,7 @@ class TokenStream:
         self.is_done = False
 
     def feed(self, data: bytes, at_s: float) -> None:
-        """Bytes that have just come, in any pieces."""
+        """Take in bytes that have just come, in any pieces."""
         buffer = self._rest + data
         if b"\r" in buffer:
             buffer = buffer.replace(b"\r\n", b"\n")
@@ -339,7 +339,7 @@ class TokenStream:
 
 
 def _parsed(event: bytes) -> dict[str, Any]:
-    """Without an event, one with tokens that says nothing more."""
+    """Parse an event; an absent one reads as an event with tokens that says nothing more."""
     try:
         found = orjson.loads(event) if event else {"choices": [{}]}
     except orjson.JSONDecodeError:

@@ -120,7 +120,7 @@ class ReplayOptions:
     outcomes_path: Path | None
 
     def row(self, server: Server) -> dict[str, Any]:
-        """For JSON, without the key."""
+        """Return the options for JSON, without the key."""
         return {
             "trace": self.trace,
             "server": asdict(server),
@@ -133,7 +133,7 @@ class ReplayOptions:
 
 
 def run_replay(options: ReplayOptions, *, json_output: bool) -> int:
-    """Replay and report; the exit code: 0 when every request was answered in full, 1 when one was not, 130 by Ctrl-C.
+    """Replay and report; returns the exit code: 0 if every request was answered in full, 1 if not, 130 for Ctrl-C.
 
     Raises:
         ConfigError, InputError, EngineError: nothing was replayed.
@@ -173,7 +173,7 @@ def _load_notes(load: Workload) -> list[str]:
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[Any]:
-    """A function that writes there. Opened at once: a path that cannot be written is said before the replay, not after.
+    """Yield a function that writes there; opens the file at once, so that an error shows before the replay.
 
     Raises:
         InputError: it cannot.
@@ -190,7 +190,7 @@ def _written(path: Path | None) -> Iterator[Any]:
 
 
 async def _replayed(load: Workload, server: Server, manner: Manner) -> tuple[list[Outcome], float, bool]:
-    """Outcomes, processor seconds that the client used, and whether Ctrl-C ended it."""
+    """Replay; returns the outcomes, processor seconds that the client used, and whether Ctrl-C ended it."""
     from .client import Tally, raise_file_limit, replay
 
     raise_file_limit()
@@ -204,7 +204,7 @@ async def _replayed(load: Workload, server: Server, manner: Manner) -> tuple[lis
 
 
 async def _show(tally: Tally, load: Workload) -> None:
-    """How far it is, on a terminal's stderr; on anything else, nothing."""
+    """Show on a terminal's stderr how far the replay is; on anything else, show nothing."""
     if not sys.stderr.isatty():
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"), TimeElapsedColumn())
@@ -227,7 +227,7 @@ CUT_FRACTION_MAX = 0.5  # beyond it the lengths that are left are the model's, n
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """How a part of a trace is changed.
+    """The changes to a part of a trace.
 
     Attributes:
         peak_over_mean: of its seconds, by `bursty`; None: its own bursts.
@@ -255,7 +255,7 @@ AS_IT_IS = Shaping()
 def workload(
     source: str | Path, part: Part = ALL, shaping: Shaping = AS_IT_IS, *, context_tokens: int | None = None
 ) -> Workload:
-    """A trace's part, shaped and cut to the model's context. context_tokens: None: as long as it may be.
+    """Take a trace's part, shape it, and cut it to the model's context. context_tokens: None: no limit.
 
     Raises:
         ConfigError: no such trace or part of it, or more than half of its requests do not fit into the context.

@@ -1,4 +1,4 @@
-"""What is reported of measurements: percentiles, numbers, the machine, and one object for programs."""
+"""Reports measurements: percentiles, numbers, the machine, and one object for programs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Report:
     machine: dict[str, Any] = field(default_factory=lambda: machine_facts())
 
     def json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return orjson.dumps(self).decode()
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value that `fraction` of all are at or below; by rank, so it is one that occurred."""
+    """Return a value that at least `fraction` of all are at or below; by rank, so it is one that occurred."""
     assert values and 0 < fraction <= 1
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))]
 
 
 def number(value: float) -> str:
-    """A figure with three digits that matter."""
+    """Write a figure with the three digits that matter."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"

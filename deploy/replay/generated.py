@@ -1,4 +1,4 @@
-"""Load made from statistics of real load: curves of its rate, and ServeGen's clients.
+"""Makes load from statistics of real load: curves of its rate, and ServeGen's clients.
 
 - A curve says how many requests come, minute by minute; their lengths are drawn from a trace that names them. What
   varies faster than the curve is Poisson: lay `scale.bursty` over it.
@@ -33,15 +33,15 @@ class Generator(Protocol):
 
     @property
     def span_s(self) -> float:
-        """How long was observed."""
+        """The time that was observed."""
         ...
 
     def mean_per_s(self, start_s: float, duration_s: float) -> float:
-        """The observed rate in a window."""
+        """Return the observed mean rate in a window."""
         ...
 
     def draw(self, start_s: float, duration_s: float, factor: float, seed: int) -> list[Arrival]:
-        """Arrivals in [0, duration_s), at `factor` times the observed rate."""
+        """Draw arrivals in [0, duration_s), at `factor` times the observed rate."""
         ...
 
 
@@ -55,7 +55,7 @@ class Curve:
 
     @property
     def span_s(self) -> float:
-        """Up to its last point."""
+        """The time of its last point."""
         return float(self.at_s[-1])
 
     def _seconds(self, start_s: float, duration_s: float) -> Floats:
@@ -64,11 +64,11 @@ class Curve:
         return rates
 
     def mean_per_s(self, start_s: float, duration_s: float) -> float:
-        """The curve's mean rate in a window."""
+        """Return the curve's mean rate in a window."""
         return float(self._seconds(start_s, duration_s).mean())
 
     def draw(self, start_s: float, duration_s: float, factor: float, seed: int) -> list[Arrival]:
-        """Poisson around the curve; the count is the curve's, to the request."""
+        """Draw Poisson arrivals around the curve; their count is the curve's, to the request."""
         dice = np.random.default_rng(seed)
         rates = self._seconds(start_s, duration_s) * factor
         count = round(float(rates.mean()) * duration_s)
@@ -79,7 +79,7 @@ class Curve:
 
 
 def read_curve(text: str, lengths: Sequence[Arrival]) -> Curve:
-    """A CSV with t_s and req_per_min.
+    """Read a CSV with t_s and req_per_min.
 
     Raises:
         InputError: a line cannot be read, or there are fewer than two.
@@ -95,7 +95,7 @@ def read_curve(text: str, lengths: Sequence[Arrival]) -> Curve:
 
 
 def read_burstgpt(data: dict[str, Any], lengths: Sequence[Arrival]) -> Curve:
-    """Tokens per second of each minute of a week, as requests: a minute that is not named had none.
+    """Read tokens per second of each minute of a week as requests; a minute that is not named had none.
 
     The mean tokens of a request are those of the same data. Use its shape at a rate of your own: it is a small service.
 
@@ -131,19 +131,19 @@ class ServeGen:
 
     @property
     def span_s(self) -> float:
-        """14 days."""
+        """The time that was observed, 14 days."""
         return float(self.rate_C_W.shape[1] * WINDOW_S)
 
     def _windows(self, start_s: float, duration_s: float) -> range:
         return range(int(start_s / WINDOW_S), math.ceil((start_s + duration_s) / WINDOW_S))
 
     def mean_per_s(self, start_s: float, duration_s: float) -> float:
-        """All clients together, over the windows that are touched."""
+        """Return the mean rate of all clients together, over the windows that are touched."""
         windows = self._windows(start_s, duration_s)
         return float(self.rate_C_W[:, windows.start : windows.stop].sum(axis=0).mean())
 
     def draw(self, start_s: float, duration_s: float, factor: float, seed: int) -> list[Arrival]:
-        """Whole windows are drawn and cut, so a longer replay begins as a shorter one does."""
+        """Draw whole windows and cut them, so that a longer replay begins as a shorter one does."""
         found: list[Arrival] = []
         for index in self._windows(start_s, duration_s):
             for client in np.flatnonzero(self.rate_C_W[:, index]).tolist():
@@ -159,7 +159,7 @@ class ServeGen:
         return [Arrival(at_s, max(1, round(prompt)), max(1, round(completion))) for at_s, prompt, completion in rows]
 
     def _gaps(self, client: int, index: int, count: int, dice: np.random.Generator) -> Floats:
-        """In any unit; never all zero."""
+        """Draw gaps in any unit; they are never all zero."""
         shape, pattern = float(self.shape_C_W[client, index]), int(self.pattern_C_W[client, index])
         if shape <= 0 or pattern not in (GAMMA, WEIBULL):
             return dice.exponential(size=count)
@@ -177,13 +177,13 @@ class ServeGen:
         )
 
     def _knows(self, part: int) -> npt.NDArray[np.bool_]:
-        """Which clients' lengths are known, shape (C,)."""
+        """Tell which clients' lengths are known, shape (C,)."""
         lengths = np.concatenate((self.prompt_C_L_Q[:, part], self.completion_C_L_Q[:, part]), axis=1)
         known: npt.NDArray[np.bool_] = (lengths != MISSING).all(axis=1)
         return known
 
     def _other(self, index: int, part: int, dice: np.random.Generator) -> int:
-        """A client whose lengths are known, by its traffic.
+        """Choose a client whose lengths are known, by its traffic.
 
         Raises:
             InputError: there is none.
@@ -197,7 +197,7 @@ class ServeGen:
 
 
 def read_servegen(arrays: dict[str, npt.NDArray[Any]]) -> ServeGen:
-    """The arrays of an npz.
+    """Make the clients from the arrays of an npz.
 
     Raises:
         InputError: one is missing.
@@ -210,7 +210,7 @@ def read_servegen(arrays: dict[str, npt.NDArray[Any]]) -> ServeGen:
 
 
 def parse_json(data: bytes) -> dict[str, Any] | None:
-    """One JSON object, or None: several lines of them, or none at all."""
+    """Parse one JSON object; None if there are several, or there is none."""
     try:
         found = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Bodies of requests: prompts of the right length that no prefix cache knows, and a completion that is not cut short.
+"""Makes bodies of requests: prompts of the right length that no prefix cache knows, with completions not cut short.
 
 - Every prompt begins with its own number, so no two of a replay share a cache block. A replay's dice are fresh unless
   told otherwise: a second replay at the same server finds nothing of the first in its cache.
@@ -27,7 +27,7 @@ class Bodies(Protocol):
 
     @property
     def path(self) -> str:
-        """Where they go."""
+        """The path that they go to."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class Bodies(Protocol):
         ...
 
     def body(self, index: int, arrival: Arrival) -> bytes:
-        """The body of the request with that number."""
+        """Make the body of the request with that number."""
         ...
 
 
@@ -62,7 +62,7 @@ class TokenPrompts:
     opens_empty: bool = False
 
     def body(self, index: int, arrival: Arrival) -> bytes:
-        """The body of the request with that number."""
+        """Make the body of the request with that number."""
         start = index * STRIDE % POOL_TOKENS
         marks = [index // self.vocabulary_size**place % self.vocabulary_size for place in range(MARK_TOKENS)]
         ids = (marks + self.pool[start : start + arrival.prompt_tokens])[: arrival.prompt_tokens]
@@ -79,7 +79,7 @@ class ChatPrompts:
     opens_empty: bool = True
 
     def body(self, index: int, arrival: Arrival) -> bytes:
-        """The body of the request with that number."""
+        """Make the body of the request with that number."""
         start = index * STRIDE % POOL_TOKENS
         text = f"{index} {' '.join(self.words[start : start + arrival.prompt_tokens])}"
         return orjson.dumps({"messages": [{"role": "user", "content": text}], **_common(self.model, arrival)})
@@ -88,7 +88,7 @@ class ChatPrompts:
 def new_bodies(
     model: str, *, endpoint: Endpoint, vocabulary_size: int, prompt_tokens_max: int, seed: int | None
 ) -> Bodies:
-    """seed: of what prompts are made of; None: fresh dice."""
+    """Choose what makes the bodies. seed: of what prompts are made of; None: fresh dice."""
     dice = random.Random(seed)
     count = POOL_TOKENS + prompt_tokens_max
     if endpoint == "chat":

@@ -14,8 +14,6 @@ from typing import Any
 
 import orjson
 
-from ...fabric.contract.errors import InputError
-
 INTERRUPTED = "interrupted"  # by the user: neither answered nor failed
 
 
@@ -29,7 +27,7 @@ class Arrival:
 
 
 def no_gaps() -> array[int]:
-    """Microseconds, unsigned."""
+    """Make an empty array of microseconds, unsigned."""
     return array("I")
 
 
@@ -61,17 +59,17 @@ class Outcome:
 
     @property
     def late_s(self) -> float:
-        """How late the client was."""
+        """The seconds by which the client was late."""
         return self.sent_at_s - self.arrival.at_s
 
     @property
     def ttft_from_send_s(self) -> float | None:
-        """To the first token, without the client's lateness."""
+        """The time to the first token, without the client's lateness."""
         return None if self.ttft_s is None else self.ttft_s - self.late_s
 
 
 def outcome_row(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as a row for JSON."""
+    """Turn an outcome into a row for JSON."""
     row = {name: getattr(outcome, name) for name in Outcome.__slots__}
     arrival = outcome.arrival
     return {
@@ -82,22 +80,5 @@ def outcome_row(outcome: Outcome) -> dict[str, Any]:
 
 
 def dump_outcomes(outcomes: Iterable[Outcome]) -> bytes:
-    """One JSON object per line."""
+    """Write outcomes as JSON lines, one object each."""
     return b"".join(orjson.dumps(outcome_row(each)) + b"\n" for each in outcomes)
-
-
-def load_outcomes(data: bytes) -> list[Outcome]:
-    """The outcomes that dump_outcomes wrote.
-
-    Raises:
-        InputError: they are none; names the line.
-    """
-    return [_outcome(line, number) for number, line in enumerate(data.splitlines(), 1)]
-
-
-def _outcome(line: bytes, number: int) -> Outcome:
-    try:
-        row = orjson.loads(line)
-        return Outcome(**{**row, "arrival": Arrival(*row["arrival"]), "gaps_us": array("I", row["gaps_us"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"line {number} is no outcome of a replay: {error}", line=number) from error

@@ -72,14 +72,17 @@ class Measured:
     notes: tuple[str, ...]
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return asdict(self)
 
 
 def measured(
     outcomes: Sequence[Outcome], slo: Slo = NO_PROMISE, *, seed: int = 0, client_cpu_s: float | None = None
 ) -> Measured:
-    """outcomes: in order of arrival. seed: of the confidence intervals. client_cpu_s: of the whole replay."""
+    """Measure a replay.
+
+    outcomes: in order of arrival. seed: of the confidence intervals. client_cpu_s: of the whole replay.
+    """
     counted = [each for each in outcomes if each.error != INTERRUPTED]
     errors = Counter(each.error for each in counted if each.error)
     elapsed_s = max((each.ended_at_s for each in outcomes), default=0.0)
@@ -127,13 +130,13 @@ def _floats(values: Sequence[float | None]) -> Floats:
 
 
 def _gaps(outcomes: Sequence[Outcome]) -> Floats:
-    """All gaps of all requests, milliseconds."""
+    """Collect all gaps of all requests, in milliseconds."""
     arrays = [np.array(each.gaps_us, dtype=float) for each in outcomes]
     return np.concatenate(arrays) / 1e3 if arrays else np.empty(0)
 
 
 def _without_interval(values: Floats) -> Spread:
-    """The spread of gaps: to bootstrap millions would take minutes, and they are anything but independent."""
+    """Compute the spread of gaps alone: a bootstrap of millions would take minutes, and gaps are not independent."""
     if not len(values):
         return spread(values, seed=0)
     p50, p90, p99 = (float(by_rank(values, fraction)) for fraction in (0.5, 0.9, 0.99))
@@ -142,7 +145,7 @@ def _without_interval(values: Floats) -> Spread:
 
 
 def _kept(outcomes: Sequence[Outcome], values_ms: Sequence[float | None], limit_ms: float) -> list[bool]:
-    """Whether each kept the limit. One answered in full with a single token has no TPOT that it could miss."""
+    """Tell which requests kept the limit. One answered in full with a single token has no TPOT that it could miss."""
     return [
         not each.error and (value is None or value <= limit_ms) for each, value in zip(outcomes, values_ms, strict=True)
     ]
@@ -167,7 +170,7 @@ def _notes(count: int, errors: Counter[str], late: Spread) -> tuple[str, ...]:
 
 
 def print_measured(title: str, found: Measured, slo: Slo = NO_PROMISE, notes: Sequence[str] = ()) -> None:
-    """A table for people, and below it what is not a latency."""
+    """Print a table for people, and below it what is not a latency."""
     rows = [
         _row("TTFT", found.ttft_ms, slo.ttft_ms),
         _row("TTFT from sending", found.ttft_from_send_ms),
@@ -219,7 +222,7 @@ def _lines(found: Measured) -> list[str]:
 #
 # Percentiles of a replay, how sure they are, and when it was worst.
 #
-# - A percentile is a value that occurred, by rank, as everywhere in the bench room.
+# - A percentile is a value that occurred, by rank, as in the benches.
 # - Intervals are of a moving-block bootstrap: requests of one burst share their wait, so drawing them one by one would
 #   make a P99 look surer than it is. A block is the cube root of the count, as is usual.
 
@@ -248,7 +251,7 @@ NOTHING = Spread(count=0, mean=None, p50=None, p90=None, p99=None, p99_low=None,
 
 
 def by_rank(values: Floats, fraction: float) -> Floats:
-    """Along the last axis: the value that `fraction` of them are at or below; one that occurred."""
+    """Return, along the last axis, a value that at least `fraction` of all are at or below; it is one that occurred."""
     assert values.shape[-1] and 0 < fraction <= 1
     rank = min(values.shape[-1] - 1, int(values.shape[-1] * fraction))
     found: Floats = np.partition(values, rank, axis=-1)[..., rank]
@@ -256,7 +259,7 @@ def by_rank(values: Floats, fraction: float) -> Floats:
 
 
 def spread(values: Floats, *, seed: int) -> Spread:
-    """values: float64 milliseconds in order of arrival, shape (count,)."""
+    """Compute the spread of float64 milliseconds in order of arrival, shape (count,)."""
     if not len(values):
         return NOTHING
     low, high = p99_interval(values, seed=seed)
@@ -274,7 +277,7 @@ def spread(values: Floats, *, seed: int) -> Spread:
 
 
 def p99_interval(values: Floats, *, seed: int) -> tuple[float, float]:
-    """Between which values P99 lies, at 95 % confidence. With fewer than some 500 values it says little.
+    """Find between which values P99 lies, at 95 % confidence. With fewer than some 500 values it says little.
 
     Args:
         values: float64 in order of arrival, shape (count,).
@@ -302,20 +305,23 @@ class Worst:
 
 
 def worst_p99(outcomes: Sequence[Outcome], values: Sequence[float | None]) -> Worst | None:
-    """By P99. values: one per outcome, milliseconds; None where there is none. None: too few requests for a window."""
+    """Find the worst window by P99; None: no window has enough requests.
+
+    values: one per outcome, milliseconds; None where there is none.
+    """
     pairs = [(each.arrival.at_s, value) for each, value in zip(outcomes, values, strict=True) if value is not None]
     return _worst(pairs, lambda window: float(by_rank(window, 0.99)))
 
 
 def worst_share(outcomes: Sequence[Outcome], kept: Sequence[bool]) -> Worst | None:
-    """By the share of those that were kept, the lowest. kept: one per outcome."""
+    """Find the window with the lowest share of requests that were kept. kept: one per outcome."""
     pairs = [(each.arrival.at_s, float(one)) for each, one in zip(outcomes, kept, strict=True)]
     found = _worst(pairs, lambda window: -float(window.mean()))
     return None if found is None else Worst(from_s=found.from_s, value=-found.value, request_count=found.request_count)
 
 
 def _worst(pairs: Sequence[tuple[float, float]], badness: Callable[[Floats], float]) -> Worst | None:
-    """Over windows that begin every 5 s and hold at least 10 requests; pairs are in order of time."""
+    """Find the worst window of those that begin every 5 s and hold 10 requests; pairs are in order of time."""
     if not pairs:
         return None
     times, values = np.array(pairs).T

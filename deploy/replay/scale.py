@@ -1,4 +1,4 @@
-"""Traces made smaller, larger, shorter or burstier, and what the load is like then. Pure: all dice are seeded.
+"""Makes traces smaller, larger, shorter or burstier, and tells their load then. Pure: all dice are seeded.
 
 - Time is not compressed unless `faster` is called: the ratio of bursts to reaction times is what a replay is about.
 - Less load: requests are drawn from the trace. More: copies of it, each shifted in a circle by a time of its own, are
@@ -25,13 +25,13 @@ TRIALS, DRAWS = 4, 16  # to know the peak of a shape; to choose from with the ri
 
 
 def window(arrivals: Sequence[Arrival], start_s: float, duration_s: float) -> list[Arrival]:
-    """Arrivals in [start_s, start_s + duration_s), its times since start_s."""
+    """Return the arrivals in [start_s, start_s + duration_s), their times counted from start_s."""
     end_s = start_s + duration_s
     return [replace(each, at_s=each.at_s - start_s) for each in arrivals if start_s <= each.at_s < end_s]
 
 
 def at_rate(arrivals: Sequence[Arrival], rate_per_s: float, *, span_s: float, seed: int) -> list[Arrival]:
-    """The same load at another mean rate: thinned, or laid over itself.
+    """Give a load another mean rate: thin it, or lay it over itself.
 
     Args:
         arrivals: in order, within [0, span_s).
@@ -61,13 +61,13 @@ def _shifted(arrival: Arrival, shift_s: float, span_s: float) -> Arrival:
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """Time itself compressed: bursts get shorter and steeper. Say so wherever a figure of it is shown."""
+    """Compress time itself: bursts get shorter and steeper. Say so wherever a figure of it is shown."""
     assert speed > 0
     return [replace(each, at_s=each.at_s / speed) for each in arrivals]
 
 
 def with_lengths(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
-    """Prompts and completions scaled, at least one token each."""
+    """Scale prompts and completions, to at least one token each."""
     assert factor > 0
     return [
         replace(
@@ -80,7 +80,10 @@ def with_lengths(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
 
 
 def fitted(arrivals: Sequence[Arrival], context_tokens: int) -> tuple[list[Arrival], int]:
-    """All of them cut to the model's context, and how many had to be. Both prompt and completion keep half of it."""
+    """Cut requests to the model's context; returns all of them, and how many were cut.
+
+    Both prompt and completion keep half of the context.
+    """
     assert context_tokens >= 2
     cut = [_cut(each, context_tokens) for each in arrivals]
     return cut, sum(one != other for one, other in zip(arrivals, cut, strict=True))
@@ -100,7 +103,7 @@ def _cut(arrival: Arrival, context_tokens: int) -> Arrival:
 def bursty(
     arrivals: Sequence[Arrival], peak_over_mean: float = ROSE_PEAK_OVER_MEAN, *, span_s: float, seed: int
 ) -> list[Arrival]:
-    """The same requests in the same order, their times redrawn from a Gamma-modulated Poisson process.
+    """Redraw the times of the same requests, in the same order, from a Gamma-modulated Poisson process.
 
     The rate of each second is that of the trace's minute times a Gamma of mean 1; its shape is the one whose busiest
     second is on average nearest to `peak_over_mean`, and of some draws with it the nearest is taken. Few requests a
@@ -123,7 +126,7 @@ def bursty(
 
 
 def _minute_rates(arrivals: Sequence[Arrival], span_s: float) -> Floats:
-    """Per second, shape (ceil(span_s),): the mean of the minute that the second is in."""
+    """Return the rate of each second, shape (ceil(span_s),): the mean of the minute that the second is in."""
     seconds = np.arange(math.ceil(span_s))
     minutes = (np.array([each.at_s for each in arrivals]) / ENVELOPE_S).astype(int)
     counts = np.bincount(minutes, minlength=math.ceil(span_s / ENVELOPE_S)).astype(float)
@@ -133,7 +136,7 @@ def _minute_rates(arrivals: Sequence[Arrival], span_s: float) -> Floats:
 
 
 def placed(rates: Floats, count: int, span_s: float, dice: np.random.Generator) -> Floats:
-    """`count` times of a Poisson process whose rate changes every second, given that there are so many of them.
+    """Draw `count` times of a Poisson process whose rate changes every second, given that there are so many of them.
 
     Args:
         rates: any unit, shape (ceil(span_s),); all zero means even.
@@ -170,12 +173,12 @@ class Load:
 
     @classmethod
     def of(cls, arrivals: Sequence[Arrival], span_s: float) -> Load:
-        """The load of arrivals within [0, span_s)."""
+        """Compute the load of arrivals within [0, span_s)."""
         return cls.of_times(np.array([each.at_s for each in arrivals]), span_s)
 
     @classmethod
     def of_times(cls, times: Floats, span_s: float) -> Load:
-        """The load of times within [0, span_s)."""
+        """Compute the load of times within [0, span_s)."""
         counts = np.bincount(times.astype(int), minlength=math.ceil(span_s))
         mean = float(counts.mean()) if len(times) else 0.0
         if not mean:

@@ -62,12 +62,12 @@ ALL = Part()
 
 
 def load_trace(source: str | Path, part: Part = ALL) -> list[Arrival]:
-    """The arrivals of `read_trace`."""
+    """Return the arrivals of `read_trace`."""
     return read_trace(source, part).arrivals
 
 
 def read_trace(source: str | Path, part: Part = ALL) -> Trace:
-    """A part of a trace.
+    """Read a part of a trace.
 
     Args:
         source: a sample's name, or a path.
@@ -89,7 +89,7 @@ def read_trace(source: str | Path, part: Part = ALL) -> Trace:
 
 
 def _bytes(source: str | Path) -> tuple[str, bytes]:
-    """The trace's name and content, unpacked."""
+    """Return the trace's name and content, unpacked."""
     name, path = str(source), Path(source)
     try:
         if name in SAMPLES:
@@ -105,7 +105,7 @@ def _bytes(source: str | Path) -> tuple[str, bytes]:
 
 
 def _content(data: bytes, part: Part) -> list[Arrival] | Generator:
-    """By its first bytes."""
+    """Read the content; its first bytes tell the format."""
     if data.startswith(b"PK"):
         return _npz(data)
     if data.lstrip().startswith(b"{"):
@@ -133,7 +133,7 @@ def _npz(data: bytes) -> Generator:
 
 
 def _lengths(part: Part) -> list[Arrival]:
-    """The lengths of a trace that names them itself.
+    """Read the trace whose lengths are borrowed.
 
     Raises:
         ConfigError: that one is a curve too.
@@ -145,7 +145,7 @@ def _lengths(part: Part) -> list[Arrival]:
 
 
 def _recorded(arrivals: list[Arrival], part: Part) -> Trace:
-    """Cut, then thinned or superposed."""
+    """Cut a recorded trace, then thin or superpose it."""
     end_s = arrivals[-1].at_s
     whole_s = max(1.0, np.nextafter(end_s, np.inf) - part.start_s)  # so that the last request is within
     _check_within(part, end_s)
@@ -159,7 +159,7 @@ def _recorded(arrivals: list[Arrival], part: Part) -> Trace:
 
 
 def _made(generator: Generator, part: Part) -> Trace:
-    """Drawn at the wanted rate."""
+    """Draw a trace at the wanted rate."""
     _check_within(part, generator.span_s)
     span_s = part.duration_s or min(GENERATED_S, generator.span_s - part.start_s)
     observed = generator.mean_per_s(part.start_s, span_s)
@@ -171,7 +171,7 @@ def _made(generator: Generator, part: Part) -> Trace:
 
 
 def _check_within(part: Part, end_s: float) -> None:
-    """A window that is partly outside would have another rate than the trace.
+    """Refuse a window that is partly outside the trace: it would have another rate.
 
     Raises:
         ConfigError: it is.
@@ -202,7 +202,7 @@ Row = tuple[float, float, float]  # seconds, prompt tokens, completion tokens
 
 
 def read_csv(text: str) -> list[Arrival]:
-    """A CSV with a header that has the three columns under any of their names.
+    """Read a CSV whose header has the three columns under any of their names.
 
     Raises:
         InputError: it has not, or a line cannot be read.
@@ -231,7 +231,7 @@ def _seconds(text: str) -> float:
 
 
 def read_mooncake(lines: Iterable[bytes], seed: int) -> list[Arrival]:
-    """One request per line: timestamp (ms), input_length, output_length. Their hash_ids are not used.
+    """Read one request per line: timestamp (ms), input_length, output_length. Their hash_ids are not used.
 
     Raises:
         InputError: a line cannot be read.
@@ -253,7 +253,7 @@ def _mooncake_row(line: bytes, number: int) -> Row:
 
 
 def _arrivals(rows: Sequence[Row]) -> list[Arrival]:
-    """In order, from zero on.
+    """Make arrivals in order, counted from zero.
 
     Raises:
         InputError: there is none.

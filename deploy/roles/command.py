@@ -1,4 +1,4 @@
-"""Makes the command of a role of the fields of its options.
+"""Makes the command of a role from the fields of its options.
 
 A value is what the command line says, or else the environment, the file, and the field's default, in this order.
 """
@@ -67,7 +67,7 @@ def role_command(role: str) -> Callable[..., None]:
 
 
 def options_of(role: str, given: Mapping[str, Any]) -> Any:
-    """The record of what was given.
+    """Make the record of what was given.
 
     Raises:
         ConfigError: a value cannot be.
@@ -82,7 +82,7 @@ def options_of(role: str, given: Mapping[str, Any]) -> Any:
 
 
 def variables_of(each: Described, role: str) -> tuple[str, ...]:
-    """The environment variables that may hold it."""
+    """Name the environment variables that may hold the option's value."""
     return each.option.variables or (f"ROLLFAB_{role}_{each.key}".upper(),)
 
 
@@ -100,7 +100,10 @@ def check_variables(role: str) -> None:
 
 
 def warn_of_unknown_variables(role: str) -> None:
-    """A variable that is misspelt holds nothing; it is not refused, as it may be another program's."""
+    """Warn of variables that look like settings of a role and are none.
+
+    A misspelt variable holds nothing; it is not refused, as it may be another program's.
+    """
     known = {name for each in describe(TABLES[role]) for name in variables_of(each, role)}
     for name in sorted(os.environ):
         if name.startswith(f"ROLLFAB_{role.upper()}_") and name not in known and name not in OF_OTHERS:

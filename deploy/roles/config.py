@@ -62,7 +62,7 @@ def _check(context: typer.Context, file: Annotated[Path, typer.Argument(help="Th
 
 
 def _effective(context: typer.Context, role: str, file: Path | None) -> tuple[Any, dict[str, dict[str, Any]]]:
-    """The options of a role if nothing is typed, and each by its key, with where it comes from."""
+    """Return the options of a role if nothing is typed, and each by its key, with where it comes from."""
     root = context.find_root()
     words = [] if file is None else ["--config", str(file)]
     found = root.command.commands[role].make_context(role, words, parent=root)  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def read_config(path: Path) -> Tables:
-    """Its tables, by role.
+    """Read a configuration file; returns its tables, by role.
 
     Raises:
         ConfigError: names the file, the key, and what is wrong with it.
@@ -72,7 +72,7 @@ def fault_of(key: str, value: Any, known: Mapping[str, Described]) -> str:
 
 
 def fault_of_variable(known: Described, text: str) -> str:
-    """Likewise, of an environment variable: lists are separated by spaces."""
+    """Say what is wrong with an environment variable, as `fault_of`: lists are separated by spaces."""
     value: Any = text.split() if known.is_list else text
     with suppress(ValueError, KeyError):
         value = READERS[known.type_name](text)
@@ -80,7 +80,7 @@ def fault_of_variable(known: Described, text: str) -> str:
 
 
 def fault_of_value(known: Described, value: Any, *, is_open: bool) -> str:
-    """Likewise. is_open: others can read it where it stands."""
+    """Say what is wrong with a value, as `fault_of`. is_open: others can read it where it stands."""
     said, kind = known.option, known.type_name
     if known.is_list:
         is_right = isinstance(value, list) and all(isinstance(each, str) for each in value)

@@ -1,4 +1,4 @@
-"""Which engine a rollout worker runs, of what a person typed. An engine's library is imported only if it is chosen."""
+"""Chooses a rollout worker's engine by what a person typed. An engine's library is imported only if it is chosen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EngineOptions:
 
     engine: str = option("transformers", f"What generates: {' or '.join(ENGINES)}.", choices=ENGINES)
     model: str = option("", "Preset, path or hub name. Default: tiny.")
-    """With `server` the name that it serves."""
+    """The name that the server serves, with `server`."""
     slot_count: int = option(64, "Turns it runs at once.", key="slots", least=1)
     context_tokens_max: int | None = option(
         None, "Longest context in tokens. Default: 512; the server's with --server.", key="context", least=2
@@ -59,7 +59,7 @@ class EngineOptions:
         is_positional=True,
     )
     guard: GuardConfig | None = None
-    """It shares its device with a serving engine."""
+    """The guard, if it shares its device with a serving engine."""
 
     def __post_init__(self) -> None:
         """Name the model where nobody did, and only we choose it."""
@@ -67,7 +67,7 @@ class EngineOptions:
             object.__setattr__(self, "model", "tiny")
 
     def for_transformers(self) -> TransformersConfig:
-        """Settings of the embedded engine."""
+        """Return the settings of the embedded engine."""
         from ...workers.engines.transformers.engine import TransformersConfig
 
         return TransformersConfig(
@@ -81,7 +81,7 @@ class EngineOptions:
         )
 
     def for_vllm(self, log_path: Path | None) -> VllmConfig:
-        """Settings of vLLM; its own words are read by vLLM, which is imported if there are any."""
+        """Return the settings of vLLM; its own words are read by vLLM, which is imported if there are any."""
         from ...workers.engines.vllm.arguments import parse_words
         from ...workers.engines.vllm.common.config import VllmConfig
 
@@ -140,7 +140,7 @@ def check_engine_options(options: EngineOptions) -> None:
 
 
 def require_engine(engine: str) -> None:
-    """See to it that workers which are to be started will find their engine.
+    """Require that workers which are to be started will find their engine.
 
     Raises:
         EngineError: it is not installed.
@@ -152,7 +152,7 @@ def require_engine(engine: str) -> None:
 
 
 def new_engine(options: EngineOptions, worker_id: str) -> Engine:
-    """The engine, not yet started.
+    """Make the engine, not yet started.
 
     Raises:
         ConfigError: the options do not go together, or vLLM does not know its words.
@@ -185,7 +185,7 @@ def _log_path(options: EngineOptions, worker_id: str) -> Path | None:
 
 
 def patience_of(options: EngineOptions) -> dict[str, float]:
-    """A CPU may read a prompt of a real model for many seconds, in which other turns make no tokens."""
+    """Return longer times for a CPU, which may read a real model's prompt for many seconds while other turns wait."""
     if options.engine == "vllm":
         from ...workers.engines.vllm.common.environment import has_cpu_build
 

@@ -25,7 +25,7 @@ ROLES = ("dedicated", "serving")
 
 
 def need_seconds(name: str, given: float) -> float:
-    """A time that can pass.
+    """Require a time that can pass.
 
     Raises:
         ConfigError: it cannot.
@@ -36,7 +36,7 @@ def need_seconds(name: str, given: float) -> float:
 
 
 def refuse_plain(name: str, given: tuple[str, ...]) -> None:
-    """A key that others can read is no key any more; its hash is no secret.
+    """Refuse a key that others can read: it is no key any more. Its hash is no secret.
 
     Raises:
         ConfigError: it is no hash.
@@ -67,7 +67,7 @@ class RoleOptions:
     name: str | None = option(None, "Worker id. Default: made from role, host and process.")
 
     def worker_id(self, role: str) -> str:
-        """The name this process goes by on the broker.
+        """Return the name that this process goes by on the broker.
 
         Raises:
             ConfigError: the one given cannot be part of a key.
@@ -85,7 +85,7 @@ class RoleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignOptions:
-    """Which code of others a process may import, and how it is held in."""
+    """The code of others that a process may import, and how it is held in."""
 
     environments: tuple[str, ...] = option(
         (),
@@ -107,7 +107,7 @@ class ForeignOptions:
     )
 
     def confinement(self) -> Confinement:
-        """How it is held in.
+        """Make what holds the code of others in.
 
         Raises:
             ConfigError: this machine or user cannot do it.
@@ -152,12 +152,12 @@ class WorkerOptions(RoleOptions):
         None, "Seconds without a lease after which the engine gives its memory back.", key="sleep_after", least=0
     )
     supply: SupplyOptions = field(default_factory=SupplyOptions)
-    """Where its weights come from."""
+    """The sources of its weights."""
     serving: ServingOptions = field(default_factory=ServingOptions)
     """The serving engine that it shares its device with."""
 
     def check(self) -> None:
-        """Likewise, for all its parts."""
+        """Refuse what does not go together, in all its parts, too."""
         super().check()
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role!r} is neither dedicated nor serving: {did_you_mean(self.role, ROLES)}")
@@ -196,7 +196,7 @@ class ApiOptions(RoleOptions):
     )
 
     def config(self) -> ApiConfig:
-        """Its settings, with the keys of the file."""
+        """Make the api's settings, with the keys of the file."""
         rows = [] if self.keys is None else read_keys_file(Path(self.keys))
         return ApiConfig(
             host=self.host,
@@ -209,7 +209,7 @@ class ApiOptions(RoleOptions):
         )
 
     def check(self) -> None:
-        """Likewise, with the keys of its file."""
+        """Refuse what does not go together, in the api's settings and the keys of its file, too."""
         super().check()
         check_config(self.config())
 

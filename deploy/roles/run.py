@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run that there is, and in each of its shards
 LEFTOVERS_S = 1.0
 STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
-ANSWER_S = 3.0  # for its answer: with both sides of it less than a supervisor waits
+ANSWER_S = 3.0  # for its answer; with STOP_S before and after it, less than a supervisor waits
 AWAY = "stopped; the broker did not answer meanwhile"
 
 
@@ -253,7 +253,7 @@ def _rollout_config(worker_id: str, options: WorkerOptions) -> RolloutConfig:
 
 @contextlib.asynccontextmanager
 async def _told_of(ports: RedisFabric, config: RolloutConfig, sharing: Sharing | None) -> AsyncIterator[None]:
-    """While the block runs the broker knows of a worker whose engine has not started, and what it waits for.
+    """Tell the broker, while the block runs, of a worker whose engine has not started, and what it waits for.
 
     Nothing forgets it afterwards: the worker's own heartbeats go on from there.
     """
@@ -287,7 +287,10 @@ def _sharing(serving: ServingOptions) -> Sharing | None:
 
 
 def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[[EngineOptions], Engine]) -> Engine:
-    """The engine, not started, with its guard if it shares its device. Raises ConfigError: it cannot share it so."""
+    """Make the engine, not started, with its guard if it shares its device.
+
+    Raises ConfigError: it cannot share it so.
+    """
     if sharing is None:
         return make_engine(engine)
     for name, value in sharing.environment.items():
@@ -299,7 +302,7 @@ def _make(sharing: Sharing | None, engine: EngineOptions, make_engine: Callable[
 
 
 def _model(engine: EngineOptions) -> FoundModel:
-    """The name that runs use for its model. A server may stand elsewhere: no path here may be a path there."""
+    """Find the name that runs use for its model. A server may stand elsewhere: no path here may be a path there."""
     try:
         return find_model(engine.model)
     except ConfigError:
@@ -309,7 +312,7 @@ def _model(engine: EngineOptions) -> FoundModel:
 
 
 def _context_tokens_max(engine: EngineOptions) -> int | None:
-    """Where it cuts every turn; None: its server knows."""
+    """Return the length at which the engine cuts every turn; None: its server knows."""
     return engine.context_tokens_max or (CONTEXT_TOKENS_MAX if engine.server is None else None)
 
 

@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
         fresh: Annotated[bool, typer.Option("--fresh", help="Ignore an earlier checkpoint.")] = False,
     ) -> None:
         """Train the tiny model with GRPO on an environment that is offered."""
-        from ...trainer.training import TrainOptions, run_training
+        from ...trainer.loop import TrainOptions, run_training
 
         summary = run_training(
             TrainOptions(

@@ -26,7 +26,7 @@ class RegexGolf:
     isolation = "process"  # as is the default: it says so because it could not do without
     memory_bytes_max = 1 << 30
     turn_count_max = 4
-    sampling = {"max_tokens": 24, "stop_texts": ("\n",)}  # noqa: RUF012
+    sampling = {"max_tokens": 24, "stop": ("\n",)}  # noqa: RUF012
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """The words, drawn from the seed: a replay meets the same."""

@@ -38,8 +38,6 @@ from ..contract.errors import BrokerError, ConfigError
 from .clients.url import mask_url
 from .server_process import CONFIG_FILE, Door, end, say_farewell, spawn
 
-__all__ = ["EmbeddedBroker", "find_broker", "starter_of"]
-
 log = logging.getLogger(__name__)
 
 LOCK = "broker.lock"
@@ -74,8 +72,6 @@ class EmbeddedBroker:
         *,
         transport: Literal["unix", "tcp"] = "unix",
         port: int | None = None,
-        maxmemory_bytes: int = 0,
-        ready_timeout_s: float = 30.0,
         starter: str = "",
     ) -> EmbeddedBroker:
         """Start a server and return once it answers.
@@ -85,8 +81,6 @@ class EmbeddedBroker:
                 (on TCP: if its port is still free). None: a temporary one, removed at stop.
             transport: "unix" becomes "tcp" by itself where the socket's path would be too long.
             port: TCP port on 127.0.0.1, [1, 65535]; None picks a free one. Only with "tcp".
-            maxmemory_bytes: refuse writes above this; 0 means no limit.
-            ready_timeout_s: how long the server may be silent; reading data back may take longer.
             starter: what starts it, for `starter_of`.
 
         Raises:
@@ -100,7 +94,7 @@ class EmbeddedBroker:
             lock, previous = _take_lock(directory)
             try:
                 doors = _doors(directory, transport, port, previous.get("url", ""))
-                process, url = _launch(doors, directory, lock, is_temporary, maxmemory_bytes, ready_timeout_s)
+                process, url = _launch(doors, directory, lock, is_temporary)
                 named = {"starter": starter} if starter else {}
                 _write_lock(lock, {"owner_pid": os.getpid(), "server_pid": process.pid, "url": url} | named)
             finally:
@@ -138,20 +132,6 @@ class EmbeddedBroker:
 
     def __repr__(self) -> str:
         return f"EmbeddedBroker(pid={self.pid}, data_directory={str(self.data_directory)!r})"
-
-
-def find_broker(data_directory: Path) -> str | None:
-    """Return the URL of the private broker that lives in this directory now, or None if none does."""
-    try:
-        _check_ours(data_directory)
-        with (data_directory / LOCK).open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return str(json.load(file)["url"])
-    except (OSError, ValueError, KeyError):
-        return None  # never used, its server is only just starting, or it is another user's
-    return None
 
 
 def starter_of(url: str, data_directory: Path | None = None) -> str:
@@ -295,19 +275,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _launch(
-    doors: list[Door], directory: Path, lock: int, is_temporary: bool, maxmemory_bytes: int, ready_timeout_s: float
-) -> tuple[subprocess.Popen[bytes], str]:
+def _launch(doors: list[Door], directory: Path, lock: int, is_temporary: bool) -> tuple[subprocess.Popen[bytes], str]:
     for attempt, door in enumerate(doors, start=1):
         try:
-            process = spawn(
-                door,
-                directory,
-                lock=lock,
-                is_temporary=is_temporary,
-                maxmemory_bytes=maxmemory_bytes,
-                ready_timeout_s=ready_timeout_s,
-            )
+            process = spawn(door, directory, lock=lock, is_temporary=is_temporary)
         except BrokerError as error:
             if "Address already in use" not in error.facts["log"] or attempt == len(doors):
                 raise

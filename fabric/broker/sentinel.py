@@ -22,8 +22,6 @@ from .clients.translate import PrimaryUnknown, translate
 from .clients.typed import TypedClient
 from .clients.url import Address, BrokerUrl, shown
 
-__all__ = ["LedClient", "Sentinels"]
-
 ASK_TIMEOUT_S = 1.0  # per sentinel: the next one knows as much
 FAILOVER_S = 10.0  # from "it is down" to a promoted replica: agreeing, electing, telling; 1-3 s where nobody is late
 

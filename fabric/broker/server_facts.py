@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["BrokerFacts", "broker_facts", "problems"]
-
 VERSION_MIN = {"redis": (7, 0, 0), "valkey": (8, 0, 0)}
 VERSION_WAITAOF = {"redis": (7, 2, 0), "valkey": (8, 0, 0)}
 

@@ -28,9 +28,8 @@ from ..contract.clock import SystemClock
 from ..contract.errors import BrokerError, ConfigError
 from ..host.directories import owner_only, write_private
 
-__all__ = ["CONFIG_FILE", "Door", "end", "say_farewell", "server_binary", "spawn"]
-
 CONFIG_FILE = "broker.conf"
+READY_TIMEOUT_S = 30.0  # of silence
 LOADING_TIMEOUT_S = 600.0  # reading a large append-only file back takes minutes, not seconds
 POLL_S = 0.005
 LOG_TAIL_LINES = 6
@@ -59,7 +58,7 @@ dir {directory}
 appendonly yes
 appendfsync everysec
 save ""
-maxmemory {maxmemory_bytes}
+maxmemory 0
 maxmemory-policy noeviction
 daemonize no
 {door}
@@ -124,9 +123,7 @@ def server_binary() -> Path:
     )
 
 
-def spawn(
-    door: Door, directory: Path, *, lock: int, is_temporary: bool, maxmemory_bytes: int, ready_timeout_s: float
-) -> subprocess.Popen[bytes]:
+def spawn(door: Door, directory: Path, *, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
     """Start a server in `directory` and return once it answers at `door`.
 
     Args:
@@ -134,14 +131,12 @@ def spawn(
         directory: exists, and is ours alone.
         lock: a file descriptor that the server holds as long as it lives.
         is_temporary: remove the directory should this process die.
-        maxmemory_bytes: 0 for no limit.
-        ready_timeout_s: how long it may be silent.
 
     Raises:
         BrokerError: it ended or stayed silent; the log's tail is in the text and in facts["log"].
     """
     config = directory / CONFIG_FILE
-    lines = CONFIG.format(directory=_quoted(directory), maxmemory_bytes=maxmemory_bytes, door=door.config)
+    lines = CONFIG.format(directory=_quoted(directory), door=door.config)
     write_private(config, lines)  # it may hold the password
     doomed = str(directory) if is_temporary else ""
     path = directory / "broker.log"
@@ -160,7 +155,7 @@ def spawn(
     # Without this a plain fork of the owner would hold the lifeline, and the server would outlive its owner.
     os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(process)))
     try:
-        _await_ready(process, door, path, ready_timeout_s)
+        _await_ready(process, door, path)
     except BaseException:
         end(process, timeout_s=1.0)
         raise
@@ -187,10 +182,10 @@ def say_farewell(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _await_ready(process: subprocess.Popen[bytes], door: Door, log_path: Path, ready_timeout_s: float) -> None:
+def _await_ready(process: subprocess.Popen[bytes], door: Door, log_path: Path) -> None:
     clock = SystemClock()
     started_s = clock.now_s()
-    timeout_s = ready_timeout_s
+    timeout_s = READY_TIMEOUT_S
     while (state := door.knock()) != "ready":
         if state == "loading":
             timeout_s = LOADING_TIMEOUT_S

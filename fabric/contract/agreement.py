@@ -4,7 +4,7 @@
 - *Fresh* tokens were sampled by the very version that the trainer compared with: there, both should agree.
 - Every figure is finite. Tokens for which a worker gave NaN or infinity are counted, and left out of all else.
 
-How figures come about, and what raises an alarm, is trainer/agreement.py's.
+trainer/agreement.py makes the figures, and says what raises an alarm.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Figures:
     not_finite_count: int = 0
     """Tokens for which the worker gave NaN or infinity; in no other figure."""
     logprob_difference_mean: float = 0.0
-    """Of |trainer − worker|."""
+    """The mean of |trainer − worker|."""
     logprob_difference_p99: float = 0.0
     logprob_difference_max: float = 0.0
     importance_sampling_ratio_mean: float = 1.0
-    """Of exp(trainer − worker)."""
+    """The mean of exp(trainer − worker)."""
     importance_sampling_ratio_min: float = 1.0
     importance_sampling_ratio_max: float = 1.0
     ratio_outside_fraction: float = 0.0
-    """Of tokens, with a ratio below 1/2 or above 2."""
+    """The fraction of tokens with a ratio below 1/2 or above 2."""
     k3_kl: float = 0.0
     """k3 estimate of KL(worker ‖ trainer) per token, never below 0."""
 
@@ -67,7 +67,7 @@ class Alarm:
     """One figure over its limit."""
 
     worker_id: str
-    """Who is to blame; empty: the trainer's own log-probabilities."""
+    """The worker to blame; empty: the trainer's own log-probabilities."""
     figure: str
     value: float
     limit: float
@@ -116,7 +116,7 @@ class Agreement(Record):
     alarms: tuple[Alarm, ...] = ()
 
     def metrics(self) -> dict[str, float]:
-        """The batch in numbers, to be reported with a training step."""
+        """Return the batch in numbers, to be reported with a training step."""
         fresh = self.fresh
         return {
             "logprob_difference_mean": fresh.logprob_difference_mean,

@@ -15,11 +15,11 @@ class Clock(Protocol):
     """All that a component may know about time."""
 
     def now_s(self) -> float:
-        """Monotonic seconds; only differences mean anything."""
+        """Return monotonic seconds; only differences mean anything."""
         ...
 
     def wall_ms(self) -> int:
-        """Wall-clock milliseconds, for display and logs, never for decisions."""
+        """Return wall-clock milliseconds, for display and logs, never for decisions."""
         ...
 
     async def sleep(self, duration_s: float) -> None:

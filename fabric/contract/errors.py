@@ -118,7 +118,7 @@ class InputError(FabricError, ValueError):
 
 
 class PayloadTooLarge(InputError):
-    """A payload above its limit; facts: size_bytes, limit_bytes."""
+    """A payload above its limit; facts: size_bytes and limit_bytes, or the count of what are too many."""
 
 
 class WireError(FabricError, ValueError):
@@ -160,7 +160,7 @@ class QueueError(FabricError):
 class QueueFull(QueueError):
     """The queue is at its bound; facts: depth, limit, need (of what did not fit). Retry after consuming.
 
-    Of a submit, this and every other error also have group_ids (all of it), taken, refused and doubtful.
+    Every error of a submit also has the facts group_ids (all of them), taken, refused and doubtful.
     """
 
 

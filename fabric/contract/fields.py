@@ -1,10 +1,10 @@
-"""Fields of records that were read: do they have the types that their class declares, and values within bounds?
+"""Checks fields of records that were read: have they the types that their class declares, and values within bounds?
 
-- Who may write to the broker may write anything. A record of other types is refused as it is read, with its place
-  named, before a loop takes a number for a name and dies of it.
+- A process that may write to the broker may write anything. A record of other types is refused as it is read, with its
+  place named, before a loop takes a number for a name and dies of it.
 - Measured: 1 us per record and per nested part. The answer for one combination of types is worked out once and kept.
 - A number's bounds follow from the unit at the end of its name (UNITS), and are narrower where its class says so
-  (BOUNDS). What people are told who give a value is trainer/checks.py's, by the same bounds.
+  (BOUNDS). trainer/checks.py tells people who give a wrong value, by the same bounds.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def check_types(cls: Any, names: tuple[str, ...], values: tuple[Any, ...], where
 
 
 def check_parts(value: object, where: str) -> None:
-    """The same for a dataclass inside a record, or for each of a tuple of them.
+    """Check a dataclass inside a record, or each of a tuple of them, as check_types does.
 
     Raises:
-        WireError: as above.
+        WireError: as check_types.
     """
     for part in value if isinstance(value, tuple) else (value,):
         cls: Any = type(part)
@@ -78,13 +78,13 @@ def check_parts(value: object, where: str) -> None:
 
 @cache
 def field_names(cls: Any) -> frozenset[str]:
-    """The names of a dataclass's fields."""
+    """Return the names of a dataclass's fields."""
     return frozenset(field.name for field in dataclasses.fields(cls))
 
 
 @cache
 def _reader(cls: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
-    """A dataclass's field names, and a function that reads those fields (two or more)."""
+    """Return a dataclass's field names, and a function that reads those fields (two or more)."""
     names = tuple(field.name for field in dataclasses.fields(cls))
     return names, attrgetter(*names)
 
@@ -108,7 +108,7 @@ def _judge(cls: Any, names: tuple[str, ...], types: tuple[type, ...]) -> Judgeme
 
 @cache
 def bounds_of(cls: Any) -> tuple[dict[str, tuple[float, float]], dict[str, tuple[str, ...]]]:
-    """Field → the least and the most that a number there may be, and field → the words that a text there may be."""
+    """Return, by field, the least and the most that a number may be, and the words that a text may be."""
     own: dict[str, Bound] = getattr(cls, "BOUNDS", {})
     ends = {name: [end for end in UNITS if f"_{name}".endswith(end)] for name in field_names(cls)}
     numbers = {name: UNITS[max(found, key=len)] for name, found in ends.items() if found}
@@ -123,20 +123,21 @@ def bounds_of(cls: Any) -> tuple[dict[str, tuple[float, float]], dict[str, tuple
 
 @cache
 def _declared(cls: Any) -> tuple[dict[str, Types], dict[str, type]]:
-    """Field → the types it may have, and field → the plain type of which it holds many.
+    """Return, by field, the types it may have, and the plain type of which it holds many.
 
-    Without the fields that may have any type, or that are decoded by themselves.
+    Leaves out the fields that may have any type, or that are decoded by themselves.
     """
     skipped = {*getattr(cls, "ARRAYS", ()), *getattr(cls, "NESTED", ())}
     hints = {name: hint for name, hint in get_type_hints(cls).items() if name in field_names(cls) - skipped}
     kinds = {name: _kinds(hint) for name, hint in hints.items()}
     inner = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) in (list, tuple)}
-    parts: dict[str, type] = {name: part for name, part in inner.items() if part in (str, int)}
+    plain = {name: get_origin(part) or part for name, part in inner.items()}
+    parts: dict[str, type] = {name: part for name, part in plain.items() if part in (str, int, dict)}
     return {name: kind for name, kind in kinds.items() if kind}, parts
 
 
 def _kinds(hint: Any) -> Types:
-    """The types that a declaration allows on the wire; none: any."""
+    """Return the types that a declaration allows on the wire; none: any."""
     origin = get_origin(hint)
     if hint is Any:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Identifiers: who is called what, and where new names come from.
+"""Makes and checks identifiers, and says how their parts are joined.
 
 - A group id is made by the client, so a push can be repeated safely.
 - A trajectory id is `<group_id>.<index>`, a turn id `<trajectory_id>.<index>`: parents are read off the name.
@@ -35,12 +35,12 @@ def check_name(kind: str, name: str) -> str:
 
 
 def new_group_id() -> str:
-    """A name no other client will make: 80 random bits."""
+    """Make a name that no other client will make: 80 random bits."""
     return secrets.token_hex(10)
 
 
 def new_worker_id(kind: str) -> str:
-    """Readable and unique on one broker: kind, host, process, and 24 random bits."""
+    """Make a name that is readable and unique on one broker: kind, host, process, and 24 random bits."""
     host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:20].strip("-") or "host"
     return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
 
@@ -51,20 +51,20 @@ def new_process_id() -> str:
 
 
 def trajectory_id(group_id: str, index: int) -> str:
-    """The name of a group's `index`-th trajectory."""
+    """Name a group's `index`-th trajectory."""
     return f"{group_id}.{index}"
 
 
 def turn_id(trajectory: str, turn_index: int) -> str:
-    """The name of a trajectory's `turn_index`-th turn."""
+    """Name a trajectory's `turn_index`-th turn."""
     return f"{trajectory}.{turn_index}"
 
 
 def group_of(job_id: str) -> str:
-    """The group a trajectory or turn belongs to."""
+    """Return the group that a trajectory or turn belongs to."""
     return job_id.split(".", 1)[0]
 
 
 def shard_of(group_id: str, shard_count: int) -> int:
-    """The shard that holds a group and everything in it; stable across processes and versions."""
+    """Return the shard that holds a group and everything in it; stable across processes and versions."""
     return crc32(group_id.encode()) % shard_count

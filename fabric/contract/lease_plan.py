@@ -12,13 +12,11 @@ from typing import Any, ClassVar
 from .records import Lease
 from .wire import Record
 
-__all__ = ["EPOCHS_PER_TERM", "LeaseChange", "LeasePlan", "PlanRow", "RunDemand", "term_of"]
-
 EPOCHS_PER_TERM = 1 << 20  # one change of lease every 100 ms would use them up in 29 hours of one term
 
 
 def term_of(lease: Lease) -> int:
-    """The term of the controller that numbered this lease."""
+    """Return the term of the controller that numbered this lease."""
     return lease.lease_epoch // EPOCHS_PER_TERM
 
 
@@ -55,16 +53,16 @@ class RunDemand:
     borrowed_count: int
     """Slots."""
     moved_at_ms: int = 0
-    """By the fabric's clock, when the controller last saw a token, a turn or an end of it; 0: not known."""
+    """The time when the controller last saw a token, a turn or an end of it, by the fabric's clock; 0: not known."""
 
 
 def plan_rows(rows: list[Any]) -> tuple[PlanRow, ...]:
-    """Rows of plain values as they arrive in metadata."""
+    """Make rows of the plain values that arrive in metadata."""
     return tuple(PlanRow(**row) for row in rows)
 
 
 def demand_rows(rows: list[Any]) -> tuple[RunDemand, ...]:
-    """Demands of plain values as they arrive in metadata."""
+    """Make demands of the plain values that arrive in metadata."""
     return tuple(RunDemand(**row) for row in rows)
 
 
@@ -78,6 +76,6 @@ class LeasePlan(Record):
     controller_id: str
     term: int
     made_at_ms: int
-    """Since 1970, by the controller's clock, when it last changed."""
+    """The time when the plan last changed, since 1970, by the controller's clock."""
     rows: tuple[PlanRow, ...] = ()
     runs: tuple[RunDemand, ...] = ()

@@ -1,7 +1,7 @@
-"""How large anything may be: one table, applied where a thing is made and again where it is read.
+"""Bounds how large anything may be: one table, applied where a thing is made and again where it is read.
 
-- Who makes something above its limit gets PayloadTooLarge, which names the thing, its size, the limit and what to do.
-- Who reads something above its limit refuses it before parsing: no sender can make a reader allocate at will.
+- Making something above its limit raises PayloadTooLarge, which names the thing, its size, the limit and what to do.
+- A reader refuses something above its limit before parsing it: no sender can make a reader allocate at will.
 - The limits guard processes and the broker against accidents and ill will; they are far above what a run needs.
 
 Counts of things (trajectories of a run, events kept, …) are bounded by their owners; fabric/queue/keys.py lists those.
@@ -25,15 +25,22 @@ EVENT_BYTES_MAX = 64 * KIB  # as JSON; ten thousand are kept
 HTTP_BODY_BYTES_MAX = 8 * MIB  # a context of PROMPT_TOKENS_MAX as text
 KEYS_FILE_BYTES_MAX = MIB  # some thousand keys of the api
 SHARD_COUNT_MAX = 1024  # of a run: the controller asks every shard of every run at each tick
-TURN_COUNT_MAX = 65_536  # of a trajectory: whoever takes it over asks for the results of so many
+TURN_COUNT_MAX = 65_536  # of a trajectory: an agent that takes it over asks for the results of all of them
 SLOT_COUNT_MAX = 1_000_000  # of a worker or a lease
+NODE_COUNT_MAX = 4096  # of a rollout that branches: putting its branches together takes up to their product in steps
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # of sampling, beside 0 (greedy); vLLM raises what is lower to 0.01
+PENALTY_MAX = 2.0  # of presence and frequency, either way: OpenAI's and vLLM's bounds
+REPETITION_MIN, REPETITION_MAX = 0.01, 100.0
+STOP_COUNT_MAX, STOP_LENGTH_MAX = 64, 1024  # stop texts, and characters of each: all are looked for after every token
+STOP_ID_COUNT_MAX = 1024  # looked through for every token
+LOGIT_BIAS_COUNT_MAX, LOGIT_BIAS_MAX = 1024, 100.0  # vLLM's kernels take so many; vLLM's server cuts at 100
+GUIDED_BYTES_MAX = 64 * KIB  # a JSON schema or regular expression as UTF-8: each worker compiles it
 
-# Class of record → bytes. One that is not listed may have OTHER_RECORD_BYTES_MAX.
+# Class of record → bytes. A class that is not listed may have OTHER_RECORD_BYTES_MAX.
 RECORD_BYTES_MAX = {
     "RunConfig": 256 * KIB,  # read by every worker, with every change of a run
     "TrajectoryJob": TASK_BYTES_MAX + 64 * KIB,
-    "TurnJob": 4 * PROMPT_TOKENS_MAX + 64 * KIB,
+    "TurnJob": 4 * PROMPT_TOKENS_MAX + 640 * KIB,  # stop texts of 256 KiB as UTF-8, doubled by escapes, and a grammar
     "TokenLog": 16 * MIB,  # a turn as long as a context: 8 bytes per token, and its spans
     "TurnResult": 16 * MIB,
     "Rollout": 64 * MIB,  # 64 turns that each fill 64k tokens, 9 bytes per token

@@ -1,7 +1,7 @@
 """Model presets: architectures small enough to train on a CPU, by name.
 
 - A preset is a plain config (the keyword arguments of the architecture's config class); nothing is downloaded.
-- Whoever builds a preset starts from random weights; workers and trainer agree once version 0 is published.
+- Every process that builds a preset starts from random weights; workers and trainer agree once version 0 is published.
 - A name that is no preset is a path or a hub name, and is left to the library that loads it.
 - A path means the same wherever it is said: it is made absolute, without links, and its files are known by a digest.
 """
@@ -25,7 +25,7 @@ from .tokenizer import CharTokenizer
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PRESET_DTYPE = "float32"  # also where libraries would take bfloat16, on a GPU: a run's weights must fit all its workers
-PRESET_CUTOFF = 0.75  # how near to a preset's name, by difflib, another is a mistake: one letter of four or five
+PRESET_CUTOFF = 0.75  # a name so near to a preset's, by difflib, is a misspelling: one letter of four or five
 _COMMON = {
     "model_type": "qwen2",
     "vocab_size": CharTokenizer.vocabulary_size,
@@ -61,12 +61,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def is_preset(name: str) -> bool:
-    """Whether `name` is built here rather than loaded from a path or hub."""
+    """Tell whether `name` is built here rather than loaded from a path or hub."""
     return name in PRESETS
 
 
 def dtype_of(model: str, wanted: str) -> str:
-    """The dtype to hold a model's weights in: `wanted`, one of DTYPES.
+    """Choose the dtype to hold a model's weights in: `wanted`, one of DTYPES.
 
     "auto" is float32 for a preset, on every device; for any other model it stays "auto", which is its library's choice.
     """
@@ -116,7 +116,7 @@ def check_spelling(model: str) -> None:
 
 
 def preset_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """The parameters of a preset, by the names that its library gives them; the head is the embedding."""
+    """List a preset's parameters with their shapes, by its library's names; the head is the embedding."""
     config = model_config(name)
     width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     keys = width // heads * config["num_key_value_heads"]
@@ -144,7 +144,7 @@ def preset_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """A fresh copy of the preset's config; "model_type" names the architecture.
+    """Return a fresh copy of the preset's config; "model_type" names the architecture.
 
     Raises:
         ConfigError: no such preset; the text lists those there are.
@@ -178,12 +178,12 @@ class FoundModel:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path: a hub name begins with a letter or digit."""
+    """Tell whether a name can only be a path: a hub name begins with a letter or digit."""
     return name.startswith(("/", ".", "~"))
 
 
 def find_model(name: str) -> FoundModel:
-    """A model by its name: presets and hub names as they are, local paths absolute and with a digest of their files.
+    """Find a model by its name: presets and hub names as they are, local paths absolute, with their files' digest.
 
     Raises:
         ConfigError: it can only be a path, and nothing is there; or it is a preset's, misspelt.
@@ -208,7 +208,7 @@ def find_model(name: str) -> FoundModel:
 
 
 def _digest(place: Path) -> str:
-    """Digest the files that make a model's architecture and tokens, 16 hex digits; "" where there is no config.json."""
+    """Digest the files that make a model's architecture and tokens, 16 hex digits; "" where they cannot be read."""
     try:
         config = json.loads((place / "config.json").read_bytes())
         found = hashlib.sha256()

@@ -1,8 +1,9 @@
 """The records: every noun of the fabric, as it travels.
 
 - All are frozen; arrays are one-dimensional numpy arrays, read-only when they come from the wire.
-- A trajectory's tokens are one growing sequence: `prompt_ids` (the first observation), then `completion_ids`, in which
-  the model's tokens have mask 1 and later observations mask 0. Nothing is ever re-tokenised.
+- A trajectory's tokens are one growing sequence, as a rule: `prompt_ids` (the first observation), then
+  `completion_ids`, in which the model's tokens have mask 1 and later observations mask 0. Where it branches, they are a
+  tree of nodes (`Node`). Nothing is ever re-tokenised.
 - What a record read back may hold is bounded: by the units in its fields' names (fields.py) and its BOUNDS. Input of
   users is checked as well when a record is made from it (`check_*`, trainer/checks.py), with a text for them.
 """
@@ -11,16 +12,18 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import EnvironmentFailed, FabricError, InputError
+from .errors import EnvironmentFailed, FabricError, InputError, WireError
 from .fields import WHOLE_MAX, Bound
-from .limits import SHARD_COUNT_MAX, SLOT_COUNT_MAX, TEMPERATURE_MAX, TURN_COUNT_MAX
+from .limits import NODE_COUNT_MAX, SHARD_COUNT_MAX, SLOT_COUNT_MAX, TURN_COUNT_MAX
+from .sampling import Sampling as Sampling
+from .sampling import sampling_from
 from .wire import Record
 
 Int32 = NDArray[np.int32]
@@ -30,6 +33,8 @@ NO_IDS: Int32 = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS: Float32 = np.zeros(0, dtype=np.float32)
 BROKER, COLLECTIVE, AUTO = "broker", "collective", "auto"  # what carries the chunks of weights
 CARRIERS = (AUTO, BROKER, COLLECTIVE)
+GLOO, NCCL = "gloo", "nccl"  # of torch.distributed
+BACKENDS = (GLOO, NCCL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +54,6 @@ def spans_from(rows: list[Any]) -> tuple[Span, ...]:
     return tuple([Span(**row) if isinstance(row, dict) else Span(*row) for row in rows])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How a turn is sampled. Temperature 0 is greedy.
-
-    seed: with one, tokens depend on the prompt, the weights and the seed alone, not on what else the engine runs; None:
-    fresh dice.
-    """
-
-    BOUNDS: ClassVar[dict[str, Bound]] = {"temperature": (0, TEMPERATURE_MAX)}
-
-    temperature: float = 1.0
-    max_tokens: int = 16
-    stop_ids: tuple[int, ...] = ()
-    seed: int | None = None
-
-
-def sampling_from(row: dict[str, Any]) -> Sampling:
-    """Sampling of a plain row as it arrives in metadata."""
-    row["stop_ids"] = tuple(row.get("stop_ids", ()))
-    return Sampling(**row)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Record):
     """The settings of a run: fixed when the run is created."""
@@ -85,6 +68,7 @@ class RunConfig(Record):
         "when_stale": ("rerun", "keep"),
         "turns_at_commit": ("keep", "recompute", "finish"),
         "weight_carrier": CARRIERS,
+        "collective_backend": BACKENDS,
         "dtype": ("", "float32", "bfloat16", "float16"),
         "scrub_bytes_per_s": (0, WHOLE_MAX),
         "shard_count": (1, SHARD_COUNT_MAX),
@@ -108,6 +92,7 @@ class RunConfig(Record):
     # "recompute" it and go on, or "finish" first
     may_reuse_prefix: bool = False  # whether prompts may share KV cache that older weights computed
     weight_carrier: str = "broker"  # of chunks: "broker"; "collective" of torch.distributed; "auto": by size and room
+    collective_backend: str = GLOO  # of a collective: "gloo", on CPUs; "nccl", one GPU a member (unverified on a GPU)
     dtype: str = ""  # of the weights: a trainer's floating-point tensors are rounded to it; "": as the trainer has them
     scrub_bytes_per_s: int = 4 << 20  # of published weights, read again by the publisher to find damage; 0: none
     shard_count: int = 1
@@ -141,6 +126,7 @@ class TurnJob(Record):
     KIND: ClassVar[int] = 3
     ARRAYS: ClassVar[dict[str, str]] = {"prompt_ids": "i4"}
     NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from}
+    ROWS: ClassVar[dict[str, Any]] = {"sampling": Sampling.row}
 
     turn_id: str
     agent_id: str
@@ -168,7 +154,8 @@ class TokenLog(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnResult(Record):
-    """A settled turn. `finish_reason`: stop, length, or error (then `error` says which)."""
+    """A settled turn. `finish_reason`: stop, length, or error (then `error` says which), or refused: as an error, and
+    no other attempt would do better."""
 
     KIND: ClassVar[int] = 5
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
@@ -185,15 +172,53 @@ class TurnResult(Record):
     context_digest: str = ""  # its job's, so that a replay which comes to another context is noticed
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A piece of a rollout that branches: tokens that continue one way to it.
+
+    Its tokens are those of the rollout's arrays from the end of the node before it to `end`. parent: the index of the
+    node that it continues, below its own; -1: it continues the rollout's prompt_ids. messages: the chat messages that
+    it adds, as plain JSON; none where text was not chat.
+    """
+
+    parent: int
+    end: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+def nodes_from(rows: list[Any]) -> tuple[Node, ...]:
+    """Nodes of plain rows as they arrive in metadata."""
+    return tuple([Node(**row) if isinstance(row, dict) else Node(*row) for row in rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One way through a rollout, from its beginning to an end: a row to train on. Arrays as in Rollout.
+
+    prompt_ids: all before the policy's first token. completion_mask: 1 where the policy made the token, and no earlier
+    branch has it: each token counts once. pieces: where completion_ids lie in the rollout's, as [start, end).
+    """
+
+    prompt_ids: Int32
+    completion_ids: Int32
+    logprobs: Float32
+    completion_mask: UInt8
+    spans: tuple[Span, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Record):
     """A completed, scored trajectory as the trainer consumes it.
 
     prompt_ids: int32 (P,). completion_ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is 0.
     completion_mask: uint8 (T,), 1 where the policy made the token. Spans index completion_ids.
+    nodes: none, as a rule: all continues in one line. Else the trajectory branches, the arrays hold the tokens of all
+    nodes, each once, and `branches` puts the lines together.
     """
 
     KIND: ClassVar[int] = 6
+    SCHEMA: ClassVar[int] = 2  # 1: without nodes
     ARRAYS: ClassVar[dict[str, str]] = {
         "prompt_ids": "i4",
         "completion_ids": "i4",
@@ -201,7 +226,7 @@ class Rollout(Record):
         "completion_mask": "u1",
     }
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs", "completion_mask")
-    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
+    NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from, "nodes": nodes_from}
 
     trajectory_id: str
     group_id: str
@@ -217,11 +242,87 @@ class Rollout(Record):
     logprobs: Float32
     completion_mask: UInt8
     info: dict[str, Any] = field(default_factory=dict)  # what the environment said last, and its rewards by turn
+    nodes: tuple[Node, ...] = ()
 
     @property
     def policy_version(self) -> int:
         """The oldest version that made one of its tokens: staleness counts from here."""
         return min((span.policy_version for span in self.spans), default=-1)
+
+    def branches(self) -> tuple[Branch, ...]:
+        """Put together every way through it that is no part of another one, by their last nodes; at least one."""
+        if not self.nodes:
+            whole = ((0, len(self.completion_ids)),)
+            return (
+                Branch(
+                    prompt_ids=self.prompt_ids,
+                    completion_ids=self.completion_ids,
+                    logprobs=self.logprobs,
+                    completion_mask=self.completion_mask,
+                    spans=self.spans,
+                    pieces=whole,
+                ),
+            )
+        seen: set[int] = set()
+        parents = {node.parent for node in self.nodes}
+        return tuple(self._branch(index, seen) for index in range(len(self.nodes)) if index not in parents)
+
+    def _branch(self, leaf: int, seen: set[int]) -> Branch:
+        """Put together the way to a leaf. seen: nodes of earlier branches; those of this one are added."""
+        way: list[int] = []
+        while leaf >= 0:
+            way.append(leaf)
+            leaf = self.nodes[leaf].parent
+        way.reverse()
+        starts = [self.nodes[index - 1].end if index else 0 for index in way]
+        pieces = [(start, self.nodes[index].end) for index, start in zip(way, starts, strict=True)]
+        ids, logprobs, mask = (
+            np.concatenate([array[start:end] for start, end in pieces])
+            for array in (self.completion_ids, self.logprobs, self.completion_mask)
+        )
+        made = np.flatnonzero(mask)
+        first = int(made[0]) if len(made) else len(ids)
+        counts = [np.full(end - start, index not in seen) for index, (start, end) in zip(way, pieces, strict=True)]
+        seen.update(way)
+        return Branch(
+            prompt_ids=np.concatenate((self.prompt_ids, ids[:first])),
+            completion_ids=ids[first:],
+            logprobs=logprobs[first:],
+            completion_mask=(mask * np.concatenate(counts))[first:].astype(np.uint8),
+            spans=tuple(_moved_spans(self.spans, pieces, first)),
+            pieces=tuple(_without_first(pieces, first)),
+        )
+
+    def _check(self) -> None:
+        """Require that nodes form a tree that covers all tokens."""
+        ends = [0, *(node.end for node in self.nodes)]
+        if self.nodes and (ends != sorted(ends) or ends[-1] != len(self.completion_ids)):
+            raise WireError(f"Rollout.nodes: ends {ends[1:]!r:.60} do not cover {len(self.completion_ids)} tokens")
+        if len(self.nodes) > NODE_COUNT_MAX:
+            raise WireError(f"Rollout.nodes: {len(self.nodes)} are too many, a rollout has at most {NODE_COUNT_MAX}")
+        for index, node in enumerate(self.nodes):
+            if not -1 <= node.parent < index:
+                raise WireError(f"Rollout.nodes: node {index} continues {node.parent}, which does not come before it")
+
+
+def _moved_spans(spans: Sequence[Span], pieces: Sequence[tuple[int, int]], first: int) -> Iterator[Span]:
+    """Find the spans of a branch's pieces, counted from its token `first`, which lies before them all."""
+    before = -first
+    for start, end in pieces:
+        for span in spans:
+            low, high = max(span.start, start), min(span.end, end)
+            if low < high:
+                yield Span(before + low - start, before + high - start, span.worker_id, span.policy_version)
+        before += end - start
+
+
+def _without_first(pieces: Sequence[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:
+    """Leave out the first `count` tokens of the pieces."""
+    for start, end in pieces:
+        left = min(count, end - start)
+        count -= left
+        if start + left < end:
+            yield start + left, end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +436,8 @@ class WorkerInfo(Record):
     """Of its model's files; empty: a preset, a hub name, or another machine's path."""
     waits_for: str | None = None
     """What it needs before it can take a turn, though it is well: a lease, or weights of a run."""
+    cannot: list[str] = field(default_factory=list)
+    """Fields of sampling that its engine cannot do: it refuses turns that ask for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +462,7 @@ class Lease:
 
 
 def check_reward(reward: Any, where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:
-    """A reward as a float.
+    """Return a reward as a float.
 
     Raises:
         EnvironmentFailed, or the error type given: not a finite number; the trajectory is retried, never scored as 0.
@@ -377,7 +480,7 @@ def check_reward(reward: Any, where: str, error_type: type[FabricError] = Enviro
 
 
 def sum_rewards(rewards: Sequence[float], where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:
-    """The reward of a trajectory: the sum of its steps', each of which is finite.
+    """Return the reward of a trajectory: the sum of its steps', each of which is finite.
 
     Raises:
         EnvironmentFailed, or the error type given: it overflows.
@@ -392,7 +495,7 @@ def sum_rewards(rewards: Sequence[float], where: str, error_type: type[FabricErr
 
 
 def check_task(task: Any, index: int) -> dict[str, Any]:
-    """A task as the wire carries it.
+    """Return a task as the wire carries it.
 
     Raises:
         InputError: names the task and what is wrong.

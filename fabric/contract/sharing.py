@@ -1,4 +1,4 @@
-"""How a GPU is shared with its serving team: what they allow, and what came of it.
+"""How a GPU is shared with its serving team: what the team allows, and what came of it.
 
 - A LendSetting is one thing that a team said, about a worker, a pool of workers, or all ("*"). What follows from all of
   them is decided by rules/lending/terms.py.
@@ -27,17 +27,17 @@ class LendSetting(Record):
     slot_count_max: int | None = None
     """A hard cap, as the next two; null: none."""
     compute_fraction_max: float | None = None
-    """Of the device's time."""
+    """A share of the device's time."""
     memory_fraction_max: float | None = None
-    """Of the KV cache."""
+    """A share of the KV cache."""
     hours: list[str] = field(default_factory=list)
-    """When it may be lent, as "mon-fri 22:00-06:00" in UTC; none: always."""
+    """The times when it may be lent, as "mon-fri 22:00-06:00" in UTC; none: always."""
     said_by: str = ""
     reason: str = ""
     said_at_ms: int = 0
-    """By the broker's clock."""
+    """The time when it was said, by the broker's clock."""
     names: list[str] = field(default_factory=list)
-    """Of * that is on: the pools ("pool:NAME") and workers without one that it is said of; later ones observe."""
+    """The pools ("pool:NAME") and workers without one that "on" for * is said of; later ones observe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,24 +97,24 @@ class SharingReport(Record):
 
     worker_id: str
     since_s: float = 0.0
-    """For how long it has measured."""
+    """The time for which it has measured."""
     ttft_slo_ms: float = 0.0
     tpot_slo_ms: float = 0.0
     alone: dict[str, float] = field(default_factory=dict)
     """Serving requests in whose time no rollout computed: their number, latencies, and the part within objectives."""
     shared: dict[str, float] = field(default_factory=dict)
-    """The others."""
+    """Serving requests in whose time rollouts computed: the same figures."""
     violation_count: int = 0
-    """Of the latter, beyond an objective."""
+    """Shared requests beyond an objective."""
     lent_s: float = 0.0
-    """Under a lease."""
+    """Time under a lease."""
     computing_s: float = 0.0
-    """Of that, with rollouts computing."""
+    """Time under a lease in which rollouts computed."""
     could_lend_s: float = 0.0
     """While it only observed: time in which rollouts could have run."""
     token_count: int = 0
     """Rollout tokens made."""
     reclaim_count: int = 0
     reclaim_ms_p50: float = 0.0
-    """From the guard's shutting to the end of the last rollout step."""
+    """The time from a serving request's arrival to the end of the rollout step that it found."""
     reclaim_ms_p99: float = 0.0

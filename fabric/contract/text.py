@@ -1,7 +1,7 @@
-"""Text from elsewhere, made fit to be shown: nothing in it may move a cursor, hide what follows, or turn a line around.
+"""Makes text from elsewhere fit to be shown: nothing in it may move a cursor, hide what follows, or turn a line around.
 
-- Whoever takes text from users' code into a record cleans it there; whoever prints a record cleans it again, since it
-  may be an older one, or another writer's.
+- Code that takes text from users' code into a record cleans it there; code that prints a record cleans it again, since
+  it may be an older record, or another writer's.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def printable(text: str) -> str:
-    """Text that any terminal and any record can take: harmful characters stand as their escapes, such as \\x1b."""
+    """Make text that any terminal and any record can take: harmful characters become their escapes, such as \\x1b."""
     text = text.replace("\r\n", "\n")
     return HARMFUL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """The same in a single line."""
+    """Make such text of a single line."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
 
 
 def cleaned(value: Any) -> Any:
-    """Plain values (dicts, lists, texts, numbers) with every text made printable, for tables."""
+    """Make every text in plain values (dicts, lists, texts, numbers) printable, for tables."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -38,13 +38,13 @@ def cleaned(value: Any) -> Any:
 
 
 def counted(count: int, noun: str, *does: str) -> str:
-    """A count with its noun, and what these do: "1 group waits" or "2 groups wait", of ("waits", "wait")."""
+    """Write a count with its noun and verb: "1 group waits" or "2 groups wait", of ("waits", "wait")."""
     many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return " ".join([f"{count:,}", noun if count == 1 else many, *does[count != 1 :][:1]])
 
 
 def did_you_mean(given: str, known: Iterable[str], then: str = "") -> str:
-    """The end of a refusal: the nearest of the names there are, or else those there are, bounded. then: what to do."""
+    """Write the end of a refusal: the known names nearest to `given`, or else those there are. then: what to do."""
     end = f". {then}" if then else ""
     names = sorted(set(known))
     near = difflib.get_close_matches(given[:200], names, n=3, cutoff=0.6)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -33,12 +33,21 @@ class Tokenizer(Protocol):
         """The id that ends a sequence, if the model has one."""
         ...
 
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """The tokens that decoding leaves out, by the text that names them."""
+        ...
+
+    def is_byte(self, token: int) -> bool:
+        """Whether a token is one byte of a character that the vocabulary lacks: its text depends on its neighbours."""
+        ...
+
     def encode(self, text: str) -> Int32:
-        """Ids of a text, int32 (T,), with no special tokens added."""
+        """Return the ids of a text, int32 (T,), with no special tokens added."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens become nothing."""
+        """Return the text of ids; special tokens become nothing."""
         ...
 
 
@@ -55,6 +64,7 @@ class CharTokenizer:
     eos_id: ClassVar[int] = 2
     unknown_id: ClassVar[int] = 3
     vocabulary_size: ClassVar[int] = 104
+    special_ids: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self) -> None:
         characters = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
@@ -65,14 +75,18 @@ class CharTokenizer:
         texts = ["", "", "", "�", *characters]
         self._text_of_id = texts + ["�"] * (self.vocabulary_size - len(texts))
 
+    def is_byte(self, token: int) -> bool:
+        """None is."""
+        return False
+
     def encode(self, text: str) -> Int32:
-        """Ids of a text, int32 (len(text),); characters outside the vocabulary become `unknown_id`."""
+        """Return the ids of a text, int32 (len(text),); characters outside the vocabulary become `unknown_id`."""
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
         ids: Int32 = self._id_of_code[np.minimum(codes, 128)]
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids. An id outside the vocabulary is a programmer error."""
+        """Return the text of ids. An id outside the vocabulary is a programmer error."""
         texts = self._text_of_id
         numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         assert all(0 <= number < self.vocabulary_size for number in numbers), "id outside the vocabulary"

@@ -2,7 +2,7 @@
 
     offset  size  content
     0       2     b"rf"
-    2       1     schema number (1)
+    2       1     schema number: of the class's fields, see SCHEMA
     3       1     record kind (one per class, see records.py)
     4       4     length of the metadata, little-endian
     8       m     metadata: JSON object (orjson); arrays appear as [dtype, length]
@@ -11,11 +11,12 @@
 - Token ids, log-probabilities and masks travel as ids and floats in raw arrays, never as text, so they are exact;
   decoding makes read-only views, no copies (measured: 7 us against 1.5 ms for JSON lists of 4,096).
 - Metadata carries plain values only: str, int, float, bool, None, list, dict. NaN and infinity are refused.
-- A reader refuses what it does not know: other magic, other schema, other kind, missing or extra bytes, other fields
+- A reader reads older schemas, and fills in what they lack by the fields' defaults.
+- A reader refuses what it does not know: other magic, newer schema, other kind, missing or extra bytes, other fields
   (but see IGNORES_UNKNOWN), fields of another type than declared, more bytes than the class may have (limits.py).
   Nothing is allocated on a header's word.
 
-Which classes exist and what they mean is records.py's; who stores them is bus's.
+records.py says which classes exist and what they mean; fabric/queue and fabric/versions store them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from .fields import check_parts, check_types, field_names
 from .limits import OTHER_RECORD_BYTES_MAX, RECORD_ADVICE, RECORD_BYTES_MAX
 
 MAGIC = b"rf"
-SCHEMA = 1
 HEADER = struct.Struct("<2sBBI")
 ALIGNMENT = 8  # numpy views need aligned starts; 8 covers every dtype we send
 NEXT_STEP = "send a reference instead, or raise the limit"
@@ -50,25 +50,36 @@ class Record:
 
     Attributes:
         KIND: number of the class on the wire, 1-255, never reused.
+        SCHEMA: number of its fields, 1-255; it grows when fields come that an older reader must not pass over.
         ARRAYS: field name → dtype code, a key of ARRAY_DTYPES, for fields that hold one-dimensional arrays.
         NESTED: field name → decoder for fields that hold other plain dataclasses (spans, sampling).
+        ROWS: field name → encoder, for those of NESTED that leave defaults out; their decoders check what was sent.
         SAME_LENGTH: names of arrays that must be equally long.
         IGNORES_UNKNOWN: whether fields that a newer sender added are passed over; else the record is refused.
     """
 
     KIND: ClassVar[int]
+    SCHEMA: ClassVar[int] = 1
     ARRAYS: ClassVar[dict[str, str]] = {}
     NESTED: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    ROWS: ClassVar[dict[str, Callable[[Any], Any]]] = {}
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ()
     IGNORES_UNKNOWN: ClassVar[bool] = False
 
     @classmethod
     def bytes_max(cls) -> int:
-        """The most bytes that such a record may have."""
+        """Return the most bytes that such a record may have."""
         return RECORD_BYTES_MAX.get(cls.__name__, OTHER_RECORD_BYTES_MAX)
 
+    def _check(self) -> None:
+        """Require what must hold between fields, of a record that was read; for subclasses.
+
+        Raises:
+            WireError: names the field.
+        """
+
     def encode(self) -> bytes:
-        """The record as bytes.
+        """Encode the record as bytes.
 
         Raises:
             InputError: a value that JSON cannot carry exactly (NaN, bytes, foreign objects).
@@ -77,6 +88,8 @@ class Record:
         meta = dict(self.__dict__)  # its fields in order: subclasses are frozen dataclasses
         if len(meta) != len(field_names(type(self))):  # type: ignore[arg-type]
             meta = {name: value for name, value in meta.items() if not _is_derived(type(self), name)}
+        for name, row in self.ROWS.items():
+            meta[name] = row(meta[name])
         parts: list[bytes] = []
         for name, code in self.ARRAYS.items():
             array = np.asarray(meta[name], ARRAY_DTYPES[code])
@@ -84,7 +97,7 @@ class Record:
             parts += (array.tobytes(), PADDING[-array.nbytes % ALIGNMENT])
         head = dump_json(meta)
         head += SPACES[-(HEADER.size + len(head)) % ALIGNMENT]
-        data = b"".join((HEADER.pack(MAGIC, SCHEMA, self.KIND, len(head)), head, *parts))
+        data = b"".join((HEADER.pack(MAGIC, self.SCHEMA, self.KIND, len(head)), head, *parts))
         if len(data) > self.bytes_max():
             kind = type(self).__name__
             name = next(iter(self.__dict__.values()), "")  # the first field of a record is what it is called
@@ -94,7 +107,7 @@ class Record:
 
     @classmethod
     def decode(cls: type[R], data: bytes | memoryview) -> R:
-        """The record in `data`; arrays are read-only views into it.
+        """Decode the record in `data`; arrays are read-only views into it.
 
         Raises:
             SchemaUnknown: made by a version with another schema.
@@ -107,12 +120,17 @@ class Record:
             if offset != len(data):
                 raise WireError(f"{cls.__name__}: {len(data) - offset} bytes too many after the last array")
             for name, make in cls.NESTED.items():
+                if name not in meta:  # an older schema's
+                    continue
                 meta[name] = make(meta[name])
-                check_parts(meta[name], f"{cls.__name__}.{name}")
+                if name not in cls.ROWS:
+                    check_parts(meta[name], f"{cls.__name__}.{name}")
             check_types(cls, tuple(meta), tuple(meta.values()), cls.__name__)
             if len({len(meta[name]) for name in cls.SAME_LENGTH}) > 1:
                 raise WireError(f"{cls.__name__}: {', '.join(cls.SAME_LENGTH)} differ in length")
-            return _made(cls, meta)
+            made = _made(cls, meta)
+            made._check()
+            return made
         except WireError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -120,12 +138,12 @@ class Record:
 
 
 def _is_derived(cls: type[Record], name: str) -> bool:
-    """Whether it is a value that a property keeps, and no field."""
+    """Tell whether a name is of a value that a property keeps, and of no field."""
     return isinstance(getattr(cls, name, None), cached_property)
 
 
 def _made(cls: type[R], values: dict[str, Any]) -> R:
-    """`cls(**values)`. Where every field was sent, as is the rule, without __init__: frozen, it sets field by field."""
+    """Make `cls(**values)`; without __init__, which sets frozen fields one by one, where every field was sent."""
     names: frozenset[str] = field_names(cls)  # type: ignore[arg-type]
     if values.keys() != names:
         return cls(**{name: values[name] for name in values if name in names or not cls.IGNORES_UNKNOWN})
@@ -135,7 +153,7 @@ def _made(cls: type[R], values: dict[str, Any]) -> R:
 
 
 def _metadata(cls: type[Record], data: bytes | memoryview) -> tuple[dict[str, Any], int]:
-    """Metadata of `data` after checking the header, and the offset behind it."""
+    """Check the header of `data`; returns the metadata, and the offset behind it."""
     if len(data) > cls.bytes_max():
         raise WireError(f"{cls.__name__}: {len(data):,} bytes, such a record has at most {cls.bytes_max():,}")
     if len(data) < HEADER.size:
@@ -143,8 +161,10 @@ def _metadata(cls: type[Record], data: bytes | memoryview) -> tuple[dict[str, An
     magic, schema, kind, length = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise WireError(f"{cls.__name__}: starts with {bytes(magic)!r}, not {MAGIC!r}: not a rollfab record")
-    if schema != SCHEMA:
-        raise SchemaUnknown(f"{cls.__name__}: schema {schema}, this version reads {SCHEMA}: upgrade the older side")
+    if not 1 <= schema <= cls.SCHEMA:
+        raise SchemaUnknown(
+            f"{cls.__name__}: schema {schema}, this version reads up to {cls.SCHEMA}: upgrade the older side"
+        )
     if kind != cls.KIND:
         raise WireError(f"{cls.__name__}: kind {kind}, expected {cls.KIND}")
     end = HEADER.size + length
@@ -157,7 +177,7 @@ def _metadata(cls: type[Record], data: bytes | memoryview) -> tuple[dict[str, An
 
 
 def _view(cls: type[Record], name: str, sent: Any, data: bytes | memoryview, offset: int) -> tuple[Any, int]:
-    """One array as a view into `data`, and the offset behind it and its padding."""
+    """Return one array as a view into `data`, and the offset behind it and its padding."""
     code, length = sent
     if code != cls.ARRAYS[name] or type(length) is not int or length < 0:
         raise WireError(f"{cls.__name__}.{name}: {code!r} of length {length!r}, expected {cls.ARRAYS[name]!r}")
@@ -170,7 +190,7 @@ def _view(cls: type[Record], name: str, sent: Any, data: bytes | memoryview, off
 
 
 def dump_json(value: Any) -> bytes:
-    """JSON bytes of plain values, dataclasses included.
+    """Write plain values as JSON bytes, dataclasses included.
 
     Raises:
         InputError: NaN or infinity, or a type that JSON has no word for.
@@ -187,14 +207,14 @@ def dump_json(value: Any) -> bytes:
 
 
 def _none_count(value: Any) -> int:
-    """How many None there are among the values of a dict, and in dataclasses among them (a turn's sampling)."""
+    """Count the None among the values of a dict, and in dataclasses among them (a turn's sampling)."""
     values = list(value.values()) if isinstance(value, dict) else []
     parts = [getattr(part, name) for part in values for name in getattr(part, "__dataclass_fields__", ())]
     return values.count(None) + parts.count(None)
 
 
 def load_json(data: bytes | memoryview | str) -> Any:
-    """Plain values of JSON bytes.
+    """Read plain values from JSON bytes.
 
     Raises:
         WireError: not JSON.

@@ -31,6 +31,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ..contract.errors import PeerLost, WireError
+from ..host.helpers import end_all
 
 T = TypeVar("T")
 
@@ -182,5 +183,4 @@ async def while_busy(writer: asyncio.StreamWriter, work: Awaitable[T], *, every_
                 await send(writer, frame(Word.BUSY), stall_s)
         return task.result()
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_all([task])

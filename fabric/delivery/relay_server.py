@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ..contract.errors import FabricError, PeerLost, WireError
 from ..contract.wire import load_json
 from ..format.manifest import WeightManifest, pieces
+from ..host.helpers import end_all
 from .live_copy import LiveServer, SnapshotSource
 from .node_cache import ChunkName, check_chunk_name, chunk_name
 from .node_store import RelayedStore
@@ -129,9 +130,7 @@ class RelayServer:
         """Stop listening and drop the children; they go elsewhere."""
         if self._server is not None:
             self._server.close()
-        for task in [*self._children]:
-            task.cancel()
-        await asyncio.gather(*self._children, return_exceptions=True)
+        await end_all(self._children)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -18,19 +18,18 @@ import xxhash
 
 from ..format.manifest import Holder
 
-FAN_OUT = 4
+FAN_OUT = 4  # nodes of a region that fetch from one
 
 Place = tuple[str, str]  # region, node
 
 
-def ancestors(me: Holder, holders: Iterable[Holder], *, home_region: str = "", fan_out: int = FAN_OUT) -> list[Holder]:
+def ancestors(me: Holder, holders: Iterable[Holder], *, home_region: str = "") -> list[Holder]:
     """Return the relays above my node, nearest first; behind the last of them is the broker.
 
     Args:
         me: any process of the node; it may be among the holders or not. A node that serves nobody stands last.
         holders: all that are known; those without an address serve nobody.
         home_region: where the broker is.
-        fan_out: how many nodes of a region fetch from one, at least 1.
 
     Returns:
         Holders of other nodes; empty when this node fetches from the broker.
@@ -39,11 +38,11 @@ def ancestors(me: Holder, holders: Iterable[Holder], *, home_region: str = "", f
     here = _place(me)
     places = sorted(relays if here in relays or not me.address else {*relays, here}, key=_rank)
     near = [place for place in places if place[0] == here[0]]
-    above = _climb(near if here in near else [*near, here], here, fan_out)
+    above = _climb(near if here in near else [*near, here], here)
     home = [place for place in places if place[0] == home_region]
     if here[0] != home_region and home:
         door = min(home, key=lambda place: _hash(here[0], *place))  # the region's, not the node's: one crossing
-        above += [door, *_climb(home, door, fan_out)]
+        above += [door, *_climb(home, door)]
     return [relays[place] for place in above]
 
 
@@ -57,12 +56,12 @@ def _relays(holders: Iterable[Holder]) -> dict[Place, Holder]:
     return relays
 
 
-def _climb(order: Sequence[Place], start: Place, fan_out: int) -> list[Place]:
+def _climb(order: Sequence[Place], start: Place) -> list[Place]:
     """Return the places above `start` in the tree over `order`, nearest first."""
     above = []
     index = order.index(start)
     while index > 0:
-        index = (index - 1) // fan_out
+        index = (index - 1) // FAN_OUT
         above.append(order[index])
     return above
 

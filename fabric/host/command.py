@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-__all__ = ["command", "with_commands"]
-
 T = TypeVar("T")
 
 

@@ -1,6 +1,7 @@
 """Tasks that run beside their owner: begun together, watched in one place, and ended with it.
 
-The error of a helper ends its owner, at the owner's next `check` or at the end: never in the middle of a step.
+The error of a helper ends its owner, at the owner's next `check` or at the end: never in the middle of a step. An owner
+without steps of its own waits in `watch`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ class Helpers:
         """Raise the error of a helper that failed."""
         if (error := self.error) is not None:
             raise error
+
+    async def watch(self, stop: asyncio.Event | None = None) -> None:
+        """Wait until `stop` is set, or a helper ends; raise the error of a helper that failed. stop None: never set."""
+        stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+        try:
+            await asyncio.wait([stopping, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_all([stopping])
+        self.check()
 
     async def end(self) -> None:
         """End all helpers."""

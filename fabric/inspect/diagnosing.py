@@ -1,9 +1,9 @@
-"""Why runs do or do not move: the facts read over the ports, and what the rule (diagnosis.py) makes of them.
+"""Reads over the ports why runs do or do not move, and has the rule (diagnosis.py) name the causes.
 
 The client, `rollfab status`, `rollfab doctor`, the api and the controller all ask here, so all of them say the same.
 
-- What is read is O(runs + workers) in a few round trips; what only some causes need (who consumes, why a dead letter
-  died) is read of those runs alone that it may explain.
+- A reading costs O(runs + workers) in a few round trips. Details that only some causes need (who consumes, why a dead
+  letter died) are read for those runs alone that they may explain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reading:
 
 
 async def diagnose_run(board: LeaseBoard, run_id: str) -> list[Cause]:
-    """Why one run does or does not move.
+    """Say why one run does or does not move.
 
     Raises:
         RunUnknown: there is no such run.
@@ -46,7 +46,7 @@ async def diagnose_run(board: LeaseBoard, run_id: str) -> list[Cause]:
 
 
 async def read_fabric(board: LeaseBoard, run_id: str | None = None, *, has_rewards: bool = False) -> Reading:
-    """Everything that people look at; run_id: the causes of this run alone. has_rewards: the curves of rewards, too.
+    """Read everything that people look at, and say why runs do or do not move.
 
     Raises:
         RunUnknown: there is no such run.
@@ -73,7 +73,7 @@ async def diagnose_survey(
     memory: tuple[int, int],
     run_ids: Iterable[str] | None = None,
 ) -> dict[str, list[Cause]]:
-    """The same by a reading that is there already; run_ids: of these runs alone."""
+    """Diagnose runs from a reading that is there already; run_ids: these alone."""
     names = list(survey.runs if run_ids is None else run_ids)
     wanted = [survey.runs[name] for name in names if _needs_details(survey.runs[name])]
     rows = await asyncio.gather(*(board.run_details(status.config) for status in wanted[:DETAILED_COUNT_MAX]))
@@ -83,7 +83,7 @@ async def diagnose_survey(
 
 
 def _needs_details(status: RunStatus) -> bool:
-    """Whether its numbers alone may not tell why it stands."""
+    """Tell whether a run's numbers alone may not say why it stands."""
     is_failing = status.dead_count and not status.counters.get("trajectories_completed")
     return bool(is_failing or (status.groups_waiting and not status.trajectories["running"]))
 
@@ -110,7 +110,7 @@ def _scene(
 
 
 def _is_led(survey: Survey) -> bool:
-    """Whether the plan is of now: what a controller that is gone has written down says nothing."""
+    """Tell whether the plan is current: what a controller wrote before it was gone says nothing."""
     return any(info.role == "controller" and age_ms <= SILENT_MS for info, age_ms in survey.workers.values())
 
 

@@ -6,7 +6,7 @@
   and this may pass by itself; it stands until somebody acts. What somebody must act on comes before what may pass.
 - Names and errors come from anywhere: they are cut, and without control characters, before they become a sentence.
 
-Who reads the facts is fabric/inspect/diagnosing.py's.
+fabric/inspect/diagnosing.py reads the facts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from ..contract.text import counted
 from ..rules.lending.capacity_facts import is_same_model
 from ..rules.lending.lease import has_ended
 from ..rules.lending.terms import LendTerms
+from ..rules.queue.runs import undoable
 
 if TYPE_CHECKING:
     from ..ports.queue import BadRow, RunDetails, RunStatus
-
-__all__ = ["CODES", "Cause", "Scene", "diagnose", "is_well"]
 
 Kind = Literal["moves", "waits", "passing", "stuck"]
 
@@ -46,6 +45,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "no_controller": ("stuck", "no controller is connected, and without one no lease is given"),
     "no_worker": ("stuck", "no rollout worker is connected"),
     "other_model": ("stuck", "no worker holds the run's model"),
+    "cannot_sample": ("stuck", "no worker of the model can do a field of the run's sampling"),
     "worker_failed": ("stuck", "a worker of the model cannot work, and says why"),
     "worker_loading": ("passing", "a worker of the model is starting its engine, or fetches the run's first weights"),
     "lend_off": ("stuck", "a serving worker of the model is not lent"),
@@ -80,13 +80,13 @@ class Cause:
     """Why a run does or does not move."""
 
     code: str
-    """In one word: docs/why.md lists all."""
+    """The cause in one word: docs/why.md lists all."""
     kind: Kind
     """Work moves; it waits for its trainer or its turn; it stands and this may pass; it stands until somebody acts."""
     text: str
-    """One sentence."""
+    """The cause in one sentence."""
     step: str = ""
-    """What to do next; empty: nothing."""
+    """The next step; empty: there is nothing to do."""
 
     @property
     def is_well(self) -> bool:
@@ -100,7 +100,7 @@ class Cause:
 
 
 def is_well(causes: Sequence[Cause]) -> bool:
-    """Whether none of them has to be mended or to pass."""
+    """Tell whether none of the causes has to be mended or to pass."""
     return all(cause.is_well for cause in causes)
 
 
@@ -126,7 +126,7 @@ class Scene:
 
     @cached_property
     def by_role(self) -> Mapping[str, list[WorkerInfo]]:
-        """Those that live."""
+        """The workers that live, by role."""
         found: dict[str, list[WorkerInfo]] = {}
         for info, age_ms in self.workers.values():
             if -AHEAD_MS <= age_ms <= SILENT_MS:
@@ -145,7 +145,7 @@ class Scene:
 
     @cached_property
     def rollout_workers(self) -> list[WorkerInfo]:
-        """Those that live."""
+        """The rollout workers that live."""
         return [info for role in ROLLOUT_ROLES for info in self.by_role.get(role, ())]
 
     @cached_property
@@ -153,7 +153,7 @@ class Scene:
         return {}
 
     def holders_of(self, model: str, digest: str) -> Mapping[str, WorkerInfo]:
-        """Rollout workers of a model, by name; looked up once for all of its runs."""
+        """Find the rollout workers of a model, by name; looks them up once for all of its runs."""
         found = self._holders.get((model, digest))
         if found is None:
             found = self._holders[model, digest] = {
@@ -165,12 +165,12 @@ class Scene:
 
 
 def _holds(lease: Lease) -> bool:
-    """Whether turns may run under a lease now."""
+    """Tell whether turns may run under a lease now."""
     return lease.slot_count > 0 and not has_ended(lease)
 
 
 def diagnose(scene: Scene, run_id: str) -> list[Cause]:
-    """Why a run of the scene does or does not move; never empty."""
+    """Say why a run of the scene does or does not move; never empty."""
     view = _View(scene, scene.runs[run_id])
     first = next((cause for check in _FIRST for cause in check(view)), None)
     if first is not None and first.kind == "moves":
@@ -178,7 +178,7 @@ def diagnose(scene: Scene, run_id: str) -> list[Cause]:
     others = [cause for check in _CHECKS for cause in check(view)]
     found = [first] if first is not None else []
     found += [cause for cause in others if cause.kind == "stuck"]
-    if view.open_count:  # what may pass by itself is no news of a run for which there is nothing to do
+    if view.open_count:  # where a run has nothing to do, a cause that may pass is no news
         found += [cause for cause in others if cause.kind != "stuck"]
     if not found:
         found = list(_nothing_found(view))
@@ -186,7 +186,7 @@ def diagnose(scene: Scene, run_id: str) -> list[Cause]:
 
 
 class _View:
-    """One run, and what of the scene concerns it."""
+    """A run, and what of the scene concerns it."""
 
     def __init__(self, scene: Scene, run: RunStatus) -> None:
         self.scene, self.run, self.config = scene, run, run.config
@@ -205,18 +205,18 @@ class _View:
 
     @cached_property
     def holders(self) -> Mapping[str, WorkerInfo]:
-        """Rollout workers of the run's model."""
+        """The rollout workers of the run's model."""
         return self.scene.holders_of(self.config.model, self.config.model_digest)
 
     @cached_property
     def leased(self) -> list[WorkerInfo]:
-        """Those that may run turns of the run now."""
+        """The workers that may run turns of the run now."""
         leases = self.scene.leases.get(self.config.run_id, {})
         return [self.holders[name] for name, lease in leases.items() if name in self.holders and _holds(lease)]
 
     @cached_property
     def able(self) -> list[WorkerInfo]:
-        """Those that would take a turn of the run now."""
+        """The workers that would take a turn of the run now."""
         return [
             each
             for each in self.leased
@@ -237,7 +237,7 @@ class _View:
         return any(not each.rewards or self.config.reward in each.rewards for each in workers)
 
     def is_behind(self, info: WorkerInfo) -> bool:
-        """Whether a worker's weights are too old to take turns of the run."""
+        """Tell whether a worker's weights are too old to take turns of the run."""
         is_here = info.run_id == self.config.run_id
         held = info.active_version if is_here else -1
         return held < 0 or self.run.head_version - held > self.config.staleness
@@ -307,7 +307,7 @@ def _moves(view: _View) -> Iterator[Cause]:
 
 
 def _is_moving(view: _View) -> bool:
-    """Whether somebody who lives does something for it now."""
+    """Tell whether a live process does something for the run now."""
     if view.claimed and any(each.guard_state != "shut" and each.state != "failed" for each in view.leased):
         return True
     if view.running > view.ready + view.claimed and view.agents:
@@ -316,7 +316,7 @@ def _is_moving(view: _View) -> bool:
 
 
 def _for_trainer(view: _View) -> Iterator[Cause]:
-    """Everything that was pushed has ended, or may not begin before groups are consumed."""
+    """Name the cause where all that was pushed has ended, or may not begin before groups are consumed."""
     waiting = view.run.groups_waiting
     if not waiting or view.running or view.scoring or (view.queued and not _is_full(view)):
         return
@@ -415,8 +415,18 @@ def _no_worker(view: _View) -> Iterator[Cause]:
     yield view.cause("other_model", text, f"{step}, or give the run the model that they hold")
 
 
+def _cannot_sample(view: _View) -> Iterator[Cause]:
+    """Turns of the run would be refused."""
+    for name, engines in undoable(view.config, view.holders.values()).items():
+        yield view.cause(
+            "cannot_sample",
+            f"{view.name} samples with {name}, which no worker of its model can do: they have {_names(engines)}",
+            f"Leave {name} out of its sampling, or start a worker that can: `rollfab worker --engine vllm`",
+        )
+
+
 def _unleased(view: _View) -> Iterator[Cause]:
-    """Why no worker of the model has a lease for the run."""
+    """Say why no worker of the model has a lease for the run."""
     if view.leased or view.run.head_version < 0:
         return
     reasons: dict[str, list[str]] = {}
@@ -471,7 +481,7 @@ def _why_unleased(view: _View, info: WorkerInfo) -> tuple[str, str]:
 
 
 def _weights(view: _View) -> Iterator[Cause]:
-    """Why none of those with a lease takes turns."""
+    """Say why no worker with a lease takes turns."""
     if not view.leased or view.able:
         return
     shut = [each for each in view.leased if each.guard_state == "shut"]
@@ -542,7 +552,7 @@ def _agent(view: _View) -> Iterator[Cause]:
 
 
 def _is_refusing(view: _View, info: WorkerInfo) -> bool:
-    """Whether an agent says that it does not serve this run."""
+    """Tell whether an agent says that it does not serve this run."""
     return _refusal(view) in (info.error or "")
 
 
@@ -566,7 +576,7 @@ def _reward(view: _View) -> Iterator[Cause]:
 
 
 def _is_full(view: _View) -> bool:
-    """Whether nothing new may begin before groups are consumed."""
+    """Tell whether nothing new may begin before groups are consumed."""
     return view.run.memory_bytes >= view.config.memory_bytes_max
 
 
@@ -602,6 +612,7 @@ _CHECKS: tuple[Check, ...] = (
     _nobody,
     _no_controller,
     _no_worker,
+    _cannot_sample,
     _unleased,
     _weights,
     _agent,
@@ -612,7 +623,7 @@ _CHECKS: tuple[Check, ...] = (
 
 
 def _nothing_found(view: _View) -> Iterator[Cause]:
-    """All that it takes is there."""
+    """Name the cause where nothing that the run needs is missing."""
     if view.has_stalled:
         at = _names([each.worker_id for each in view.leased])
         yield view.cause(
@@ -645,19 +656,19 @@ def _do(count: int, one: str, many: str) -> str:
 
 
 def _plain(text: str | None) -> str:
-    """A foreign text as a part of a sentence: one line, printable, bounded."""
+    """Make a foreign text part of a sentence: one line, printable, bounded."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text or "")
     shown = " ".join(shown.split())
     return shown if len(shown) <= TEXT_LENGTH else f"{shown[: TEXT_LENGTH - 1]}…"
 
 
 def _names(names: Sequence[str] | Mapping[str, object]) -> str:
-    """Some names, and how many more there are."""
+    """List some names, and say how many more there are."""
     shown = [_plain(name) for name in list(names)[:NAME_COUNT]]
     more = f" and {len(names) - NAME_COUNT} more" if len(names) > NAME_COUNT else ""
     return ", ".join(shown) + more if shown else "none"
 
 
 def _size(count: int) -> str:
-    """Bytes for people."""
+    """Write a number of bytes for people."""
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"

@@ -30,7 +30,7 @@ FLOAT_DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """How one tensor differs. one_step_count, few_steps_count (2 or 3), many_steps_count: changed elements by step.
+    """The difference of one tensor.
 
     change_max: largest |new - old| as numbers, where both are finite; None where there is no such element.
     """
@@ -97,7 +97,7 @@ async def diff_versions(store: WeightStore, run_id: str, first: int, second: int
 
 
 def numbers(dtype: str, bits: Bits) -> NDArray[np.float64]:
-    """Stored bits as the numbers that they mean; 64-bit integers may lose their last digits."""
+    """Return stored bits as the numbers that they mean; 64-bit integers may lose their last digits."""
     if dtype in FLOAT_DTYPES:
         return bits.view(FLOAT_DTYPES[dtype]).astype(np.float64)
     if dtype == "bfloat16":
@@ -110,7 +110,7 @@ def numbers(dtype: str, bits: Bits) -> NDArray[np.float64]:
 
 
 def _e4m3fn() -> NDArray[np.float64]:
-    """The value of each of the 256 patterns: 4 bits of exponent with bias 7, 3 of mantissa, no infinity, one NaN."""
+    """Compute each of the 256 patterns' values: 4 bits of exponent, bias 7, 3 of mantissa, no infinity, one NaN."""
     patterns = np.arange(128)
     exponent, mantissa = patterns >> 3, (patterns & 7) / 8
     positive = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))

@@ -1,4 +1,4 @@
-"""Damage in the store: found by reading again what is held, and undone where the right bytes are to be had.
+"""Finds damage in the store by reading again what is held, and undoes it where the right bytes are to be had.
 
 - A version is damaged when the store does not give its manifest as it was published, or a chunk that is not what the
   manifest names: gone, cut off, changed, another's, or a key of another type.
@@ -36,7 +36,7 @@ class Wound:
 
 
 async def is_listed(store: WeightStore, manifest: WeightManifest) -> bool:
-    """Whether the store names the version as it was published."""
+    """Tell whether the store names the version as it was published."""
     try:
         (found,) = await store.manifests(manifest.run_id, [(manifest.version, manifest.kind)])
     except WireError:
@@ -45,20 +45,20 @@ async def is_listed(store: WeightStore, manifest: WeightManifest) -> bool:
 
 
 async def wrong_chunks(store: WeightStore, manifest: WeightManifest, indices: Sequence[int]) -> list[int]:
-    """Those of the chunks that the store does not hold as they were published."""
+    """List those of the chunks that the store does not hold as they were published."""
     found = zip(indices, await store.chunks(manifest, indices), strict=True)
     return [index for index, data in found if not is_chunk(manifest, index, data)]
 
 
 def is_chunk(manifest: WeightManifest, index: int, data: bytes | None) -> bool:
-    """Whether `data` is chunk `index` of the version."""
+    """Tell whether `data` is chunk `index` of the version."""
     if data is None or len(data) != manifest.chunk_bytes[index]:
         return False
     return chunk_digest(data) == manifest.chunk_digests[index]
 
 
 async def examine(store: WeightStore, manifest: WeightManifest) -> Wound | None:
-    """Read a version whole; None: nothing is wrong with it. Where a collective has carried it, its manifest alone."""
+    """Read a version whole, or its manifest alone if a collective carried it; None: nothing is wrong with it."""
     wrong: list[int] = []
     if manifest.carrier == BROKER:
         for index in range(len(manifest.chunk_bytes)):  # one by one: a few MiB, between which others have the loop

@@ -54,24 +54,24 @@ class VersionFigures:
     kind: str
     """keyframe, delta, or jump-8 or jump-64: several deltas as one."""
     base_version: int
-    """What a delta or a jump is applied to; -1 for a keyframe."""
+    """The version that a delta or a jump is applied to; -1 for a keyframe."""
     payload_bytes: int
-    """What travels."""
+    """The bytes that travel."""
     dense_bytes: int
-    """What the full weights take."""
+    """The bytes that the full weights take."""
     chunk_count: int
     changed_count: int
     element_count: int
     density: float | None
     """Changed elements as a fraction of all; null for a keyframe."""
     bytes_per_changed: float | None
-    """Of the payload; null for a keyframe, or where nothing changed."""
+    """Bytes of the payload for each changed element; null for a keyframe, or where nothing changed."""
     dense_over_payload: float | None
     """How many times smaller than the full weights; null where nothing travels."""
     of_entropy_floor: float | None
     """The entropy floor over the payload, as its publisher saw on a few blocks; null where it did not look."""
     carrier: str
-    """What its chunks travelled by: broker or collective."""
+    """The way by which its chunks travelled: broker or collective."""
 
 
 def version_figures(manifest: WeightManifest) -> VersionFigures:

@@ -1,4 +1,4 @@
-"""The serving team's switch, used: a name that nobody has is refused, and what was taken back is looked at.
+"""Uses the serving team's switch: refuses a name that nobody has, and watches workers give back what was taken back.
 
 - The switch works before anything is looked at: what is said stands, whatever becomes of the look.
 - A worker has given everything back once a heartbeat from after the switch says that no turn runs there.
@@ -85,7 +85,10 @@ def _lending(infos: Mapping[str, WorkerInfo], lends: Mapping[str, LendSetting], 
 
 
 async def _look(board: LeaseBoard, clock: Clock, running: dict[str, int], at_s: float) -> dict[str, tuple[int, float]]:
-    """Who has not yet said that nothing runs. `running`: the most turns that each has told of; grows here."""
+    """Return the workers that have not yet said that nothing runs.
+
+    `running`: the most turns that each has told of; grows here.
+    """
     since_ms = 1000 * (clock.now_s() - at_s)
     seen: dict[str, tuple[WorkerInfo, int]] = await board.workers()
     found: dict[str, tuple[int, float]] = {}

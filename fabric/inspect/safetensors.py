@@ -1,4 +1,4 @@
-"""Checkpoint files in the safetensors format, read and written as stored bits.
+"""Reads and writes checkpoint files in the safetensors format as stored bits.
 
 The format is a length, a JSON header and the raw bytes (github.com/huggingface/safetensors, "Format"). Files are read
 here, mapped and not copied, and written, because its own library gives numpy no bfloat16.
@@ -63,7 +63,7 @@ class StoredTensor:
         return TensorSpec(self.name, DTYPES.get(self.dtype, self.dtype), self.shape)
 
     def bits(self) -> Bits:
-        """Its stored bits, flat, read only, mapped.
+        """Return the tensor's stored bits, flat, read only, mapped.
 
         Raises:
             InputError: it has not as many bytes as its shape says. LayoutMismatch: as `spec`.
@@ -75,7 +75,7 @@ class StoredTensor:
 
 
 def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a .safetensors file, or of a directory of them (those that its index names, if it has one).
+    """Open the tensors of a .safetensors file, or of a directory of them (those its index names, if it has one).
 
     Raises:
         InputError: there is no such file, it is of another format, or a tensor is in two of them.

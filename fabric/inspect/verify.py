@@ -1,9 +1,9 @@
-"""Checking what the broker holds, from outside: every chunk, every block, every state, and every way that leads to it.
+"""Checks what the broker holds, from outside: every chunk, every block, every state, and every way that leads to it.
 
 - A version's manifests (delta, jumps, keyframe) must name the same sums, and each is staged from its own base: so all
   ways to a version are one state. States are compared by their sums, 64 bits for each tensor.
 - Where a keyframe is reached by deltas too, and at the end, the sums are made again from the whole state.
-- Nothing is written, and what is wrong does not end it: all faults are named. What is deleted meanwhile is no fault.
+- Nothing is written, and a fault does not end the check: all are named. A version deleted meanwhile is no fault.
 - A version that is held must be readable by somebody who has nothing: one that is not is a fault, whatever the cause.
 - A manifest to whose base nothing leads any more serves receivers that hold it; its bytes are checked, its state not.
 - Memory: two states of the model, and FETCH_BYTES_MAX of encoded bytes. Every checked manifest is fetched once, or
@@ -251,7 +251,7 @@ class _Walk:
         return await asyncio.to_thread(stage.finish)
 
     async def _feed(self, manifest: WeightManifest, stage: Stage | None, *, is_first: bool) -> bool:
-        """All chunks, in order; whether they are there and right."""
+        """Feed all chunks to the stage, in order; returns whether they are there and right."""
         wrong: list[Chunk] = []
         async for chunk in checked_chunks(self._store, manifest):
             if chunk.data is None:
@@ -297,7 +297,7 @@ class _Walk:
                 return
 
     def _compare(self, left: WeightManifest, right: WeightManifest) -> None:
-        """Two manifests of one version must name one state."""
+        """Require that two manifests of one version name one state."""
         name = (right.version, right.kind)
         if left.layout_digest != right.layout_digest:
             self._fault(name, f"it has another layout than the {left.kind} of the same version")

@@ -178,10 +178,10 @@ BAD_ROW_COUNT_MAX = 100  # shown at once: more of them would not be read by peop
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row of the broker's tables that cannot be read. Who looks passes over it; a person removes it."""
+    """A row of the broker's tables that cannot be read. Readers pass over it; a person removes it."""
 
     table: str
-    """As "runs" of the fabric, or "r1.0:counters" of a shard of run r1."""
+    """The table, as "runs" of the fabric, or "r1.0:counters" of a shard of run r1."""
     row: str
     """Its name as it is shown; empty: the whole table is of another type than it should be."""
     problem: str
@@ -207,7 +207,7 @@ class RowSurvey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """Who takes complete groups of a run, all clients of its name together.
+    """A consumer of a run's complete groups: all clients of its name together.
 
     held_count: groups received and not acknowledged. idle_s: since it asked. is_live: it gives signs of life, though it
     may not have asked for long: a training step takes its time.
@@ -292,19 +292,21 @@ class TrajectoryQueue(Protocol):
         ...
 
     async def lose_score(self, trajectory_id: str, fence: int, letter: DeadLetter) -> str:
-        """The letter's worker lost the process that computed a reward; "retry" (asked for again), "dead" or "lost"."""
+        """Note that the letter's worker lost the process that computed a reward; returns "retry", "dead" or "lost"."""
         ...
 
     async def keep_scoring(
         self, rows: Sequence[tuple[str, int]], duration_s: float, *, worker_id: str = "-"
     ) -> list[str]:
-        """Trajectories (id, fence) are not asked for their reward again for `duration_s`; returns those that no
-        longer wait for one. With a duration of 0 that worker lets go of what it had begun, at no cost.
+        """Put off asking again for the rewards of these trajectories (id, fence) for `duration_s`.
+
+        Returns those that no longer wait for one. With a duration of 0 that worker lets go of what it had begun, at no
+        cost.
         """
         ...
 
     async def fail(self, trajectory_id: str, fence: int, letter: DeadLetter, *, is_final: bool = False) -> str:
-        """One attempt has failed; returns "retry", "dead" or "lost"."""
+        """Note that one attempt has failed; returns "retry", "dead" or "lost"."""
         ...
 
     async def release(self, worker_id: str, claims: Sequence[TrajectoryClaim]) -> None:
@@ -325,7 +327,7 @@ class TurnQueue(Protocol):
         ...
 
     async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
-        """Settled turns for this agent, each once per settling; waits up to `timeout_s` for the first."""
+        """Return settled turns for this agent, each once per settling; waits up to `timeout_s` for the first."""
         ...
 
     async def exchange(
@@ -378,18 +380,18 @@ class RolloutStream(Protocol):
         ...
 
     async def receive(self, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
-        """Complete groups; first those that it holds but did not acknowledge, marked redelivered.
+        """Return complete groups; first those that the consumer holds but did not acknowledge, marked redelivered.
 
         A group that is too stale is not delivered, however often it was before: it runs again.
         """
         ...
 
     def put_back(self, delivery: Delivery) -> None:
-        """The group was not used after all: it comes again, marked redelivered."""
+        """Give a group back that was not used after all: it comes again, marked redelivered."""
         ...
 
     async def acknowledge(self, delivery: Delivery) -> bool:
-        """The group was used; False when it was acknowledged or cancelled before.
+        """Acknowledge a group that was used; False when it was acknowledged or cancelled before.
 
         Raises:
             ClaimLost: another consumer took it over, or it runs again. Nothing was written.
@@ -413,7 +415,7 @@ class LeaseBoard(Protocol):
         ...
 
     async def runs(self) -> dict[str, RunConfig]:
-        """Every run; one that cannot be read is left out, and among the bad rows of a survey."""
+        """Return every run; one that cannot be read is left out, and among the bad rows of a survey."""
         ...
 
     async def delete_run(self, run_id: str) -> None:
@@ -429,7 +431,7 @@ class LeaseBoard(Protocol):
         ...
 
     async def run_status(self, run_id: str) -> RunStatus:
-        """Raises RunUnknown."""
+        """Return a run in numbers. Raises RunUnknown."""
         ...
 
     async def run_details(self, run: RunConfig) -> RunDetails:
@@ -437,7 +439,7 @@ class LeaseBoard(Protocol):
         ...
 
     async def memory_bytes(self) -> tuple[int, int]:
-        """Bytes that the broker holds and may hold (0: no limit); of a cluster, of the fullest node."""
+        """Return the bytes that the broker holds and may hold (0: no limit); of a cluster, of the fullest node."""
         ...
 
     async def set_agreement(self, run_id: str, agreement: Agreement) -> None:
@@ -453,7 +455,7 @@ class LeaseBoard(Protocol):
         ...
 
     async def workers(self) -> dict[str, tuple[WorkerInfo, int]]:
-        """Every known worker and the age of its last heartbeat in ms."""
+        """Return every known worker, and the age of its last heartbeat in ms."""
         ...
 
     async def forget_worker(self, worker_id: str) -> None: ...
@@ -462,11 +464,11 @@ class LeaseBoard(Protocol):
         ...
 
     async def open_term(self, term: int) -> None:
-        """From here on no lease of an older term can be written, on any run that there is."""
+        """Open a term: from here on no lease of an older one can be written, on any run that there is."""
         ...
 
     async def survey(self, *, has_rewards: bool = False) -> Survey:
-        """Everything that a plan is made of, in a few round trips; also the curves of rewards, if wanted."""
+        """Read everything that a plan is made of, in a few round trips; also the curves of rewards, if wanted."""
         ...
 
     async def change_leases(self, term: int, changes: Sequence[LeaseChange], assigned: Mapping[str, str]) -> list[bool]:
@@ -486,14 +488,9 @@ class LeaseBoard(Protocol):
         ...
 
     async def plan(self) -> LeasePlan | None:
-        """The newest plan; None: there is none, or it cannot be read."""
+        """Return the newest plan; None: there is none, or it cannot be read."""
         ...
 
-    async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
-        """One change; the term is the one in its epoch."""
-        ...
-
-    async def end_lease(self, lease: Lease) -> None: ...
     async def leases(self, run_id: str) -> dict[str, Lease]: ...
     async def set_lend(self, subject: str, value: LendSetting | str) -> None:
         """Set the serving team's word on a worker, a pool ("pool:NAME") or all ("*"), until it says otherwise.
@@ -505,13 +502,14 @@ class LeaseBoard(Protocol):
         ...
 
     async def change_lend(self, subject: str, changes: Mapping[str, Any]) -> LendSetting:
-        """The same for some fields (rules/lending/terms.py: `changed`), whoever changes others at once; returns the
-        whole.
+        """Change some fields of a setting, whoever changes others at once; returns the whole.
+
+        See rules/lending/terms.py, `changed`; what `set_lend` says of waking and events holds here.
         """
         ...
 
     async def lends(self) -> dict[str, LendSetting]:
-        """All that was said, by subject; what cannot be read is "off"."""
+        """Return all that was said, by subject; what cannot be read is "off"."""
         ...
 
     async def lends_of(self, worker_id: str, pool: str) -> tuple[dict[str, LendSetting], int]:
@@ -519,7 +517,7 @@ class LeaseBoard(Protocol):
         ...
 
     async def wall_ms(self) -> int:
-        """The broker machine's time in ms since 1970: hours of the day are counted by it."""
+        """Return the broker machine's time in ms since 1970: hours of the day are counted by it."""
         ...
 
     async def set_sharing(self, report: SharingReport) -> None:
@@ -527,20 +525,20 @@ class LeaseBoard(Protocol):
         ...
 
     async def sharing(self) -> dict[str, SharingReport]:
-        """The reports of serving workers, by worker; those that cannot be read are left out."""
+        """Return the reports of serving workers, by worker; those that cannot be read are left out."""
         ...
 
     async def add_event(self, kind: str, facts: Mapping[str, Any]) -> None: ...
     async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        """Several at once, as (kind, facts)."""
+        """Add several events at once, as (kind, facts)."""
         ...
 
     async def events(self, after: str, count: int, timeout_s: float) -> list[tuple[str, str, dict[str, Any]]]:
-        """Events after id `after` as (id, kind, facts)."""
+        """Return events after id `after` as (id, kind, facts)."""
         ...
 
     async def newest_events(self, before: str, count: int) -> list[tuple[str, str, dict[str, Any]]]:
-        """Events before id `before` ("": before none, so all), the newest first."""
+        """Return events before id `before` ("": before none, so all), the newest first."""
         ...
 
 

@@ -28,7 +28,10 @@ Range = tuple[int, int, int]  # chunk, start, length; bytes
 
 
 class WeightBoard(Protocol):
-    """Who holds which weights of a run, and what they say to one another. Times are the broker's."""
+    """What receivers of a run's weights hold, offer, answer and cannot read. Times are the broker's.
+
+    Times are the broker's.
+    """
 
     async def hold(self, run_id: str, holder: Holder, ttl_s: float) -> None:
         """Say what a receiver holds: it is live for `ttl_s`. The newest word of a holder_id counts."""
@@ -39,7 +42,7 @@ class WeightBoard(Protocol):
         ...
 
     async def holders(self, run_id: str, *, addressed: bool = True) -> list[Holder]:
-        """The live ones, by holder_id. addressed: with their addresses, which not every role may read."""
+        """Return the live holders, by holder_id. addressed: with their addresses, which not every role may read."""
         ...
 
     async def offer(self, run_id: str, data: bytes, ttl_s: float) -> None:
@@ -51,7 +54,7 @@ class WeightBoard(Protocol):
         ...
 
     async def offers(self, run_id: str) -> bytes | None:
-        """The newest offer; None when there is none or its time is over."""
+        """Return the newest offer; None when there is none or its time is over."""
         ...
 
     async def answer(self, run_id: str, round_id: str, member: str, data: bytes, ttl_s: float) -> None:
@@ -63,7 +66,7 @@ class WeightBoard(Protocol):
         ...
 
     async def answers(self, run_id: str, round_id: str) -> dict[str, bytes]:
-        """Answers of a round, by member."""
+        """Return the answers of a round, by member."""
         ...
 
     async def report_damage(self, run_id: str, damage: Damage, ttl_s: float = DAMAGE_TTL_S) -> None:
@@ -74,19 +77,19 @@ class WeightBoard(Protocol):
         ...
 
     async def damages(self, run_id: str) -> list[Damage]:
-        """Damage reported and not cleared, by version and kind."""
+        """Return the damage that is reported and not cleared, by version and kind."""
         ...
 
     async def clear_damages(self, run_id: str, damages: Sequence[Damage]) -> None:
-        """Forget reports: they were seen to, or are not true."""
+        """Forget reports that were seen to, or are not true."""
         ...
 
     async def tend(self, run_id: str, epoch: int, ttl_s: float) -> None:
-        """The publisher of `epoch` says that it lives, and heals what is damaged, for `ttl_s` from now on."""
+        """Say, as the publisher of `epoch`, that it lives and heals what is damaged, for `ttl_s` from now on."""
         ...
 
     async def tended(self, run_id: str) -> int | None:
-        """The epoch of the publisher that said so last; None: none lives, or it publishes without healing."""
+        """Return the epoch of the publisher that said so last; None: none lives, or it publishes without healing."""
         ...
 
 
@@ -106,11 +109,11 @@ class WeightStore(WeightBoard, Protocol):
         ...
 
     async def head(self, run_id: str) -> Head:
-        """The newest version; version -1 when there is none."""
+        """Return the newest version; version -1 when there is none."""
         ...
 
     async def wait_head(self, run_id: str, above: int, timeout_s: float) -> Head:
-        """The head as soon as its version is not `above` or lower, or as it is after `timeout_s`.
+        """Return the head once its version is above `above`, or as it is after `timeout_s`.
 
         It comes back early, as it is, for an offer that was put up since the last time it did: look at `offers` then.
         """
@@ -142,23 +145,23 @@ class WeightStore(WeightBoard, Protocol):
         ...
 
     async def held(self, run_id: str) -> list[tuple[int, str]]:
-        """(version, kind) of every manifest, ascending by version."""
+        """Return (version, kind) of every manifest, ascending by version."""
         ...
 
     async def manifests(self, run_id: str, names: Sequence[tuple[int, str]]) -> list[WeightManifest | None]:
-        """Manifests by (version, kind), in that order; None for those no longer held."""
+        """Return manifests by (version, kind), in that order; None for those no longer held."""
         ...
 
     async def chunks(self, manifest: WeightManifest, indices: Sequence[int]) -> list[bytes | None]:
-        """Chunks as they are stored, unchecked; None for those no longer held."""
+        """Return chunks as they are stored, unchecked; None for those no longer held."""
         ...
 
     async def chunk_ranges(self, manifest: WeightManifest, ranges: Sequence[Range]) -> list[bytes | None]:
-        """Parts of chunks as they are stored, unchecked; None for those no longer held. No range is empty."""
+        """Return parts of chunks as they are stored, unchecked; None for those no longer held. No range is empty."""
         ...
 
     async def room_bytes(self) -> int | None:
-        """Bytes that can still be written, of a cluster on its fullest node; None without a limit.
+        """Return the bytes that can still be written, of a cluster on its fullest node; None: no limit.
 
         None too where the broker does not tell us: then only BrokerFull does.
         """

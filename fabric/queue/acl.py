@@ -23,8 +23,6 @@ from functools import cache
 from ..contract.errors import ConfigError
 from .scripts import load_script
 
-__all__ = ["RIGHTS", "Rights", "acl_file", "commands_of", "role_of_user", "user_name"]
-
 USER_PREFIX = "rollfab-"
 TAGS = {"{rf}": "rf:{rf}", "{run}": "rf:{*.*}", "{weights}": "rf:{*.w}"}
 CALL = re.compile(r"""\bredis\.p?call\(\s*['"]([A-Za-z]+)['"]|call_in_parts\(\s*['"]([A-Za-z]+)['"]""")

@@ -20,7 +20,7 @@ from ..broker.clients.channel import checked
 from ..broker.clients.translate import answers_of
 from ..broker.connection import translate
 from ..contract.errors import RunUnknown
-from ..contract.lease_plan import LeaseChange, LeasePlan, term_of
+from ..contract.lease_plan import LeaseChange, LeasePlan
 from ..contract.limits import EVENT_BYTES_MAX
 from ..contract.records import Lease, RunConfig, WorkerInfo
 from ..contract.text import one_line
@@ -33,8 +33,6 @@ from .rows import BadRows, lease_row, plan_row, shown_name, worker_row
 from .scripts import Call, Scripts
 from .shards import RunShards
 from .status import queue_status, read_status, sum_up
-
-__all__ = ["RedisLeases"]
 
 STANDING = 0
 REFUSED = -1  # set_leases answers this where a newer term or lease is in place …
@@ -153,16 +151,6 @@ class RedisLeases:
             if run_id not in found:
                 raise RunUnknown(f"run {run_id!r} does not exist on this broker")
         return found
-
-    async def set_lease(self, lease: Lease, duration_ms: int | None) -> bool:
-        with translate():
-            assigned = await self._client.hget(names.ASSIGNMENTS, lease.worker_id)
-        change = LeaseChange(lease=lease, duration_ms=duration_ms)
-        known = {lease.worker_id: _text(assigned)} if assigned else {}
-        return (await self.change_leases(term_of(lease), [change], known))[0]
-
-    async def end_lease(self, lease: Lease) -> None:
-        await self.change_leases(term_of(lease), [LeaseChange(lease=lease, is_end=True)], {})
 
     async def leases(self, run_id: str) -> dict[str, Lease]:
         with translate():

@@ -18,8 +18,6 @@ from . import keys as names
 from .rows import shown_name
 from .tables import Table, table_at
 
-__all__ = ["remove_row", "survey_rows"]
-
 KEY_COUNT_MAX = 1_000_000
 TABLE_COUNT_MAX = 10_000  # whose rows are read
 ROW_COUNT_MAX = 1000  # of a table

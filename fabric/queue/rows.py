@@ -36,33 +36,6 @@ from ..rules.queue.curve import Curve, RewardBucket, read_curve
 from ..rules.queue.retries import given_up
 from ..rules.weights.chain import Link
 
-__all__ = [
-    "BadRows",
-    "GroupFacts",
-    "agreement_row",
-    "damage_row",
-    "event_row",
-    "given_up_row",
-    "head_row",
-    "holder_row",
-    "is_job_name",
-    "job_row",
-    "lease_row",
-    "lend_row",
-    "lend_word",
-    "letter_row",
-    "plan_row",
-    "reward_buckets",
-    "rollout_rows",
-    "run_row",
-    "sending_rows",
-    "sharing_row",
-    "shown_name",
-    "turn_row",
-    "version_rows",
-    "worker_row",
-]
-
 UNREADABLE = "unreadable"
 ENDINGS = ("all", "quorum", "deadline")
 JOB_NAME = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.\d{1,9}){1,2}")

@@ -18,8 +18,6 @@ from . import keys as names
 from .keys import ShardKeys
 from .rows import BadRows, agreement_row, letter_row
 
-__all__ = ["details_of", "queue_status", "read_status", "sum_up", "unknown_run"]
-
 
 async def unknown_run(client: Any, run_id: str) -> RunUnknown:
     """Make the error for a run that is not there: for some days we know that it was deleted."""

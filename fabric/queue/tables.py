@@ -44,8 +44,6 @@ from .rows import (
     worker_row,
 )
 
-__all__ = ["Table", "table_at"]
-
 # run, row's name (a string's is empty) and value: a sorted set's is the score, a stream's the fields, a set has none
 Check = Callable[[str, bytes, Any], object]
 KEY = re.compile(r"rf:\{(?:(?P<run>[^{}]*)\.(?P<part>w|\d+)|rf)\}:(?P<table>.+)", re.DOTALL)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -35,13 +35,9 @@ from ..queue.rows import damage_row, holder_row
 from ..queue.scripts import Argument, Scripts
 from ..rules.weights.publish import round_full
 
-__all__ = ["ANNOUNCEMENT_COUNT_MAX", "RedisWeightBoard"]
-
 ANNOUNCEMENT_COUNT_MAX = 16
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class RedisWeightBoard:

@@ -22,6 +22,7 @@ from ..contract.errors import ChainBroken, DigestMismatch, FabricError, VersionU
 from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
 from ..format.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, WeightManifest, pieces
+from ..host.helpers import end_all
 from ..ports.weights import WeightStore
 from ..rules.weights.chain import KEYFRAME, Link, plan, readable_versions
 from .held import readable
@@ -251,8 +252,7 @@ async def fetch_ahead(
             await asyncio.to_thread(feed, found)
         await task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_all([task])
 
 
 async def fetch_bits(

@@ -30,7 +30,7 @@ from ..format.kernels.protocol import Indices
 from ..format.manifest import BlockRow, Sums, WeightManifest, chunk_digest
 from ..format.regions import Region
 from ..rules.weights.chain import KEYFRAME
-from .commit import Staged, Write
+from .commit import Staged, Write, check_writes
 from .rank_parts import ShardMap, ShardSlice, overlaps
 
 INDEX_BYTES = 8
@@ -244,7 +244,7 @@ class Stage:
             manifest.check_sums(self._sums_array())
         for name, growing in self._growing.items():
             self._written[name] = _over(self._written.get(name), growing.write())
-        self._growing = {}
+        self._growing, self._room_counts, self._rows = {}, {}, []
         self._version = manifest.version
         self._manifest = None
 
@@ -254,6 +254,26 @@ class Stage:
         names = [spec.name for spec in self._part.local.tensors if spec.name in self._written]
         tensors = {name: self._smallest(name, self._written.pop(name)) for name in names}
         return Staged(self._version, tensors, self._sums_array())
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two versions, and after the commit of what `finish` returned.
+
+        Nothing is kept of a version that ended but its values; each element is staged once, positions ascending; and
+        the sums are those of the live weights, all of which are read, with the staged values in them.
+        """
+        assert self._manifest is None, "a version has not ended"
+        assert not (self._growing or self._room_counts or self._rows), "memory of a version that ended is kept"
+        check_writes(self._part.local, self._written)
+        for name, (positions, _) in self._written.items():
+            assert positions is None or (positions[1:] > positions[:-1]).all(), f"positions of {name!r} do not ascend"
+        filled = {name: values for name, (_, values) in self._written.items()}
+        if self._live is not None:
+            filled = {name: _filled(flat, self._written.get(name)) for name, flat in self._live.items()}
+        if self._version >= 0 and filled:
+            filled |= {
+                spec.name: np.zeros(0, spec.bits_dtype) for spec in self._specs.values() if not spec.element_count
+            }
+            assert (part_sums(self._part, filled) == self._sums_array()).all(), "the sums are not of what is staged"
 
     def _sums_array(self) -> Sums:
         return np.array([total % 2**64 for total in self._sums], dtype=np.uint64)

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from rollfab.deploy.cli.options import Name, Url, need_url
+from rollfab.deploy.cli.options import Url, need_url
 
 app = typer.Typer(no_args_is_help=True)
 
 Quick = Annotated[bool, typer.Option("--quick", help="A rougher figure in under a minute.")]
+Name = Annotated[str | None, typer.Option("--name")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -74,14 +75,6 @@ def resume(quick: Quick = False, json: AsJson = False) -> None:
     from .resume.main import bench_resume
 
     raise typer.Exit(bench_resume(quick=quick, json_output=json))
-
-
-@app.command("controller")
-def controller(quick: Quick = False, json: AsJson = False) -> None:
-    """Capacity plans for up to 1,000 workers: the rules alone, a whole tick on a broker, and a failover."""
-    from .controller.main import bench_controller
-
-    raise typer.Exit(bench_controller(quick=quick, json_output=json))
 
 
 @app.command("coserve")

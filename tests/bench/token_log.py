@@ -32,6 +32,7 @@ from rollfab.workers.engines.transformers.engine import TransformersConfig, Tran
 from rollfab.workers.rollout.weights import WeightReceiver
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
 from tests.bench.measure import Figure, split_cores
+from tests.support.leases import set_lease
 
 from .lively import lively_weights
 from .resume.asker import Asker
@@ -128,7 +129,7 @@ class _Arms:
             slot_count=self._settings.turn_count,
             lease_until_ms=None,
         )
-        await self._ports.board.set_lease(lease, None)
+        await set_lease(self._ports.board, lease, None)
         until_s = time.monotonic() + READY_TIMEOUT_S
         while True:
             info = (await self._ports.board.workers()).get(WORKER_ID, (None, 0))[0]

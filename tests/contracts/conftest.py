@@ -12,6 +12,7 @@ from redis.crc import key_slot
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.queue import board
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import CLOCK
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
@@ -52,6 +53,12 @@ def one_slot_per_script(monkeypatch: pytest.MonkeyPatch) -> None:
         return await call_many(self, calls)
 
     monkeypatch.setattr(Scripts, "call_many", checked)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody works on a run that a contract test deletes."""
+    monkeypatch.setattr(board, "NOTICED_S", 0.02)
 
 
 @pytest.fixture(scope="session")
@@ -108,11 +115,14 @@ def on_redis(client: Any, run: RunConfig) -> World:
 
     async def set_clock_ahead(seconds: float) -> None:
         """To the broker it is all one whether its machine's time goes forward or what it remembers of it goes back."""
+        moved = 0
         for key in (CLOCK, *(keys.clock for keys in RunShards(run.run_id, run.shard_count).all)):
             remembered = await client.get(key)
             if remembered is not None:
+                moved += 1
                 wall, now = remembered.split()
                 await client.set(key, f"{int(wall) - int(seconds * 1000)} {int(now)}")
+        assert moved, "no clock of the fabric goes yet"
 
     return World(
         run,

@@ -18,6 +18,7 @@ from rollfab.fabric.ports.queue import RunDetails, TrajectoryClaim
 from rollfab.fabric.rules.queue.retries import given_up
 from rollfab.trainer.checks import make_groups
 from tests.contracts.conftest import World
+from tests.support.leases import end_lease, set_lease
 from tests.support.records import rollout_of
 
 
@@ -86,7 +87,7 @@ async def test_the_last_agreement_of_a_run_is_kept_and_goes_with_it(world: World
 
 async def test_a_heartbeat_brings_the_lease(world: World) -> None:
     assert await world.board.heartbeat(info()) is None
-    await world.board.set_lease(lease(7), None)
+    await set_lease(world.board, lease(7), None)
     held = await world.board.heartbeat(info(running_count=2))
     assert held is not None
     assert (held.run_id, held.lease_epoch, held.slot_count, held.remaining_ms) == ("r1", 7, 4, None)
@@ -96,7 +97,7 @@ async def test_a_heartbeat_brings_the_lease(world: World) -> None:
 
 
 async def test_a_lease_with_a_time_runs_out_by_the_broker_s_clock(world: World) -> None:
-    await world.board.set_lease(lease(7), 100)
+    await set_lease(world.board, lease(7), 100)
     held = await world.board.heartbeat(info())
     assert held is not None
     assert 0 < held.remaining_ms <= 100
@@ -105,8 +106,8 @@ async def test_a_lease_with_a_time_runs_out_by_the_broker_s_clock(world: World) 
 
 
 async def test_an_ended_lease_is_not_brought(world: World) -> None:
-    await world.board.set_lease(lease(7), None)
-    await world.board.end_lease(lease(8))
+    await set_lease(world.board, lease(7), None)
+    await end_lease(world.board, lease(8))
     assert await world.board.heartbeat(info()) is None
     assert await world.board.leases("r1") == {}
 

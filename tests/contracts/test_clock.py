@@ -9,6 +9,7 @@ import pytest
 from rollfab.fabric.contract.records import Lease, WorkerInfo
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import EXPIRED_S, group_of_size, lease
+from tests.support.leases import end_lease, set_lease
 
 HOUR_S = 3600.0
 BOTH_WAYS = pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S], ids=["forward", "back"])
@@ -125,8 +126,8 @@ async def test_a_dead_leader_is_followed_in_time_though_the_clock_was_set(world:
 async def test_a_lease_of_an_older_term_never_overwrites_a_newer_one(world: World) -> None:
     newer = Lease(worker_id="w1", run_id="r1", lease_epoch=7, slot_count=2, lease_until_ms=None)
     older = Lease(worker_id="w1", run_id="r1", lease_epoch=6, slot_count=8, lease_until_ms=None)
-    assert await world.board.set_lease(newer, 1000)
-    assert not await world.board.set_lease(older, 1000)
+    assert await set_lease(world.board, newer, 1000)
+    assert not await set_lease(world.board, older, 1000)
     assert (await world.board.leases("r1"))["w1"].slot_count == 2
 
 
@@ -149,5 +150,5 @@ async def test_a_worker_is_woken_when_its_lease_changes_and_only_then(world: Wor
 
     # But when it ends
     ending = Lease(worker_id="w1", run_id="r1", lease_epoch=2, slot_count=0, lease_until_ms=None)
-    await world.board.end_lease(ending)
+    await end_lease(world.board, ending)
     await asyncio.wait_for(again, 2.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import Failure, Span, TokenLog
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnProgress
 from tests.contracts.conftest import World
-from tests.contracts.test_queue import EXPIRED_S, group_of_size, held_one, lease, letter_of, rollout_of, turn_of
+from tests.contracts.test_queue import expire, group_of_size, held_one, lease, letter_of, rollout_of, turn_of
 
 
 def neighbours(world: World, count: int) -> list[str]:
@@ -118,7 +117,7 @@ async def test_a_group_is_complete_at_its_deadline_with_what_it_has(world: World
     assert await world.rollouts.reap() == 0
 
     # When the deadline has passed
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
 
     # Then it comes with one rollout, and what waited is never claimed
     assert await world.rollouts.reap() == 1
@@ -134,7 +133,7 @@ async def test_a_group_that_was_complete_before_its_deadline_is_left_alone(world
     await push(world, size=1, deadline_s=0.1)
     (claim,) = await world.trajectories.claim("a1", 1)
     await settle(world, claim)
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     assert await world.rollouts.reap() == 0
     (delivery,) = await world.rollouts.receive("t", 1, 1.0)
     assert delivery.group.ended_by == "all"
@@ -535,7 +534,7 @@ async def test_a_reward_that_somebody_sees_to_is_not_asked_for_again(world: Worl
     await world.trajectories.settle(claim, rollout_of(claim, reward=None), is_scored=False)
     name = claim.job.trajectory_id
     assert await world.trajectories.keep_scoring([(name, claim.fence), ("g9.0", 1)], 60.0) == ["g9.0"]
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     assert not (await world.trajectories.reap("a2")).scoring
     await world.trajectories.keep_scoring([(name, claim.fence)], 0.0)
     assert (await world.trajectories.reap("a2")).scoring == ((name, claim.fence),)

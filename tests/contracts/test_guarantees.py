@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_every_promise_names_tests_that_exist(promise: str) -> None:
         assert name in functions_of(ROOT / path), f"{path} has no {name}"
 
 
+@cache
 def functions_of(path: Path) -> set[str]:
     """The test functions of a file."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)

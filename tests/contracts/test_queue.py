@@ -26,6 +26,7 @@ from rollfab.fabric.ports.queue import GroupPush, Reaped, TrajectoryClaim, TurnP
 from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
 from tests.contracts.conftest import World
 from tests.support import records
+from tests.support.leases import set_lease
 
 EXPIRED_S = 0.3  # claims in these tests last 200 ms
 
@@ -77,7 +78,7 @@ def result_of(name: str, tokens: int = 2) -> TurnResult:
 
 async def lease(world: World, worker_id: str = "w1", epoch: int = 1, slots: int = 8, ms: int | None = None) -> None:
     made = Lease(worker_id=worker_id, run_id="r1", lease_epoch=epoch, slot_count=slots, lease_until_ms=None)
-    await world.board.set_lease(made, ms)
+    await set_lease(world.board, made, ms)
 
 
 async def claimed_turn(world: World) -> tuple[TrajectoryClaim, object]:
@@ -85,6 +86,11 @@ async def claimed_turn(world: World) -> tuple[TrajectoryClaim, object]:
     await lease(world)
     exchange = await world.turns.exchange("w1", want=1, lease_epoch=1)
     return claim, exchange.claims[0]
+
+
+async def expire(world: World) -> None:
+    """End claims by the broker's clock: it goes on at once by what it would in the time that they last."""
+    await world.set_clock_ahead(EXPIRED_S)
 
 
 async def held_one(world: World, group_id: str = "g1", *, asks: bool = False) -> TrajectoryClaim:
@@ -215,7 +221,7 @@ async def test_tokens_saved_by_a_killed_worker_are_not_lost(world: World) -> Non
     _, turn = await claimed_turn(world)
     log = TokenLog(completion_ids=np.array([8], np.int32), logprobs=np.zeros(1, np.float32))
     await world.turns.exchange("w1", progress=[TurnProgress(claim=turn, log=log)])
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     await world.turns.reap("a1")
     await lease(world, "w2")
     (claim,) = (await world.turns.exchange("w2", want=1, lease_epoch=1)).claims
@@ -248,7 +254,7 @@ async def test_an_expired_lease_claims_nothing(world: World) -> None:
 async def test_an_older_lease_never_replaces_a_newer_one(world: World) -> None:
     await lease(world, epoch=5)
     old = Lease(worker_id="w1", run_id="r1", lease_epoch=4, slot_count=1, lease_until_ms=None)
-    assert not await world.board.set_lease(old, None)
+    assert not await set_lease(world.board, old, None)
     assert (await world.board.leases("r1"))["w1"].lease_epoch == 5
 
 
@@ -258,7 +264,7 @@ async def test_a_restarted_agent_inherits_trajectory_turns_and_the_turn_under_wa
     await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
     await world.turns.push("a1", [turn_of(claim, 1)])
     (second,) = (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     assert (await world.trajectories.reap("a2")).ready_count == 1
     # When another agent takes it over
     (taken,) = await world.trajectories.claim("a2", 1)
@@ -276,7 +282,7 @@ async def test_a_restarted_agent_inherits_trajectory_turns_and_the_turn_under_wa
 
 async def test_a_turn_settled_while_its_agent_was_gone_is_delivered_to_the_next(world: World) -> None:
     claim, turn = await claimed_turn(world)
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     await world.trajectories.reap("a2")
     (taken,) = await world.trajectories.claim("a2", 1)
     await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
@@ -310,7 +316,7 @@ async def test_a_failed_attempt_starts_again_and_the_last_one_is_a_dead_letter(w
 async def lose_agent(world: World, want: int = 1, **how: bool) -> tuple[list[TrajectoryClaim], Reaped]:
     """An agent claims, and is never heard of again."""
     claims = await world.trajectories.claim("a1", want, **how)
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     return claims, await world.trajectories.reap("reaper")
 
 
@@ -340,7 +346,7 @@ async def test_what_waits_for_its_turn_is_never_blamed_for_its_agent(world: Worl
     for _ in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX + 1):
         (claim,) = await world.trajectories.claim("a1", 1)
         await world.turns.push("a1", [turn_of(claim)])
-        await asyncio.sleep(EXPIRED_S)
+        await expire(world)
         reaped = await world.trajectories.reap("reaper")
         assert (claim.loss, reaped.ready_count, reaped.dead_count) == (0, 1, 0)
 
@@ -357,7 +363,7 @@ async def test_progress_clears_a_trajectory(world: World) -> None:
     await world.turns.push("a1", [turn_of(claim)])
     (turn,) = (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims
     await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     await world.trajectories.reap("reaper")
     # Then it begins anew
     (claim,) = await world.trajectories.claim("a1", 1, takes_suspect=False)
@@ -391,7 +397,7 @@ async def test_among_innocents_the_one_that_ends_its_agents_is_found_and_nobody_
         claims = await world.trajectories.claim("a1", 9)
         if any(claim.job.trajectory_id == "g1.2" for claim in claims):  # it is quicker than all beside it
             dead_agents += 1
-            await asyncio.sleep(EXPIRED_S)
+            await expire(world)
             await world.trajectories.reap("reaper")
         else:
             for claim in claims:
@@ -428,7 +434,7 @@ async def test_a_turn_that_ends_every_worker_is_given_up_and_one_whose_tokens_ar
                 log = TokenLog(completion_ids=np.zeros(made, np.int32), logprobs=np.zeros(made, np.float32))
                 await world.turns.exchange("w1", progress=[TurnProgress(claim=claim, log=log)])
         lost_count += 1
-        await asyncio.sleep(EXPIRED_S)
+        await expire(world)
         dead_count += (await world.turns.reap("a1")).dead_count
     # Then the other is given up, and it goes on
     (result,) = await world.turns.results("a1", 0.5)
@@ -441,7 +447,7 @@ async def test_scoring_completes_once_and_is_asked_for_again_when_nobody_answers
     claim = await held_one(world)
     assert await world.trajectories.settle(claim, rollout_of(claim, None), is_scored=False)
     assert await world.rollouts.receive("trainer", 1, 0.05) == []
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     assert (await world.trajectories.reap("a1")).scoring == (("g1.0", claim.fence),)
     begun = await world.trajectories.begin_score("g1.0", claim.fence, "w1", 1.0)
     assert begun.task == {"map": "4x4"}

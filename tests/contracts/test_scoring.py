@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import cast
 
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SCORE_LOSS_MAX
 from tests.contracts.conftest import World
-from tests.contracts.test_queue import EXPIRED_S, group_of_size, letter_of, rollout_of
+from tests.contracts.test_queue import expire, group_of_size, letter_of, rollout_of
 
 TASK = {"map": "4x4"}
 
@@ -37,7 +36,7 @@ async def lose_often(world: World, fence: int) -> None:
 async def assert_it_may_still_cost_an_agent(world: World) -> None:
     (claim,) = await world.trajectories.claim("a2", 1)
     assert claim.loss == 0
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     reaped = await world.trajectories.reap("a3")
     assert (reaped.ready_count, reaped.dead_count) == (1, 0)
     assert not await world.rollouts.dead_letters(10)
@@ -85,7 +84,7 @@ async def test_a_reward_is_begun_by_one_worker_at_a_time(world: World) -> None:
     assert await queue.begin_score("g1.0", fence + 1, "w1", 0.1) is None
 
     # When the first falls silent, Then the other may begin, if it takes what has cost a loss
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     assert (await queue.reap("a1")).scoring == (("g1.0", fence),)
     refused = await queue.begin_score("g1.0", fence, "w2", 0.1)
     assert (refused.loss, refused.rollout) == (1, None)
@@ -175,7 +174,7 @@ async def test_agents_that_an_attempt_cost_are_no_losses_of_its_reward(world: Wo
     # Given a trajectory that cost an agent before it ended
     await world.rollouts.push([group_of_size("g1", 1)])
     await world.trajectories.claim("a0", 1)
-    await asyncio.sleep(EXPIRED_S)
+    await expire(world)
     assert (await world.trajectories.reap("a1")).ready_count == 1
     (claim,) = await world.trajectories.claim("a1", 1)
     assert claim.loss == 1

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import fcntl
 import json
@@ -150,11 +149,6 @@ class Page:
         await self._wait_for(f"document.querySelector({json.dumps(selector)})")
         await self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
         await self.call("Input.insertText", text=text)
-
-    async def screenshot(self) -> bytes:
-        """The whole page as PNG."""
-        answer = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(answer["data"])
 
     def complaints(self) -> list[str]:
         """Errors that the page's console has shown: exceptions, blocked loads, violations of its policy."""

@@ -22,8 +22,8 @@ from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM
 from rollfab.fabric.contract.wire import load_json
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.keys import EVENTS, LEADER, ShardKeys
-from tests.bench.controller.stage import Stage, run_config, worker_infos
 from tests.support.processes.fabric_processes import PYTHONPATH
+from tests.support.queue.played_pool import Stage, run_config, worker_infos
 from tests.support.until import wait_until
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]

@@ -23,6 +23,7 @@ from rollfab.fabric.queue.keys import CONSUMED_COUNT_MAX, EVENT_COUNT_MAX, Shard
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish.publisher import Publisher
 from tests.support.brokers.key_table import rows, unaccounted
+from tests.support.leases import end_lease, set_lease
 from tests.support.records import result_of, rollout_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
@@ -61,14 +62,14 @@ class Day:
         for name, role in ((agent, "agent"), (worker, "dedicated")):
             await board.heartbeat(WorkerInfo(worker_id=name, role=role, pid=1, host="h"))
         lease = Lease(worker_id=worker, run_id=RUN.run_id, lease_epoch=index, slot_count=4096, lease_until_ms=None)
-        await board.set_lease(lease, None)
+        await set_lease(board, lease, None)
         for _ in range(VERSIONS_AN_HOUR):
             self.weights[self.version % 4096] ^= 1
             await self.publisher.publish({"w": self.weights}, self.version)
             self.version += 1
         for number in range(ROUNDS_AN_HOUR):
             await self.round(f"h{index}-{number}", agent, worker, index)
-        await board.end_lease(lease)
+        await end_lease(board, lease)
         for name in (agent, worker):
             await board.forget_worker(name)
             await board.add_event("worker.gone", {"worker_id": name})

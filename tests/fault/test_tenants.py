@@ -36,6 +36,7 @@ from tests.integration.foreign.test_canaries import PYTHON, canary
 from tests.support import records
 from tests.support.brokers.guarded_broker import ADMIN_PASSWORD, Guarded, guarded_broker
 from tests.support.brokers.key_table import names_and_kinds
+from tests.support.leases import set_lease
 from tests.support.processes.fabric_processes import PYTHONPATH, ROOT, Processes
 from tests.support.worlds.reward_worlds import FAULTS
 
@@ -173,7 +174,7 @@ async def answer(fabric: Neighbourhood, runs: list[Run], is_over: threading.Even
 
         async def serve(config: RunConfig) -> None:
             lease = Lease(worker_id="w", run_id=config.run_id, lease_epoch=1, slot_count=64, lease_until_ms=None)
-            await ports.board.set_lease(lease, None)
+            await set_lease(ports.board, lease, None)
             turns, done = ports.turns(config), list[TurnSettle]()
             while not is_over.is_set():
                 got = await turns.exchange("w", settles=done, want=64, lease_epoch=1, active_version=0)

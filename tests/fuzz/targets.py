@@ -44,7 +44,7 @@ from rollfab.fabric.contract.records import (
     WorkerInfo,
 )
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
-from rollfab.fabric.contract.wire import ALIGNMENT, HEADER, MAGIC, SCHEMA, Record, load_json
+from rollfab.fabric.contract.wire import ALIGNMENT, HEADER, MAGIC, Record, load_json
 from rollfab.fabric.delivery.collective.invitations import Answer, Offer
 from rollfab.fabric.format.codec import Encoder
 from rollfab.fabric.format.decoder import Decoder
@@ -78,6 +78,20 @@ IDS = np.arange(5, dtype=np.int32)
 FLOATS = np.zeros(5, np.float32)
 SPANS = (Span(0, 3, "worker-1", 7), Span(3, 5, "worker-2", 8))
 JOB = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={"seed": 1, "deep": [{}]}, seed=3)
+SAMPLING = Sampling(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.1,
+    stop=("\n", "</a>"),
+    stop_ids=(1, 2),
+    seed=7,
+    logit_bias={5: -1.5},
+    guided_regex="[0-9]+",
+)
 RECORDS: tuple[Record, ...] = (
     LeasePlan(
         controller_id="c1",
@@ -90,7 +104,7 @@ RECORDS: tuple[Record, ...] = (
     SharingReport(worker_id="w1", since_s=5.0, alone={"request_count": 3, "ttft_ms_p99": 9.5}, token_count=7),
     RunConfig(run_id="r", model="tiny", environment="e", environment_options={"size": 4}, reward="success"),
     JOB,
-    TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(stop_ids=(1, 2), seed=7), prompt_ids=IDS),
+    TurnJob(turn_id="g.0.0", agent_id="a", sampling=SAMPLING, prompt_ids=IDS),
     Offer(
         run_id="r",
         round_id="g1",
@@ -172,7 +186,7 @@ def _framed(kind: type[Record]) -> Callable[[bytes], None]:
     def read(data: bytes) -> None:
         meta, _, arrays = data.partition(b"\0")
         meta += b" " * (-(HEADER.size + len(meta)) % ALIGNMENT)
-        _use(kind.decode(HEADER.pack(MAGIC, SCHEMA, kind.KIND, len(meta)) + meta + arrays))
+        _use(kind.decode(HEADER.pack(MAGIC, kind.SCHEMA, kind.KIND, len(meta)) + meta + arrays))
 
     return read
 

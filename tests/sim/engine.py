@@ -60,6 +60,8 @@ class FakeEngine:
     ) -> None:
         self.name = "simulated 1"
         self.layout = LAYOUT
+        self.cannot: dict[str, str] = {}
+        self.cannot_resume: frozenset[str] = frozenset()
         self.slowness = 1.0
         self._step_s = step_s
         self._on_step = on_step

@@ -45,7 +45,7 @@ class Replay(Environment):
     recovery: Recovery = "replay"  # type: ignore[misc]
 
     def __init__(self, turns: int, tokens: int, pace_s: float, stops: str = "yz") -> None:
-        self.sampling = TextSampling(temperature=0.0, max_tokens=tokens, stop_texts=tuple(stops))
+        self.sampling = TextSampling(temperature=0.0, max_tokens=tokens, stop=tuple(stops))
         self.turn_count_max = turns + 1
         self._turns = turns
         self._pace_s = pace_s

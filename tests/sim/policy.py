@@ -61,6 +61,6 @@ def next_token(context: int, digest: int) -> tuple[int, np.float32]:
 
 def ending(sampling: Sampling, count: int, last: int | None) -> str:
     """Why a turn of `count` tokens ends: stop, length, or "" when it does not."""
-    if last is not None and last in sampling.stop_ids:
+    if last is not None and (last in sampling.stop_ids or TEXT.decode([last]) in sampling.stop):
         return "stop"
     return "length" if count >= sampling.max_tokens else ""

@@ -25,6 +25,7 @@ from tests.sim.roles import registry
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time
 from tests.standin.fabric import StandInFabric
 from tests.support.brokers.port_life import Life
+from tests.support.leases import set_lease
 
 RUN = RunConfig(
     run_id="r1",
@@ -182,7 +183,7 @@ async def serve(fabric: StandInFabric, run: RunConfig, count: int) -> None:
     """Generate turns of a run until so many are settled."""
     turns, settled = fabric.turns(run), 0
     lease = Lease(worker_id="w1", run_id=run.run_id, lease_epoch=1, slot_count=8, lease_until_ms=None)
-    await fabric.board.set_lease(lease, None)
+    await set_lease(fabric.board, lease, None)
     claims: list[TurnClaim] = []
     while settled < count:
         ends = [TurnSettle(claim=claim, result=result_of(claim.job.turn_id)) for claim in claims]

@@ -14,7 +14,8 @@ import logging
 from dataclasses import replace
 
 from ...fabric.contract.clock import Clock
-from ...fabric.contract.records import AUTO
+from ...fabric.contract.records import AUTO, GLOO
+from ...fabric.delivery.collective.invitations import CollectiveOptions
 from ...fabric.delivery.collective.publisher import CollectivePublisher
 from ...fabric.format.manifest import BROKER, COLLECTIVE
 from ...fabric.ports.weights import WeightStore
@@ -29,14 +30,17 @@ class Carrying:
     """Brings the chunks of one run's versions to where receivers find them.
 
     Args:
-        setting: "broker", "collective" or "auto".
+        setting: "broker", "collective" or "auto". backend: of a collective, one of BACKENDS.
     """
 
-    def __init__(self, store: WeightStore, run_id: str, setting: str, clock: Clock) -> None:
+    def __init__(self, store: WeightStore, run_id: str, setting: str, clock: Clock, *, backend: str = GLOO) -> None:
         self._store = store
         self._run_id = run_id
         self._setting = setting
-        self._collective = None if setting == BROKER else CollectivePublisher(store, run_id, clock=clock)
+        self._collective: CollectivePublisher | None = None
+        if setting != BROKER:
+            options = CollectiveOptions(backend=backend)
+            self._collective = CollectivePublisher(store, run_id, options=options, clock=clock)
 
     async def carry(self, prepared: Prepared) -> Prepared:
         """Return the version, ready for the broker: with its chunks, or with a manifest that names another carrier.

@@ -10,11 +10,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ...fabric.contract.errors import WeightError
 from .messages import MESSAGE_BYTES_MAX, RankMessage
@@ -75,13 +79,14 @@ class RankExchange:
             self._lose(0, error, self._timeout_s * LATE_FACTOR)
             raise WeightError(self.lost, ranks=[0]) from error
 
-    def tell(self, message: RankMessage) -> None:
-        """Send this message to every other rank; `gather` names a rank that is gone."""
+    def tell(self, message: RankMessage, rows: Callable[[int], NDArray[np.int64]] | None = None) -> None:
+        """Send this message to every other rank, each with its own rows if given; `gather` names one that is gone."""
         assert self.rank == 0
         data = message.encode()
         for rank in self._living():
             try:
-                self._put(data, rank, self._down)
+                own = data if rows is None else replace(message, rows=rows(rank)).encode()
+                self._put(own, rank, self._down)
             except RuntimeError as error:
                 self._lose(rank, error)
 

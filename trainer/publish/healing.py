@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import FabricError
 from ...fabric.format.manifest import BROKER, Damage, WeightManifest
+from ...fabric.host.helpers import end_all
 from ...fabric.inspect.healing import Wound, examine, is_listed, wrong_chunks
 from ...fabric.ports.weights import WeightStore
 from .upkeep import Upkeep
@@ -76,8 +77,7 @@ class Healing:
     async def close(self) -> None:
         """End the task."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])
             self._task = None
 
     async def _go(self) -> None:

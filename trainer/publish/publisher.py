@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import BrokerError, InputError, WeightError, WireError
-from ...fabric.contract.records import RunConfig
+from ...fabric.contract.records import GLOO, RunConfig
 from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import BROKER, Head, WeightManifest
 from ...fabric.ports.weights import WeightStore
@@ -70,6 +70,7 @@ class Publisher:
         timeout_s: how long rank 0 waits for a rank.
         thread_count: as in Ranks.
         carrier: "broker", "collective" or "auto"; see carrying.py. Ranks send by the broker.
+        collective_backend: "gloo" or "nccl".
         dtype: the run's, to which floating-point tensors are rounded; "": each keeps its own.
         model: the run's; its first weights are checked against it. None: they are not.
         compares_on: "auto": tensors on a GPU are compared there, which takes a copy of the weights there, others on the
@@ -87,6 +88,7 @@ class Publisher:
         timeout_s: float = 300.0,
         thread_count: int | None = None,
         carrier: str = BROKER,
+        collective_backend: str = GLOO,
         compares_on: ComparesOn = "auto",
         scrub_bytes_per_s: int = RunConfig.scrub_bytes_per_s,
         model: str | None = None,
@@ -119,7 +121,8 @@ class Publisher:
             clock=self._clock,
             bytes_per_s=scrub_bytes_per_s,
         )
-        self._carrying = Carrying(store, run_id, carrier if exchange is None else BROKER, self._clock)
+        way = carrier if exchange is None else BROKER
+        self._carrying = Carrying(store, run_id, way, self._clock, backend=collective_backend)
         self._report: PublishReport | None = None
         self._model = model
 

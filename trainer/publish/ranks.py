@@ -33,7 +33,7 @@ from ...fabric.versions.rank_parts import check_regions
 from ...fabric.versions.snapshot import THREAD_COUNT_MAX, Check, Identity, Prepared, Snapshot, packed
 from .borrowing import in_thread
 from .messages import RankMessage, heard, rebuilt, said, told
-from .sharing import Sharing, own_boxes, share
+from .sharing import Sharing, boxes_of, rows_of, share
 from .tensors import ComparesOn, Held, Named, Parts, hold
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class Ranks:
         self._own: Prepared | None = None  # on ranks other than 0: its part of the version prepared last
         self._held: Held | None = None  # by this rank, from the trainer, while it publishes
         self._met: Sharing | None = None  # as this publish has it
+        self._said: list[tuple[Any, bytes]] = []  # by each rank, when all were told what they share
+        self._share: tuple[Layout, list[Region]] = Layout(()), []  # of this rank
         self._begun: Sharing | None = None  # and as the copies have
         self._firsts: list[int] = []  # of the version prepared last: each rank's first chunk
         self._cut = ""
@@ -107,8 +109,9 @@ class Ranks:
         def collected(check: Check) -> RankMessage:
             number = version_number(version)
             self._held = hold(named, self._compares_on, check, size=self._size, dtype=self._dtype)
-            boxes = np.array(self._held.boxes, dtype=np.int64).reshape(-1)
-            return RankMessage(facts={"version": number, "layout": self._held.layout.rows()}, rows=boxes)
+            return RankMessage(
+                facts={"version": number, "layout": self._held.layout.rows()}, rows=rows_of(self._held.boxes)
+            )
 
         found = await self._outcome(partial(in_thread, collected))
         return found if isinstance(found, RankMessage) else said(found)
@@ -172,8 +175,9 @@ class Ranks:
         def work(check: Check) -> Prepared | bool | None:
             if order["do"] == "share":
                 assert self._held is not None
-                boxes = own_boxes(order["rows"], self._rank)
-                self.parts = self._held.parts(Layout.from_rows(order["layout"]), boxes, check)
+                if order["layout"] is not None:
+                    self._share = Layout.from_rows(order["layout"]), boxes_of(order["rows"])
+                self.parts = self._held.parts(*self._share, check)
                 return None
             do, parts = order["do"], self.parts
             if do == "begin":
@@ -220,14 +224,14 @@ class Ranks:
                 f"rank {other} publishes version {words[other]}, rank 0 {words[0]}: all must publish the same",
                 ranks=[other],
             )
-        width = len(Region._fields)
-        held = [[Region(*row) for row in message.rows.reshape(-1, width).tolist()] for message in hellos]
-        layouts = [Layout.from_rows(message.facts["layout"]) for message in hellos]
-        shared = share([*zip(layouts, held, strict=True)])
-        if shared != self._met:
-            check_regions(shared.layout, [box for boxes in shared.boxes for box in boxes])
-        self._met = shared
-        await self._all({"do": "share", "layout": shared.layout.rows(), "rows": shared.rows()})
+        said = [(message.facts["layout"], message.rows.tobytes()) for message in hellos]
+        if self._met is None or said != self._said:  # else all ranks know what they share
+            self._met = await in_thread(lambda _: _met(hellos))
+            self._said = []
+            await self._all({"do": "share", "layout": self._met.layout.rows()}, rows=self._met.boxes)
+            self._said = said
+        else:
+            await self._all({"do": "share", "layout": None})
         assert self.parts is not None
         return hello.facts["version"], self.parts.layout
 
@@ -287,27 +291,32 @@ class Ranks:
         facts = told(ending) if isinstance(ending, Exception) else {"report": ending}
         await self._tell({"do": "end", **facts})
 
-    async def _all(self, order: Order, own: Callable[[], Awaitable[Any]] | None = None) -> list[Any]:
+    async def _all(
+        self, order: Order, own: Callable[[], Awaitable[Any]] | None = None, rows: Sequence[Sequence[Region]] = ()
+    ) -> list[Any]:
         """Have every rank carry out an order, this one by `own` if given; return their results, by rank.
+
+        rows: of each rank, sent to it with the order.
 
         Raises:
             FabricError: a rank failed, or is gone; names it.
         """
-        await self._tell(order)
-        results = [await self._outcome(own or partial(in_thread, self._work_of(order)))]
+        await self._tell(order, rows)
+        mine = {**order, "rows": rows_of(rows[self._rank])} if rows else order
+        results = [await self._outcome(own or partial(in_thread, self._work_of(mine)))]
         results += [heard(message) for message in await self._gathered()]
         self._require(results)
         return results
 
-    async def _tell(self, order: Order) -> None:
+    async def _tell(self, order: Order, rows: Sequence[Sequence[Region]] = ()) -> None:
         if self._exchange is not None:
-            await asyncio.to_thread(self._tell_now, order)
+            await asyncio.to_thread(self._tell_now, order, rows)
 
-    def _tell_now(self, order: Order) -> None:
+    def _tell_now(self, order: Order, rows: Sequence[Sequence[Region]] = ()) -> None:
         assert self._exchange is not None
-        facts = {key: value for key, value in order.items() if key != "rows"}
-        rows = order.get("rows", np.zeros(0, np.int64))
-        self._exchange.tell(RankMessage(facts={**facts, "at": self.version, "lost": self._exchange.lost}, rows=rows))
+        facts = {**order, "at": self.version, "lost": self._exchange.lost}
+        own = (lambda rank: rows_of(rows[rank])) if rows else None
+        self._exchange.tell(RankMessage(facts=facts, rows=rows_of(())), own)
 
     async def _gathered(self) -> list[RankMessage]:
         return [] if self._exchange is None else await asyncio.to_thread(self._exchange.gather)
@@ -317,6 +326,14 @@ class Ranks:
         for rank, result in enumerate(results):
             if isinstance(result, FabricError):
                 raise type(result)(f"rank {rank}: {result.message}", ranks=[rank])
+
+
+def _met(hellos: Sequence[RankMessage]) -> Sharing:
+    """What every rank publishes of what all said that they hold. Raises LayoutMismatch."""
+    layouts = [Layout.from_rows(message.facts["layout"]) for message in hellos]
+    shared = share([(layout, boxes_of(message.rows)) for layout, message in zip(layouts, hellos, strict=True)])
+    check_regions(shared.layout, [box for boxes in shared.boxes for box in boxes])
+    return shared
 
 
 def joined(manifests: Sequence[WeightManifest], cut: str) -> WeightManifest:

@@ -25,11 +25,6 @@ class Sharing(NamedTuple):
     layout: Layout
     boxes: list[list[Region]]
 
-    def rows(self) -> NDArray[np.int64]:
-        """Return int64 (P, 6), flat: a rank, and a box of its."""
-        rows = [(rank, *box) for rank, boxes in enumerate(self.boxes) for box in boxes]
-        return np.array(rows, dtype=np.int64).reshape(-1)
-
 
 def share(held: Sequence[tuple[Layout, Sequence[Region]]]) -> Sharing:
     """Join what the ranks hold, each by its own layout.
@@ -60,6 +55,11 @@ def share(held: Sequence[tuple[Layout, Sequence[Region]]]) -> Sharing:
     return Sharing(joined, mine)
 
 
-def own_boxes(rows: NDArray[np.int64], rank: int) -> list[Region]:
-    """Read a rank's boxes out of Sharing.rows."""
-    return [Region(*row[1:]) for row in rows.reshape(-1, 1 + WIDTH).tolist() if row[0] == rank]
+def rows_of(boxes: Sequence[Region]) -> NDArray[np.int64]:
+    """Return boxes as int64 (P * 5,), to be sent."""
+    return np.array(boxes, dtype=np.int64).reshape(-1)
+
+
+def boxes_of(rows: NDArray[np.int64]) -> list[Region]:
+    """Read boxes out of `rows_of`."""
+    return [Region(*row) for row in rows.reshape(-1, WIDTH).tolist()]

@@ -1,5 +1,6 @@
-"""Parts of tensors that a trainer holds in a layout of its own: tensor parallel ones, fused ones, those of a stage.
+"""Parts of tensors that a rank holds: of torch's DTensor, or in a layout of the trainer's own (`Slice`).
 
+- Such a layout has tensor parallel tensors, fused ones, or those of a stage.
 - Every rank names the parts as they lie in the checkpoint (Hugging Face's names and shapes), wherever they lie in its
   memory. Ranks that hold the same part take turns; a rank need not know of tensors that others hold.
 - megatron.py makes them for models of Megatron-Core.
@@ -8,11 +9,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...fabric.contract.errors import InputError
 from ...fabric.format.layout import TensorSpec
 from ...fabric.format.regions import Region
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -43,3 +47,41 @@ class Slice:
                 name=spec.name,
             )
         return Region.box(number, spec, list(zip(start, own, strict=True)))
+
+
+def box_of(spec: TensorSpec, tensor: DTensor, number: int) -> Region:
+    """Return the region of a DTensor that this rank holds.
+
+    Args:
+        number: of the tensor in its layout.
+
+    Raises:
+        InputError: it is placed so that the part is no box, or not the one that its placements say.
+    """
+    from torch.distributed.tensor import Replicate, Shard  # slow to load, and needed by few
+
+    mesh, placed = tensor.device_mesh, tuple(tensor.placements)
+    place = mesh.get_coordinate()
+    if place is None:
+        return Region.span(number, 0, 0)
+    ranges = [(0, length) for length in spec.shape]
+    for dim_size, coordinate, placement in zip(mesh.shape, place, tensor.placements, strict=True):
+        if type(placement) is Shard and 0 <= placement.dim < len(ranges):
+            first, count = ranges[placement.dim]
+            each = -(-count // dim_size)
+            begin = min(coordinate * each, count)
+            ranges[placement.dim] = (first + begin, min(each, count - begin))
+        elif type(placement) is not Replicate:
+            raise InputError(
+                f"tensor {spec.name!r} is placed as {placed}: {placement} cannot be published by shards, only Shard and"
+                " Replicate can. Gather it first with .full_tensor()",
+                name=spec.name,
+            )
+    box, count = Region.box(number, spec, ranges), tensor.to_local().numel()
+    if box.element_count != count:
+        raise InputError(
+            f"tensor {spec} has {count:,} elements on this rank, its placements {placed} say {box.element_count:,}: it"
+            " cannot be published by shards",
+            name=spec.name,
+        )
+    return box

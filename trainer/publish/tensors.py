@@ -2,8 +2,7 @@
 
 - Tensors that are to be compared where they are (on a device) are flat torch tensors of integers of the same width,
   all others flat numpy arrays.
-- A rank holds whole tensors, or parts of them: of a DTensor (boxes.py), or Slices (slices.py). sharing.py says who
-  publishes what several ranks hold.
+- A rank holds whole tensors, or parts of them (slices.py). sharing.py says who publishes what several ranks hold.
 - Where the run has a dtype, floating-point tensors of another one are rounded to it: half the memory of float32 masters
   more, until the publish has ended.
 - The caller's tensors are iterated once, where `publish` is called (`pairs_of`): a generator is the caller's code.
@@ -32,7 +31,7 @@ from ...fabric.format.regions import Region
 from ...fabric.inspect.safetensors import open_checkpoint
 from ...fabric.versions.reader import Weights
 from ...fabric.versions.snapshot import Check, no_check
-from .slices import Slice
+from .slices import Slice, box_of
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
 Pairs = list[tuple[str, Any]]
@@ -107,8 +106,6 @@ def hold(
             if part is not None:
                 box = part.box(spec, numbers[name])
             elif hasattr(given, "full_tensor"):
-                from .boxes import box_of  # loads torch.distributed
-
                 box = box_of(spec, given, numbers[name])
             other = owners.setdefault(storage, name) if box.element_count else name
             if other != name:

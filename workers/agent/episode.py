@@ -1,6 +1,7 @@
 """One trajectory's life: reset, then turn by turn, until the environment says it is over.
 
-- The tokens are one growing sequence; observations are tokenised once, when they appear, and never again.
+- The tokens are one growing sequence; observations are tokenised once, when they appear, and never again. A world that
+  speaks in chat messages has a Dialogue in the Transcript's place.
 - After a take-over the episode goes on as its environment says: `replay` steps a fresh world through the turns that
   are settled, `snapshot` loads the state saved after the last of them, `restart` fails the attempt and starts anew.
 - The episode takes no turn that was made in another context than its own: if a world says or pays something else after
@@ -13,17 +14,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ...fabric.contract.errors import (
     BrokerError,
     ClaimLost,
+    EngineUnsupported,
     EnvironmentFailed,
     FabricError,
     InputError,
@@ -50,15 +53,17 @@ from ...fabric.contract.records import (
     check_reward,
     sum_rewards,
 )
-from ...fabric.contract.seeds import turn_seed
+from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import check_size, dump_json, load_json
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
-from ..environments.base import Environment, Observation, Recovery, Step, as_error, show, time_limit
+from ..engines.model_tokenizer import chat_of
+from ..environments.base import Environment, Observation, Recovery, Step, TextSampling, as_error, show, time_limit
 from ..environments.failures import reason_of, traceback_of
 from ..environments.isolated import IsolatedEnvironment
 from ..environments.registry import Registry
 from ..environments.room import Room
+from .dialogue import Dialogue
 from .slots import Quarantine
 from .transcript import Transcript
 
@@ -215,10 +220,11 @@ class Episode:
         self._limits = limits
         self._caller = caller
         self._tokenizer = tokenizer
-        self._transcript = Transcript()
+        self._transcript: Transcript | Dialogue = Transcript(tokenizer, NO_IDS)
         self._texts: list[str] = []
         self._recovery: Recovery = "replay"
         self._has_limit = True  # whether we limit the time of a call; known once the world is open
+        self._stated: tuple[TextSampling, Sampling] | None = None  # the world's settings, and what came of them
 
     async def run(self) -> Rollout:
         """Play the trajectory to its end; return the rollout, scored unless the run has a reward function.
@@ -241,7 +247,6 @@ class Episode:
     async def _rollout(self, last: Step) -> Rollout:
         info = await self._dump("info", last.info, INFO_BYTES_MAX)
         job, rewards = self._claim.job, self._transcript.rewards
-        ids, logprobs, mask = self._transcript.tokens()
         return Rollout(
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
@@ -251,12 +256,8 @@ class Episode:
             turn_count=len(rewards),
             attempt=self._claim.attempt,
             seed=job.seed,
-            spans=tuple(self._transcript.spans),
-            prompt_ids=self._transcript.prompt_ids,
-            completion_ids=ids,
-            logprobs=logprobs,
-            completion_mask=mask,
             info={**load_json(info), "rewards": rewards},
+            **self._transcript.record(),
         )
 
     # ---- the world
@@ -296,12 +297,15 @@ class Episode:
                 if await share.take(len(snapshot)):
                     return await self._restore(world, snapshot)
         observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
-        if not (isinstance(observation, Observation) and isinstance(observation.text, str)):
+        if not (isinstance(observation, Observation) and _is_said(observation)):
             raise EnvironmentFailed(
-                f"{self._name}: reset gave {show(observation)}, expected an Observation with text",
+                f"{self._name}: reset gave {show(observation)}, expected an Observation with text or messages",
                 reason="reset",
             )
-        self._transcript.begin(await self._encode(observation.text, where="reset"))
+        if observation.messages:
+            self._transcript = self._dialogue(observation.messages, observation.tools)
+        else:
+            self._transcript = Transcript(self._tokenizer, await self._encode(observation.text, where="reset"))
         return await self._replay(world, Step(observation.text, 0.0), settled)
 
     async def _replay(self, world: Environment, step: Step, settled: Sequence[TurnResult]) -> Step:
@@ -317,8 +321,15 @@ class Episode:
         settled = self._claim.turns
         try:
             state = load_json(snapshot)
-            self._transcript.begin(np.array(state["prompt_ids"], np.int32))
-            known = [Step(text, reward) for text, reward in zip(state["texts"], state["rewards"], strict=True)]
+            if "messages" in state:
+                self._transcript = self._dialogue(state["messages"], state["tools"])
+            else:
+                self._transcript = Transcript(self._tokenizer, np.array(state["prompt_ids"], np.int32))
+            said = state.get("said") or [[] for _ in state["texts"]]
+            known = [
+                Step(text, reward, messages=messages)
+                for text, reward, messages in zip(state["texts"], state["rewards"], said, strict=True)
+            ]
             last = known[-1]
         except (WireError, LookupError, TypeError, ValueError) as error:
             raise EnvironmentFailed(
@@ -337,11 +348,13 @@ class Episode:
             turn_id=turn_id(self._claim.job.trajectory_id, self._turn_count),
             agent_id=self._limits.agent_id,
             sampling=self._sampling(world),
-            prompt_ids=self._transcript.context(),
+            prompt_ids=await self._context(),
             context_digest=self._transcript.digest(),
         )
         check_prompt(job.turn_id, len(job.prompt_ids))
         result = await self._caller.ask(self._claim, job)
+        if result.finish_reason == "refused":
+            raise EngineUnsupported(f"turn {job.turn_id} was refused: {result.error}")
         if result.finish_reason == "error":
             raise FabricError(f"turn {job.turn_id} failed: {result.error}")
         step = await self._apply(world, result)
@@ -351,12 +364,11 @@ class Episode:
 
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and record its answer."""
-        self._take(result)
-        action = self._tokenizer.decode(result.completion_ids)
+        action = self._take(result)
         step = await self._guard("step", lambda: world.step(action))
-        if not (isinstance(step, Step) and isinstance(step.text, str) and isinstance(step.info, dict)):
+        if not (isinstance(step, Step) and _is_said(step) and isinstance(step.info, dict)):
             raise EnvironmentFailed(
-                f"{self._name}: step gave {show(step)}, expected a Step with text and a dict of info",
+                f"{self._name}: step gave {show(step)}, expected a Step with text or messages, and a dict of info",
                 reason="step",
             )
         await self._add_step(step)
@@ -372,9 +384,9 @@ class Episode:
                 kept = await self._guard("snapshot", world.snapshot)
             state = {
                 "world": kept,
-                "prompt_ids": self._transcript.prompt_ids.tolist(),
                 "texts": self._texts,
                 "rewards": self._transcript.rewards,
+                **self._transcript.state(),
             }
             await self._caller.save(self._claim, await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
 
@@ -384,11 +396,14 @@ class Episode:
     def _turn_count(self) -> int:
         return len(self._transcript.rewards)
 
-    def _take(self, result: TurnResult) -> None:
-        """Record a turn that was made in this context. Workers that know no digests send an empty one."""
+    def _take(self, result: TurnResult) -> str | dict[str, Any]:
+        """Record a turn that was made in this context; return it as the world reads it.
+
+        Workers that know no digests send an empty one.
+        """
         if result.context_digest not in ("", self._transcript.digest()):
             raise self._diverged(f"turn {self._turn_count} was made in another context than the one it came to")
-        self._transcript.add_turn(result)
+        return self._transcript.add_turn(result)
 
     def _diverged(self, how: str) -> EnvironmentFailed:
         return EnvironmentFailed(
@@ -396,10 +411,48 @@ class Episode:
         )
 
     async def _add_step(self, step: Step) -> None:
-        is_read = step.text and not step.is_done
-        ids = await self._encode(step.text, where="step") if is_read else NO_IDS
-        self._transcript.add_step(check_reward(step.reward, self._name), ids)
+        reward = check_reward(step.reward, self._name)
+        if isinstance(self._transcript, Dialogue):
+            with self._told("step"):
+                self._transcript.add_step(reward, [] if step.is_done else self._messages(step))
+        else:
+            is_read = step.text and not step.is_done
+            self._transcript.add_step(reward, await self._encode(step.text, where="step") if is_read else NO_IDS)
         self._texts.append(step.text)
+
+    def _dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Dialogue:
+        """Begin a conversation by the model's own chat template."""
+        with self._told("reset"):
+            return Dialogue(chat_of(self._tokenizer, self._run.model), messages, tools)
+
+    def _messages(self, step: Step) -> list[dict[str, Any]]:
+        """Return what the world said after a turn: its messages, or its text as the user's."""
+        if step.messages:
+            return step.messages
+        self._check_text(step.text, where="step")
+        if not step.text:
+            raise EnvironmentFailed(
+                f"{self._name}: step gave no messages and no text, though it goes on: the policy needs something to "
+                "answer",
+                reason="step",
+            )
+        return [{"role": "user", "content": step.text}]
+
+    async def _context(self) -> Int32:
+        """Return the context of the next turn; a thread renders and tokenises a long conversation."""
+        transcript = self._transcript
+        if isinstance(transcript, Transcript):
+            return transcript.context()
+        with self._told("step" if self._turn_count else "reset"):
+            return transcript.context() if transcript.is_brief else await asyncio.to_thread(transcript.context)
+
+    @contextlib.contextmanager
+    def _told(self, where: str) -> Iterator[None]:
+        """Say of whom a refused message is."""
+        try:
+            yield
+        except FabricError as error:
+            raise EnvironmentFailed(f"{self._name}: {where}: {error.message}", reason=where) from error
 
     async def _encode(self, text: str, where: str) -> Int32:
         self._check_text(text, where)
@@ -424,17 +477,22 @@ class Episode:
             )
 
     def _sampling(self, world: Environment) -> Sampling:
-        own, wanted = world.sampling, self._run.sampling
-        stops = [int(self._tokenizer.encode(text)[-1]) for text in wanted.get("stop_texts", own.stop_texts)]
+        if self._stated is None or self._stated[0] is not world.sampling:
+            self._stated = world.sampling, self._settings(world.sampling)
+        base = self._stated[1]
+        if base.seed is None:
+            return base
+        return replace(base, seed=turn_seed(base.seed, self._claim.job.trajectory_id, self._turn_count))
+
+    def _settings(self, own: TextSampling) -> Sampling:
+        """Return the run's settings of sampling, and the world's where the run has none."""
+        wanted = self._run.sampling
+        stated = {name: value for name, value in own.row().items() if not (name in GUIDED and GUIDED & wanted.keys())}
+        made = sampling_from(check_sampling({**stated, **wanted}, f"{self._name}: sampling"))
         eos_id = self._tokenizer.eos_id if own.ends_at_eos else None
-        end = () if eos_id is None else (eos_id,)
-        seed = wanted.get("seed")
-        return Sampling(
-            temperature=float(wanted.get("temperature", own.temperature)),
-            max_tokens=int(wanted.get("max_tokens", own.max_tokens)),
-            stop_ids=(*stops, *end),
-            seed=None if seed is None else turn_seed(int(seed), self._claim.job.trajectory_id, self._turn_count),
-        )
+        if isinstance(self._transcript, Dialogue):
+            return replace(made, stop_ids=(*made.stop_ids, *self._transcript.stop_ids))
+        return made if eos_id is None else replace(made, stop_ids=(*made.stop_ids, eos_id))
 
     def _goes_on(self, world: Environment, step: Step) -> bool:
         """Tell whether the episode asks for another turn."""
@@ -480,6 +538,11 @@ class Episode:
     @property
     def _name(self) -> str:
         return f"environment {self._run.environment!r}"
+
+
+def _is_said(answer: Observation | Step) -> bool:
+    """Whether it has a text, and messages that are a list."""
+    return isinstance(answer.text, str) and isinstance(answer.messages, list)
 
 
 def _dump_within(what: str, value: object, bytes_max: int) -> bytes:

@@ -8,18 +8,22 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from ...fabric.contract.records import Float32, Int32, Span, TurnResult, UInt8
+from ...fabric.contract.tokenizer import Tokenizer
 
 
 class Transcript:
     """The conversation so far in one trajectory."""
 
-    def __init__(self) -> None:
-        self.prompt_ids: Int32 = np.zeros(0, np.int32)
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Int32) -> None:
+        """prompt_ids: the tokens of the first observation."""
+        self._tokenizer = tokenizer
+        self.prompt_ids = prompt_ids
         self.spans: list[Span] = []
         self.rewards: list[float] = []
         self._ids: list[Int32] = []
@@ -28,18 +32,14 @@ class Transcript:
         self._length = 0
         self._known_ids: Int32 | None = None  # the prompt and the first `_known_count` parts of `_ids`
         self._known_count = 0
-        self._digest = xxhash.xxh3_64()
+        self._digest = xxhash.xxh3_64(prompt_ids.tobytes())
 
-    def begin(self, prompt_ids: Int32) -> None:
-        """Set the prompt: the tokens of the first observation."""
-        self.prompt_ids = prompt_ids
-        self._digest.update(prompt_ids.tobytes())
-
-    def add_turn(self, result: TurnResult) -> None:
-        """Add a turn's tokens, written by the policy."""
+    def add_turn(self, result: TurnResult) -> str:
+        """Add a turn's tokens, written by the policy; return their text."""
         start = self._length
         self._add(result.completion_ids, result.logprobs, 1)
         self.spans += [Span(start + s.start, start + s.end, s.worker_id, s.policy_version) for s in result.spans]
+        return self._tokenizer.decode(result.completion_ids)
 
     def add_step(self, reward: float, ids: Int32) -> None:
         """Add the environment's reward for the turn, and the tokens of its observation, which may be empty."""
@@ -60,9 +60,19 @@ class Transcript:
         """Return the digest of all so far, as 16 hexadecimal digits."""
         return str(self._digest.hexdigest())
 
-    def tokens(self) -> tuple[Int32, Float32, UInt8]:
-        """Return all after the prompt: ids, logprobs and mask, each of shape (T,); logprobs are 0 where the mask is."""
-        return _joined(self._ids, np.int32), _joined(self._logprobs, np.float32), _joined(self._mask, np.uint8)
+    def state(self) -> dict[str, Any]:
+        """Return what a snapshot keeps beside texts and rewards."""
+        return {"prompt_ids": self.prompt_ids.tolist()}
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of a Rollout that hold its tokens."""
+        return {
+            "prompt_ids": self.prompt_ids,
+            "completion_ids": _joined(self._ids, np.int32),
+            "logprobs": _joined(self._logprobs, np.float32),
+            "completion_mask": _joined(self._mask, np.uint8),
+            "spans": tuple(self.spans),
+        }
 
     def _add(self, ids: Int32, logprobs: Float32, mask: int) -> None:
         self._digest.update(ids.tobytes())

@@ -19,8 +19,6 @@ from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.lease import has_ended
 from ...fabric.rules.lending.terms import LendTerms, terms
 
-__all__ = ["ROLES", "Census"]
-
 ROLES = ("dedicated", "serving")
 WAKE_MS = 10_000  # assumed if an engine never woke yet: so it comes after all engines that are known to be quicker
 SAMPLE_COUNT_MIN = 5  # heartbeats in a row under load, before we believe a speed

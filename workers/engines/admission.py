@@ -6,33 +6,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from ...fabric.contract.errors import EngineError
-from ...fabric.contract.limits import TEMPERATURE_MAX, TEMPERATURE_MIN
+from ...fabric.contract.errors import EngineError, EngineUnsupported
 from ...fabric.contract.records import Int32
+from ...fabric.contract.sampling import FIELDS, is_field, is_whole, shown
 from .base import GenerationRequest
-from .seeds import check_seed
+from .stops import Pieces, StopMatcher
 
-STOP_COUNT_MAX = 1024  # looked through for every token
-SHOWN_MAX = 80  # characters of a value that is refused
 NOT_NUMBERS = (
     "its logits are not numbers: these weights cannot continue this prompt. Look at the published weights for NaN and"
     " infinity, or take a wider dtype"
 )
 
 
-def context_of(request: GenerationRequest, *, context_tokens_max: int, vocabulary_size: int) -> Int32:
+def context_of(
+    request: GenerationRequest,
+    *,
+    context_tokens_max: int,
+    vocabulary_size: int,
+    engine: str = "this engine",
+    cannot: Mapping[str, str] = MappingProxyType({}),
+) -> Int32:
     """Prompt and prior tokens, int32 (T,).
 
+    cannot: fields of sampling that the engine has not, each with the reason.
+
     Raises:
+        EngineUnsupported: its sampling asks for one of these.
         EngineError: nothing can follow them in this engine, they are not of its vocabulary, or its sampling is none.
     """
-    check_seed(request)
-    check_temperature(request)
-    _check_rest(request, vocabulary_size)
+    _check_sampling(request, vocabulary_size)
+    for name in request.sampling.row():
+        if name in cannot:
+            raise EngineUnsupported(
+                f"request {request.request_id!r} asks for {name}, which {engine} cannot do: {cannot[name]}",
+                request_id=request.request_id,
+                field=name,
+            )
+    for name in ("prompt_ids", "prior_ids"):
+        given: Any = getattr(request, name)
+        if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in "iu":
+            raise _refused(request, name, given, "an array of token ids")
     prior = request.prior_ids
     ids = np.concatenate([request.prompt_ids, prior]) if prior.size else request.prompt_ids
     if not 0 < ids.size < context_tokens_max:
@@ -52,43 +71,47 @@ def context_of(request: GenerationRequest, *, context_tokens_max: int, vocabular
     return ids
 
 
-def check_temperature(request: GenerationRequest) -> None:
-    """Require a temperature that every engine samples at as it is written.
+def _check_sampling(request: GenerationRequest, vocabulary_size: int) -> None:
+    """Require values that every engine samples at as they are written, and token ids of the model.
 
-    Raises:
-        EngineError: names the request and its temperature.
+    A `max_tokens` that leaves nothing to make ends a request at once, and is no fault.
     """
-    temperature = request.sampling.temperature
-    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    # NaN is in no interval
-    if not is_number or (temperature != 0 and not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX):
-        takes = f"0 (greedy) or {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
-        raise _refused(request, "temperature", temperature, takes)
-
-
-def _check_rest(request: GenerationRequest, vocabulary_size: int) -> None:
-    """Require counts and token ids that are whole numbers, and arrays of them."""
     sampling = request.sampling
-    if not _is_whole(sampling.max_tokens):
-        raise _refused(request, "max_tokens", sampling.max_tokens, "a whole number")
-    stop_ids: Any = sampling.stop_ids
-    is_list = isinstance(stop_ids, (tuple, list)) and len(stop_ids) <= STOP_COUNT_MAX
-    if not is_list or not all(_is_whole(each) and 0 <= each < vocabulary_size for each in stop_ids):
-        raise _refused(
-            request, "stop_ids", stop_ids, f"at most {STOP_COUNT_MAX} token ids from 0 to {vocabulary_size - 1}"
-        )
-    for name in ("prompt_ids", "prior_ids"):
-        ids: Any = getattr(request, name)
-        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise _refused(request, name, ids, "an array of token ids")
+    for name, takes in FIELDS.items():
+        value = getattr(sampling, name)
+        if not is_field(name, value) and not (name == "max_tokens" and is_whole(value)):
+            raise _refused(request, name, value, takes.takes)
+    for name in ("stop_ids", "logit_bias"):
+        beyond = [token for token in getattr(sampling, name) if not _is_of(token, vocabulary_size)]
+        if beyond:
+            raise _refused(request, name, beyond, f"token ids from 0 to {vocabulary_size - 1}")
+    if sampling.guided_json and sampling.guided_regex:
+        raise _refused(request, "guided_json and guided_regex", sampling.guided_regex, "one of them")
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+def _is_of(token: Any, vocabulary_size: int) -> bool:
+    return is_whole(token) and token < vocabulary_size
 
 
 def _refused(request: GenerationRequest, name: str, value: Any, takes: str) -> EngineError:
-    text = repr(value)
-    shown = text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
     request_id = request.request_id
-    return EngineError(f"request {request_id!r} has {name} {shown}, this engine takes {takes}", request_id=request_id)
+    return EngineError(
+        f"request {request_id!r} has {name} {shown(value)}, this engine takes {takes}", request_id=request_id
+    )
+
+
+def stops_of(request: GenerationRequest, pieces: Pieces | None) -> StopMatcher | None:
+    """What looks for the request's stop texts, if it has any."""
+    stops = request.sampling.stop
+    return StopMatcher(pieces, stops) if stops and pieces is not None else None
+
+
+def is_over(request: GenerationRequest, stop_ids: Collection[int], matcher: StopMatcher | None, room: int) -> str:
+    """Why there is nothing left to make: "stop" or "length"; "" where there is. The matcher takes the prior tokens.
+
+    stop_ids: tokens that end it. room: how many more it may make.
+    """
+    prior = request.prior_ids.tolist()
+    if (matcher is not None and matcher.feed(prior) is not None) or (prior and prior[-1] in stop_ids):
+        return "stop"
+    return "length" if room <= 0 else ""

@@ -91,6 +91,16 @@ class Engine(Protocol):
         ...
 
     @property
+    def cannot(self) -> Mapping[str, str]:
+        """Fields of sampling that it cannot do, each with the reason and what can. Known once it has started."""
+        ...
+
+    @property
+    def cannot_resume(self) -> frozenset[str]:
+        """Fields of sampling with which a turn cannot go on from prior tokens: it has to begin anew."""
+        ...
+
+    @property
     def layout(self) -> Layout:
         """Names, shapes and dtypes of its parameters, tied ones once."""
         ...
@@ -104,7 +114,12 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> None:
-        """Start a request; never blocks. Raises EngineError when the request can not fit."""
+        """Start a request; never blocks.
+
+        Raises:
+            EngineUnsupported: its sampling asks for what this engine cannot do; another may.
+            EngineError: it can not fit, or holds other than it may.
+        """
         ...
 
     async def finished(self, timeout_s: float) -> list[Generation]:

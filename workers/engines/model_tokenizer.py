@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ...fabric.chat.template import ChatTemplate, named_ends
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.models import is_path, is_preset
+from ...fabric.contract.models import TOKENIZER_FILES, is_path, is_preset
 from ...fabric.contract.records import Int32
+from ...fabric.contract.text import printable
 from ...fabric.contract.tokenizer import CharTokenizer, Tokenizer
+
+REASON_LENGTH_MAX = 300
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # sentencepiece's name of a byte token
 
 
 class HubTokenizer:
@@ -55,12 +62,38 @@ class HubTokenizer:
         identifier: int | None = self._tokenizer.eos_token_id
         return identifier
 
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The model's chat template. Raises ConfigError: it has none."""
+        return ChatTemplate(self._tokenizer, stop_ids=named_ends(self._tokenizer.name_or_path))
+
+    @cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {token.content: int(number) for number, token in added if token.special}
+
+    def is_byte(self, token: int) -> bool:
+        return BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(int(token)) or "") is not None
+
     def encode(self, text: str) -> Int32:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(
+            list(map(int, ids)), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
+
+
+def chat_of(tokenizer: Tokenizer, model: str) -> ChatTemplate:
+    """Return the chat template of a model.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if isinstance(tokenizer, HubTokenizer):
+        return tokenizer.chat
+    raise ConfigError(f"model {model!r} has no chat template: environments speak to it in plain text", model=model)
 
 
 def load_tokenizer(model: str, *, may_download: bool = False) -> Tokenizer:
@@ -70,3 +103,15 @@ def load_tokenizer(model: str, *, may_download: bool = False) -> Tokenizer:
         ConfigError: it can not be loaded.
     """
     return CharTokenizer() if is_preset(model) else HubTokenizer(model, may_download=may_download)
+
+
+def find_tokenizer(model: str) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a model that an engine here has loaded; or None, and why there is none. May take seconds."""
+    reason = f"model {model!r} has no tokenizer, without which it reads no text: put the tokenizer's files beside it"
+    if os.path.isdir(model) and not any(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES):
+        return None, reason
+    try:
+        tokenizer = load_tokenizer(model, may_download=True)
+        return (tokenizer, "") if len(tokenizer.encode("a")) else (None, reason)  # the library makes empty ones
+    except Exception as error:  # noqa: BLE001  around whatever a library makes of a model's files
+        return None, f"{reason} ({printable(repr(error))[:REASON_LENGTH_MAX]})"

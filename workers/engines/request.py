@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...fabric.contract.records import Sampling
 from .base import Generation
+from .stops import StopMatcher
 
 Marks = list[tuple[int, int]]  # (first token, policy version) of each stretch, in order
 
@@ -15,9 +17,10 @@ Marks = list[tuple[int, int]]  # (first token, policy version) of each stretch, 
 class Admission:
     """A request as the loop needs it.
 
-    input_ids: prompt and prior tokens, at least one. token_count_max: new tokens it may make, at least one.
-    arrived_at_s: when it was handed over.
-    dice: "seed" and "prior_count" for the sampler, or nothing: then the engine's own dice are thrown.
+    input_ids: prompt and prior tokens, at least one; the last `prior_count` of them are prior. token_count_max: new
+    tokens it may make, at least one. stop_ids: all that end it. matcher: looks for its stop texts; has taken the prior
+    tokens, and `fed_count` new ones. arrived_at_s: when it was handed over. asked: fields of sampling that are not at
+    their defaults.
     marks: which version began at which of its tokens; replaced as a whole, never changed in place, so that another
     thread may read it.
     """
@@ -25,16 +28,26 @@ class Admission:
     request_id: str
     input_ids: list[int]
     token_count_max: int
-    stop_ids: tuple[int, ...]
-    temperature: float
+    sampling: Sampling
+    prior_count: int = 0
+    stop_ids: tuple[int, ...] = ()
+    matcher: StopMatcher | None = None
+    fed_count: int = 0
     arrived_at_s: float = 0.0
-    dice: dict[str, int] = field(default_factory=dict)
     marks: Marks = field(default_factory=list)
+    asked: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.asked = frozenset(self.sampling.row())
 
     @property
     def context_tokens(self) -> int:
         """The most it can come to hold."""
         return len(self.input_ids) + self.token_count_max
+
+    def find_stop(self, tokens: list[int]) -> bool:
+        """Whether the newest tokens end it by a text; `tokens` end with all that were not looked at."""
+        return self.matcher is not None and self.matcher.feed(tokens) is not None
 
     def begin_version(self, token_count: int, version: int) -> None:
         """Tokens from `token_count` on are made by `version`."""

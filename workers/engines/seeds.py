@@ -2,8 +2,9 @@
 
 - `uniforms` is counter-based: it has no state, so a batch draws what each of its requests would draw alone, and a
   request that goes on elsewhere from its first n tokens draws its number n + 1, as if nothing had happened.
-- An engine whose dice have a state that cannot be moved, like those of vLLM's first model runner, begins anew when a
-  request is resumed; `resumed_seed` keeps it from throwing the numbers of the first tokens again.
+- An engine whose dice have a state that cannot be moved, like vLLM's first model runner on a GPU and any server, begins
+  anew when a request is resumed; `resumed_seed` keeps it from throwing the numbers of the first tokens again. On a CPU
+  our vLLM takes new dice for every token, by `resumed_seed` of its place (vllm/step/seeded_sampling.py).
 - vLLM's second model runner, the usual one on GPUs, draws by the seed and the token's place in the whole context, as
   `uniforms` does by its place in the completion: its requests go on by the seed that they had.
 """
@@ -14,10 +15,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ...fabric.contract.errors import EngineError
-from ...fabric.contract.seeds import SEED_MAX, is_seed
-from .base import GenerationRequest
-
 UInt64 = NDArray[np.uint64]
 
 # SplitMix64: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; these
@@ -26,20 +23,6 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 UNIT = 2.0**-53  # a float64 holds 53 bits
-
-
-def check_seed(request: GenerationRequest) -> None:
-    """Require that a request has no seed, or one that may be.
-
-    Raises:
-        EngineError: names the request and its seed.
-    """
-    seed = request.sampling.seed
-    if seed is not None and not is_seed(seed):
-        raise EngineError(
-            f"request {request.request_id!r} has seed {seed!r}, this engine takes whole numbers from 0 to {SEED_MAX}",
-            request_id=request.request_id,
-        )
 
 
 def uniforms(seeds_N: UInt64, places_N: UInt64) -> NDArray[np.float64]:

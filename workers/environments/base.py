@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ...fabric.contract.errors import EnvironmentFailed
+from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, sampling_from
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]
@@ -32,12 +33,9 @@ FIVE = 5  # observation, reward, terminated, truncated, info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSampling:
-    """An environment's wishes for the sampling of its turns; the agent worker turns the stop texts into token ids."""
+class TextSampling(Sampling):
+    """An environment's wishes for the sampling of its turns."""
 
-    temperature: float = 1.0
-    max_tokens: int = 16
-    stop_texts: tuple[str, ...] = ()
     ends_at_eos: bool = True
     """True if the tokenizer's end of sequence, if it has one, ends a turn too."""
 
@@ -46,37 +44,37 @@ def make_sampling(stated: Mapping[str, Any]) -> TextSampling:
     """Make sampling settings from plain values, as classes state them that do not know rollfab; None means a default.
 
     Raises:
-        TypeError, ValueError: a value or its name does not fit.
+        InputError: a value or its name does not fit.
     """
-    makers: dict[str, Callable[[Any], Any]] = {
-        "temperature": float,
-        "max_tokens": int,
-        "stop_texts": tuple,
-        "ends_at_eos": bool,
-    }
-    unknown = sorted(stated.keys() - makers.keys())
-    if unknown:
-        raise TypeError(f"sampling has no {', '.join(unknown)}, only {', '.join(makers)}")
-    return TextSampling(**{name: makers[name](value) for name, value in stated.items() if value is not None})
+    given = {name: value for name, value in stated.items() if value is not None}
+    ends_at_eos = bool(given.pop("ends_at_eos", True))
+    made = sampling_from(check_sampling(given, "sampling", others=["ends_at_eos"]))
+    return TextSampling(**{name: getattr(made, name) for name in FIELDS}, ends_at_eos=ends_at_eos)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The text that the policy reads first; must not be empty."""
+    """What the policy reads first: a text, or chat messages and the tools that it may call, in OpenAI's form."""
 
-    text: str
+    text: str = ""
     info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The world's answer to one action. `terminated`: the task ended; `truncated`: a limit cut it off."""
+    """The world's answer to one action. `terminated`: the task ended; `truncated`: a limit cut it off.
+
+    messages: what it says instead of a text, where its observation had messages.
+    """
 
     text: str
     reward: float
     terminated: bool = False
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -114,8 +112,8 @@ class Environment(ABC):
         """Start the episode of `task`."""
 
     @abstractmethod
-    async def step(self, action: str) -> Step:
-        """Apply the policy's text of one turn."""
+    async def step(self, action: Any) -> Step:
+        """Apply the policy's turn: its text, or the assistant's message where the observation had messages."""
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the state as plain JSON values; called only if `recovery` is "snapshot"."""

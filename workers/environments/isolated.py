@@ -18,8 +18,8 @@ from .process import EnvironmentProcess
 from .room import Share
 from .spawn import ANSWER_BYTES_MAX, Program
 
-OBSERVATION = ("text", "info")
-STEP = ("text", "reward", "terminated", "truncated", "info")
+OBSERVATION = ("text", "info", "messages", "tools")
+STEP = ("text", "reward", "terminated", "truncated", "info", "messages")
 # process_main.py refuses texts and infos over their own limits, with advice; these bounds are for foreign code that
 # writes to the channel itself.
 BYTES_MAX = {"snapshot": ANSWER_BYTES_MAX}
@@ -67,7 +67,7 @@ class IsolatedEnvironment(Environment):
         answer = await self._call("reset", {"task": task, "seed": seed})
         return Observation(**self._fields("reset", answer, OBSERVATION))
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: Any) -> Step:
         """Apply one action."""
         return Step(**self._fields("step", await self._call("step", {"action": action}), STEP))
 

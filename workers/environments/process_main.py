@@ -29,8 +29,12 @@ LENGTH = struct.Struct(">I")
 TEXT_LENGTH_MAX = 2000
 LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more would fill the machine, call by call
 TRACEBACK_LENGTH_MAX = 20_000
-SAMPLING = ("temperature", "max_tokens", "stop_texts", "ends_at_eos")
+SAMPLING = (  # the fields of TextSampling: an interpreter that does not know rollfab runs this file too
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty max_tokens stop stop_ids seed "
+    "logit_bias guided_json guided_regex ends_at_eos"
+).split()
 STEP = ("text", "reward", "terminated", "truncated", "info")
+CHAT = ("messages", "tools")
 
 
 class Refused(Exception):
@@ -112,22 +116,24 @@ class Stage:
             answer = self._finish(self._world.reset(task, seed))
             if not hasattr(answer, "text"):
                 raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
-            return self._fit("reset", {"text": answer.text, "info": getattr(answer, "info", {})})
+            row = {"text": answer.text, "info": getattr(answer, "info", {})}
+            return self._fit("reset", {**row, **{name: getattr(answer, name, None) or [] for name in CHAT}})
         answer = self._world.reset(seed=int(task.get("seed", seed)))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
-        return self._fit("reset", {"text": str(answer[0]), "info": dict(answer[1])})
+        return self._fit("reset", {"text": str(answer[0]), "info": dict(answer[1]), "messages": [], "tools": []})
 
-    def step(self, action: str) -> dict[str, Any]:
+    def step(self, action: Any) -> dict[str, Any]:
         """Apply an action; return the world's answer to it."""
         answer = self._finish(self._world.step(action))
         if self._is_async:
             if not all(hasattr(answer, name) for name in STEP):
                 raise Refused("answer", f"step gave {show(answer)}, expected a Step with text and a dict of info")
             row = {name: getattr(answer, name) for name in STEP}
+            row["messages"] = getattr(answer, "messages", None) or []
         elif isinstance(answer, tuple) and len(answer) == len(STEP):
             row = dict(zip(STEP, answer))  # noqa: B905 - Python 3.8
-            row["text"], row["info"] = str(row["text"]), dict(row["info"])
+            row["text"], row["info"], row["messages"] = str(row["text"]), dict(row["info"]), []
         else:
             form = "(observation, reward, terminated, truncated, info)"
             raise Refused("answer", f"step gave {show(answer)}, expected {form}")
@@ -143,6 +149,7 @@ class Stage:
         sizes = (
             ("text", self._text_bytes_max, "as UTF-8", "let it be shorter"),
             ("info", self._info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
+            *((name, self._text_bytes_max, "as JSON", "let them be shorter") for name in CHAT if row.get(name)),
         )
         for name, limit, form, advice in sizes:
             value = row[name]
@@ -242,7 +249,7 @@ def settings(owner: Any) -> dict[str, Any]:
     """Read the settings that a class or a world states; None for each that it does not state."""
     sampling = getattr(owner, "sampling", None)
     if sampling is not None and not isinstance(sampling, dict):
-        sampling = {name: getattr(sampling, name) for name in SAMPLING}
+        sampling = {name: getattr(sampling, name, None) for name in SAMPLING}
     return {
         "recovery": getattr(owner, "recovery", None),
         "turn_count_max": getattr(owner, "turn_count_max", None),

@@ -34,7 +34,7 @@ from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.limits import MIB
 from ...fabric.contract.records import WorkerInfo
-from ...fabric.host.helpers import end_all
+from ...fabric.host.helpers import Helpers
 from ...fabric.ports.queue import Fabric
 from .scoring import Scoring
 
@@ -295,16 +295,14 @@ class RewardWorker:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`; agents ask again for rewards that are not scored by then."""
         thread = threading.Thread(target=self._pull, name="rq", daemon=True)  # it may wait for a broker that is away
-        work = [asyncio.create_task(each) for each in (self._scoring.run(), self._beat(), stop.wait())]
-        thread.start()
         try:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            for task in work:
-                if task.done():
-                    task.result()
+            async with Helpers(self._scoring.run(), self._beat()) as helpers:
+                thread.start()
+                try:
+                    await helpers.watch(stop)
+                finally:
+                    self._is_stopping.set()
         finally:
-            self._is_stopping.set()
-            await end_all(work)
             with contextlib.suppress(FabricError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._fabric.board.forget_worker(self._info.worker_id)

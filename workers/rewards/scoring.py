@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import ConfigError, EnvironmentFailed, FabricError, FirstError, RewardFailed
 from ...fabric.contract.records import Rollout, RunConfig, TrajectoryJob, check_reward
+from ...fabric.host.helpers import Helpers
 from ...fabric.ports.queue import Fabric, ScoreClaim, TrajectoryQueue
 from ...fabric.rules.queue.retries import SCORE_LOSS_MAX
 from ..environments.confinement import UNASKED, Confinement
@@ -234,9 +235,9 @@ class Scoring:
     async def run(self) -> None:
         """Compute rewards, and follow runs that come and go; for ever. Release all rewards at the end."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._patiently(self._follow, FOLLOW_S))
-                tasks.create_task(self._patiently(self._keep, KEEP_EVERY_S))
+            loops = (self._patiently(self._follow, FOLLOW_S), self._patiently(self._keep, KEEP_EVERY_S))
+            async with Helpers(*loops) as helpers:
+                await helpers.watch()
         finally:
             await self._close()
 

@@ -103,6 +103,7 @@ class WorkerReport:
             state=state,
             error=error,
             engine=self._engine.name,
+            cannot=sorted(self._engine.cannot),
             prefix_hit_fraction=self._hits.look(stats),
             wake_ms=readiness.wake_ms,
             sleep_ms=readiness.sleep_ms,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...fabric.contract.clock import Clock
-from ...fabric.contract.errors import EngineError
+from ...fabric.contract.errors import EngineError, EngineUnsupported
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
@@ -28,7 +28,8 @@ from .engine_watch import LOOK_S, EngineWatch
 log = logging.getLogger(__name__)
 
 WHOLE = ("stop", "length")  # finish reasons of a complete turn
-ENDED = (*WHOLE, "error")  # finish reasons of a turn that we hand in
+FAILED = ("error", "refused")  # finish reasons of a turn without tokens
+ENDED = (*WHOLE, *FAILED)  # finish reasons of a turn that we hand in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +139,16 @@ class RunningTurns:
         """Begin turns that were claimed just now; return the size of each."""
         now, sizes = self._clock.now_s(), []
         for claim in claims:
+            if claim.log is not None and not self._engine.cannot_resume.isdisjoint(claim.job.sampling.row()):
+                claim = _begun_anew(claim)
             turn = RunningTurn.begin(claim, self._options.worker_id, now)
             self._turns[turn.request_id] = turn
             sizes.append(turn.size(self._options.context_tokens_max))
             try:
                 self._engine.generate(turn.request())
             except EngineError as error:
-                self._done.append(Generation(request_id=turn.request_id, finish_reason="error", error=str(error)))
+                reason = "refused" if isinstance(error, EngineUnsupported) else "error"
+                self._done.append(Generation(request_id=turn.request_id, finish_reason=reason, error=str(error)))
                 self._wake()
         return sizes
 
@@ -348,7 +352,7 @@ class RunningTurn:
         """Make the settle with the tokens of all its claims."""
         prior = self.claim.log
         made = merge(prior, generation, self.worker_id)
-        is_error = generation.finish_reason == "error"
+        is_error = generation.finish_reason in FAILED
         result = TurnResult(
             turn_id=self.claim.job.turn_id,
             finish_reason=generation.finish_reason,
@@ -371,8 +375,13 @@ def _of_version(claim: TurnClaim, version: int) -> TurnClaim:
     """Return the claim; drop its tokens if they are of another version than ours, with which they may not mix."""
     if claim.log is None or all(span.policy_version == version for span in claim.log.spans):
         return claim
-    facts = {"job_id": claim.job.turn_id, "token_count": len(claim.log.completion_ids), "policy_version": version}
-    log.info("worker.log_dropped", extra=facts)
+    return _begun_anew(claim)
+
+
+def _begun_anew(claim: TurnClaim) -> TurnClaim:
+    """Return the claim without its tokens: the result's spans then name this worker alone."""
+    count = len(claim.log.completion_ids) if claim.log else 0
+    log.info("worker.log_dropped", extra={"job_id": claim.job.turn_id, "token_count": count})
     return replace(claim, log=None)
 
 

@@ -39,6 +39,7 @@ from ...fabric.contract.errors import (
 from ...fabric.format.digest import state_sums
 from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import Damage, Head, Holder, Sums, WeightManifest
+from ...fabric.host.helpers import end_all
 from ...fabric.ports.weights import WeightStore
 from ...fabric.versions.commit import Staged
 from ...fabric.versions.held import readable
@@ -190,8 +191,7 @@ class WeightReceiver:
     async def close(self) -> None:
         """Stop following; a commit under way is finished by the engine."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])
         self._is_in_doubt = True  # others may write into the engine from here on
         if self.on_close is not None:
             self.on_close()
@@ -425,11 +425,10 @@ class Holding:
         holder: who it is, and where it may be asked; its version is the one that it begins with.
     """
 
-    def __init__(self, store: WeightStore, run_id: str, holder: Holder, *, ttl_s: float = TTL_S) -> None:
+    def __init__(self, store: WeightStore, run_id: str, holder: Holder) -> None:
         self._store = store
         self._run_id = run_id
         self._holder = holder
-        self._ttl_s = ttl_s
         self._is_due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -447,9 +446,7 @@ class Holding:
         """Give the hold back; where the broker cannot be told, it ends by itself."""
         if self._task is None:
             return
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end_all([self._task])
         with contextlib.suppress(FabricError):
             await self._store.release_hold(self._run_id, self._holder.holder_id)
 
@@ -457,9 +454,9 @@ class Holding:
         while True:
             self._is_due.clear()
             try:
-                await self._store.hold(self._run_id, self._holder, self._ttl_s)
+                await self._store.hold(self._run_id, self._holder, TTL_S)
             except FabricError as error:
                 log.warning("weights.not_held", extra={"run_id": self._run_id, "error": str(error)})
-            timer = asyncio.get_running_loop().call_later(self._ttl_s / TELLS_IN_TTL, self._is_due.set)
+            timer = asyncio.get_running_loop().call_later(TTL_S / TELLS_IN_TTL, self._is_due.set)
             await self._is_due.wait()
             timer.cancel()

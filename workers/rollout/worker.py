@@ -68,7 +68,6 @@ class RolloutWorker:
             memory: in the same case: the engine's KV memory, which the serving engine can have while nothing is lent.
         """
         self._fabric = fabric
-        self._engine = engine
         self._config = config
         self._clock = clock
         self._make_receiver = make_receiver

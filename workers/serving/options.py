@@ -1,4 +1,4 @@
-"""What a serving worker is told about the engine that it shares its device with."""
+"""The options of a serving worker about the engine that it shares its device with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .device.priority import PRIORITIES, check_priority
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """As it was asked for. None: not said."""
+    """The options as typed. None: not typed."""
 
     probe: str | None = option(
         None, "serving: what shows the serving engine: its ROLLFAB_PROBE page, or its http:// URL."
@@ -33,7 +33,7 @@ class ServingOptions:
     )
     is_observing: bool = option(False, "serving: lend nothing ever, show what could be lent.", key="observe")
     memory: MemoryOptions = field(default_factory=MemoryOptions)
-    """By what its KV memory is bounded."""
+    """The bounds of its KV memory."""
     mps: MpsOptions = field(default_factory=MpsOptions)
     """Whether its kernels run beside serving's."""
 
@@ -44,7 +44,7 @@ class ServingOptions:
 
     @property
     def probe_owner_uid(self) -> int | None:
-        """Of `probe_user`. Raises ConfigError: this machine has no such user."""
+        """The user id of `probe_user`. Raises ConfigError: this machine has no such user."""
         if self.probe_user is None or self.probe_user.isdecimal():
             return None if self.probe_user is None else int(self.probe_user)
         try:

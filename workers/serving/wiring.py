@@ -1,11 +1,11 @@
-"""What a serving worker has beside its engine and its loop, from a probe's address to reports of what sharing costs.
+"""Connects a serving worker's engine and loop with its serving engine: from a probe's address to reports of the cost.
 
-- The guard is the engine's own and needs nothing of this: were all here to stand still, it would go on deciding, and
-  soon lend nothing more. What it is told, many times a second: whether there is a lease that the serving team allows,
-  and its caps.
+- The guard is the engine's own and needs nothing of this: if all here stood still, it would go on deciding, and soon
+  lend nothing more. Many times a second it is told whether there is a lease that the serving team allows, and the
+  team's caps.
 - A URL is scraped into a page of our own, so that the guard reads a page in any case.
 - The KV budget is looked at here, as often.
-- It is the only worker beside its serving engine, or there is none (holder.py).
+- A worker is the only one beside its serving engine (ProbeHold).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ ENGINE_THREAD = "rollfab-engine"  # of an engine that runs in this process
 
 @runtime_checkable
 class Guarded(Protocol):
-    """Of an engine, the guard in front of its steps; None: it was started without."""
+    """An engine whose steps may have a guard; None: it was started without one."""
 
     @property
     def guard(self) -> GuardPort | None: ...
 
 
 class Leased(Protocol):
-    """What decides whether a worker's engine may compute: of its LeaseKeeper."""
+    """A LeaseKeeper's knowledge of whether its worker's engine may compute."""
 
     @property
     def lease(self) -> Lease | None: ...
@@ -92,7 +92,7 @@ class Sharing:
 
     @property
     def environment(self) -> dict[str, str | None]:
-        """What must be in the environment before the engine's device is first used; None: what must not."""
+        """The variables that must be set before the engine's device is first used; None: must not be set."""
         return mps_environment(self._options.mps, is_lowered=self._priority != "normal")
 
     @property
@@ -101,7 +101,7 @@ class Sharing:
 
     @property
     def config(self) -> GuardConfig:
-        """Of the engine's guard."""
+        """The settings of the engine's guard."""
         slo = self._options.slo
         rule = GuardRule(stale_s=SCRAPED_STALE_S) if self._scraper is not None else GuardRule()
         name = "metrics" if self._scraper is not None else "vllm"
@@ -122,11 +122,11 @@ class Sharing:
         return self._budget if self._budget is not None and self._budget.backend.can_give_back else None
 
     def check(self, engine: Engine) -> None:
-        """Before the engine is started. Raises ConfigError: the memory backend cannot work with it."""
+        """Refuse, before its start, an engine that the memory backend cannot work with. Raises ConfigError."""
         check_backend(self._options.memory, engine)
 
     def trouble(self) -> str:
-        """Why the serving engine is not seen now, and what to do; "" if it is."""
+        """Say why the serving engine is not seen now, and what to do; "" if it is seen."""
         found = self._reader.trouble(self._clock.now_s())
         if found and self._scraper is not None:
             return (
@@ -136,11 +136,11 @@ class Sharing:
         return found
 
     def seen(self) -> str:
-        """What the probe shows, for people."""
+        """Say what the probe shows, for people."""
         return f"it sees {self._reader.engine()} by {self._options.probe} (process {self._reader.writer_pid()})"
 
     async def wait(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
-        """Until the serving engine is seen, or `stop`. Says what is waited for and what to do, when that changes.
+        """Wait until the serving engine is seen, or `stop`. Says what is waited for and what to do, when that changes.
 
         Raises:
             ConfigError: MPS was asked for, and the serving engine is not under it.
@@ -158,7 +158,7 @@ class Sharing:
             say(await asyncio.to_thread(check_serving, serving_pid))
 
     def attach(self, engine: Engine, capacity_tokens: int) -> Callable[[], GuardView | None]:
-        """The engine has started: lower its priority, and bound its memory; returns what tells of its guard.
+        """Lower the priority of an engine that has started, and bound its memory; returns `view`.
 
         capacity_tokens: of its KV cache, where it does not say so itself.
 
@@ -177,7 +177,7 @@ class Sharing:
         return self.view
 
     def _lower(self, *, is_here: bool) -> None:
-        """is_here: the engine runs in this process."""
+        """Lower the engine and the front end, and log what came of it. is_here: the engine runs in this process."""
         if is_here:
             how = "idle" if self._priority == "yield" else self._priority  # it has no thread that could give way
             note = lower_engine_thread(ENGINE_THREAD, how)
@@ -189,7 +189,7 @@ class Sharing:
                 log.info("worker.priority", extra={"note": said})
 
     def view(self) -> GuardView | None:
-        """What the guard sees and does, with the KV budget; None: the engine has not started."""
+        """Return what the guard sees and does, with the KV budget; None: the engine has not started."""
         if self._guard is None:
             return None
         view = self._guard.view()
@@ -262,7 +262,7 @@ async def announce(
 
 
 def _announcement(worker_id: str, options: ServingOptions, terms: LendTerms | None, sharing: Sharing | None) -> str:
-    """ "": its team's word has not been read yet."""
+    """Say how the worker is lent and what it sees; "" while its team's word has not been read."""
     if terms is None or terms is UNREAD:
         return ""
     who = f"{worker_id} in pool {options.pool}" if options.pool else f"{worker_id}, in no pool"
@@ -280,7 +280,7 @@ def _announcement(worker_id: str, options: ServingOptions, terms: LendTerms | No
 
 # ---------------------------------------------------------------- reports
 #
-# What sharing a device cost and gave, sent to the broker: the serving team decides on it.
+# Reports to the broker of what sharing a device cost and gave: the serving team decides on them.
 #
 # - The guard measures; this adds who it is and how many tokens the worker made.
 # - A report that cannot be sent is dropped: the next one holds all of it again.
@@ -315,26 +315,26 @@ class SharingSender:
         self._token_count = token_count
 
     async def run(self) -> None:
-        """For ever."""
+        """Send a report every SEND_S, for ever."""
         while True:
             await self._clock.sleep(SEND_S)
             await self.send()
 
     async def send(self) -> None:
-        """Once."""
+        """Send one report; what cannot be sent is dropped."""
         try:
             await self._board.set_sharing(self.report())
         except BrokerError as error:
             log.warning("sharing.not_sent", extra={"error": str(error)})
 
     def report(self) -> SharingReport:
-        """As of now."""
+        """Return the report as of now."""
         measured = {name: value for name, value in (self._measured() or {}).items() if name in FIELDS}
         return dataclasses.replace(self._blank, **{**measured, "token_count": self._token_count()})
 
 
 def blank_report(worker_id: str, slo: Slo) -> SharingReport:
-    """Nothing measured yet."""
+    """Make a report in which nothing is measured yet."""
     return SharingReport(worker_id=worker_id, ttft_slo_ms=slo.ttft_ms, tpot_slo_ms=slo.tpot_ms)
 
 
@@ -344,21 +344,21 @@ def blank_report(worker_id: str, slo: Slo) -> SharingReport:
 #
 # - An advisory lock (flock) on a file of its own, held for as long as the process lives: `kill -9` lets go of it.
 # - Not on the page itself: that is another file after each start of the serving engine, and none before the first.
-# - The file stays, with the process id of its last holder; it is never removed, or two could hold one of each.
+# - The file stays, with its last holder's process id: were it removed, two workers could hold the locks of two files.
 # - A forked engine has no part in it: left over by a killed worker, it gets no orders and computes nothing.
-# - What is one engine is told by the page's real path, or a URL's host, port and path: two names of one host are two.
+# - An engine is known by its page's real path, or its URL's host, port and path: two names of one host count as two.
 
 
 MEMORY = Path("/dev/shm")
 
 
 def memory_directory() -> Path:
-    """Where files of this machine live that are gone after it has started anew, if there is such a place."""
+    """Return the directory in memory, which a restart of the machine empties; else the temporary one."""
     return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def lock_path_of(probe: str) -> Path:
-    """The lock of a page, or of a server's URL. Raises ConfigError: the URL is none."""
+    """Return the path of the lock for a page or a server's URL. Raises ConfigError: it is no such URL."""
     if "://" not in probe:
         return Path(os.path.realpath(probe) + ".lock")
     target = target_of(probe)
@@ -367,10 +367,10 @@ def lock_path_of(probe: str) -> Path:
 
 
 class ProbeHold:
-    """Being the one worker that sees by a probe."""
+    """Makes this process the one worker that sees by a probe."""
 
     def __init__(self, probe: str) -> None:
-        """Raises ConfigError: another process is, or there is no place for a lock."""
+        """Raises ConfigError: another process is that worker, or there is no place for a lock."""
         path = lock_path_of(probe)
         try:
             self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -396,12 +396,12 @@ class ProbeHold:
         os.register_at_fork(after_in_child=self._forget)
 
     def close(self) -> None:
-        """Let another one be it."""
+        """Release the lock, so that another worker may take it."""
         if self._handle is not None:
             os.close(self._handle)
         self._handle = None
 
     def _forget(self) -> None:
-        """In a forked child: the lock is its parent's."""
+        """Close the lock in a forked child: it is the parent's."""
         with suppress(OSError):
             self.close()

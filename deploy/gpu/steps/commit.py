@@ -1,4 +1,4 @@
-"""A commit at the shapes of a 7B, without vLLM: our placement, staging and writes on a model of parameters alone.
+"""Measures a commit at the shapes of a 7B, without vLLM: our placement, staging and writes on bare parameters.
 
 - Each fraction is staged as an engine's process stages it, beside the model, and then written while the model would
   stand still. What was written is compared bit by bit.
@@ -102,7 +102,7 @@ def _measured(told: Asked, part: RankPart, bits: dict[str, NDArray[Any]], fracti
 
 
 def _check(placement: Placement, bits: dict[str, NDArray[Any]]) -> None:
-    """The model holds exactly these bits; ends the process if not."""
+    """Require that the model holds exactly these bits; ends the process if not."""
     for name, expected in bits.items():
         found = np.empty_like(expected)
         placement.read(name, integers(found))

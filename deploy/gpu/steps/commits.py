@@ -1,4 +1,4 @@
-"""Versions into an engine that generates: pauses, gaps between its steps, and the weights of a fresh load in the end.
+"""Writes versions into an engine that generates: pauses, gaps between steps, and in the end a fresh load's weights.
 
 - Versions are made by the publisher's snapshot, staged from their chunks and applied, as a worker does it; only the
   broker between is left out.
@@ -33,7 +33,7 @@ REST_S = 0.3  # between two versions: gaps that belong to none
 
 
 class Steps:
-    """When the engine made a step, found by looking often, on this process' loop: all else leaves it free."""
+    """The times at which the engine made a step, found by looking often on this process' loop, else left free."""
 
     def __init__(self, made: VllmEngine) -> None:
         self._made = made
@@ -49,7 +49,7 @@ class Steps:
                 self.at_s.append(time.monotonic())
 
     def gaps_ms(self, windows: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-        """Gaps that touch a window, and all others."""
+        """Return the gaps that touch a window, and all others."""
         inside: list[float] = []
         outside: list[float] = []
         for before, after in zip(self.at_s, self.at_s[1:], strict=False):
@@ -142,7 +142,7 @@ def _staged(layout: Layout, live: Bits, prepared: Prepared) -> Staged:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """P50, P99 and the most; None: there are no values."""
+    """Return P50, P99 and the most; None: there are no values."""
     if not values:
         return None
     return {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99), "max": max(values)}

@@ -1,4 +1,4 @@
-"""Co-serving by our own bench: serving alone, rollouts beside it without a guard, and with ours.
+"""Runs co-serving by our own bench: serving alone, rollouts beside it without a guard, and with ours.
 
 What a guard is worth is read from P99 of both latencies and from the tokens that rollouts made, arm by arm; how well it
 knows the device, from the error of its predictions.
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _brief(arm: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one arm that matter here."""
+    """Return the figures of one arm that matter here."""
     keys = "requests", "violations", "ttft_tax_p99", "tpot_tax_p99", "step_error_p50", "step_error_p95"
     latencies = {name: arm[name]["p99_of_all"] for name in ("ttft_ms", "tpot_ms")}
     return {**{key: arm[key] for key in keys}, **latencies, "tokens_per_s": arm["tokens_per_s"]["borrowed"]["median"]}

@@ -1,4 +1,4 @@
-"""Real vLLM engines for the steps: started on a model of models.py, asked, written and read through our engine."""
+"""Runs real vLLM engines for the steps: on a model of models.py, asked, written and read through our engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Bits = Mapping[str, NDArray[Any]]
 async def engine(
     directory: Path, name: str, *, slot_count: int = 4, context_tokens: int = 256, **arguments: Any
 ) -> AsyncIterator[VllmEngine]:
-    """One that has started. name: of the model there. arguments: vLLM's own."""
+    """Yield an engine that has started. name: of the model there. arguments: vLLM's own."""
     given = {"skip_tokenizer_init": True, "dtype": SHAPES[name]["dtype"], **arguments}
     config = VllmConfig(
         model=str(directory), slot_count=slot_count, context_tokens_max=context_tokens, seed=0, arguments=given
@@ -39,12 +39,12 @@ async def engine(
 
 
 def whole(version: int, bits: Bits) -> Staged:
-    """Every element of every tensor."""
+    """Stage every element of every tensor."""
     return Staged(version, {name: (None, values) for name, values in bits.items()})
 
 
 def some(version: int, old: Bits, new: Bits) -> Staged:
-    """What differs."""
+    """Stage what differs."""
     writes = {}
     for name, values in new.items():
         places = np.flatnonzero(values != old[name])
@@ -61,7 +61,7 @@ def request(request_id: str, max_tokens: int, temperature: float = 0.0) -> Gener
 
 
 async def answer(made: VllmEngine, request_id: str) -> Generation:
-    """Greedy tokens of one request, alone. Ends the process if there are none."""
+    """Return the greedy tokens of one request, alone. Ends the process if there are none."""
     made.generate(request(request_id, 24))
     ended = await made.finished(FINISH_S)
     assert [each.request_id for each in ended] == [request_id] and ended[0].error is None, ended
@@ -69,7 +69,7 @@ async def answer(made: VllmEngine, request_id: str) -> Generation:
 
 
 async def check(made: VllmEngine, bits: Bits) -> None:
-    """The live weights are these. Ends the process if not."""
+    """Require that these are the live weights; ends the process if not."""
     live = await made.read_weights()
     wrong = [name for name, values in bits.items() if not np.array_equal(live[name], values)]
     assert not wrong, f"live weights are not what was written: {', '.join(wrong)}"

@@ -1,4 +1,4 @@
-"""Models of ordinary shapes, made of nothing: configurations on disk, and bits for their tensors.
+"""Makes models of ordinary shapes: configurations on disk, and bits for their tensors.
 
 The shapes are Qwen2.5's (config.json of each at the hub); values are random.
 """
@@ -72,7 +72,7 @@ SCALE = 0.02  # of the values: what such models begin with
 
 
 def write_model(directory: Path, name: str) -> Path:
-    """A directory with the configuration of a model and a tokenizer of single characters, and no weights."""
+    """Write the configuration of a model and a tokenizer of single characters into a directory, and no weights."""
     directory.mkdir(parents=True, exist_ok=True)
     characters = [chr(code) for code in range(32, 127)]
     tokenizer = {
@@ -92,12 +92,12 @@ def write_model(directory: Path, name: str) -> Path:
 
 
 def layout_of(directory: Path) -> Layout:
-    """Of the model whose configuration lies there."""
+    """Return the layout of the model whose configuration lies there."""
     return checkpoint_layout(str(directory), "auto")
 
 
 def random_bits(layout: Layout, seed: int, scale: float = SCALE) -> dict[str, NDArray[Any]]:
-    """Stored bits of float32 or bfloat16 values: near 1 for norms, small for all else.
+    """Draw stored bits of float32 or bfloat16 values: near 1 for norms, small for all else.
 
     One draw is repeated along each tensor: at 7B, drawing all of it would take a minute.
     """
@@ -125,7 +125,7 @@ def change(bits: Mapping[str, NDArray[Any]], fraction: float, seed: int) -> None
 
 
 def save(directory: Path, layout: Layout, bits: Mapping[str, NDArray[Any]]) -> None:
-    """A checkpoint beside the configuration, as any library reads it."""
+    """Write a checkpoint beside the configuration, as any library reads it."""
     dtypes = {"float32": "F32", "bfloat16": "BF16"}
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

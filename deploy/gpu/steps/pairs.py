@@ -22,7 +22,7 @@ PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 
 @contextmanager
 def pair_sizes() -> Iterator[tuple[Asked, Sizes]]:
-    """What this process was told (--mps, --threads), and sizes whose models lie on disk meanwhile."""
+    """Yield what this process was told (--mps, --threads), and sizes whose models lie on disk meanwhile."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mps", action="store_true", help="both engines are clients of MPS")
     parser.add_argument("--threads", type=int, help="percent of the device's threads that the rollout engine may have")
@@ -47,7 +47,7 @@ def _tiny(directory: Path) -> Sizes:
 
 
 def _full(directory: Path, words: tuple[str, ...]) -> Sizes:
-    """Memory is divided when they start: 45 % for serving, 35 % for rollouts."""
+    """Make the sizes of a GPU. Memory is divided when they start: 45 % for serving, 35 % for rollouts."""
     return Sizes(
         model=str(_model(directory, "1.5B")),
         serving_model=str(_model(directory, "3B")),
@@ -71,7 +71,7 @@ def _model(directory: Path, name: str, *scale: float) -> Path:
 
 @contextmanager
 def _mps(directory: Path, *, is_on: bool) -> Iterator[None]:
-    """MPS for everything that this process starts; its daemon ends with it."""
+    """Run MPS for everything that this process starts; its daemon ends with the block."""
     if not is_on:
         yield
         return

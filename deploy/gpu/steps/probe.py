@@ -1,4 +1,4 @@
-"""What the machine is: driver, GPU, MPS, links, shared memory, and which of vLLM's libraries load."""
+"""Tells what the machine is: driver, GPU, MPS, links, shared memory, and which of vLLM's libraries load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def distributions() -> dict[str, str | None]:
-    """Versions; None: it is not there."""
+    """Return the versions of installed packages; None: it is not there."""
     found: dict[str, str | None] = {}
     for name in DISTRIBUTIONS:
         try:
@@ -52,7 +52,7 @@ def distributions() -> dict[str, str | None]:
 
 
 def bandwidths(told: Asked) -> dict[str, float]:
-    """Copies in GB/s: to the device and back, pageable and pinned; within the device."""
+    """Measure copies in GB/s: to the device and back, pageable and pinned; within the device."""
     size = COPY_BYTES[told.is_tiny]
     device = torch.empty(size, dtype=torch.uint8, device=told.device)
     twin = torch.empty_like(device)
@@ -71,7 +71,7 @@ def bandwidths(told: Asked) -> dict[str, float]:
 
 
 def libraries() -> dict[str, str]:
-    """vLLM's libraries, and whether each loads with this torch: "" if it does, else why not."""
+    """List vLLM's libraries, and whether each loads with this torch: "" if it does, else why not."""
     spec = importlib.util.find_spec("vllm")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     found = {}

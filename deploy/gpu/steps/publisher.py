@@ -1,4 +1,4 @@
-"""The publisher's comparison on the device, at the size of a 7B: bytes, time, peak memory.
+"""Measures the publisher's comparison on the device, at the size of a 7B: bytes, time, peak memory.
 
 Versions must be those that the host path makes, byte by byte. The comparison alone is timed by the size of the pieces
 that it is given, because it is bound by launches where they are small.
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def on_device(bits: dict[str, NDArray[Any]], device: str) -> dict[str, torch.Tensor]:
-    """A copy there, as the publisher has a trainer's tensors."""
+    """Copy bits to a device, as the publisher has a trainer's tensors."""
     return {
         name: torch.from_numpy(flat.view(f"<i{flat.itemsize}")).to(device, copy=True) for name, flat in bits.items()
     }
@@ -49,7 +49,7 @@ def on_device(bits: dict[str, NDArray[Any]], device: str) -> dict[str, torch.Ten
 def compare(
     told: Asked, layout: Layout, both: tuple[Snapshot, Snapshot], bits: dict[str, NDArray[Any]], version: int
 ) -> dict[str, Any]:
-    """One version by both ways; ends the process if they differ."""
+    """Make one version by both ways; ends the process if they differ."""
     host, device = both
     identity = Identity(run_id="kit", epoch=1, version=version)
     began_s = time.perf_counter()
@@ -76,7 +76,7 @@ def compare(
 
 
 def by_piece(told: Asked) -> dict[str, float]:
-    """Seconds to compare the same bytes at 1 %, by the MiB of a piece."""
+    """Measure the seconds to compare the same bytes at 1 %, by the MiB of a piece."""
     total = (8 << 20) if told.is_tiny else (8 << 30)
     old = torch.zeros(total // 2, dtype=torch.int16, device=told.device)
     new = old.clone()

@@ -1,4 +1,4 @@
-"""What every step is told, and how it tells what it found."""
+"""Reads what every step is told, and tells what it found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """device: torch's name. is_tiny: sizes of a rehearsal."""
+    """What a step was told. device: torch's name. is_tiny: sizes of a rehearsal."""
 
     device: str
     is_tiny: bool
@@ -28,7 +28,7 @@ class Asked:
 
 
 def asked(parser: argparse.ArgumentParser | None = None) -> tuple[Asked, argparse.Namespace]:
-    """What this process was told. parser: with what a step takes beside that."""
+    """Read what this process was told. parser: with what a step takes beside that."""
     parser = parser or argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tiny", action="store_true")
@@ -42,13 +42,13 @@ def tell(**figures: Any) -> None:
 
 
 def skip(reason: str) -> NoReturn:
-    """There is nothing to show here."""
+    """Tell that there is nothing to show here, and end the process."""
     print(SKIPPED + reason, flush=True)
     sys.exit(0)
 
 
 def wait_for(device: str) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has done what it was told."""
     if device != "cpu":
         import torch
 
@@ -56,7 +56,7 @@ def wait_for(device: str) -> None:
 
 
 def timed(device: str, work: Callable[[], T]) -> tuple[T, float]:
-    """What `work` returns, and its seconds on the device."""
+    """Return what `work` returns, and its seconds on the device."""
     wait_for(device)
     began_s = time.perf_counter()
     result = work()
@@ -65,7 +65,7 @@ def timed(device: str, work: Callable[[], T]) -> tuple[T, float]:
 
 
 def peak_bytes(device: str) -> int | None:
-    """The most that torch held on the device since `forget_peak`; None on a CPU."""
+    """Return the most that torch held on the device since `forget_peak`; None on a CPU."""
     if device == "cpu":
         return None
     import torch

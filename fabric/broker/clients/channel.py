@@ -21,8 +21,6 @@ import hiredis
 from redis import exceptions
 from redis.asyncio import Redis
 
-__all__ = ["Argument", "Channel", "Command", "checked", "stream_entries"]
-
 Argument = str | bytes | int | float
 Command = Sequence[Argument]
 

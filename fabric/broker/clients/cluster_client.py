@@ -23,8 +23,6 @@ from .translate import translate
 from .typed import TypedClient
 from .url import Address, shown
 
-__all__ = ["ClusterClient"]
-
 
 class ClusterClient(TypedClient):
     """A client of all of a cluster's primaries.

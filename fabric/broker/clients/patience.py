@@ -12,8 +12,6 @@ from redis import exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
-__all__ = ["PatientRetry", "may_pass", "pause_s"]
-
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

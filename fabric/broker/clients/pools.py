@@ -22,8 +22,6 @@ from .routes import is_blocking
 from .translate import name_of
 from .url import Address, BrokerUrl
 
-__all__ = ["NamedPool", "Pools"]
-
 
 class NamedPool(redis.asyncio.BlockingConnectionPool):
     """A bounded pool that knows its broker's name for people: a URL without secrets."""

@@ -15,8 +15,6 @@ from redis.crc import key_slot
 
 from .channel import Argument, Command
 
-__all__ = ["SLOT_COUNT", "is_blocking", "slots_of"]
-
 SLOT_COUNT = 16384
 FABRIC_SLOT = key_slot(b"rf")
 KEYLESS = frozenset("AUTH CLIENT CLUSTER COMMAND CONFIG ECHO INFO PING SCRIPT TIME WAIT WAITAOF".split())

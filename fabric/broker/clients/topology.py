@@ -22,8 +22,6 @@ from .pools import Pools
 from .routes import SLOT_COUNT
 from .url import Address, shown
 
-__all__ = ["Topology", "first_answer"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -19,8 +19,6 @@ from redis import exceptions
 from ...contract.errors import BrokerError, BrokerFull, FabricError
 from .url import shown
 
-__all__ = ["PrimaryUnknown", "answers_of", "broker_name", "name_of", "translate"]
-
 # First match wins, so subclasses stand before their bases. {cause} is the text of the broker or the system.
 REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
     (

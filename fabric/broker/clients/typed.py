@@ -13,8 +13,6 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import NoPermissionError, ResponseError
 
-__all__ = ["TypedClient", "is_wrong_type"]
-
 WRITES = frozenset("HSET HSETNX ZADD LPUSH RPUSH XADD XGROUP".split())
 LISTS = frozenset("HKEYS HVALS LRANGE SMEMBERS XRANGE XREAD XREADGROUP XREVRANGE ZRANGE".split())
 ZEROS = frozenset("HDEL HEXISTS HLEN HSTRLEN LLEN LREM SCARD SREM XACK XDEL XLEN ZCARD ZREM".split())

@@ -16,8 +16,6 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from ...contract.errors import ConfigError
 
-__all__ = ["Address", "BrokerUrl", "Durability", "is_local", "mask_url", "read_url", "resolve_url", "shown"]
-
 Address = tuple[str, int]
 Durability = Literal["memory", "disk", "replica"]
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from ...host.helpers import end_all
 
-__all__ = ["first_found"]
-
 T = TypeVar("T")
 
 

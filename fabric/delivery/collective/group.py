@@ -177,6 +177,7 @@ class Nursery:
         self._end: Callable[[], None] = lambda: None
         self._is_loaded = False
         self._started_s = 0.0
+        self._starting = asyncio.Lock()
 
     async def open(self) -> None:
         """Load torch, unless it is loaded.
@@ -232,10 +233,11 @@ class Nursery:
             kept.callback(writer.close)
             memory, descriptor = _memory(message_bytes)
             passed_on.callback(os.close, descriptor)
-            if not self._is_there():
-                await self.close()
-                self._start()
-                self._started_s = asyncio.get_running_loop().time()
+            async with self._starting:
+                if not self._is_there():
+                    await self.close()
+                    self._start()
+                    self._started_s = asyncio.get_running_loop().time()
             assert self._control is not None
             descriptors = [their_line.fileno(), their_lifeline.fileno(), descriptor]
             socket.send_fds(self._control, [b"f"], descriptors)

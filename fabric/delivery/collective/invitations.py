@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ...contract.errors import WeightError
+from ...contract.records import BACKENDS, GLOO
 from ...contract.wire import Record
 
 OPEN, CLOSED, OVER = "open", "closed", "over"
@@ -78,12 +79,10 @@ class Answer(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
-    """How rounds are held. The publisher's answer_s and stall_s count for all: they go with its offer."""
+    """How rounds are held. The publisher's backend, answer_s and stall_s count for all: they go with its offer."""
 
-    backend: str = "gloo"
-    """"gloo" (CPU), or "nccl" (one GPU per member; unverified on a GPU). Receivers answer only offers of their own."""
-    device: str = "cpu"
-    """Where messages lie: "cpu" for gloo, "cuda:<index>" for nccl."""
+    backend: str = GLOO
+    """One of BACKENDS. Members of an NCCL group need a GPU each: receivers without one do not answer."""
     host: str = ""
     """Address of this process that the others can reach; empty: found by the route to them."""
     answer_s: float = 2.0
@@ -94,7 +93,7 @@ class CollectiveOptions:
     """Rounds per version: the first, and one without the members that failed."""
 
     def __post_init__(self) -> None:
-        assert self.backend in ("gloo", "nccl") and self.attempt_count >= 1
+        assert self.backend in BACKENDS and self.attempt_count >= 1
         assert self.answer_s > 0 and self.stall_s > 0
 
 

@@ -20,6 +20,7 @@ import struct
 from collections.abc import Mapping
 
 from ...contract.errors import FabricError, WireError
+from ...contract.records import GLOO
 from .addresses import LOOPBACK, host_towards
 from .group import Group, Seat
 from .invitations import PUBLISHER, Answer, CollectiveFailed, Offer
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 U64, FAMILY = struct.Struct("<Q"), struct.Struct("<H")
 HOST_BYTES_MAX = 255
 NCCL_BYTES_MAX = 4096  # its id has 128
+DEVICE = "cuda:0"  # of NCCL's messages: a process sees its own GPU first
 
 
 async def build(group: Group, room: Room, offer: Offer, me: Answer, rank: int, *, peer: str) -> None:
@@ -42,7 +44,7 @@ async def build(group: Group, room: Room, offer: Offer, me: Answer, rank: int, *
         CollectiveFailed: a member did not come, is gone or stands still.
     """
     host = room.options.host or (LOOPBACK if offer.is_local else host_towards(peer))
-    size, device = len(offer.members) + 1, room.options.device
+    size, device = len(offer.members) + 1, "cpu" if offer.backend == GLOO else DEVICE
     seat = Seat(rank=rank, size=size, backend=offer.backend, device=device, host=host, stall_s=offer.stall_s)
     await group.build(seat, Meeting(room, offer, me))
 

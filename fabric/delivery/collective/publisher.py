@@ -141,6 +141,7 @@ class CollectivePublisher:
         tally.round_count += 1
         before, tally.answered, tally.error = tally.answered, set(), ""
         try:
+            await self._room.nursery.open()  # members answer at once, and wait no longer than a stall for us
             async with self._room.group(offer) as group:
                 tally.reached = await self._hold(group, offer, manifest, chunks, tally, before)
         except (BrokerError, ConfigError):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from pathlib import Path
 
 from ...contract.clock import Clock, SystemClock
 from ...contract.errors import BrokerError, ConfigError, FabricError, WireError
+from ...contract.records import GLOO, NCCL
 from ..node_store import RelayedStore
 from .addresses import LOOPBACK, host_towards, node
 from .group import Nursery, check_torch
@@ -22,6 +24,11 @@ from .transfer import receive
 log = logging.getLogger(__name__)
 
 ROUND_COUNT_MAX = 64  # rounds remembered as answered: far more than an offer's time to live leaves room for
+
+
+def can_join(backend: str) -> bool:
+    """Whether this machine has what such a group needs, as far as that is seen without loading torch."""
+    return backend == GLOO or (backend == NCCL and any(Path("/dev").glob("nvidia[0-9]*")))
 
 
 class CollectiveReceiver:
@@ -95,7 +102,7 @@ class CollectiveReceiver:
 
     async def _wants(self, offer: Offer) -> bool:
         """Whether to answer: the offer is open, new, not too large, and its publisher has not been replaced."""
-        if offer.state != OPEN or offer.round_id in self._seen or offer.backend != self._options.backend:
+        if offer.state != OPEN or offer.round_id in self._seen or not can_join(offer.backend):
             return False
         if offer.payload_bytes > self._store.capacity_bytes:
             self._refuse(offer)

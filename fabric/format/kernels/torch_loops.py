@@ -30,21 +30,24 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def changes(old: torch.Tensor, new: torch.Tensor, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:
     try:
-        mask = old != new
-        count = int(mask.count_nonzero())
-        if count > count_max:
-            return count, None
-        places = mask.nonzero().reshape(-1)
-        found = places.int(), old[places], new[places]
+        return _changes(old, new, count_max)
     except torch.OutOfMemoryError as error:
         if not scratch.is_warned:
             log.warning("weights.device_is_full", extra={"error": str(error)})
         scratch.is_warned = True
-    else:
-        return count, Changes(*map(on_host, found))
     if old.nbytes < HALVED_BYTES_MIN:
         return len(old), None
     return _by_halves(old, new, count_max, scratch)
+
+
+def _changes(old: torch.Tensor, new: torch.Tensor, count_max: int) -> tuple[int, Changes | None]:
+    """All at once; what it took is given back when it fails. Raises OutOfMemoryError."""
+    mask = old != new
+    count = int(mask.count_nonzero())
+    if count > count_max:
+        return count, None
+    places = mask.nonzero().reshape(-1)
+    return count, Changes(*map(on_host, (places.int(), old[places], new[places])))
 
 
 def _by_halves(old: torch.Tensor, new: torch.Tensor, count_max: int, scratch: Scratch) -> tuple[int, Changes | None]:

@@ -1,13 +1,13 @@
-"""Which worker serves which run, and with how many slots: a pure function of demand and supply.
+"""Plans which worker serves which run, and with how many slots: a pure function of demand and supply.
 
 - Dedicated workers serve whenever a run of their model exists; their lease stands until it is replaced.
 - Serving workers are lent only while their team offers them, their guard and their headroom allow it, demand is more
-  than the slots that are given already, and they would end what they take sooner than those (benefit.py).
-- Those that are lent come first, then the least risky: most headroom and most open, awake, with the weights at hand.
-- What is lent is kept through short lulls and short doubts, and what was taken back for the sake of serving rests a
-  while: under facts that do not change no worker is lent and taken back in turn. Only what says that serving is not
-  safe (switched off, guard gone, headroom gone without a guard) ends a lease at once.
-- Runs with work share the slots of their model by weight (division.py).
+  than the slots that are given already, and they would end what they take sooner than those (see benefit below).
+- Workers that are lent come first, then the least risky: most headroom and most open, awake, with the weights at hand.
+- A lent worker is kept through short lulls and short doubts, and a worker taken back for serving rests a while: under
+  facts that do not change no worker is lent and taken back in turn. A lease ends at once only where serving is
+  not safe (switched off, guard gone, headroom gone without a guard).
+- Runs with work share the slots of their model by weight (see division below).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _order(worker: WorkerFacts) -> tuple[bool, bool, int, int, str]:
 
 
 def _risk_level(worker: WorkerFacts) -> int:
-    """0: nothing is at risk there. Dedicated workers serve nobody else."""
+    """Return how risky it is to lend the worker; 0: not at all. Dedicated workers serve nobody else."""
     if worker.lend is None:
         return 0
     headroom = 1.0 if worker.headroom_fraction is None else worker.headroom_fraction
@@ -52,13 +52,13 @@ def _risk_level(worker: WorkerFacts) -> int:
 
 
 def _fitting(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Runs that workers of a model can serve, of those of that model: those with work; without any of these, all."""
+    """List the runs, of those of one model, that its workers can serve: those with work, or all where none has work."""
     fitting = [run for run in runs if run.has_weights]
     return [run for run in fitting if run.open_count > 0] or fitting
 
 
 def _idle_reason(model: str, runs: Sequence[RunFacts]) -> str:
-    """Why a worker serves none of these runs of its model, where it serves none."""
+    """Say why a worker serves none of these runs of its model."""
     if not runs:
         return f"no run has its model {model!r}"
     return f"waits for the first weights of run {runs[0].run_id!r}"
@@ -82,7 +82,7 @@ class _Lending:
         self._slot_tokens_per_s = sum(known) / len(known) if known else None
 
     def grants(self) -> dict[str, Grant]:
-        """By worker."""
+        """Grant each worker, in order, what it should serve; returns the grants by worker."""
         found = {}
         for worker in self._workers:
             grant = found[worker.worker_id] = self._grant(worker, self._places.get(worker.worker_id))
@@ -108,7 +108,7 @@ class _Lending:
         return _made(worker, run, _offered(worker), self._demand(run))
 
     def _kept(self, worker: WorkerFacts, run: RunFacts) -> Grant:
-        """A worker that is lent: as long as it is of use, and a while longer."""
+        """Keep a worker that is lent as long as it is of use, and a while longer."""
         rule, slots = self._rule, _offered(worker)
         if run.open_count == 0:
             if run.idle_s < rule.take_back_after_s:
@@ -161,12 +161,12 @@ def _made(
 
 
 def _offered(worker: WorkerFacts) -> int:
-    """Slots that a worker could serve runs with."""
+    """Count the slots with which a worker could serve runs."""
     return worker.slot_count if worker.lend is None else max(0, min(worker.lend, worker.slot_count))
 
 
 def _refusal(worker: WorkerFacts, rule: CapacityRule) -> str | None:
-    """Why nothing of a serving worker may be lent now, whatever the demand; None: it may."""
+    """Say why nothing of a serving worker may be lent now, whatever the demand; None: it may be lent."""
     if worker.slot_count <= 0:
         return "it has no slots"  # it failed, or only observes, whatever its team says
     if _offered(worker) <= 0:
@@ -227,14 +227,17 @@ class Backlog:
 
 
 def slot_time_s(left_tokens: float | None, slot_tokens_per_s: float | None) -> float | None:
-    """Seconds of one slot time; None: nobody knows the work left, or how fast a dedicated slot is."""
+    """Compute the seconds of one slot time; None: nobody knows the work left, or how fast a dedicated slot is."""
     if not left_tokens or not slot_tokens_per_s:
         return None
     return left_tokens / slot_tokens_per_s
 
 
 def speed_of(worker: WorkerFacts, slot_tokens_per_s: float | None) -> float:
-    """The speed of a worker's slot in dedicated ones: measured while it was lent, else what its guard lets through."""
+    """Compute the speed of a worker's slot in dedicated slots.
+
+    It was measured while the worker was lent; else it is what its guard lets through.
+    """
     if worker.lend is None:
         return 1.0
     if worker.slot_tokens_per_s is not None and slot_tokens_per_s:
@@ -243,16 +246,17 @@ def speed_of(worker: WorkerFacts, slot_tokens_per_s: float | None) -> float:
 
 
 def finish_without(backlog: Backlog, rule: CapacityRule) -> float:
-    """When the slots that are there have ended everything, in slot times."""
+    """Compute when the slots that are there have ended everything, in slot times."""
     if backlog.speed <= 0:
         return math.inf
     return max(1.0, backlog.open_count / backlog.speed) + rule.tail_factor - 1
 
 
 def finish_with(worker: WorkerFacts, speed: float, slot_s: float | None, rule: CapacityRule) -> float:
-    """When a borrowed worker ends what it takes now, in slot times.
+    """Compute when a borrowed worker ends what it takes now, in slot times.
 
-    Where slot times are not known in seconds, waking and fetching count as nothing. One that is lent has paid already.
+    Where slot times are not known in seconds, waking and fetching count as nothing. A worker that is lent has paid for
+    them already.
     """
     if speed <= 0:
         return math.inf
@@ -264,7 +268,10 @@ def finish_with(worker: WorkerFacts, speed: float, slot_s: float | None, rule: C
 
 
 def is_worth(worker: WorkerFacts, speed: float, backlog: Backlog, rule: CapacityRule) -> bool:
-    """Whether this worker ends what it would take no later than the slots that are there; a lent one has some grace."""
+    """Tell whether this worker ends what it would take no later than the slots that are there.
+
+    A worker that is lent has some grace.
+    """
     grace = rule.keep_factor if worker.is_lent else 1.0
     return finish_with(worker, speed, backlog.slot_s, rule) <= finish_without(backlog, rule) * grace
 
@@ -288,9 +295,9 @@ def settle(
 ) -> dict[str, float]:
     """Count what every run is owed after `grants` were in force for `passed_s`, in slot-seconds.
 
-    Of the slots that served runs of a model with work, each of these was due a share by weight. What all runs of a
-    model are owed adds up to nothing, so one that comes new, or comes back, starts level; and no debt exceeds two
-    slices of all slots, whatever happened.
+    Each run with work was due a share, by weight, of the slots that served runs of its model. The debts of all runs of
+    a model add up to 0, so a run that is new, or comes back, starts level; and no debt exceeds two slices of all
+    slots, whatever happened.
     """
     given: dict[str | None, int] = {}
     for grant in grants:
@@ -314,7 +321,7 @@ def settle(
 def divide(
     offers: Mapping[str, int], own: Mapping[str, str | None], runs: Sequence[RunFacts], rule: CapacityRule
 ) -> dict[str, RunFacts]:
-    """Which of these runs each of these workers, all of one model, should serve if it serves any.
+    """Choose the run that each of these workers, all of one model, should serve if it serves any.
 
     Workers stay where they are, the rest go where most is lacking, and then, one by one, whoever is missed least
     moves to where most is lacking, as long as that is worth it.
@@ -371,7 +378,7 @@ class _Division:
         insort(self._kinds.setdefault((run.run_id, slots), []), index)
 
     def neediest(self) -> RunFacts:
-        """Where most is lacking, among runs that have work for more."""
+        """Return the run that lacks most, among runs that have work for more."""
         wanting = [run for run in self._runs if run.open_count > self._given[run.run_id]]
         return max(wanting or self._runs, key=lambda run: (self._lack(run), run.run_id))
 
@@ -386,7 +393,7 @@ class _Division:
         return True
 
     def _worth(self, kind: tuple[str, int], goal: RunFacts) -> float:
-        """Slots by which a move makes things more even; endless, where the worker's own run has no use for it."""
+        """Count the slots by which a move evens things out; infinite where the worker's own run has no use for it."""
         own, slots = self._by_id[kind[0]], kind[1]
         if own is goal or goal.open_count <= self._given[goal.run_id]:
             return 0.0
@@ -395,5 +402,5 @@ class _Division:
         return self._lack(goal) - self._lack(own) - slots * (1 + STAY_FRACTION)
 
     def _lack(self, run: RunFacts) -> float:
-        """Slots that it lacks of its share, and of what it is owed."""
+        """Count the slots that a run lacks of its share, and of what it is owed."""
         return self._due[run.run_id] - self._given[run.run_id]

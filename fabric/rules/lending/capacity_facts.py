@@ -19,7 +19,7 @@ class WorkerFacts:
     activation_ms: what waking it is expected to take; 0: it is awake. fetch_ms: what fetching the weights that it lacks
     is; 0: it lacks none.
     running_count: turns that run there now.
-    probe: by what its guard sees a serving engine; None: nothing is served beside it. shut_s: how long its guard has
+    probe: what shows a serving engine to its guard; None: nothing is served beside it. shut_s: how long its guard has
     let nothing run. open_fraction: of the last seconds, in which it let rollouts run.
     doubt_s: how long there has been a reason to take it back. withdrawn_s: how long ago it was taken back for the sake
     of serving.
@@ -71,7 +71,7 @@ class RunFacts:
 
 
 def is_same_model(name: str, digest: str, other_name: str, other_digest: str) -> bool:
-    """Whether two names mean one model: by what is in the files where both sides have read them, else by the names.
+    """Tell whether two names mean one model: by their files' digests where both are known, else by name.
 
     digest: of the model's files (fabric/contract/models.py); "": it is a preset or a hub name, or was not read here.
     """

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from ...contract.errors import InputError
 
-__all__ = ["is_within", "minute_of_week", "parse_hours"]
-
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MINUTES = 24 * 60
 WEEK_MINUTES = 7 * DAY_MINUTES
@@ -23,12 +21,12 @@ Window = tuple[int, int]  # minutes of the week [start, end); an end beyond the 
 
 
 def minute_of_week(wall_ms: int) -> int:
-    """The minute of the week of a time in ms since 1970, UTC; 0 is Monday, 00:00."""
+    """Compute the minute of the week of a time in ms since 1970, UTC; 0 is Monday, 00:00."""
     return (wall_ms // 60_000 + EPOCH_DAY * DAY_MINUTES) % WEEK_MINUTES
 
 
 def parse_hours(text: str) -> list[Window]:
-    """Windows of the week: days, times, or both: "mon-fri 22:00-06:00".
+    """Read windows of the week from a text with days, times, or both: "mon-fri 22:00-06:00".
 
     Raises:
         InputError: names the text, what is wrong with it, and what to write.
@@ -46,7 +44,7 @@ def parse_hours(text: str) -> list[Window]:
 
 
 def is_within(hours: Sequence[str], minute_of_week: int) -> bool:
-    """Whether a minute is in one of these windows; no window at all: always."""
+    """Tell whether a minute of the week is in one of these windows; True if there is no window."""
     windows = [window for text in hours for window in parse_hours(text)]
     return not windows or any((minute_of_week - start) % WEEK_MINUTES < end - start for start, end in windows)
 

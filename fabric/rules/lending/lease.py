@@ -10,10 +10,10 @@ from ...contract.records import Lease
 
 
 def time_left(lease_until_ms: int | None, now_ms: int) -> int | None:
-    """Milliseconds left at its shard's `now_ms`; 0: it has ended, None: it is standing."""
+    """Return the milliseconds left at its shard's `now_ms`; 0: it has ended, None: it is standing."""
     return None if lease_until_ms is None else max(0, lease_until_ms - now_ms)
 
 
 def has_ended(lease: Lease) -> bool:
-    """Whether a lease was over when it was read."""
+    """Tell whether a lease was over when it was read."""
     return lease.remaining_ms == 0

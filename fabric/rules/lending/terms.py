@@ -6,7 +6,7 @@
   itself. "Observe", "off" and caps for all hold for those who come later too.
 - A cap of 0 is off. Outside of its hours a setting is observe. What cannot be understood is off.
 
-Who keeps the settings is the board's; who obeys them is workers/rollout/lease.py's, at every heartbeat and ring.
+The board keeps the settings; workers/rollout/lease.py obeys them, at every heartbeat and ring.
 """
 
 from __future__ import annotations
@@ -24,24 +24,6 @@ from ...contract.sharing import ALL, POOL, LendSetting
 from ...contract.text import did_you_mean
 from .hours import is_within, parse_hours
 
-__all__ = [
-    "CAPS",
-    "CLEAR",
-    "MODES",
-    "LendTerms",
-    "changed",
-    "check_known",
-    "check_setting",
-    "check_subject",
-    "concerns",
-    "lent_by_name",
-    "setting_of",
-    "subject_text",
-    "subjects_of",
-    "switch_facts",
-    "terms",
-]
-
 MODES = ("on", "observe", "off")  # the strictest last
 CLEAR = "clear"  # as a mode, only of a change: nothing is said of this subject any more
 CAPS = ("slot_count_max", "compute_fraction_max", "memory_fraction_max")
@@ -51,7 +33,7 @@ WINDOW_COUNT_MAX = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendTerms:
-    """How much of a worker may be lent now: the strictest of all that was said."""
+    """The terms on which a worker may be lent now: the strictest of all that was said."""
 
     mode: str
     """on; observe: measure what could be lent, and lend nothing; off."""
@@ -60,7 +42,7 @@ class LendTerms:
     compute_fraction_max: float | None = None
     memory_fraction_max: float | None = None
     reason: str = ""
-    """Whose word decides, and why."""
+    """The setting that decides, who said it, and why."""
 
     @property
     def may_lend(self) -> bool:
@@ -69,7 +51,7 @@ class LendTerms:
 
     @property
     def text(self) -> str:
-        """In one word: off, observe, on, or the slots that it is limited to."""
+        """The terms in one word: off, observe, on, or the slots that it is limited to."""
         return self.mode if self.mode != "on" or self.slot_count_max is None else str(self.slot_count_max)
 
 
@@ -99,7 +81,7 @@ def terms(settings: Mapping[str, LendSetting], worker_id: str, pool: str, minute
 
 
 def subjects_of(worker_id: str, pool: str) -> tuple[str, ...]:
-    """Whatever is said of one of these is said of this worker, the most particular first."""
+    """List the subjects that this worker belongs to, the most particular first."""
     return (worker_id, f"{POOL}{pool}", ALL) if pool else (worker_id, ALL)
 
 
@@ -111,7 +93,7 @@ def lent_by_name(subject: str, said: LendSetting, infos: Iterable[WorkerInfo]) -
 
 
 def concerns(subject: str, info: WorkerInfo) -> bool:
-    """Whether what is said of a subject is said of this worker too."""
+    """Tell whether what is said of a subject is said of this worker too."""
     return info.role == "serving" and subject in subjects_of(info.worker_id, info.pool)
 
 
@@ -119,7 +101,7 @@ def concerns(subject: str, info: WorkerInfo) -> bool:
 
 
 def setting_of(subject: str, value: LendSetting | str) -> LendSetting:
-    """A setting as it is given, also as one word: on, observe, off, clear, or a number of slots.
+    """Make a setting of what was given, which may be one word: on, observe, off, clear, or a number of slots.
 
     Raises:
         InputError: the subject or the setting is not one.
@@ -133,7 +115,7 @@ def setting_of(subject: str, value: LendSetting | str) -> LendSetting:
 
 
 def changed(before: LendSetting | None, changes: Mapping[str, Any]) -> LendSetting:
-    """The setting of a subject after `changes` to some of its fields.
+    """Return the setting of a subject after `changes` to some of its fields.
 
     Caps and hours stay until they are changed themselves: a team that takes everything back and lends again later
     finds the bounds that it had set. Where nothing was said, a bound alone lends nothing.
@@ -217,7 +199,7 @@ def check_setting(setting: LendSetting) -> LendSetting:
 
 
 def switch_facts(subject: str, said: LendSetting) -> dict[str, Any]:
-    """The event of a switch: what was said of whom, by whom and why."""
+    """Return the facts of a switch's event: what was said of whom, by whom and why."""
     bounds = {name: getattr(said, name) for name in CAPS if getattr(said, name) is not None}
     hours = {"hours": list(said.hours)} if said.hours else {}
     who = {"said_by": said.said_by, "reason": said.reason}
@@ -225,7 +207,7 @@ def switch_facts(subject: str, said: LendSetting) -> dict[str, Any]:
 
 
 def subject_text(subject: str) -> str:
-    """A subject for people."""
+    """Name a subject for people."""
     if subject == ALL:
         return "all serving workers"
     return f"pool {subject.removeprefix(POOL)}" if subject.startswith(POOL) else subject
@@ -235,7 +217,7 @@ def subject_text(subject: str) -> str:
 
 
 def _judge(setting: LendSetting, minute_of_week: int) -> tuple[str, str]:
-    """The mode that one setting comes to now, and why."""
+    """Return the mode that one setting comes to now, and why."""
     if setting.mode not in MODES:
         return "off", f"its mode {setting.mode!r} is not known here"
     if setting.mode == "off":

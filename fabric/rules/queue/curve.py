@@ -1,4 +1,4 @@
-"""The curve of a run's rewards: what its rollouts got, by the policy version that made them, in a bounded table.
+"""The curve of a run's rewards: what its rollouts earned, by the policy version that made them, in a bounded table.
 
 - A bucket covers `width` versions; widths are powers of two, and a bucket's number is its first version // width.
 - When there would be more than BUCKET_COUNT_MAX, the width doubles until half as many are left. So a rollout costs the
@@ -29,7 +29,7 @@ class RewardBucket:
     reward_min: float
     reward_max: float
     token_sum: int
-    """Of completions, observations included."""
+    """Tokens of completions, observations included."""
 
     @property
     def reward_mean(self) -> float:
@@ -51,7 +51,7 @@ Curve = tuple[RewardBucket, ...]
 
 
 def put_together(parts: Iterable[RewardBucket], count_max: int = BUCKET_COUNT_MAX) -> Curve:
-    """One curve of buckets of any widths, by version, at most `count_max` (of at least 2)."""
+    """Put buckets of any widths together into one curve, by version, of at most `count_max` (2 or more) buckets."""
     parts = tuple(parts)
     width = max((part.width for part in parts), default=1)
     found = _merged(parts, width)
@@ -81,7 +81,7 @@ def _merged(parts: Iterable[RewardBucket], width: int) -> dict[int, RewardBucket
 
 
 def read_curve(rows: Mapping[bytes, bytes]) -> Curve:
-    """A shard's curve, as the broker keeps it: number → "count sum squares min max tokens", and "width"."""
+    """Read a shard's curve as the broker keeps it: number → "count sum squares min max tokens", and "width"."""
     width = int(rows.get(b"width", b"1"))
     found = []
     for number, row in rows.items():

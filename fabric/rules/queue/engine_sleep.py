@@ -1,4 +1,4 @@
-"""When a rollout engine is put to sleep, and when it is woken: a pure function of what its worker sees.
+"""Decides when a rollout engine is put to sleep, and when it is woken: a pure function of what its worker sees.
 
 - Nothing is claimed or fetched for an engine that is not awake: a lease wakes it first.
 - It may sleep once it has had no lease, and nothing of an earlier one left to do, for `sleep_after_s`.
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Rest(Enum):
-    """How an engine is between two changes. FAILED: whether it sleeps is not known."""
+    """The state of an engine between two changes. FAILED: nobody knows whether it sleeps."""
 
     AWAKE = "awake"
     ASLEEP = "asleep"
@@ -30,7 +30,10 @@ class Move(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationRule:
-    """sleep_after_s: None: never. A failed change is followed by a wait of `retry_s`, doubled up to `retry_s_max`."""
+    """Bounds of sleeping. sleep_after_s: None: never.
+
+    After a failed change it waits `retry_s`, doubled up to `retry_s_max`.
+    """
 
     sleep_after_s: float | None = None
     retry_s: float = 1.0
@@ -54,7 +57,7 @@ class ActivationFacts:
 
 
 def decide(facts: ActivationFacts, rule: ActivationRule) -> Move:
-    """The move to make now; changes take a while, and none is begun before the last has ended."""
+    """Decide the move to make now; changes take a while, and none is begun before the last has ended."""
     if facts.rest is Rest.FAILED:
         wait_s = min(rule.retry_s * 2 ** min(facts.failure_count - 1, 16), rule.retry_s_max)
         return Move.WAKE if facts.quiet_s >= wait_s else Move.STAY

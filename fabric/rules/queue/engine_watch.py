@@ -1,4 +1,4 @@
-"""When a turn has stalled, and when an engine hangs: a fold over what was seen at every look.
+"""Tells when a turn has stalled, and when an engine hangs: a fold over what was seen at every look.
 
 - Time counts only while somebody looks. A gap between two looks (a frozen process, a busy event loop) counts for a
   bounded part: else a worker that wakes up would take every turn for stalled before its engine could make a step.
@@ -30,7 +30,7 @@ class Pulse:
 
 
 def feel(pulse: Pulse, count: int, now_s: float, *, gap_s_max: float, is_excused: bool = False) -> Pulse:
-    """The pulse after one more look.
+    """Return the pulse after one more look.
 
     Args:
         count: as seen now; another one than before is a sign of life.
@@ -44,5 +44,5 @@ def feel(pulse: Pulse, count: int, now_s: float, *, gap_s_max: float, is_excused
 
 
 def is_stalled(pulse: Pulse, rule: StallRule) -> bool:
-    """Whether a turn (count: tokens made in this claim) or an engine (count: steps) has been silent for too long."""
+    """Tell whether a turn (count: tokens made in this claim) or an engine (count: steps) was silent for too long."""
     return pulse.quiet_s >= (rule.stall_s if pulse.count > 0 else rule.first_token_s)

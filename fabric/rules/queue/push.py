@@ -1,4 +1,4 @@
-"""When a push is refused, and in which words."""
+"""Answers pushes, and words their refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this
 
 
 def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
-    """The run holds as many trajectories as it may beside `need` more."""
+    """Make the error for a run that cannot hold `need` more trajectories."""
     return QueueFull(
         f"run {run_id!r} holds {counted(depth, 'trajectory')} not yet consumed, its limit is {limit}, and the "
         f"group has {need}: consume groups, or raise trajectory_count_max",
@@ -22,7 +22,7 @@ def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
 
 
 def never_fits(run_id: str, limit: int, need: int) -> QueueFull:
-    """A group is larger than the run may ever hold."""
+    """Make the error for a group that is larger than the run may ever hold."""
     return QueueFull(
         f"run {run_id!r} may hold {counted(limit, 'trajectory')}, and the group has {need}: it would never fit; "
         "push smaller groups, or raise trajectory_count_max",
@@ -32,7 +32,7 @@ def never_fits(run_id: str, limit: int, need: int) -> QueueFull:
 
 
 def too_many_bytes(run_id: str, size: int, limit: int, need: int) -> QueueFull:
-    """The run holds as much as it may beside `need` bytes more."""
+    """Make the error for a run that cannot hold `need` bytes more."""
     return QueueFull(
         f"run {run_id!r} holds {size} bytes of jobs and rollouts not yet consumed, its limit is {limit}, and the group "
         f"has {need}: consume groups, or raise memory_bytes_max",
@@ -43,7 +43,7 @@ def too_many_bytes(run_id: str, size: int, limit: int, need: int) -> QueueFull:
 
 
 def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
-    """The run has as many dead letters as are kept."""
+    """Make the error for a run that has as many dead letters as are kept."""
     return QueueFull(
         f"run {run_id!r} has {counted(depth, 'dead letter')}, the limit is {limit}: see `rollfab dead ls --run "
         f"{run_id}`, then `rollfab dead retry` or `rollfab dead discard`",
@@ -53,7 +53,10 @@ def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
 
 
 def no_such_run(run_id: str, deleted_ago_ms: int | None = None, *, known: Iterable[str] = ()) -> RunUnknown:
-    """The run was never created, or was deleted (so long ago; None: not that anybody knows). known: those there are."""
+    """Make the error for a run that was never created, or was deleted.
+
+    deleted_ago_ms: None: nobody knows that it was deleted. known: runs that exist.
+    """
     if deleted_ago_ms is not None:
         return RunUnknown(
             f"run {run_id!r} was deleted {deleted_ago_ms / 1000:.0f} s ago, with all that it had on this broker: "
@@ -67,7 +70,7 @@ def no_such_run(run_id: str, deleted_ago_ms: int | None = None, *, known: Iterab
 
 
 def waiting(entry_count: int, depth: int, claimed_count: int) -> int:
-    """How many jobs of a kind wait, at most: entries of what was cancelled lie in the streams until they are read.
+    """Bound the jobs of a kind that wait: entries of cancelled ones stay in the streams until they are read.
 
     Args:
         entry_count: in the ready streams, and among the suspects.
@@ -78,7 +81,7 @@ def waiting(entry_count: int, depth: int, claimed_count: int) -> int:
 
 
 def outcome(answers: Mapping[str, bool | FabricError], doubtful: Sequence[str] = ()) -> list[bool]:
-    """The answer to a push of several groups.
+    """Return the answer to a push of several groups: for each, whether it was new.
 
     Args:
         answers: by group, in the order of the push: whether it was new, or why it is not in.

@@ -1,4 +1,4 @@
-"""When a job is given up, and in which words. queue/lua/jobs/use/suspect.lua counts.
+"""Decides when a job is given up, and words the reason. queue/lua/jobs/use/suspect.lua counts.
 
 A worker's death is not the fault of what it held. A job comes under suspicion only when it loses workers one after the
 other and never gets on; then it is a suspect, of which a worker holds one at a time. A worker that is lost with a
@@ -34,7 +34,7 @@ NO_LETTER = "its dead letter was retried or discarded since"
 
 
 def lost_turn(turn_id: str) -> str:
-    """Why a turn that costs every worker is given up."""
+    """Say why a turn that costs every worker is given up."""
     return (
         f"{BLAME_COUNT_MAX} workers died or froze with turn {turn_id} as their only suspect, or stalled on it, "
         "and it never got on"
@@ -42,12 +42,12 @@ def lost_turn(turn_id: str) -> str:
 
 
 def is_suspect(loss: int) -> bool:
-    """Whether a worker holds only one such job at a time."""
+    """Tell whether a job that lost so many workers is a suspect, of which a worker holds one at a time."""
     return loss >= SUSPECT_LOSS_COUNT
 
 
 def too_stale(policy_version: int, head_version: int) -> str:
-    """Why a finished trajectory is run again, or given up."""
+    """Say why a finished trajectory is run again, or given up."""
     return (
         f"stale: its oldest tokens are of policy version {policy_version}, the head is {head_version} by now; "
         'raise staleness, or keep such rollouts with when_stale="keep"'
@@ -55,12 +55,12 @@ def too_stale(policy_version: int, head_version: int) -> str:
 
 
 def is_stale(policy_version: int, head_version: int, staleness: int) -> bool:
-    """Whether tokens of a version are too old to be trained on; -1: there are none."""
+    """Tell whether tokens of a version are too old to be trained on; -1: there are no tokens."""
     return policy_version >= 0 and head_version - policy_version > staleness
 
 
 def not_held(run_id: str, group_id: str) -> ClaimLost:
-    """A group is to be acknowledged by somebody who lost it meanwhile."""
+    """Make the error for a consumer that acknowledges a group it has lost meanwhile."""
     return ClaimLost(
         f"group {group_id!r} of run {run_id!r} is not acknowledged: another consumer took it over, or it runs again",
         run_id=run_id,
@@ -69,7 +69,7 @@ def not_held(run_id: str, group_id: str) -> ClaimLost:
 
 
 def given_up(run_id: str, worker_id: str, job: TrajectoryJob, reason: str) -> DeadLetter:
-    """The dead letter of a trajectory that no code of a user failed."""
+    """Make the dead letter of a trajectory that no user's code made fail."""
     return DeadLetter(
         trajectory_id=job.trajectory_id,
         run_id=run_id,

@@ -1,16 +1,18 @@
-"""When two descriptions of a run are the same run."""
+"""Decides whether two descriptions of a run are of the same run, and whether workers can do what it asks of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...contract.errors import RunMismatch
-from ...contract.records import RunConfig
+from ...contract.records import RunConfig, WorkerInfo
 from ..lending.capacity_facts import is_same_model
 
 FIXED = ("model", "environment", "environment_options", "reward", "shard_count")  # the rest may change between starts
 
 
 def is_same_run(existing: RunConfig, wanted: RunConfig) -> bool:
-    """Whether they differ at most in what may change between starts."""
+    """Tell whether two descriptions differ at most in what may change between starts."""
     return not _differing(existing, wanted)
 
 
@@ -30,8 +32,18 @@ def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
         )
 
 
+def undoable(config: RunConfig, workers: Iterable[WorkerInfo]) -> dict[str, list[str]]:
+    """Fields of the run's sampling that none of some workers can do, each with their engines; none where none are."""
+    each = list(workers)
+    engines = list(dict.fromkeys(info.engine or info.worker_id for info in each))
+    return {name: engines for name in config.sampling if each and all(name in info.cannot for info in each)}
+
+
 def _differing(existing: RunConfig, wanted: RunConfig) -> list[str]:
-    """A model may be reached by another path; under its own name it may have changed."""
+    """Name the fixed settings that differ.
+
+    A model may be reached by another path; under the same name its files may have changed.
+    """
     names = [name for name in FIXED if getattr(existing, name) != getattr(wanted, name)]
     is_same = is_same_model(existing.model, existing.model_digest, wanted.model, wanted.model_digest)
     return [name for name in names if name != "model" or not is_same]

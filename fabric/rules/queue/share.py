@@ -1,4 +1,4 @@
-"""How the places of one agent worker are shared between runs: by weight, and whole to whoever needs them alone.
+"""Shares the places of one agent worker between runs: by weight, and whole to whoever needs them alone.
 
 - A run that has no work waiting keeps what it holds and claims nothing; the others divide the rest by weight. Nothing
   is taken away from a run that gets on: above its share it falls back to it as its trajectories end. One whose turns
@@ -27,16 +27,17 @@ class Sharer:
 
 
 def more(total: int, runs: Sequence[Sharer], run_id: str) -> int:
-    """Places that a run with work may take now, beside those it holds; never more than are free."""
+    """Count the places that a run with work may take now, beside those it holds; never more than are free."""
     free = total - sum(run.held for run in runs)
     own = next(run for run in runs if run.run_id == run_id)
     return max(0, min(free, entitled(total, runs)[run_id] - own.held))
 
 
 def owed(total: int, runs: Sequence[Sharer]) -> dict[str, int]:
-    """Places that runs above their share are to give back, if they do not get on, to those that have too few; by run.
+    """Count the places, by run, that runs above their share owe to runs with too few.
 
-    A run that holds none gets one at first: whether it has work is not known before.
+    They are given back only where a run does not get on. A run that holds no place gets one at first: whether it has
+    work is not known before.
     """
     due = entitled(total, runs)
     hungry = [run for run in runs if run.may_have_work and run.held < due[run.run_id]]
@@ -47,13 +48,13 @@ def owed(total: int, runs: Sequence[Sharer]) -> dict[str, int]:
 
 
 def entitled(total: int, runs: Sequence[Sharer]) -> dict[str, int]:
-    """Places of each run, if all had ended that is more than its share; those with work get `total` in all, at most."""
+    """Compute the places of each run once all above its share have ended; those with work get `total` at most."""
     shares = _fair(total, runs)
     whole = {name: math.floor(share + 1e-9) for name, share in shares.items()}
     left = total - sum(whole.values())
 
     def urgency(run: Sharer) -> tuple[bool, float, str]:
-        """Those with a part of a place first, and of these the one that was served least."""
+        """Sort runs with a part of a place first, and among these the one that was served least."""
         return shares[run.run_id] - whole[run.run_id] < 1e-9, run.served, run.run_id
 
     for run in sorted((run for run in runs if run.may_have_work), key=urgency)[: max(0, left)]:
@@ -62,7 +63,7 @@ def entitled(total: int, runs: Sequence[Sharer]) -> dict[str, int]:
 
 
 def _fair(total: int, runs: Sequence[Sharer]) -> dict[str, float]:
-    """Weighted shares of `total`; a run without work gets no more than it holds, and the others divide the rest."""
+    """Divide `total` by weight; a run without work gets no more than it holds, and the others divide the rest."""
     shares: dict[str, float] = {}
     rest, left = list(runs), float(total)
     while rest:

@@ -1,4 +1,4 @@
-"""How much of a serving engine's time to keep free for requests that have not arrived yet.
+"""Computes how much of a serving engine's time to keep free for requests that have not arrived yet.
 
 - Learned from arrivals alone: their rate over one second and over thirty, their prompts' length and its spread, and how
   much their counts per second scatter (index of dispersion; 1 for a Poisson process).
@@ -24,7 +24,7 @@ DISPERSION_MAX = 16.0  # above it the load changed, rather than scatters; second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstRule:
-    """How far ahead, and how certain, to reserve."""
+    """The distance to look ahead, and the certainty, of the reserve."""
 
     horizon_s: float = 0.3
     quantile: float = 0.9  # simulated, at 0.95 of SLO capacity: 0.95 harvests a fifth less and keeps no promise better
@@ -32,7 +32,7 @@ class BurstRule:
 
     @classmethod
     def of(cls, slo: Slo) -> Self:
-        """For an objective: what comes within three fifths of it competes with what is waiting now."""
+        """Make the rule for an objective: what arrives within three fifths of it competes with what is waiting now."""
         return cls(horizon_s=HORIZON_OF_TTFT * slo.ttft_ms / 1000)
 
 
@@ -54,7 +54,7 @@ class Arrivals:
     bins: int = 0
 
     def rates(self, now_s: float) -> tuple[float, float]:
-        """Arrivals per second over the last second and over the last thirty; of fewer, while there are no more."""
+        """Compute arrivals per second over the last second and the last thirty; over less, while less has been seen."""
         passed = max(0.0, now_s - self.at_s) if self.count else 0.0
         age = max(now_s - self.since_s, FAST_S) if self.count else FAST_S
         known = 1.0 - math.exp(-age / SLOW_S)  # what of a thirty-second average can have been seen yet
@@ -69,7 +69,7 @@ class Arrivals:
 
 
 def arrived(arrivals: Arrivals, at_s: float, prefill_tokens: int) -> Arrivals:
-    """After one more request, whose prompt has that many tokens to compute. Times that run backwards count as now."""
+    """Add a request whose prompt has `prefill_tokens` tokens to compute. Times that run backwards count as now."""
     at_s = max(at_s, arrivals.at_s)
     passed = at_s - arrivals.at_s if arrivals.count else 0.0
     arrivals = _binned(arrivals, at_s)
@@ -90,7 +90,7 @@ def arrived(arrivals: Arrivals, at_s: float, prefill_tokens: int) -> Arrivals:
 
 
 def reserve_s(arrivals: Arrivals, now_s: float, model: StepModel, rule: BurstRule) -> float:
-    """Seconds of serving work that requests of the next `horizon_s` bring, at most, with `quantile` certainty.
+    """Bound the seconds of serving work that requests of the next `horizon_s` bring, with `quantile` certainty.
 
     Their number and their lengths scatter: the sum's mean and variance are those of a compound process, its quantile is
     a normal one's, which for a few requests is about one prompt above the mean. Within [0, reserve_max_s].
@@ -107,7 +107,7 @@ def reserve_s(arrivals: Arrivals, now_s: float, model: StepModel, rule: BurstRul
 
 
 def deviations(quantile: float) -> float:
-    """A normal distribution's quantile, in standard deviations, to 0.0005.
+    """Compute a quantile of the normal distribution, in standard deviations, to 0.0005.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.23.
     """

@@ -77,7 +77,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The least so far: seconds, the share of its objective that is, and why."""
+    """The least time found so far: seconds, their share of an objective, and what they are left for."""
 
     seconds: float
     fraction: float
@@ -109,7 +109,7 @@ def decide(facts: GuardFacts, rule: GuardRule) -> Allowance:
 
 
 def _room(facts: GuardFacts, state: ServingState, rule: GuardRule) -> _Room:
-    """Seconds that a rollout step may take from now on."""
+    """Compute the seconds that a rollout step may take from now on."""
     ttft_s = facts.slo.ttft_ms * rule.ttft_margin / 1000
     decoding = StepWork(
         decode_count=len(state.running), context_tokens=sum(request.context_tokens for request in state.running)
@@ -140,7 +140,7 @@ def _room(facts: GuardFacts, state: ServingState, rule: GuardRule) -> _Room:
 
 
 def _ease(facts: GuardFacts, state: ServingState, reserve_s: float, rule: GuardRule) -> float:
-    """How much of the pace may be used up, (0, 1]: the less, the more of serving's time or memory is spoken for.
+    """Decide how much of the pace may be used up, (0, 1]: less, as more of serving's time or memory is spoken for.
 
     A slower pace keeps more sequences running, which slow every prompt down and hold KV cache: fatal in a burst. The
     curve is flat near 0, where nothing is at stake, and near 1, where everything is: of the shapes tried in simulation
@@ -159,7 +159,10 @@ def _with(decoding: StepWork, prefill_tokens: int) -> StepWork:
 
 
 def _fitting(facts: GuardFacts, room_s: float, rule: GuardRule) -> int | None:
-    """Tokens whose step takes no longer than `room_s`: sequences that decode first, then as much prompt as fits."""
+    """Count the tokens whose step fits into `room_s`: sequences that decode first, then as much prompt as fits.
+
+    None: all.
+    """
     work, model = facts.work, facts.rollout
     if room_s <= 0:
         return 0

@@ -1,15 +1,13 @@
-"""How much KV cache rollouts may hold beside a serving engine: cut at once under pressure, given back as slack lasts.
+"""Bounds the KV cache of rollouts beside a serving engine: cut at once under pressure, given back as slack lasts.
 
 - Never above the hard cap: what the serving team allows of the rollout engine's own cache.
 - Past `cut_at_fraction` of the serving engine's KV cache the budget falls, and falls again while that goes on; past
   `stop_at_fraction` to its floor at once. It never grows under pressure.
 - Below `thaw_below_fraction`, and not before that has lasted for `quiet_s`, it grows evenly up to the cap. Between the
   two marks it stays as it is, so that constant use moves nothing.
-- Seen for the first time between the marks, an engine lends at once, or one that always stands there never would: all
-  that is allowed where rollouts have a cache of their own, which takes nothing from it; of pages that it could have, as
-  much as one cut leaves.
+- Seen for the first time between the marks, an engine lends all that is allowed at once, or one that always stands
+  there never would: rollouts have a cache of their own, which takes nothing from it.
 - A cut starts from what rollouts hold, where that is less than their budget: a cut that frees nothing would be none.
-- Where rollouts take pages that the serving engine could have (`is_shared`), its use must be known to lend any.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class MemoryFacts:
 
     serving_used of serving_capacity: of the serving engine's KV cache, in any one unit; a capacity of 0: not known.
     rollout_tokens: KV that rollouts hold, None: not known; of rollout_capacity_tokens, which their engine has.
-    memory_fraction_max: of that, what the serving team allows; None: all. is_shared: see above.
+    memory_fraction_max: of that, what the serving team allows; None: all.
     """
 
     now_s: float
@@ -53,7 +51,6 @@ class MemoryFacts:
     rollout_capacity_tokens: int
     rollout_tokens: int | None = None
     memory_fraction_max: float | None = None
-    is_shared: bool = False
 
     @property
     def cap_tokens(self) -> int:
@@ -62,9 +59,9 @@ class MemoryFacts:
         return math.floor(self.rollout_capacity_tokens * fraction)
 
     @property
-    def serving_fraction(self) -> float | None:
-        """The share of its KV cache that the serving engine holds; None: not known."""
-        return self.serving_used / self.serving_capacity if self.serving_capacity > 0 else None
+    def serving_fraction(self) -> float:
+        """The share of its KV cache that the serving engine holds; 0 where that is not known."""
+        return self.serving_used / self.serving_capacity if self.serving_capacity > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +81,12 @@ class MemoryState:
 
 
 def decide(state: MemoryState, facts: MemoryFacts, rule: MemoryRule) -> MemoryState:
-    """The budget after one more look; times of later looks must not be smaller."""
+    """Return the budget after one more look; times of later looks must not be smaller."""
     cap, use = float(facts.cap_tokens), facts.serving_fraction
-    floor = cap * rule.floor_fraction
-    if use is None and facts.is_shared:
-        reason = "the serving engine's KV use is not known, and its pages would be taken"
-        return _looked(state, facts, min(_budget(state, cap), floor), reason, slack_since_s=None)
-    use = 0.0 if use is None else use
     if use >= rule.cut_at_fraction:
         return _cut(state, facts, rule, use)
     if use >= rule.thaw_below_fraction:
-        budget = _first_budget(facts, rule) if state.looked_at_s is None else _budget(state, cap)
+        budget = cap if state.looked_at_s is None else _budget(state, cap)
         reason = "" if budget >= cap else f"serving holds {use:.0%} of its KV cache, grows below {_thaw_mark(rule)}"
         return _looked(state, facts, budget, reason, slack_since_s=None)
     return _thaw(state, facts, rule)
@@ -139,12 +131,6 @@ def _looked(
 
 def _budget(state: MemoryState, cap: float) -> float:
     return min(state.budget_tokens, cap)
-
-
-def _first_budget(facts: MemoryFacts, rule: MemoryRule) -> float:
-    """Between the marks, with nothing known of what was before."""
-    cap = float(facts.cap_tokens)
-    return max(cap * rule.floor_fraction, math.floor(cap * rule.cut_ratio)) if facts.is_shared else cap
 
 
 def _thaw_mark(rule: MemoryRule) -> str:

@@ -1,9 +1,9 @@
-"""How long an engine's next step will take: a linear model of its work, refitted with every step measured.
+"""Predicts how long an engine's next step takes: a linear model of its work, refitted with every step measured.
 
 - Seconds = base + prompt tokens, decoding sequences and tokens attended to, each at a price; no price is below 0.
-- A sample moves the model at once and is forgotten over some fifty others. What is far from the prediction (a preempted
-  step) counts only as far as steps usually scatter; when several in a row are off to the same side, it is the hardware
-  or the model that changed: all prices move together, and the samples before count little.
+- A sample moves the model at once and is forgotten over some fifty others. One that is far from the prediction (a
+  preempted step) counts only as far as steps usually scatter. When several in a row are off to the same side, the
+  hardware or the model has changed: all prices move together, and the samples before count little.
 - Cold, nothing is predicted below what was seen: a new engine looks slower than it is, never faster.
 - Steps in whose time rollouts computed leave these prices alone: they tell a ratio, the interference, of their own.
 """
@@ -21,7 +21,7 @@ Sums = tuple[float, ...]  # of products of two features, by row: 16, relative to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefitRule:
-    """How a model follows its samples. Fractions are of the predicted time."""
+    """The way in which a model follows its samples. Fractions are of the predicted time."""
 
     memory_count: float = 48.0  # samples until one counts 1/e: a model of four prices must see some prefills in it
     cold_count: int = 16  # samples until the model is believed without its margin
@@ -52,14 +52,12 @@ class StepModel:
     seen: tuple[StepSample, ...] = ()  # while cold
 
 
-def cold(
-    base_s: float, prefill_s_per_token: float, decode_s_per_sequence: float, context_s_per_token: float = 0.0
-) -> StepModel:
-    """A model of an engine that nothing is known of: give prices that are rather too high.
+def cold(base_s: float, prefill_s_per_token: float, decode_s_per_sequence: float) -> StepModel:
+    """Make the model of an engine that nothing is known of: give prices that are rather too high.
 
     Each price starts as if one step that it dominates had been seen, so that what no sample tells about stays put.
     """
-    prices = (base_s, prefill_s_per_token, decode_s_per_sequence, context_s_per_token)
+    prices = (base_s, prefill_s_per_token, decode_s_per_sequence, 0.0)
     assert base_s > 0 and min(prices) >= 0
     products, targets = [0.0] * 16, [0.0] * 4
     for index, price in enumerate(prices):
@@ -70,7 +68,7 @@ def cold(
 
 
 def predict(model: StepModel, work: StepWork, is_shared: bool = False) -> float:
-    """Seconds that a step will take. is_shared: rollouts compute on the device meanwhile."""
+    """Predict the seconds that a step takes. is_shared: rollouts compute on the device meanwhile."""
     alone = _alone(model.prices, work) * model.margin
     return alone * model.interference if is_shared else alone
 
@@ -79,7 +77,7 @@ USUAL = RefitRule()
 
 
 def refit(model: StepModel, sample: StepSample, rule: RefitRule = USUAL) -> StepModel:
-    """The model after one more step. A duration that is not positive is no measurement and changes nothing."""
+    """Return the model after one more step. A duration that is not positive measures nothing, and changes nothing."""
     if not 0.0 < sample.duration_s < rule.price_max[0]:
         return model
     if sample.is_shared:
@@ -109,7 +107,7 @@ def _alone(prices: Prices, work: StepWork) -> float:
 
 
 def _interfered(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
-    """A shared step tells how much slower than alone it was; one that is far off counts as twice the ratio so far."""
+    """Learn from a shared step how much slower it was than alone; an extreme one counts as twice the ratio so far."""
     ratio = sample.duration_s / _alone(model.prices, sample.work)
     ratio = min(max(ratio, 1.0), 2.0 * model.interference)
     count = model.shared_count + 1
@@ -119,7 +117,7 @@ def _interfered(model: StepModel, sample: StepSample, rule: RefitRule) -> StepMo
 
 
 def _warmed(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
-    """While cold: raise the margin until no step seen so far would be predicted too short."""
+    """Raise the margin, while the model is cold, until no step seen so far would be predicted too short."""
     seen = (*model.seen, sample)
     margin = max(1.0, *(each.duration_s / _alone(model.prices, each.work) for each in seen))
     return replace(model, seen=seen if model.sample_count < rule.cold_count else (), margin=margin)
@@ -128,13 +126,13 @@ def _warmed(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
 def _outlying(model: StepModel, ratio: float, rule: RefitRule) -> StepModel:
     side = 1 if ratio > 1.0 else -1
     streak = model.streak + side if model.streak * side > 0 else side
-    # Of a streak the ratio nearest to 1 leads: one extreme sample in it must not set the prices.
+    # Running mean over the streak, a slower sample capped at 1.5 times it: one extreme sample must not set the prices.
     kept = ratio if abs(streak) == 1 else 0.5 * (model.streak_ratio + min(ratio, 1.5 * model.streak_ratio))
     return replace(model, streak=streak, streak_ratio=kept)
 
 
 def _changed(model: StepModel) -> StepModel:
-    """All prices times the streak's ratio; the samples before it keep a tenth of their weight."""
+    """Multiply all prices by the streak's ratio; the samples before it keep a tenth of their weight."""
     by = model.streak_ratio
     prices, targets = model.prices, model.targets
     # Products hold 1/predicted², targets 1/predicted: both are restated for the new prices.
@@ -192,8 +190,8 @@ class StepErrors:
     COUNT_MAX = 256
 
     def noted(self, predicted_s: float, measured_s: float) -> StepErrors:
-        """With one more: |measured / predicted - 1|."""
-        return StepErrors((*self.errors, abs(measured_s / max(predicted_s, 1e-9) - 1.0))[-256:])
+        """Add an error, |measured / predicted - 1|, and drop the oldest beyond COUNT_MAX."""
+        return StepErrors((*self.errors, abs(measured_s / max(predicted_s, 1e-9) - 1.0))[-self.COUNT_MAX :])
 
     @property
     def p50(self) -> float | None:

@@ -2,7 +2,7 @@
 
 - A tax is shared over alone less one: 0.05 is 5 % slower. Without requests on both sides there is none to tell,
   nor of TPOT where none of them had a second token.
-- Percentiles of several workers cannot be added up: of those, the worst worker's stand for all.
+- Percentiles of several workers cannot be added up: the worst worker's stand for all of them.
 - A percentile of few requests says little: `quantile_ranks` says between which of them the true one lies, and whether
   enough were measured to bound it at all (368 for a P99).
 """
@@ -16,8 +16,7 @@ from typing import Any
 
 from ...contract.sharing import SharingReport
 
-__all__ = ["TAXES", "SharingTotals", "few", "quantile_ranks", "sharing_totals", "taxes", "with_taxes"]
-
+CONFIDENCE = 0.95  # of the bounds of a quantile
 TAXES = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")  # the latencies that are compared
 P99S = ("ttft_ms_p99", "tpot_ms_p99")
 SUMS = ("lent_s", "computing_s", "could_lend_s", "token_count", "violation_count", "reclaim_count")
@@ -25,7 +24,7 @@ SUMS = ("lent_s", "computing_s", "could_lend_s", "token_count", "violation_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingTotals:
-    """All workers together; null: there is nothing to tell it by."""
+    """The figures of all workers together; null: nothing was measured to tell it by."""
 
     worker_count: int
     alone_request_count: int
@@ -49,17 +48,17 @@ class SharingTotals:
 
 
 def taxes(report: SharingReport) -> dict[str, float | None]:
-    """Each latency's tax, by its name without the unit: ttft_tax_p99."""
+    """Compute each latency's tax, by its name without the unit: ttft_tax_p99."""
     return {name.replace("_ms_", "_tax_"): _tax(report.alone, report.shared, name) for name in TAXES}
 
 
 def with_taxes(report: SharingReport) -> dict[str, Any]:
-    """A report as plain values, with its taxes, and which of its P99s are of too few requests to mean much."""
+    """Return a report as plain values, with its taxes, and which of its P99s are of too few requests to mean much."""
     return {**report.__dict__, **taxes(report), "few": few(report)}
 
 
 def few(report: SharingReport) -> list[str]:
-    """Names of the P99s that no measured request bounds from above, as alone.ttft_ms_p99."""
+    """Name the P99s that no measured request bounds from above, as alone.ttft_ms_p99."""
     found = []
     for kind in ("alone", "shared"):
         row = getattr(report, kind)
@@ -72,16 +71,16 @@ def few(report: SharingReport) -> list[str]:
     return found
 
 
-def quantile_ranks(count: int, fraction: float, confidence: float = 0.95) -> tuple[int | None, int | None]:
-    """Between which of `count` independent samples the true quantile lies, whatever they are distributed like.
+def quantile_ranks(count: int, fraction: float) -> tuple[int | None, int | None]:
+    """Find between which of `count` independent samples the true quantile lies, whatever their distribution.
 
-    Each bound is missed with a probability of at most half of what is left of `confidence`.
+    Each bound is missed with a probability of at most half of what is left of CONFIDENCE.
 
     Returns:
         Ranks in ascending order, the least sample is 1; None: there are too few samples for that bound.
     """
     low = high = None
-    miss = (1.0 - confidence) / 2
+    miss = (1.0 - CONFIDENCE) / 2
     log_chance, at_most = count * math.log(fraction), 0.0  # of exactly, and of at most `above` samples above it
     for above in range(count):
         at_most += math.exp(log_chance)
@@ -95,7 +94,7 @@ def quantile_ranks(count: int, fraction: float, confidence: float = 0.95) -> tup
 
 
 def sharing_totals(reports: Iterable[SharingReport]) -> SharingTotals:
-    """All workers together: sums, attainment over all requests, and the highest of each worker's P99 tax."""
+    """Sum up all workers: totals, attainment over all requests, and the highest of each worker's P99 tax."""
     reports = list(reports)
     found: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
     for name in ("alone", "shared"):

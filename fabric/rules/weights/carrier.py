@@ -34,7 +34,7 @@ class CarrierFacts:
 
 
 def carrier(setting: str, facts: CarrierFacts) -> str:
-    """BROKER or COLLECTIVE, for a setting of CARRIERS.
+    """Return BROKER or COLLECTIVE, for a setting of CARRIERS.
 
     A setting other than AUTO is followed, but for a collective of nobody.
     """

@@ -1,4 +1,4 @@
-"""Which manifests lead from one version to another, when jumps and keyframes are due, and what may be deleted.
+"""Plans which manifests lead from one version to another, when jumps and keyframes are due, and what may be deleted.
 
 A link is a manifest seen from afar. A delta leads from the version before to its own, a jump over several to the same
 version as the last delta it folds; a keyframe leads from nothing to its version. So several links may lead into one
@@ -51,7 +51,7 @@ class Jump:
 
 
 def plan(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
-    """The cheapest links from the version a receiver holds to `goal`, in the order to apply them.
+    """Find the cheapest links from the version a receiver holds to `goal`, in the order to apply them.
 
     Of ways with the same bytes, one with the fewest links.
 
@@ -91,7 +91,7 @@ def plan(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
 
 
 def jumps_due(head: int, links: Sequence[Link]) -> list[Jump]:
-    """Jumps that should be published now beside what they fold, in the order to publish them.
+    """List the jumps that should be published now beside what they fold, in the order to publish them.
 
     The same links always give the same jumps, and never one that is held. Ask again when they are out, and before a
     keyframe of the same version is: the last short jump may complete a longer one.
@@ -105,7 +105,7 @@ def jumps_due(head: int, links: Sequence[Link]) -> list[Jump]:
 
 
 def keyframe_due(head: int, links: Sequence[Link], *, link_count_max: int = LINK_COUNT_MAX) -> bool:
-    """Whether a keyframe of `head` should be published beside its delta.
+    """Tell whether a keyframe of `head` should be published beside its delta.
 
     True when none is held, or the cheapest way from the newest one to `head` has more bytes than it, or more than
     `link_count_max` links.
@@ -125,13 +125,13 @@ def keyframe_due(head: int, links: Sequence[Link], *, link_count_max: int = LINK
 
 
 def newest_keyframe(head: int, links: Sequence[Link]) -> Link | None:
-    """The keyframe with the highest version not above `head`."""
+    """Find the keyframe with the highest version not above `head`."""
     keyframes = [link for link in links if link.kind == KEYFRAME and link.version <= head]
     return max(keyframes, key=lambda link: link.version, default=None)
 
 
 def readable_versions(head: int, links: Iterable[Link]) -> set[int]:
-    """Versions up to `head` to which a chain of these links leads from a keyframe: those that a newcomer can read."""
+    """Find the versions up to `head` that a newcomer can read: a chain of these links leads there from a keyframe."""
     found: set[int] = set()
     for link in sorted(links, key=lambda link: (link.version, link.kind != KEYFRAME)):
         if link.version <= head and (link.kind == KEYFRAME or link.base_version in found):
@@ -139,13 +139,11 @@ def readable_versions(head: int, links: Iterable[Link]) -> set[int]:
     return found
 
 
-def garbage(
-    head: int, links: Sequence[Link], *, held_versions: Collection[int] = (), grace_count: int = GRACE_COUNT
-) -> list[Link]:
-    """Links that may be deleted now: all but
+def garbage(head: int, links: Sequence[Link], *, held_versions: Collection[int] = ()) -> list[Link]:
+    """List the links that may be deleted now: all but
 
     - the newest keyframe;
-    - the head and the `grace_count` versions before it, whole: their keyframes, deltas and jumps, and the cheapest way
+    - the head and the GRACE_COUNT versions before it, whole: their keyframes, deltas and jumps, and the cheapest way
       to each of them from the keyframe before it, so that all of them can be read;
     - the cheapest ways from versions that live receivers hold, those nearest to the head first, while all that only
       they need is no more bytes than the newest keyframe: whoever is further behind takes that one;
@@ -153,7 +151,7 @@ def garbage(
     - what is above the head: it is being published.
 
     With K the bytes of the largest keyframe, D of the largest delta, J of the largest jump of each kind, and jumps that
-    are no larger than what they fold together, the broker holds at most 4 K + 2 `grace_count` D + J8 + J64. That is the
+    are no larger than what they fold together, the broker holds at most 4 K + 2 GRACE_COUNT D + J8 + J64. That is the
     oldest keyframe and the way from it to the oldest of these versions (`keyframe_due`: at most K), the receivers' K,
     the last versions' deltas, and their keyframes: one, and one more for every K bytes of these deltas. A keyframe that
     is published before it is due (a trainer that starts again, a repair) comes on top while it is one of the last, and
@@ -166,7 +164,7 @@ def garbage(
     newest = newest_keyframe(head, links)
     if newest is None:
         return []
-    goals = sorted({link.version for link in links if link.version <= head})[-grace_count - 1 :]
+    goals = sorted({link.version for link in links if link.version <= head})[-GRACE_COUNT - 1 :]
     steps = [link for link in links if link.kind != KEYFRAME]
     kept = {newest} | {link for link in links if link.version > goals[0]}
     for part in _unfolded(head, links):
@@ -187,7 +185,7 @@ def garbage(
 
 
 def _whole_way(goal: int, links: Sequence[Link], steps: Sequence[Link]) -> list[Link]:
-    """The way to a version from the keyframe before it, with that; another one where that leads nowhere."""
+    """Find the way to a version from the keyframe before it, that included; from any other where it leads nowhere."""
     root = newest_keyframe(goal, links)
     if root is None or root.version == goal:
         return [] if root is None else [root]
@@ -196,7 +194,7 @@ def _whole_way(goal: int, links: Sequence[Link], steps: Sequence[Link]) -> list[
 
 
 def _unfolded(head: int, links: Sequence[Link]) -> list[list[Link]]:
-    """For each kind of JUMPS, the links up to `head` that it will fold, end to end, in order.
+    """List, for each kind of JUMPS, the links up to `head` that it will fold, end to end, in order.
 
     Those since the last jump of that kind or a longer one, or since the keyframe or gap that the chain begins with.
     """
@@ -213,12 +211,12 @@ def _unfolded(head: int, links: Sequence[Link]) -> list[list[Link]]:
 
 
 def _ways(have: int, goals: Iterable[int], links: Sequence[Link]) -> set[Link]:
-    """All links of the cheapest ways from a version to several others."""
+    """Collect all links of the cheapest ways from a version to several others."""
     return {link for goal in goals for link in _way(have, goal, links)}
 
 
 def _way(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
-    """The plan; none where no way leads there."""
+    """Plan a way; empty where none leads there."""
     try:
         return plan(have, goal, links)
     except ChainBroken:

@@ -1,7 +1,7 @@
-"""How much time other workers may cost one that asks them: LOST_S_MAX at once, and LOST_FRACTION of all time.
+"""Bounds the time that other workers may cost one that asks them: LOST_S_MAX at once, LOST_FRACTION of all time.
 
-- Whoever may write a holder's row may name relays that stall, ever new ones. So it is the asker's time that is bounded,
-  whoever takes it: who has no patience left asks the broker until some has come back.
+- A process that may write a holder's row may name relays that stall, ever new ones. So the asker's time is bounded,
+  whichever relay takes it: a worker without patience asks the broker until some has come back.
 - Time in which bytes come at FAIR_BYTES_PER_S or faster costs none.
 """
 
@@ -22,11 +22,11 @@ class Patience:
     left_s: float = LOST_S_MAX
 
     def is_left(self, now_s: float) -> bool:
-        """Whether others may be asked."""
+        """Tell whether other workers may be asked."""
         return self._left_s(now_s) > 0
 
     def after(self, now_s: float, waited_s: float, byte_count: int = 0) -> Patience:
-        """The patience left after a wait that has just ended and brought so many bytes."""
+        """Return the patience left after a wait that has just ended and brought `byte_count` bytes."""
         return Patience(now_s, self._left_s(now_s) - max(0.0, waited_s - byte_count / FAIR_BYTES_PER_S))
 
     def _left_s(self, now_s: float) -> float:

@@ -1,4 +1,4 @@
-"""What a publisher is told whose write is refused. Who may publish which version, and delete one, the scripts decide:
+"""The errors for a publisher whose write is refused. Scripts decide who may publish or delete which version:
 put_manifest, advance_head, drop_version and mend in queue/lua/weights.
 
 - A publisher holds an epoch; the highest epoch is in charge, and every write of another is refused.
@@ -20,7 +20,7 @@ VERSION_MAX = (1 << 53) - 1  # of whole numbers that a broker's scripts, which c
 
 
 def version_number(version: object) -> int:
-    """What a version is counted by.
+    """Return the whole number that a version is counted by.
 
     Raises:
         InputError: it is no whole number that a broker can count.
@@ -39,7 +39,7 @@ def version_number(version: object) -> int:
 
 
 def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int) -> WeightError | BrokerError:
-    """The error for a code below 0."""
+    """Make the error for a code below 0."""
     facts = {"run_id": run_id, "version": link.version, "head_version": head_version, "epoch": link.epoch}
     if code == TAKEN_OVER and epoch > link.epoch:
         text = (
@@ -69,7 +69,7 @@ def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int
 
 
 def not_newer(run_id: str, version: int, head_version: int) -> VersionConflict:
-    """The version is not above the head."""
+    """Make the error for a version that is not above the head."""
     return VersionConflict(
         f"version {version} of run {run_id!r} is not newer than its head, version {head_version}: publish"
         f" {head_version + 1} or higher",
@@ -80,7 +80,7 @@ def not_newer(run_id: str, version: int, head_version: int) -> VersionConflict:
 
 
 def chunks_lost(run_id: str, link: Link, count: int) -> BrokerError:
-    """Chunks written a moment ago are not there."""
+    """Make the error for chunks that were written a moment ago and are gone."""
     return BrokerError(
         f"{count} of {link.chunk_count} chunks of version {link.version} of run {run_id!r} are gone from the broker"
         " before their manifest was complete: was it restarted, or does it evict? Publish again",
@@ -90,7 +90,7 @@ def chunks_lost(run_id: str, link: Link, count: int) -> BrokerError:
 
 
 def round_full(run_id: str, round_id: str) -> BrokerFull:
-    """A round has as many answers as it may have."""
+    """Make the error for a round that has as many answers as it may have."""
     return BrokerFull(
         f"round {round_id!r} of run {run_id!r} has all the answers it may have: is a program answering under ever new"
         " names?",

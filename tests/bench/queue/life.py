@@ -27,6 +27,7 @@ from rollfab.fabric.contract.records import (
 )
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import Delivery, GroupPush, TrajectoryClaim, TurnClaim, TurnPush, TurnSettle
+from tests.support.leases import set_lease
 
 WORKER_ID = "bench-worker"
 LEASE_EPOCH = 1
@@ -61,7 +62,7 @@ async def open_run(fabric: RedisFabric, run_id: str, *, shard_count: int = 1) ->
     lease = Lease(
         worker_id=WORKER_ID, run_id=run_id, lease_epoch=LEASE_EPOCH, slot_count=1_000_000, lease_until_ms=None
     )
-    await fabric.board.set_lease(lease, None)
+    await set_lease(fabric.board, lease, None)
     return run
 
 

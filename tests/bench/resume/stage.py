@@ -23,6 +23,7 @@ from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.opened import RedisFabric
 from rollfab.trainer.aio import AsyncFabric
+from tests.support.leases import end_lease, set_lease
 
 from ..lively import lively_weights
 from ..witness import first_tokens, token_count
@@ -84,14 +85,14 @@ class Stage:
         """
         await self._until_known(name, lambda info: True)
         self._epoch += 1
-        await self.ports.board.set_lease(self._lease(name, SLOT_COUNT), None)
+        await set_lease(self.ports.board, self._lease(name, SLOT_COUNT), None)
         await self._until_known(name, lambda info: info.run_id == RUN_ID and info.active_version == 0)
 
     async def revoke(self, name: str) -> int:
         """End a worker's lease as a controller does; returns when, in ns."""
         self._epoch += 1
         at_ns = time.monotonic_ns()
-        await self.ports.board.end_lease(self._lease(name, 0))
+        await end_lease(self.ports.board, self._lease(name, 0))
         return at_ns
 
     def kill(self, name: str) -> int:

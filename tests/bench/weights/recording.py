@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from rollfab.fabric.format.layout import Layout, TensorSpec
 
 Bits = NDArray[np.uint16]
-ITEM_BYTES = 2
 BASE, INDEX = "base.bits", "index.json"
 
 

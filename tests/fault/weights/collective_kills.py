@@ -262,7 +262,7 @@ def run(url: str, directory: Path, *, kills: int, seed: int, limit_s: float = fl
             member.end()
 
 
-def command() -> None:
+def command() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
@@ -288,7 +288,8 @@ def command() -> None:
         "wall_s": round(time.monotonic() - started_s),
     }
     print(json.dumps(found, indent=2))
+    return int(found["beyond_bound"] > 0)
 
 
 if __name__ == "__main__":
-    command()
+    sys.exit(command())

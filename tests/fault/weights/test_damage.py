@@ -26,6 +26,7 @@ def fabric(tmp_path: Path) -> Iterator[Processes]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_lock_step_trainer_goes_on_though_every_delta_is_damaged(fabric: Processes) -> None:
     """Publish, submit, wait for groups, publish again: each delta is damaged before a worker can read it."""
     # Given a run in which only the head may generate

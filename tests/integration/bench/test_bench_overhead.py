@@ -33,7 +33,7 @@ def round_of(duration_s: float, **cpu_s: float) -> Round:
 
 async def test_the_metronome_answers_the_same_length_every_turn() -> None:
     world = Metronome(turn_count=2, completion_tokens=3, observation_tokens=4)
-    assert (world.sampling.max_tokens, world.sampling.stop_texts, world.sampling.ends_at_eos) == (3, (), False)
+    assert (world.sampling.max_tokens, world.sampling.stop, world.sampling.ends_at_eos) == (3, (), False)
     assert len((await world.reset({}, 1)).text) == 4
     steps = [await world.step("anything"), await world.step("")]
     assert [(len(step.text), step.is_done) for step in steps] == [(4, False), (4, True)]

@@ -43,6 +43,7 @@ from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish.publisher import Publisher
 from tests.fuzz.targets import RECORDS
 from tests.support.brokers.guarded_broker import Guarded
+from tests.support.leases import end_lease, set_lease
 
 pytestmark = pytest.mark.redis
 
@@ -157,14 +158,14 @@ async def lend(who: dict[str, Part]) -> None:
     term = await controller.board.lead(controller.name, 60_000)
     epoch = term * EPOCHS_PER_TERM
     lease = Lease(worker_id=worker.name, run_id="r1", lease_epoch=epoch, slot_count=9, lease_until_ms=None)
-    assert await controller.board.set_lease(lease, None)
+    assert await set_lease(controller.board, lease, None)
     await worker.board.wait_lease(worker.name, 1.0)
     await worker.beat("dedicated")
     for role in ("agent", "reward", "controller"):
         other = replace(lease, worker_id=who[role].name)
-        await controller.board.set_lease(other, 60_000)
+        await set_lease(controller.board, other, 60_000)
         await who[role].beat(role)
-        await controller.board.end_lease(other)
+        await end_lease(controller.board, other)
     await controller.board.open_term(term)
     assert (await controller.board.survey()).leases["r1"][worker.name].lease_epoch == epoch
     assert await controller.board.set_plan(LeasePlan(controller_id=controller.name, term=term, made_at_ms=0))

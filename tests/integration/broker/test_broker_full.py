@@ -26,6 +26,7 @@ from rollfab.fabric.queue.scripts import load_script, script_names
 from rollfab.trainer.aio import AsyncRun
 from tests.support import records
 from tests.support.brokers.redis_server import redis_server
+from tests.support.leases import set_lease
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 TASK_BYTES = 20_000
@@ -40,7 +41,7 @@ async def ports(tmp_path: Path) -> AsyncIterator[RedisFabric]:
         async with await RedisFabric.open(server.url, client_name="tests") as opened:
             await opened.board.create_run(RUN)
             await opened.board.heartbeat(WORKER)
-            await opened.board.set_lease(LEASE, None)
+            await set_lease(opened.board, LEASE, None)
             yield opened
 
 
@@ -107,7 +108,7 @@ async def test_a_full_broker_lets_everything_end_that_it_took_in(ports: RedisFab
 async def test_a_full_broker_still_hears_heartbeats_and_changes_leases(ports: RedisFabric) -> None:
     await fill(ports)
     assert await ports.board.heartbeat(WORKER) is not None
-    assert await ports.board.set_lease(dataclasses.replace(LEASE, lease_epoch=2, slot_count=1), 1000)
+    assert await set_lease(ports.board, dataclasses.replace(LEASE, lease_epoch=2, slot_count=1), 1000)
     assert await ports.board.lead("c1", 1000) > 0
     await ports.board.add_event("lease.granted", {"worker_id": "w1"})
 

@@ -68,7 +68,9 @@ async def test_a_push_with_durability_replica_waits_for_one_and_says_so_where_th
             with pytest.raises(BrokerError, match="see that a replica is connected"):
                 await fabric.rollouts(RUN).push(GROUPS[:1])
             with redis_server(tmp_path / "r", f"replicaof 127.0.0.1 {primary.port}") as replica:
-                wait_until(lambda: b"master_link_status:up" in ask(replica, "INFO", "replication"), "it follows")
+                wait_until(
+                    lambda: b"master_link_status:up" in ask(replica, "INFO", "replication"), "it follows", limit_s=20.0
+                )
                 assert await fabric.rollouts(RUN).push(GROUPS) == [False] + [True] * 5
 
                 # a replica that is connected and does not move confirms nothing, neither at first nor to another

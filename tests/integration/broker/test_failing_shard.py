@@ -20,6 +20,7 @@ from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.checks import make_groups
+from tests.support.leases import set_lease
 from tests.support.records import result_of, rollout_of
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
@@ -73,7 +74,7 @@ async def stage(url: str) -> AsyncIterator[Stage]:
     async with await RedisFabric.open(url, client_name="tests") as fabric:
         await fabric.board.create_run(RUN)
         lease = Lease(worker_id="w1", run_id="r1", lease_epoch=1, slot_count=64, lease_until_ms=None)
-        await fabric.board.set_lease(lease, None)
+        await set_lease(fabric.board, lease, None)
         yield Stage(fabric, client)
     await client.aclose()
 

@@ -26,6 +26,7 @@ from rollfab.fabric.format.manifest import Holder
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.scripts import Scripts
 from rollfab.trainer.publish.publisher import Publisher
+from tests.support.leases import set_lease
 from tests.support.processes.api_server import ApiWorld, running_api
 from tests.support.until import until
 
@@ -104,7 +105,7 @@ async def test_workers_show_their_lease_their_switch_and_their_age(api: ApiWorld
     await api.beat("serving-1", "serving", slot_count=8, running_count=3, run_id="r1", headroom_fraction=0.5)
     await api.beat("dedicated-1", "dedicated", slot_count=16, state="failed", error="out of memory")
     lease = Lease(worker_id="serving-1", run_id="r1", lease_epoch=5, slot_count=6, lease_until_ms=None)
-    await api.fabric.board.set_lease(lease, 30_000)
+    await set_lease(api.fabric.board, lease, 30_000)
 
     dedicated, serving = (await api.json("v1/workers"))["workers"]
 
@@ -141,7 +142,7 @@ async def test_workers_show_their_engine_and_its_sleep(api: ApiWorld) -> None:
 
 async def test_a_lease_that_has_ended_is_not_shown(api: ApiWorld) -> None:
     lease = Lease(worker_id="serving-1", run_id="r1", lease_epoch=5, slot_count=6, lease_until_ms=None)
-    await api.fabric.board.set_lease(lease, 50)
+    await set_lease(api.fabric.board, lease, 50)
     await asyncio.sleep(0.1)
     assert (await api.json("v1/leases"))["leases"] == []
 
@@ -156,7 +157,7 @@ async def test_a_lease_is_shown_though_the_clock_of_its_run_is_behind(api: ApiWo
     # When a worker is lent for a while
     await api.beat("serving-1", "serving", slot_count=8)
     lease = Lease(worker_id="serving-1", run_id="r1", lease_epoch=5, slot_count=6, lease_until_ms=None)
-    await api.fabric.board.set_lease(lease, 30_000)
+    await set_lease(api.fabric.board, lease, 30_000)
     # Then its lease is shown, with what is left of it
     (shown,) = (await api.json("v1/leases"))["leases"]
     assert 0 < shown["remaining_ms"] <= 30_000

@@ -21,6 +21,7 @@ from rollfab.fabric.rules.lending.terms import terms
 from rollfab.fabric.rules.serving.facts import Slo
 from rollfab.workers.serving.guarding.ledger import SharingLedger
 from rollfab.workers.serving.probes.reader import End
+from tests.support.leases import set_lease
 
 pytestmark = pytest.mark.redis
 
@@ -216,7 +217,7 @@ async def test_the_status_shows_terms_lease_and_guard_of_serving_workers_alone(d
     guard = {"guard_state": "narrow", "guard_reason": "a burst", "open_fraction": 0.5, "headroom_fraction": 0.25}
     await desk.beat("w1", probe="vllm", **guard)
     lease = Lease(worker_id="w1", run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None)
-    await desk.fabric.board.set_lease(lease, 60_000)
+    await set_lease(desk.fabric.board, lease, 60_000)
     (row,) = (await desk.json("status"))["serving_workers"]
     assert row.items() >= {**guard, "worker_id": "w1", "probe": "vllm"}.items()
     assert (row["terms"]["mode"], row["lease"]["slot_count"]) == ("observe", 4)

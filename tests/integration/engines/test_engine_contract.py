@@ -19,6 +19,7 @@ import pytest_asyncio
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
+from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
 from tests.support.device import DEVICE
@@ -28,8 +29,11 @@ from tests.support.until import until
 from tests.support.weights.reference import (
     kept_logprobs,
     kept_logprobs_elsewhere,
+    plain_logits,
+    plain_logits_elsewhere,
     plain_logprobs,
     plain_logprobs_elsewhere,
+    shaped_logprobs,
 )
 
 KIND = "vllm" if find_spec("vllm") else "transformers"
@@ -44,6 +48,7 @@ else:
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 if KIND == "vllm":
     pytestmark += [pytest.mark.timeout(60), pytest.mark.filterwarnings("default")]
+TEXT = CharTokenizer()
 SLOT_COUNT, CONTEXT_TOKENS = 8, 256
 PROMPT = np.arange(5, 45, dtype=np.int32)  # two and a half blocks of KV cache
 BOTH: tuple[TurnsAtCommit, ...] = ("keep", "recompute")
@@ -512,7 +517,9 @@ async def test_limits_bound_what_runs_and_lifting_them_lets_everything_end(engin
     await tokens_of(engine, "2", 2)
     assert (engine.stats().running_count, engine.stats().waiting_count) == (3, 3)
     engine.set_limits(EngineLimits(running_count=0))
+    before = engine.stats().step_count
     steps = await standing(engine)
+    assert steps <= before + 3  # one at hand, one scheduled ahead, one whose end has not been seen
     await asyncio.sleep(0.05)
     assert engine.stats().step_count == steps
     engine.set_limits(EngineLimits(running_count=1))  # two keep their KV and wait
@@ -610,10 +617,153 @@ async def test_a_temperature_that_no_engine_samples_at_is_refused_and_harms_nobo
         request = GenerationRequest(
             request_id="r", prompt_ids=PROMPT, sampling=Sampling(temperature=temperature, max_tokens=1)
         )
-        with pytest.raises(EngineError, match=r"'r' has temperature .* 0 \(greedy\) or 0.01 to 100"):
+        with pytest.raises(EngineError, match=r"'r' has temperature .* 0 \(greedy\) or a number from 0.01 to 100"):
             engine.generate(request)
     (beside,) = await gather(engine, 1)
     assert beside == "beside"
+
+
+# ---- what shapes the distribution
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.6},
+    "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.2},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": -1.5},
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "logit_bias": {"logit_bias": {7: 4.0, 50: -100.0}},
+    "all": {
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.02,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.3,
+        "logit_bias": {9: 2.0},
+    },
+}
+SHAPED = [
+    pytest.param(fields, temperature, id=f"{name}-{temperature}")
+    for name, fields in SHAPES.items()
+    for temperature in (0.0, 1.3)
+]
+
+
+def shaped(request_id: str, fields: dict[str, Any], temperature: float, **options: Any) -> GenerationRequest:
+    sampling = Sampling(temperature=temperature, max_tokens=40, seed=options.pop("seed", None), **fields)
+    return GenerationRequest(request_id=request_id, prompt_ids=PROMPT, sampling=sampling, **options)
+
+
+@pytest.mark.parametrize(("fields", "temperature"), SHAPED)
+async def test_every_parameter_makes_the_distribution_that_it_should(
+    engine: Engine, fields: dict[str, Any], temperature: float
+) -> None:
+    plain = [GenerationRequest(request_id=f"plain{i}", prompt_ids=PROMPT, sampling=Sampling()) for i in range(2)]
+    requests = [shaped(f"{i}", fields, temperature) for i in range(1 if temperature == 0 else 3)]
+    for request, made in zip(requests, await run(engine, *requests, *plain), strict=False):
+        ids = made.completion_ids.astype(np.int64)
+        logits = (plain_logits_elsewhere if KIND == "vllm" else plain_logits)("tiny", engine.weight_bits(), PROMPT, ids)
+        expected = shaped_logprobs(logits, PROMPT, ids, request.sampling)
+        np.testing.assert_allclose(made.logprobs, expected[np.arange(len(ids)), ids], rtol=2e-4, atol=2e-4)
+        if temperature == 0:
+            assert ids.tolist() == expected.argmax(axis=1).tolist()
+        else:
+            assert not np.allclose(
+                made.logprobs, shaped_logprobs(logits, PROMPT, ids, Sampling(temperature=1.3))[np.arange(len(ids)), ids]
+            )
+
+
+async def test_what_cuts_all_but_the_likeliest_token_is_greedy(engine: Engine) -> None:
+    (alone,) = await run(engine, greedy("alone", 40))
+    cuts: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    for made in await run(engine, *(shaped(f"{cut}", cut, 1.3) for cut in cuts)):
+        assert made.completion_ids.tolist() == alone.completion_ids.tolist(), made.request_id
+        np.testing.assert_allclose(made.logprobs, 0, atol=1e-6)
+    (biased,) = await run(engine, shaped("biased", {"logit_bias": {77: 100.0}}, 0.0))
+    assert set(biased.completion_ids.tolist()) == {77}
+
+
+@pytest.mark.parametrize(("fields", "temperature"), SHAPED)
+async def test_a_turn_that_changes_workers_in_the_middle_is_what_it_would_have_been(
+    engine: Engine, fields: dict[str, Any], temperature: float
+) -> None:
+    await engine.apply(random_weights(engine, 1, scale=0.05))
+    seed = 7 if temperature else None
+    (full,) = await run(engine, shaped("full", fields, temperature, seed=seed))
+    for count in (1, 17):
+        prior_ids = full.completion_ids[:count]
+        beside = greedy("beside", 9, prior_ids=np.array([7], dtype=np.int32))
+        rest, _ = await run(engine, shaped("rest", fields, temperature, seed=seed, prior_ids=prior_ids), beside)
+        assert rest.completion_ids.tolist() == full.completion_ids[count:].tolist()
+        np.testing.assert_allclose(rest.logprobs, full.logprobs[count:], rtol=1e-3, atol=1e-4)
+
+
+# ---- stop texts
+
+
+def first_end(tokens: list[int], stop: str) -> int:
+    """How many tokens there are until their text contains it, found by decoding everything again and again."""
+    return next(count for count in range(1, len(tokens) + 1) if stop in TEXT.decode(tokens[:count]))
+
+
+def stopped(request_id: str, max_tokens: int, *stop: str, **options: Any) -> GenerationRequest:
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, stop=stop)
+    return GenerationRequest(request_id=request_id, prompt_ids=PROMPT, sampling=sampling, **options)
+
+
+async def test_a_stop_text_ends_a_turn_across_tokens_and_claims(engine: Engine) -> None:
+    # Given a turn, and a piece of its text that is several tokens
+    (full,) = await run(engine, greedy("full", 60))
+    tokens = full.completion_ids.tolist()
+    text = TEXT.decode(tokens)
+    stop = text[20:24]
+    count = first_end(tokens, stop)
+    assert 4 <= count < 60
+
+    # Then it ends there, with all of its tokens; also where there was room for no more, and beside one that goes on
+    ended = await run(engine, stopped("s", 60, "never", stop), stopped("l", count, stop), greedy("full", 60))
+    for made in ended[:2]:
+        assert (made.finish_reason, made.error) == ("stop", None)
+        assert made.completion_ids.tolist() == tokens[:count] and made.versions == ((0, count, 0),)
+        np.testing.assert_allclose(made.logprobs, full.logprobs[:count], rtol=1e-4, atol=1e-5)
+    assert ended[2].completion_ids.tolist() == tokens
+
+    # And where it went on from any of its tokens, the stop's own among them
+    for cut in (1, count - 1, count):
+        (rest,) = await run(engine, stopped(f"{cut}", 60, stop, prior_ids=full.completion_ids[:cut]))
+        assert rest.finish_reason == "stop" and rest.completion_ids.tolist() == tokens[cut:count]
+    assert await engine.finished(0.02) == []
+
+
+async def test_a_turn_with_a_stop_text_is_saved_and_cut_like_any_other(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 150))
+    engine.generate(stopped("cut", 150, "never"))
+    seen = await tokens_of(engine, "cut", 10)
+    await engine.apply(random_weights(engine, 0), turns="recompute")
+    (cut,) = await engine.abort(["cut"])
+    count = len(cut.completion_ids)
+    assert cut.finish_reason == "abort" and len(seen.completion_ids) <= count < 150
+    assert cut.completion_ids.tolist() == full.completion_ids[:count].tolist()
+
+
+async def test_a_stop_of_one_token_ends_a_turn_too(engine: Engine) -> None:
+    (full,) = await run(engine, greedy("full", 60))
+    tokens = full.completion_ids.tolist()
+    letter = next(each for each in TEXT.decode(tokens[10:]) if each.isalnum())
+    (made,) = await run(engine, stopped("one", 60, letter))
+    assert made.finish_reason == "stop" and made.completion_ids.tolist() == tokens[: first_end(tokens, letter)]
+
+
+@pytest.mark.parametrize("fields", [{"guided_regex": "a+"}, {"guided_json": "{}"}])
+async def test_what_an_engine_cannot_do_is_refused_with_the_field_the_engine_and_who_can(
+    engine: Engine, kind: str, fields: dict[str, str]
+) -> None:
+    (name,) = fields
+    assert name in engine.cannot
+    with pytest.raises(EngineUnsupported, match=rf"'r' asks for {name}, which {kind} .* cannot do: .*tokenizer"):
+        engine.generate(shaped("r", fields, 1.0))
+    assert engine.stats().running_count == engine.stats().waiting_count == 0
 
 
 WORDS: Any = "words"
@@ -640,6 +790,32 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "seed of a name": {"seed": WORDS},
     "seed of a fraction": {"seed": 0.5},
     "seed beyond": {"seed": 1 << 63},
+    "top_p of nothing": {"top_p": 0.0},
+    "top_p not a number": {"top_p": float("nan")},
+    "top_k below nothing": {"top_k": -1},
+    "top_k without end": {"top_k": 1 << 80},
+    "min_p beyond": {"min_p": 1.5},
+    "presence_penalty beyond": {"presence_penalty": 1e9},
+    "frequency_penalty of a name": {"frequency_penalty": WORDS},
+    "repetition_penalty of nothing": {"repetition_penalty": 0.0},
+    "stop of a text": {"stop": "ab"},
+    "stop of nothing": {"stop": ("",)},
+    "stop of numbers": {"stop": (1,)},
+    "stop of no Unicode": {"stop": ("\ud800",)},
+    "stop of a million": {"stop": ("a" * (1 << 20),)},
+    "stop without end": {"stop": ("a",) * 10_000},
+    "logit_bias of a list": {"logit_bias": [1]},
+    "logit_bias not a number": {"logit_bias": {1: float("nan")}},
+    "logit_bias beyond": {"logit_bias": {1: 1e30}},
+    "logit_bias below nothing": {"logit_bias": {-1: 1.0}},
+    "logit_bias outside the vocabulary": {"logit_bias": {104: 1.0}},
+    "logit_bias without end": {"logit_bias": dict.fromkeys(range(100_000), 1.0)},
+    "guided_json of a list": {"guided_json": "[]"},
+    "guided_json of no JSON": {"guided_json": "{"},
+    "guided_json without end": {"guided_json": "[" * (1 << 20)},
+    "guided_regex of a number": {"guided_regex": 7},
+    "guided_regex of a million": {"guided_regex": "a" * (1 << 20)},
+    "guided by two": {"guided_regex": "a", "guided_json": "{}"},
     "prompt of a list": {"prompt_ids": [1, 2, 3]},
     "prompt of fractions": {"prompt_ids": np.array([0.5, np.nan])},
     "prompt of rows": {"prompt_ids": np.ones((2, 3), np.int32)},

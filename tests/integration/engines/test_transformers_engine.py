@@ -17,7 +17,7 @@ from rollfab.fabric.contract.errors import ConfigError, EngineError, WeightError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest
-from rollfab.workers.engines.request import stretches
+from rollfab.workers.engines.request import Admission, stretches
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 
 torch = pytest.importorskip("torch")
@@ -167,7 +167,7 @@ asyncio.run(main())
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, cwd=ROOT / "src", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    output, errors = await asyncio.wait_for(process.communicate(), 50)
     assert b"generated True" in output, errors.decode()
     assert process.returncode == 1 and b"mishap" in errors, errors.decode()
 
@@ -274,14 +274,21 @@ async def test_a_seeded_neighbour_does_not_change_what_the_others_draw() -> None
 
 
 def test_a_seeded_row_counts_its_tokens_from_the_first_claim_on_and_through_an_eviction() -> None:
-    def request(made_count: int, **wishes: Any) -> Any:
-        state = RequestState(request_id="r", initial_tokens=[5, 6, 7], logit_processor_kwargs=wishes)
+    def request(name: str, made_count: int, temperature: float) -> Any:
+        wishes = {"temperature": temperature}
+        state = RequestState(request_id=name, initial_tokens=[5, 6, 7], logit_processor_kwargs=wishes)
         state.generated_tokens, state.logprobs = [8] * made_count, [-1.0] * made_count
         return state
 
-    seeded = request(4, temperature=1.0, seed=7, prior_count=3)
-    states = [request(1, temperature=0.5), seeded, seeded.create_equivalent_initial_request()]
-    reader = RowReader()
+    def admission(name: str, prior_count: int = 0, **wishes: Any) -> Admission:
+        sampling = Sampling(max_tokens=9, **wishes)
+        return Admission(
+            request_id=name, input_ids=[5, 6, 7], token_count_max=9, sampling=sampling, prior_count=prior_count
+        )
+
+    seeded = request("seeded", 4, temperature=1.0)
+    states = [request("plain", 1, temperature=0.5), seeded, seeded.create_equivalent_initial_request()]
+    reader = RowReader({"plain": admission("plain"), "seeded": admission("seeded", prior_count=3, seed=7)})
     reader.prepare_tensor_args([FutureRequestState(state, True, {}, 1) for state in states])
     assert reader.seeded == [(1, 7, 7), (2, 7, 7)]
     reader.prepare_tensor_args([])

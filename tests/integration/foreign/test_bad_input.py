@@ -137,7 +137,7 @@ BAD_RUNS: dict[str, tuple[str, dict[str, Any], type[FabricError], list[str]]] = 
     "hot sampling": ("r", {**RUN, "sampling": {"temperature": -1.0}}, InputError, ["temperature is -1.0"]),
     "seed below 0": ("r", {**RUN, "sampling": {"seed": -1}}, InputError, ["seed is -1", "0 to 9223372036854775807"]),
     "seed above": ("r", {**RUN, "sampling": {"seed": 1 << 63}}, InputError, ["seed is 9223372036854775808"]),
-    "seed is no number": ("r", {**RUN, "sampling": {"seed": True}}, InputError, ["run 'r', sampling: seed is True"]),
+    "seed is no number": ("r", {**RUN, "sampling": {"seed": True}}, InputError, ["run 'r': sampling: seed is True"]),
     "reward is a function": ("r", {**RUN, "reward": len}, InputError, ["run 'r': reward", "name"]),
 }
 

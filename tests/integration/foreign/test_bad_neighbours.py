@@ -79,7 +79,7 @@ def check_unharmed(fabric: Processes, runs: list[Run], pid: int | None) -> None:
     assert fabric.supervisor.children["agent"].start_count == 1
 
 
-@pytest.mark.parametrize("at", ["step", "reset"])
+@pytest.mark.parametrize("at", [pytest.param("step", marks=pytest.mark.slow), "reset"])
 def test_whatever_an_environment_does_it_pays_for_itself(fabric: Processes, at: str) -> None:
     # Given good neighbours at work on the agent; when every attack there is happens there at once
     pid = fabric.supervisor.children["agent"].pid
@@ -117,6 +117,7 @@ def test_a_module_that_ends_who_imports_it_ends_no_agent(fabric: Processes) -> N
     check_unharmed(fabric, good, pid)
 
 
+@pytest.mark.slow
 def test_twenty_large_answers_at_once_hold_up_nobody(fabric: Processes) -> None:
     pid = fabric.supervisor.children["agent"].pid
     bad = fabric.new_run("bad-many", "attacker", attempt_count_max=1)

@@ -21,7 +21,7 @@ from rollfab.workers.rewards.jobs import QUEUE_NAME, enqueue, open_queue
 from tests.support.processes.fabric_processes import Processes, check_rollout, check_totals, processes
 from tests.support.worlds.worlds import BrokenGym
 
-pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(120)]
 
 ATTEMPTS = 3
 TIMEOUT_S = 1

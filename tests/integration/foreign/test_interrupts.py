@@ -179,6 +179,7 @@ def script(text: str) -> str:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_signals_in_the_middle_of_a_publish_leave_no_wrong_bit() -> None:
     count, wrong = script(SIGNALS).split()
 
@@ -227,7 +228,7 @@ def command(*words: str, url: str = "redis://127.0.0.1:1", **environment: str) -
         ("uvicorn", ["api"]),
         ("rollfab.deploy.local.up", ["up", "--data", "nowhere"]),
         ("rollfab.deploy.local.demo", ["demo", "--output", "nowhere"]),
-        ("rollfab.trainer.training", ["train"]),
+        ("rollfab.trainer.loop", ["train"]),
         ("torch", ["train"]),
     ],
 )
@@ -296,7 +297,9 @@ def test_a_broker_that_waits_for_its_directory_ends_with_130_when_it_is_interrup
 
 @pytest.mark.fault
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "frozen"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGKILL, id="dead"), pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("words", ROLES[:4], ids=lambda words: words[0])
 def test_a_role_whose_broker_does_not_answer_ends_when_it_is_interrupted(words: list[str], how: signal.Signals) -> None:
     with EmbeddedBroker.start() as broker:

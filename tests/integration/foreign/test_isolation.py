@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(180)]
 TIMEOUT_S = 3
 ATTEMPTS = 2
 TURNS = 8
-# What is said of each fault: tests/unit/workers/environments/test_isolation.py; at an agent: test_bad_neighbours.py.
+# What is said of each fault: test_environment_processes.py; at an agent: test_bad_neighbours.py.
 FAULTS = ("sleep", "stop", "leave_child", "leave_daemon", "segfault")
 GAME = """
 class Game:

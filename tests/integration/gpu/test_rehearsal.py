@@ -11,14 +11,15 @@ from rollfab.deploy.gpu.plan import STEPS, VLLM
 from rollfab.deploy.gpu.run import main, read_records
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.redis]
-NAMES = [step.name for step in STEPS if VLLM not in step.needs]
+TOGETHER = ["probe", "publisher", "commit", "members"]  # take seconds
+TESTS = ["publisher-tests", "transformers-contract"]
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the steps that take seconds tell, run together."""
     results = tmp_path_factory.mktemp("gpu") / "results.jsonl"
-    main(["--device", "cpu", "--only", "probe,publisher,commit,members", "--results", str(results)])
+    main(["--device", "cpu", "--only", ",".join(TOGETHER), "--results", str(results)])
     return {record["step"]: record for record in read_records(results)}
 
 
@@ -61,7 +62,7 @@ def test_members_outlive_one_that_dies(records: dict[str, dict[str, Any]]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name in ("publisher-tests", "transformers-contract")])
+@pytest.mark.parametrize("name", TESTS)
 def test_tests_of_ours_run_as_a_step(name: str, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     assert main(["--device", "cpu", "--only", name, "--results", str(results)]) == 0
@@ -70,4 +71,4 @@ def test_tests_of_ours_run_as_a_step(name: str, tmp_path: Path) -> None:
 
 
 def test_every_step_is_rehearsed() -> None:
-    assert {"probe", "publisher-tests", "publisher", "transformers-contract", "commit", "members"} == set(NAMES)
+    assert {*TOGETHER, *TESTS} == {step.name for step in STEPS if VLLM not in step.needs}

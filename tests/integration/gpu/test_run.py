@@ -71,6 +71,7 @@ def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path: Path, capsys: pytes
     assert not is_alive(int((tmp_path / "below").read_text()))
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_end_when_asked_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "END_S", 1.0)
     _, records = run(planted(tmp_path, one="deaf", two="pass"), tmp_path)

@@ -26,7 +26,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rollfab.trainer.grpo import Grpo, GrpoSettings, build_model  # noqa: E402
-from rollfab.trainer.training import TrainOptions, run_training  # noqa: E402
+from rollfab.trainer.loop import TrainOptions, run_training  # noqa: E402
 from rollfab.workers.engines.transformers import loop as transformers_loop  # noqa: E402, F401  imported here, or the first test pays for it
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]

@@ -11,10 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from rollfab.fabric.contract.errors import PayloadTooLarge
+from rollfab.fabric.contract.records import NCCL
 from rollfab.fabric.delivery.collective.group import Nursery
-from rollfab.fabric.delivery.collective.invitations import Answer, CollectiveOptions
+from rollfab.fabric.delivery.collective.invitations import Answer, CollectiveOptions, Offer
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher, SendReport
-from rollfab.fabric.delivery.collective.receiver import CollectiveReceiver
+from rollfab.fabric.delivery.collective.receiver import CollectiveReceiver, can_join
 from rollfab.fabric.delivery.node_store import RelayedStore
 from rollfab.fabric.delivery.passing import PassingStore
 from rollfab.fabric.format.layout import Layout, TensorSpec
@@ -23,6 +24,7 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.versions.reader import fetch_bits
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
+from rollfab.trainer.publish.publisher import Publisher
 from tests.standin.fabric import StandInFabric
 from tests.support.processes.collective_processes import Stage, check_live, stage
 from tests.support.weights.collective_versions import OPTIONS, Versions
@@ -72,11 +74,13 @@ class Board(PassingStore):
     def __init__(self, inner: WeightStore, refused: str = "") -> None:
         super().__init__(inner)
         self.answered: list[Answer] = []
+        self.offered: list[Offer] = []
         self.refused = refused
 
     async def offer(self, run_id: str, data: bytes, ttl_s: float) -> None:
         if self.refused == "offers":
             raise PayloadTooLarge("an offer is too large")
+        self.offered.append(Offer.decode(data))
         await super().offer(run_id, data, ttl_s)
 
     async def answer(self, run_id: str, round_id: str, member: str, data: bytes, ttl_s: float) -> None:
@@ -190,6 +194,20 @@ async def test_an_offer_that_nobody_may_or_can_take_costs_only_the_time_to_answe
     await rig.broker.open_publisher("run")
     report, have_come = await rig.send(manifest, chunks, {"large": rig.receiver("large")})
     assert report.reached == () and have_come == [False]
+
+
+@pytest.mark.skipif(can_join(NCCL), reason="there is a GPU, which may take part")
+async def test_receivers_without_a_gpu_do_not_answer_offers_of_nccl(nursery: Nursery) -> None:
+    rig = Rig(nursery, answer_s=0.3)
+    store = rig.broker
+    publisher = Publisher(store, "run", carrier="collective", collective_backend=NCCL)
+    collective = publisher._carrying._collective
+    assert collective is not None
+    rig.publisher = CollectivePublisher(store, "run", options=collective._options, nursery=nursery)
+    manifest, chunks = Versions("run", await store.open_publisher("run"), chunk_count=2).next(0)
+    report, have_come = await rig.send(manifest, chunks, {"near": rig.receiver("near")})
+    assert (report.reached, report.error, have_come) == ((), "nobody answered", [False])
+    assert {offer.backend for offer in store.offered} == {NCCL} and not store.answered
 
 
 async def test_the_address_that_was_set_is_the_one_that_is_told(nursery: Nursery) -> None:

@@ -224,3 +224,13 @@ def test_no_process_outlives_an_owner_that_is_killed() -> None:
         [process] = children_of(nursery)
         owner.kill()
     until_gone(nursery, process)
+
+
+async def test_rounds_that_begin_together_share_one_nursery() -> None:
+    before, nursery = set(the_nurseries()), Nursery()
+    try:
+        await asyncio.gather(*[nursery.open() for _ in range(3)])
+        assert len(set(the_nurseries()) - before) == 1
+    finally:
+        await nursery.close()
+    assert set(the_nurseries()) <= before

@@ -178,13 +178,13 @@ async def test_damage_is_found_and_healed_without_a_report(
 
     # Then nobody has to do anything, and the next version is read by who comes new and by who goes on
     if how.startswith("manifest"):
-        await until(lambda: world.redis.hexists(WeightKeys(RUN).manifests, f"{place[0]}:{place[1]}"))
+        await until(lambda: world.redis.hexists(WeightKeys(RUN).manifests, f"{place[0]}:{place[1]}"), limit_s=HEAL_S)
     await healed(world)
     if is_kept and where != "keyframe":
         assert {name[0] for name in await world.ports.weights.held(RUN)} == before
     await world.publish()
     receiver, engine = await world.receiver()
-    await until(lambda: receiver.version == world.version)
+    await until(lambda: receiver.version == world.version, limit_s=HEAL_S)
     np.testing.assert_array_equal(engine.bits["w"], world.weights["w"])
     await receiver.close()
 
@@ -194,7 +194,7 @@ async def test_a_receiver_serves_on_while_a_damaged_delta_heals(world: World, ho
     # Given a receiver at the version before the head
     await world.publish(3)
     receiver, engine = await world.receiver()
-    await until(lambda: receiver.version == 2)
+    await until(lambda: receiver.version == 2, limit_s=HEAL_S)
     receiver._options = ReceiverOptions(poll_s=60.0)  # it looks when it hears of the head alone
     await world.publish(0)
 
@@ -215,18 +215,18 @@ async def test_a_receiver_serves_on_while_a_damaged_delta_heals(world: World, ho
     world.ports.weights.advance_head = original  # type: ignore[method-assign]
 
     # Then it keeps what it holds, says why, and has told it
-    await until(lambda: receiver.error is not None)
+    await until(lambda: receiver.error is not None, limit_s=HEAL_S)
     assert (receiver.version, receiver.is_sound) == (2, True)
-    await until(lambda: bool(world.redis.exists(WeightKeys(RUN).damage)))
+    await until(lambda: bool(world.redis.exists(WeightKeys(RUN).damage)), limit_s=HEAL_S)
     reports = await world.ports.weights.damages(RUN)
     assert {report.version for report in reports} == {3}
 
     # And follows once the publisher looks
     world.publisher.start()
-    await until(lambda: receiver.version == 3)
+    await until(lambda: receiver.version == 3, limit_s=HEAL_S)
     np.testing.assert_array_equal(engine.bits["w"], world.weights["w"])
     await healed(world)
-    await until(lambda: not world.redis.exists(WeightKeys(RUN).damage))
+    await until(lambda: not world.redis.exists(WeightKeys(RUN).damage), limit_s=HEAL_S)
     await receiver.close()
 
 
@@ -262,7 +262,10 @@ async def test_tables_that_became_another_type_of_key_heal(world: World) -> None
     world.publisher.start()
 
     # Then
-    await until(lambda: world.redis.type(keys.manifests) == b"hash" and world.redis.hlen(keys.manifests) == len(held))
+    await until(
+        lambda: world.redis.type(keys.manifests) == b"hash" and world.redis.hlen(keys.manifests) == len(held),
+        limit_s=HEAL_S,
+    )
     assert await world.ports.weights.held(RUN) == held
     await healed(world)
 

@@ -32,6 +32,7 @@ def make_model(path: Path) -> dict[str, object]:
     return {name: each.detach().numpy() for name, each in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_worker_serves_a_run_of_its_model_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a model that the trainer reaches by a relative path, and a copy that the worker was started with
     weights = make_model(tmp_path / "here" / "mymodel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ def trainer(url: str) -> Iterator[Ranks]:
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "dim1"])
 async def test_what_fsdp_ranks_publish_is_the_gathered_model(trainer: Ranks, store: Any, kind: str) -> None:
     trainer.all("open", kind, kind)
+    sent = [0]
     for version in range(3):
         answers = trainer.all("publish", version)
         assert {repr(answer.get("report")) for answer in answers} == {repr(answers[0]["report"])}
@@ -47,7 +49,10 @@ async def test_what_fsdp_ranks_publish_is_the_gathered_model(trainer: Ranks, sto
         assert report.kind == ("delta" if version else "keyframe")
         await assert_published(store, kind, version, trainer.all("full")[0])
         trainer.all("train", 1)
+        sent.append(answers[0]["rank_bytes"])
 
+    first, *others = [after - before for before, after in itertools.pairwise(sent)]
+    assert max(others) < first  # what each rank publishes is told once
     sent_bytes = sum(answer["rank_bytes"] for answer in answers)
     assert 0 < sent_bytes < 0.05 * report.dense_bytes
 
@@ -156,6 +161,7 @@ async def test_a_rank_that_is_killed_leaves_the_head_where_it_was(url: str, stor
         await assert_published(store, "killed", 2, trainer.all("full")[0])
 
 
+@pytest.mark.slow
 async def test_ranks_are_told_of_one_that_was_interrupted(url: str, store: Any) -> None:
     with trainer_ranks(2, url) as trainer:
         trainer.all("open", "interrupted")

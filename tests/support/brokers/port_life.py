@@ -27,6 +27,7 @@ from rollfab.fabric.contract.records import (
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim, TurnClaim, TurnPush, TurnSettle
 from tests.support import records
+from tests.support.leases import set_lease
 from tests.support.until import until
 
 GROUP_SIZE = 2
@@ -43,12 +44,14 @@ class Tally:
     Attributes:
         used: group → how often it was used.
         again: deliveries of groups that had been acknowledged: their acknowledgement was lost.
+        lost: groups whose delivery was forgotten before it could be acknowledged.
         taken_again: pushes of groups that had been taken in: that was lost.
     """
 
     pushed: list[str] = field(default_factory=list)
     used: dict[str, int] = field(default_factory=dict)
     acknowledged: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
     again: int = 0
     taken_again: int = 0
     broken: list[str] = field(default_factory=list)
@@ -121,6 +124,7 @@ class Life:
                 except ClaimLost:  # a fail-over lost that it was complete: it runs again
                     if not self._has_ledger:
                         raise
+                    self.tally.lost.add(delivery.group.group_id)
                     continue
                 self.tally.acknowledged.add(delivery.group.group_id)
             if self._has_ledger and time.monotonic() > push_again_s:
@@ -130,7 +134,7 @@ class Life:
 
     def _use(self, group_id: str, rollouts: tuple[Rollout, ...]) -> None:
         self.tally.again += group_id in self.tally.acknowledged
-        if group_id in self.tally.used and self._has_ledger:
+        if self._has_ledger and group_id in self.tally.acknowledged | self.tally.lost:
             return
         self.tally.used[group_id] = self.tally.used.get(group_id, 0) + 1
         whole = [each.completion_ids.tolist() == list(range(TURN_COUNT)) for each in rollouts]
@@ -190,7 +194,7 @@ class Life:
         lease = Lease(worker_id=WORKER_ID, run_id=self._run.run_id, lease_epoch=1, slot_count=64, lease_until_ms=None)
         while True:
             await self._fabric.board.create_run(self._run)
-            await self._fabric.board.set_lease(lease, None)
+            await set_lease(self._fabric.board, lease, None)
             await asyncio.sleep(0.5)
 
 

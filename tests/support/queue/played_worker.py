@@ -24,6 +24,7 @@ from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
 from tests.standin.broker import DirectClient
 from tests.standin.fabric import StandInFabric
 from tests.standin.tables import JobTables
+from tests.support.leases import end_lease, set_lease
 from tests.support.until import until
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
@@ -66,6 +67,8 @@ class PlayedEngine:
         self.aborted: list[str] = []
         self.refused: set[str] = set()
         self.version = 0
+        self.cannot: dict[str, str] = {}
+        self.cannot_resume: frozenset[str] = frozenset()
         self.is_dead = False
         self.pauses: set[str] = set()
         self.step_count = 0
@@ -115,6 +118,8 @@ class PlayedEngine:
         assert not self.is_asleep, "a turn for an engine that sleeps"
         if self.is_dead or turn_of(request.request_id) in self.refused:
             raise EngineError("the engine is dead" if self.is_dead else "too long")
+        for name in request.sampling.row().keys() & self.cannot.keys():
+            raise EngineUnsupported(f"{name}: {self.cannot[name]}")
         self.token_counts[request.request_id] = self.first_count
         self.prior_counts[turn_of(request.request_id)] = len(request.prior_ids)
 
@@ -264,13 +269,13 @@ class Stage:
 
     async def lease(self, epoch: int, slot_count: int, duration_ms: int | None = None) -> Lease:
         lease = Lease(worker_id=WORKER, run_id="r1", lease_epoch=epoch, slot_count=slot_count, lease_until_ms=None)
-        await self.fabric.board.set_lease(lease, duration_ms)
+        await set_lease(self.fabric.board, lease, duration_ms)
         self._lease = lease
         return lease
 
     async def end_lease(self) -> None:
         """End the newest lease."""
-        await self.fabric.board.end_lease(self._lease)
+        await end_lease(self.fabric.board, self._lease)
 
     @asynccontextmanager
     async def at_work(self, turn_count: int, slot_count: int, **settings: Any) -> AsyncIterator[list[str]]:

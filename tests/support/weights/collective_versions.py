@@ -16,7 +16,7 @@ from tests.support.device import DEVICE
 
 OPTIONS: dict[str, Any] = {"answer_s": 4.0, "stall_s": 3.0}
 if DEVICE != "cpu":
-    OPTIONS |= {"backend": "nccl", "device": DEVICE}
+    OPTIONS |= {"backend": "nccl"}
 CHUNK_COUNT = 25  # about 26 MB: seven messages, so that a member can leave in the middle
 
 

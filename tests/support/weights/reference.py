@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollfab.fabric.contract.models import model_config
-from rollfab.fabric.contract.records import Float32, Int32
+from rollfab.fabric.contract.records import Float32, Int32, Sampling
 
 
 def plain_logprobs(
@@ -26,12 +26,53 @@ def plain_logprobs(
     """
     import torch
 
+    logits = torch.from_numpy(plain_logits(model, bits, prompt, completion))
+    found: Float32 = torch.log_softmax(logits / temperature, dim=-1).numpy()
+    return found
+
+
+def plain_logits(model: str, bits: Mapping[str, Any], prompt: Int32, completion: Int32) -> Float32:
+    """float32 (T, V): the logits that precede each token of the completion."""
+    import torch
+
     plain = _plain_model(model, bits)
     ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
     with torch.no_grad():
-        logits = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    found: Float32 = torch.log_softmax(logits / temperature, dim=-1).numpy()
+        found: Float32 = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1].numpy()
     return found
+
+
+def shaped_logprobs(logits_T_V: Float32, prompt: Int32, completion: Int32, sampling: Sampling) -> Float32:
+    """float64 (T, V): natural log of the distribution that each token is drawn from; -inf: it cannot be."""
+    rows = []
+    for index, logits_V in enumerate(logits_T_V.astype(np.float64)):
+        made_V = np.bincount(completion[:index], minlength=len(logits_V))
+        is_known_V = np.isin(np.arange(len(logits_V)), np.concatenate([prompt, completion[:index]]))
+        for token, bias in sampling.logit_bias.items():
+            logits_V[token] += bias
+        repetition = np.where(logits_V > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        logits_V = np.where(is_known_V, logits_V * repetition, logits_V)
+        logits_V = logits_V - sampling.frequency_penalty * made_V - sampling.presence_penalty * (made_V > 0)
+        rows.append(_log_softmax(logits_V) if sampling.temperature == 0 else _cut(logits_V, sampling))
+    return np.array(rows)
+
+
+def _cut(logits_V: Float32, sampling: Sampling) -> Float32:
+    logs_V = _log_softmax(logits_V / sampling.temperature)
+    if sampling.min_p:
+        logs_V = np.where(logs_V < logs_V.max() + np.log(sampling.min_p), -np.inf, logs_V)
+    order_V = np.argsort(-logs_V)
+    if sampling.top_k:
+        logs_V[order_V[sampling.top_k :]] = -np.inf
+    before_V = np.cumsum(np.exp(_log_softmax(logs_V))[order_V]) - np.exp(_log_softmax(logs_V))[order_V]
+    if sampling.top_p < 1:
+        logs_V[order_V[before_V >= sampling.top_p]] = -np.inf
+    return _log_softmax(logs_V)
+
+
+def _log_softmax(logits_V: Any) -> Any:
+    shifted_V = logits_V - logits_V.max()
+    return shifted_V - np.log(np.exp(shifted_V).sum())
 
 
 def kept_logprobs(model: str, old: Mapping[str, Any], new: Mapping[str, Any], context: Int32, rest: Int32) -> Float32:
@@ -73,6 +114,12 @@ def plain_logprobs_elsewhere(
     """The same, in a process of its own: one that forks vLLM engines must compute nothing with torch."""
     copies = {name: np.array(each) for name, each in bits.items()}
     return _elsewhere().submit(plain_logprobs, model, copies, prompt, completion, temperature).result()
+
+
+def plain_logits_elsewhere(model: str, bits: Mapping[str, Any], prompt: Int32, completion: Int32) -> Float32:
+    """The same as `plain_logits`, in that process."""
+    copies = {name: np.array(each) for name, each in bits.items()}
+    return _elsewhere().submit(plain_logits, model, copies, prompt, completion).result()
 
 
 def kept_logprobs_elsewhere(

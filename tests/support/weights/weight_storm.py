@@ -7,6 +7,7 @@ and started again at any await; a second trainer takes over; the broker falls ba
 What must hold:
 - whenever a receiver says that a version is live, its bits are those a trainer made the head under that number;
 - its version goes down, or comes to mean other weights, only after the broker fell back;
+- after every version, what a stage holds is whole, and its sums are those of the live weights with it;
 - when the storm is over, everyone reaches the head, and the head can be fetched.
 """
 
@@ -32,6 +33,7 @@ from rollfab.fabric.versions import reader as chain
 from rollfab.fabric.versions.held import readable
 from rollfab.fabric.versions.reader import fetch_bits
 from tests.sim.virtual_loop import Process, VirtualClock
+from tests.support.weights.checked_stage import checked_stages
 from tests.support.weights.weight_models import Model, draw_layout
 from tests.support.weights.weight_roles import CALM_S, Trainer, Worker
 from tests.support.weights.weight_truth import Broken, Seen, Truth
@@ -219,7 +221,7 @@ def simulate(seed: int, version_count: int = VERSION_COUNT) -> Seen:
     random = Random(seed)
     loop = ThreadedLoop(Random(seed + 3))
     try:
-        with contextlib.nullcontext() if is_large(seed) else small_blocks(random):
+        with checked_stages(), contextlib.nullcontext() if is_large(seed) else small_blocks(random):
 
             async def play() -> Seen:
                 return await Storm(loop, seed, version_count).play()

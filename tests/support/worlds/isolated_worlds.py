@@ -77,11 +77,11 @@ class Captive:
 
     def do_leave_child(self) -> None:
         subprocess.Popen(CHILD)
-        self.do_spin_in_c()
+        self.do_sleep()
 
     def do_leave_daemon(self) -> None:
         subprocess.run(DAEMON, check=True)  # in a session of its own, its parent gone
-        self.do_spin_in_c()
+        self.do_sleep()
 
     # ---- crashes
 

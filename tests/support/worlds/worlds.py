@@ -36,7 +36,7 @@ class Walk(Environment):
     isolation = "none"
 
     def __init__(self, turns: int = 6, pace_s: float = 0.05, tokens: int = 8, any_length: bool = False) -> None:
-        self.sampling = TextSampling(max_tokens=tokens, stop_texts=ANY_LENGTH if any_length else ())
+        self.sampling = TextSampling(max_tokens=tokens, stop=ANY_LENGTH if any_length else ())
         self.turn_count_max = turns + 1
         self._turns = turns
         self._pace_s = pace_s
@@ -177,10 +177,10 @@ class Unmakeable(Environment):
         raise FileNotFoundError("maps/level-1.txt")
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
-        raise NotImplementedError
+        raise AssertionError("there is none to call")
 
     async def step(self, action: str) -> Step:
-        raise NotImplementedError
+        raise AssertionError("there is none to call")
 
 
 # ---- reward functions
@@ -200,3 +200,13 @@ def broken_reward(task: dict[str, Any], rollout: Rollout) -> float:
 def touch(path: str) -> None:
     """What a job must never be able to call by its path."""
     Path(path).write_text(str(os.getpid()))
+
+
+class Guided(Walk):
+    """The same, asking for what the engines of a preset cannot do."""
+
+    name = "guided"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sampling = TextSampling(guided_regex="[a-c]+")

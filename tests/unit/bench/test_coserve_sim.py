@@ -13,6 +13,8 @@ from tests.bench.coserve.sim.engine import SERVING_7B, RolloutEngine, ServingEng
 from tests.bench.coserve.sim.main import Settings, measure
 from tests.bench.coserve.sim.world import Arm, Run, World, bound, simulate
 
+pytestmark = pytest.mark.slow  # hundreds of simulated seconds
+
 SPAN_S = 25.0
 WARM_SPAN_S = 100.0  # of which the guard's first guesses about bursts are a small part
 WORLD = World()

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.bench.witness import SharedCount, read_count, token_count
 
 WRITE = """
@@ -24,6 +26,7 @@ with SharedCount(Path(sys.argv[1])) as count:
 """
 
 
+@pytest.mark.slow
 def test_a_count_is_never_read_half_written(tmp_path: Path) -> None:
     # Given a process that counts as fast as it can
     path = tmp_path / "1.tokens"

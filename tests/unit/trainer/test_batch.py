@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.contract.records import Failure, Group, Rollout, Span
+from rollfab.fabric.contract.records import Failure, Group, Node, Rollout, Span
 from rollfab.trainer.grpo import group_advantages, pad_groups
 from tests.support.records import new_rollout
 
@@ -39,7 +39,6 @@ def test_rows_are_padded_on_the_right() -> None:
     assert batch.tokens_B_T.tolist() == [[5, 6, 7, 8], [5, 9, 6, 0]]
     assert batch.completion_mask_B_T.tolist() == [[False, True, False, True], [False, False, True, False]]
     assert batch.logprobs_B_T.tolist() == [[0.0, -1.0, 0.0, -1.0], [0.0, 0.0, -1.0, 0.0]]
-    assert batch.turn_counts_B.tolist() == [2, 1]
 
 
 def test_every_token_carries_the_version_that_made_it() -> None:
@@ -60,7 +59,6 @@ def test_each_group_is_its_own_yardstick() -> None:
     batch = pad_groups([group(*easy), group(*hard)])
     # Then the better of the hard task is worth as much as the better of the easy one
     assert batch.advantages_B.tolist() == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
-    assert batch.rewards_B.tolist() == pytest.approx([1.0, 0.8, 0.2, 0.0])
 
 
 def test_a_group_without_rollouts_adds_no_rows() -> None:
@@ -83,10 +81,23 @@ def test_nothing_but_failures_is_no_batch() -> None:
 def test_rows_keep_together() -> None:
     import torch
 
-    batch = pad_groups([group(*[rollout([n], [n], [1], reward=float(n)) for n in range(4)])])
-    part = batch.rows(torch.tensor([2, 0]))
-    assert part.tokens_B_T.tolist() == [[2, 2], [0, 0]]
-    assert part.rewards_B.tolist() == [2.0, 0.0]
+    batch = pad_groups([group(*[rollout([n], [n], [1], reward=float(n % 2)) for n in range(4)])])
+    part = batch.rows(torch.tensor([3, 0]))
+    assert part.tokens_B_T.tolist() == [[3, 3], [0, 0]]
+    assert part.advantages_B.tolist() == [1.0, -1.0]
+
+
+def test_branches_are_rows_and_their_tokens_count_once() -> None:
+    # Given a rollout whose second turn was made twice, and one in a line
+    nodes = (Node(-1, 2), Node(0, 3), Node(0, 4))
+    spans = (Span(0, 1, "w", 5), Span(2, 3, "w", 6), Span(3, 4, "w", 7))
+    branched = rollout([1], [2, 3, 4, 5], [1, 0, 1, 1], reward=1.0, nodes=nodes, spans=spans)
+    batch = pad_groups([group(branched, rollout([1], [9], [1], reward=0.0))])
+    # Then
+    assert batch.tokens_B_T.tolist() == [[1, 2, 3, 4], [1, 2, 3, 5], [1, 9, 0, 0]]
+    assert batch.completion_mask_B_T.int().tolist() == [[0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
+    assert batch.versions_B_T.tolist() == [[-1, 5, -1, 6], [-1, 5, -1, 7], [-1, 0, -1, -1]]
+    assert batch.advantages_B.tolist() == [1.0, 1.0, -1.0]
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=32))

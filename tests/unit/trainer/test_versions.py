@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ChainBroken, DigestMismatch, InputError
-from rollfab.fabric.contract.records import Lease, RunConfig, Span, TokenLog
+from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, Span, TokenLog
+from rollfab.fabric.contract.sampling import sampling_from
 from rollfab.fabric.ports.queue import TurnProgress
 from rollfab.trainer.checks import check_run
 from rollfab.workers.rollout.weights import ApplyReport, AtCommit
+from tests.support.leases import set_lease
 from tests.support.queue.played_worker import RUN, Stage
 from tests.support.until import until
 
@@ -30,11 +32,11 @@ def log_of(*versions: int) -> TokenLog:
     )
 
 
-async def turn_with(stage: Stage, log: TokenLog) -> str:
+async def turn_with(stage: Stage, log: TokenLog, sampling: Sampling | None = None) -> str:
     """A turn that another worker gave back."""
-    (name,) = await stage.ask(1)
+    (name,) = await stage.ask(1, sampling)
     other = Lease(worker_id="other", run_id="r1", lease_epoch=1, slot_count=1, lease_until_ms=None)
-    await stage.fabric.board.set_lease(other, None)
+    await set_lease(stage.fabric.board, other, None)
     exchange = await stage.turns.exchange("other", want=1, lease_epoch=1, active_version=0)
     await stage.turns.release("other", [TurnProgress(claim=exchange.claims[0], log=log)])
     return name
@@ -59,6 +61,33 @@ async def test_tokens_of_another_version_are_dropped_only_where_they_may_not_be_
     assert len(result.completion_ids) == kept + 3
     dropped = [record.__dict__["token_count"] for record in caplog.records if record.message == "worker.log_dropped"]
     assert dropped == ([] if kept else [2])
+
+
+@pytest.mark.parametrize(("field", "kept"), [("presence_penalty", 0), ("top_k", 2)])
+async def test_tokens_that_an_engine_cannot_count_are_dropped_and_the_turn_begins_anew(field: str, kept: int) -> None:
+    stage = Stage()
+    stage.engine.cannot_resume = frozenset({"presence_penalty", "frequency_penalty"})
+    sampling = sampling_from({field: 1})
+    name = await turn_with(stage, log_of(0, 0), sampling)
+    await stage.lease(1, 1)
+    async with stage.worker():
+        await until(lambda: stage.engine.turns)
+        assert stage.engine.prior_counts[name] == kept
+        stage.engine.end()
+        (result,) = await stage.turns.results("a", 1.0)
+    assert (len(result.completion_ids), result.resumed) == (kept + 3, bool(kept))
+    assert {span.worker_id for span in result.spans} == ({"other", "w"} if kept else {"w"})
+
+
+async def test_a_turn_that_its_engine_cannot_do_is_refused_and_no_error_of_the_engine() -> None:
+    stage = Stage()
+    stage.engine.cannot = {"guided_json": "it is played"}
+    (name,) = await stage.ask(1, Sampling(guided_json="{}"))
+    await stage.lease(1, 1)
+    async with stage.worker():
+        (result,) = await stage.turns.results("a", 5.0)
+    assert (result.turn_id, result.finish_reason) == (name, "refused")
+    assert result.error is not None and "it is played" in result.error
 
 
 @pytest.mark.parametrize("run", [PURE, FINISHING])

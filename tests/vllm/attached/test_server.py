@@ -89,7 +89,14 @@ class Told:
 
 def new_ask(request_id: str, count: int, prompt: list[int] = PROMPT, **sampling: Any) -> Ask:
     options = {"temperature": 0.0, **sampling}
-    return Ask(request_id=request_id, input_ids=prompt, token_count_max=count, sampling=Sampling(**options))
+    stop_ids = options.get("stop_ids", ())
+    return Ask(
+        request_id=request_id,
+        input_ids=prompt,
+        token_count_max=count,
+        sampling=Sampling(**options),
+        stop_ids=stop_ids,
+    )
 
 
 async def tell(door: ServerDoor, ask: Ask) -> Told:
@@ -146,6 +153,12 @@ async def asked_directly(server: Server, model: str, ask: Ask) -> tuple[list[int
 async def test_a_temperature_whose_logprobs_would_be_wrong_is_refused(door: ServerDoor) -> None:
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
         door.stream(new_ask("warm", 3, temperature=0.7))
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"):
+        assert "--logprobs-mode processed_logprobs" in door.abilities.cannot[name]
+
+
+async def test_a_bias_reaches_the_server(door: ServerDoor) -> None:
+    assert set((await tell(door, new_ask("biased", 5, logit_bias={77: 100.0}))).token_ids) == {77}
 
 
 async def test_a_stop_token_is_part_of_the_completion(door: ServerDoor) -> None:

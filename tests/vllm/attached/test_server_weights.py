@@ -127,6 +127,20 @@ async def test_logprobs_after_temperature_are_those_sampled_from(
     assert (await tell(door, "again", temperature=temperature, seed=3))[0] == told[0]
 
 
+async def test_what_is_asked_for_of_the_distribution_reaches_the_server(
+    door: ServerDoor, models: list[Path], torch_model: TorchReference
+) -> None:
+    await bring(door, writes_of(models[1], 1), 1)
+    assert door.abilities.cannot.keys() == {"presence_penalty", "frequency_penalty", "guided_json", "guided_regex"}
+    plain = await tell(door, "plain")
+    for cut in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        ids, logprobs, _ = await tell(door, f"{cut}", temperature=1.5, **cut)
+        assert ids == plain[0]
+        np.testing.assert_allclose(logprobs, 0, atol=1e-6)
+    assert set((await tell(door, "biased", logit_bias={77: 100.0}))[0]) == {77}
+    assert (await tell(door, "penalised", repetition_penalty=50.0))[0] != plain[0]
+
+
 async def test_a_commit_in_the_middle_of_a_turn_is_marked_where_it_happened(
     server: Server, models: list[Path], torch_model: TorchReference
 ) -> None:

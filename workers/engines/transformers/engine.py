@@ -34,15 +34,19 @@ from ....fabric.versions.commit import Staged, check_writes
 from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardConfig
 from ...serving.guarding.thread import GuardThread
-from ..admission import context_of
+from ..admission import context_of, is_over, stops_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit
+from ..model_tokenizer import find_tokenizer
 from ..request import Admission
 from ..steps import StepHook
+from ..stops import Pieces
 
 if TYPE_CHECKING:
     from .loop import EngineLoop
     from .model import ParameterStore
 
+UNGUIDED = "it has no grammars. Engines that have: vllm, for a model with a tokenizer"
+CANNOT = {"guided_json": UNGUIDED, "guided_regex": UNGUIDED}
 FLASH_DTYPES = ("bfloat16", "float16")  # all that those kernels take; the library does not look before it switches
 
 
@@ -102,6 +106,8 @@ class TransformersEngine:
         self._store: ParameterStore | None = None
         self._context_tokens_max = 0
         self._vocabulary_size = 0
+        self._pieces: Pieces | None = None
+        self._cannot = dict(CANNOT)
         self._open_ids: set[str] = set()  # started and not yet handed out
         self._ended: dict[str, Generation] = {}  # of those, the ones that ended
         self._has_ended = asyncio.Event()
@@ -109,6 +115,15 @@ class TransformersEngine:
     @cached_property
     def name(self) -> str:
         return f"transformers {importlib.metadata.version('transformers')}"
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        return self._cannot
+
+    @property
+    def cannot_resume(self) -> frozenset[str]:
+        """None: it counts prior tokens as those that it made."""
+        return frozenset()
 
     async def start(self) -> None:
         if self.config.guard is not None:
@@ -149,6 +164,11 @@ class TransformersEngine:
         self._context_tokens_max = min(config.context_tokens_max, position_count)
         self._vocabulary_size = text_config.vocab_size
         self._store = ParameterStore(model)
+        tokenizer, reason = find_tokenizer(config.model)
+        if tokenizer is None:
+            self._cannot["stop"] = reason
+        else:
+            self._pieces = Pieces(tokenizer)
         page_size = config.page_size or (16 if on_cpu else 256)
         options = LoopOptions(
             slot_count=config.slot_count,
@@ -172,27 +192,37 @@ class TransformersEngine:
         engine_loop = self._thread.engine_loop
         if request.request_id in self._open_ids:
             raise EngineError(f"request {request.request_id!r} is already running", request_id=request.request_id)
-        admission = self._admission(request)
+        admission, over = self._admission(request)
         self._open_ids.add(request.request_id)
-        if request.prior_ids.size and int(request.prior_ids[-1]) in admission.stop_ids:
-            self._receive([admission.generation("stop", [], [])])
-        elif admission.token_count_max <= 0:
-            self._receive([admission.generation("length", [], [])])
+        if over:
+            self._receive([admission.generation(over, [], [])])
         else:
             engine_loop.submit(admission)
 
-    def _admission(self, request: GenerationRequest) -> Admission:
-        ids = context_of(request, context_tokens_max=self._context_tokens_max, vocabulary_size=self._vocabulary_size)
+    def _admission(self, request: GenerationRequest) -> tuple[Admission, str]:
+        """The request as the loop needs it, and why it is over already, or ""."""
+        ids = context_of(
+            request,
+            context_tokens_max=self._context_tokens_max,
+            vocabulary_size=self._vocabulary_size,
+            engine=self.name,
+            cannot=self.cannot,
+        )
         prior_count, sampling = request.prior_ids.size, request.sampling
-        return Admission(
+        matcher = stops_of(request, self._pieces)
+        room = min(sampling.max_tokens - prior_count, self._context_tokens_max - ids.size)
+        stop_ids = sampling.stop_ids if matcher is None else (*sampling.stop_ids, *matcher.token_ids)
+        admission = Admission(
             request_id=request.request_id,
             input_ids=ids.tolist(),
-            token_count_max=min(sampling.max_tokens - prior_count, self._context_tokens_max - ids.size),
-            stop_ids=sampling.stop_ids,
-            temperature=float(sampling.temperature),
+            prior_count=prior_count,
+            token_count_max=room,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            matcher=matcher,
             arrived_at_s=self._clock.now_s(),
-            dice={} if sampling.seed is None else {"seed": sampling.seed, "prior_count": prior_count},
         )
+        return admission, is_over(request, stop_ids, matcher, room)
 
     def _receive(self, ended: list[Generation]) -> None:
         for generation in ended:

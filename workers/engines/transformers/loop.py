@@ -50,14 +50,14 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         super().__init__(model, generation_config(), batching_config(options))
         self._options = options
         self._deliver = deliver
-        self._reader = RowReader()
+        self._admitted: dict[str, Admission] = {}
+        self._reader = RowReader(self._admitted)
         self.logit_processor.logits_processor = LogitsProcessorList([self._reader])
         self.logit_processor._retrieve_processors_kwargs()  # it also takes the seed
         self.output_router: _Collector = _Collector()
         self._commands: deque[Callable[[], None]] = deque()
         self._incoming: deque[Admission] = deque()
         self._waiting: dict[str, Admission] = {}
-        self._admitted: dict[str, Admission] = {}
         self._stale_ids: set[str] = set()
         self._limits = EngineLimits()
         self._is_shut = False  # by the hook
@@ -246,7 +246,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._admit()  # only a step takes what the library was given here: until then it could not be aborted
         step_count = self.current_batch
         more: bool = super()._generation_loop_body(batch_processor, bootstrapping)
-        ended = [self._end(output) for output in self.output_router.take()] + self._end_broken()
+        ended = [self._end(output) for output in self.output_router.take()] + self._end_broken() + self._end_stopped()
         if self._options.hook is not None and self.current_batch > step_count:
             self._options.hook.after_step(self._moment(), ended)
         if ended:
@@ -303,8 +303,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
                 request_id=request_id,
                 max_new_tokens=admission.token_count_max,
                 eos_token_id=list(admission.stop_ids),
-                temperature=admission.temperature,
-                **admission.dice,
+                temperature=float(admission.sampling.temperature),
             )
             room -= 1
 
@@ -322,7 +321,8 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
             return admission.generation("error", tokens, output.logprobs, output.error)
         if math.isnan(output.logprobs[-1]):
             return admission.generation("error", tokens[:-1], output.logprobs[:-1], NOT_NUMBERS)
-        reason = "stop" if tokens[-1] in admission.stop_ids else "length"
+        is_stop = tokens[-1] in admission.stop_ids or admission.find_stop(tokens[admission.fed_count :])
+        reason = "stop" if is_stop else "length"
         return admission.generation(reason, tokens, output.logprobs)
 
     def _end_broken(self) -> list[Generation]:
@@ -336,6 +336,24 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
                 ended.append(
                     self._admitted.pop(request_id).generation("error", tokens[:-1], logprobs[:-1], NOT_NUMBERS)
                 )
+        if ended:
+            scheduler.clear_cancelled_requests()
+        return ended
+
+    def _end_stopped(self) -> list[Generation]:
+        """End requests whose newest token completes a stop text."""
+        scheduler, ended = self._processor.scheduler, []
+        for request_id, admission in list(self._admitted.items()):
+            state: Any = self._state_of(request_id) if admission.matcher is not None else None
+            new_count = len(state.logprobs) - admission.fed_count if state is not None else 0
+            if not new_count:
+                continue
+            admission.fed_count += new_count
+            if admission.find_stop(state.generated_tokens[-new_count:]):
+                tokens, logprobs = _made(state)
+                scheduler.set_request_cancellation(request_id)
+                self._forget(request_id, len(tokens))
+                ended.append(self._admitted.pop(request_id).generation("stop", tokens, logprobs))
         if ended:
             scheduler.clear_cancelled_requests()
         return ended

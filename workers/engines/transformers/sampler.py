@@ -1,8 +1,8 @@
 """How the transformers engine draws a token, and which log-probability it reports for it.
 
 - The log-probability is exact: scores minus logsumexp, in float32, under the distribution the token is drawn from
-  (softmax of logits / temperature). It is finite for every token that can be drawn. The library takes the log of a
-  rounded softmax instead, which loses digits and ends at -inf.
+  (softmax of logits / temperature, once bias and penalties are on and what is cut off is out). It is finite for every
+  token that can be drawn. The library takes the log of a rounded softmax instead, which loses digits and ends at -inf.
 - A row whose logits are no numbers gets token 0 with log-probability NaN, and fails alone (loop.py).
 - Temperature 0 is greedy: the largest logit, ties to the lowest id. Its log-probability is the one at temperature 1,
   because under the greedy distribution itself it would always be 0 and say nothing.
@@ -19,6 +19,8 @@ Letters: N sequences that get a token in this step, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,22 @@ import torch
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
+from ....fabric.contract.sampling import CUTS, PENALTIES, Sampling
+from ..request import Admission
 from ..seeds import uniforms
+
+SHAPING = frozenset({"logit_bias", *PENALTIES, *CUTS})
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A row whose request asks for more than a temperature. tokens: of prompt and turn, of which the first
+    `prompt_count` are the prompt."""
+
+    row: int
+    sampling: Sampling
+    tokens: list[int]
+    prompt_count: int
 
 
 class RowReader(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc]
@@ -35,19 +52,25 @@ class RowReader(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc
     seeded: (row, seed, place of the token in its completion) of each row with a seed.
     """
 
-    supported_kwargs: dict[str, type] = {"temperature": float, "seed": int, "prior_count": int}  # noqa: RUF012
-
-    def __init__(self) -> None:
+    def __init__(self, admitted: Mapping[str, Admission]) -> None:
         super().__init__(TemperatureLogitsWarper(1.0))
+        self._admitted = admitted
         self.temperatures_N: torch.Tensor = torch.ones(0)
         self.seeded: list[tuple[int, int, int]] = []
+        self.shaped: list[Shaped] = []
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        self.seeded = []
+        self.seeded, self.shaped = [], []
         for row, request in enumerate(requests_with_new_token):
-            wishes = request.state.logit_processor_kwargs
-            if "seed" in wishes:  # log-probabilities count every token made, also after an eviction
-                self.seeded.append((row, wishes["seed"], wishes["prior_count"] + len(request.state.logprobs)))
+            state = request.state
+            admission = self._admitted[state.request_id]
+            sampling = admission.sampling
+            if sampling.seed is not None:  # log-probabilities count every token made, also after an eviction
+                self.seeded.append((row, sampling.seed, admission.prior_count + len(state.logprobs)))
+            if not SHAPING.isdisjoint(admission.asked):
+                prompt_count = len(admission.input_ids) - admission.prior_count
+                tokens = state.initial_tokens + state.generated_tokens
+                self.shaped.append(Shaped(row, sampling, tokens, prompt_count))
         tensor: torch.Tensor = super().prepare_tensor_args(requests_with_new_token)
         return tensor
 
@@ -71,6 +94,8 @@ class Sampler:
         log-probabilities; both are written.
         """
         logits_N_V = scores[0]
+        for each in self._reader.shaped:
+            logits_N_V[each.row] = shape(logits_N_V[each.row], each)
         tokens_N, logprobs_N = draw(logits_N_V, self._reader.temperatures_N, self._uniforms(logits_N_V))
         count = tokens_N.size(0)
         output_ids[0, :count].copy_(tokens_N)
@@ -102,10 +127,58 @@ def draw(
     logs_N_V = torch.log_softmax(logits_N_V / scale_N.unsqueeze(-1), dim=-1)
     sums_N_V = logs_N_V.exp().cumsum(dim=-1, dtype=torch.float64)
     is_broken_N = ~sums_N_V[:, -1].isfinite()
-    wanted_N_1 = uniform_N.unsqueeze(-1) * sums_N_V[:, -1:]
+    whole_N_1 = sums_N_V[:, -1:]
+    below_N_1 = torch.nextafter(whole_N_1, torch.zeros_like(whole_N_1))
+    wanted_N_1 = torch.minimum(uniform_N.unsqueeze(-1) * whole_N_1, below_N_1)  # the product may round up to the sum
     drawn_N_1 = torch.searchsorted(sums_N_V, wanted_N_1, right=True)  # right: never an empty step
-    drawn_N_1.clamp_(max=logs_N_V.size(-1) - 1)  # the product may round up to the whole sum
+    drawn_N_1.clamp_(max=logs_N_V.size(-1) - 1)  # of a row without a distribution
     best_N_1 = logits_N_V.argmax(dim=-1, keepdim=True)
     tokens_N_1 = torch.where(is_greedy_N.unsqueeze(-1), best_N_1, drawn_N_1)
     logprobs_N = logs_N_V.gather(1, tokens_N_1).squeeze(-1)
     return tokens_N_1.squeeze(-1).masked_fill_(is_broken_N, 0), logprobs_N.masked_fill_(is_broken_N, torch.nan)
+
+
+def shape(logits_V: torch.Tensor, row: Shaped) -> torch.Tensor:
+    """Logits of which the softmax after temperature is what the row asks for, float32 (V,); -inf: cut off.
+
+    The steps and their order are vLLM's (v1/sample/sampler.py). A greedy row is not cut.
+    """
+    sampling = row.sampling
+    logits_V = logits_V.clone()
+    for token, bias in sampling.logit_bias.items():
+        logits_V[token] += bias
+    if not PENALTIES.isdisjoint(sampling.row()):
+        penalise(logits_V, row)
+    return cut(logits_V, sampling) if sampling.temperature > 0 else logits_V
+
+
+def penalise(logits_V: torch.Tensor, row: Shaped) -> None:
+    """Take the penalties off, in place: repetition of prompt and turn, the others of the turn alone."""
+    sampling, count = row.sampling, logits_V.size(0)
+    tokens_T = torch.tensor(row.tokens, dtype=torch.int64, device=logits_V.device)
+    made_V = torch.bincount(tokens_T[row.prompt_count :], minlength=count)
+    if sampling.repetition_penalty != 1:
+        is_known_V = torch.bincount(tokens_T, minlength=count) > 0
+        factor_V = torch.where(logits_V > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        logits_V.mul_(torch.where(is_known_V, factor_V, 1.0))
+    logits_V.sub_(sampling.frequency_penalty * made_V)
+    logits_V.sub_(sampling.presence_penalty * (made_V > 0))
+
+
+def cut(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The logits with -inf where min_p, then top_k, then top_p cut off; they count after temperature."""
+    scaled_V = logits_V / sampling.temperature
+    is_out_V = torch.zeros_like(scaled_V, dtype=torch.bool)
+    if sampling.min_p > 0:
+        probabilities_V = scaled_V.softmax(-1)
+        is_out_V |= probabilities_V < probabilities_V.max() * sampling.min_p
+    scaled_V = scaled_V.masked_fill(is_out_V, -torch.inf)
+    if 0 < sampling.top_k < scaled_V.size(0):
+        is_out_V |= scaled_V < scaled_V.topk(sampling.top_k).values[-1]
+        scaled_V = scaled_V.masked_fill(is_out_V, -torch.inf)
+    if sampling.top_p < 1:
+        ascending_V, places_V = scaled_V.sort()
+        is_cut_V = ascending_V.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_cut_V[-1] = False
+        is_out_V |= torch.zeros_like(is_out_V).scatter_(0, places_V, is_cut_V)
+    return logits_V.masked_fill(is_out_V, -torch.inf)

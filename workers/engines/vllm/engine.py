@@ -25,10 +25,13 @@ import numpy as np
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import EngineError, WeightError
 from ....fabric.contract.models import is_preset
+from ....fabric.contract.sampling import GUIDED, Sampling
 from ....fabric.format.layout import Layout
 from ....fabric.versions.commit import Staged, check_writes
-from ..admission import context_of
+from ..admission import context_of, is_over, stops_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit
+from ..model_tokenizer import find_tokenizer
+from ..stops import Pieces, StopMatcher
 from .backends import new_door
 from .common.arena import Mirror
 from .common.backend import Ask, Door
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 
 COMMIT = "commit"  # our own reason for holding the door
 NO_TOKENS = ("limits",)
+ENDINGS = ("stop", "length", "abort")
+UNTOLD = {False: "the stream ended before the request did", True: "vLLM could not go on with it: see its log"}
 COMMIT_S = 60.0  # how long closing waits for a commit to somebody else's server
 ABORT_AGAIN_S = 0.05
 
@@ -58,6 +63,8 @@ class VllmEngine:
         self._mirror: Mirror | None = None
         self._ranks: VllmRanks | None = None
         self._version = -1
+        self._pieces: Pieces | None = None
+        self._cannot: dict[str, str] = {}
         self._open: dict[str, OpenRequest] = {}
         self._ended: dict[str, Generation] = {}
         self._has_ended = asyncio.Event()
@@ -91,6 +98,7 @@ class VllmEngine:
                     f" ({facts.layout.byte_count:,} bytes): {error}"
                 ) from error
             await self._door.read(self._mirror)
+            await self._find_tokenizer(facts.tokenizer)
             self._failure = None
             self._ranks = await ranks_of(self._door, self._between_commits, self._apply_by_ranks)
             way = self._door.abilities.weights
@@ -107,6 +115,22 @@ class VllmEngine:
             raise
         for note in self._door.abilities.notes:
             log.info("engine.cannot", extra={"note": note})
+
+    async def _find_tokenizer(self, name: str) -> None:
+        tokenizer, reason = await asyncio.to_thread(find_tokenizer, name)
+        self._cannot = dict(self._door.abilities.cannot)
+        if tokenizer is None:
+            self._cannot |= dict.fromkeys(("stop", *GUIDED), reason)
+        else:
+            self._pieces = Pieces(tokenizer)
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        return self._cannot
+
+    @property
+    def cannot_resume(self) -> frozenset[str]:
+        return self._door.abilities.cannot_resume
 
     async def close(self) -> None:
         """What runs is dropped; no process of vLLM is left."""
@@ -139,36 +163,50 @@ class VllmEngine:
         self._check()
         if request.request_id in self._open:
             raise EngineError(f"request {request.request_id!r} is already running", request_id=request.request_id)
-        opened = OpenRequest(ask=self._ask(request))
+        opened = self._opened(request)
+        ask = opened.ask
         self._open[request.request_id] = opened
-        self._prompt_token_count += len(opened.ask.input_ids)
-        prior, sampling = request.prior_ids, request.sampling
-        if prior.size and int(prior[-1]) in sampling.stop_ids:
-            self._end(opened, "stop")
-        elif opened.ask.token_count_max <= 0:
-            self._end(opened, "length")
+        self._prompt_token_count += len(ask.input_ids)
+        over = is_over(request, ask.stop_ids, opened.matcher, ask.token_count_max)
+        if over:
+            self._end(opened, over)
         else:
             opened.task = asyncio.create_task(self._follow(opened))
 
-    def _ask(self, request: GenerationRequest) -> Ask:
-        facts = self._door.facts
-        ids = context_of(request, context_tokens_max=facts.context_tokens_max, vocabulary_size=facts.vocabulary_size)
-        room = min(request.sampling.max_tokens - request.prior_ids.size, facts.context_tokens_max - ids.size)
-        return Ask(
+    def _opened(self, request: GenerationRequest) -> OpenRequest:
+        facts, sampling = self._door.facts, request.sampling
+        ids = context_of(
+            request,
+            context_tokens_max=facts.context_tokens_max,
+            vocabulary_size=facts.vocabulary_size,
+            engine=self.name,
+            cannot=self.cannot,
+        )
+        matcher = stops_of(request, self._pieces)
+        ask = Ask(
             request_id=request.request_id,
             input_ids=ids.tolist(),
             prior_count=request.prior_ids.size,
-            token_count_max=room,
-            sampling=request.sampling,
+            token_count_max=min(sampling.max_tokens - request.prior_ids.size, facts.context_tokens_max - ids.size),
+            sampling=sampling,
+            stop_ids=(*sampling.stop_ids, *self._more_stops(sampling, matcher)),
         )
+        return OpenRequest(ask=ask, matcher=matcher)
+
+    def _more_stops(self, sampling: Sampling, matcher: StopMatcher | None) -> Sequence[int]:
+        """Tokens besides its own that end a request. A grammar takes those for its end: it has no others."""
+        eos_id = self._pieces.tokenizer.eos_id if self._pieces is not None else None
+        if sampling.is_guided:
+            return () if eos_id is None else (eos_id,)
+        return () if matcher is None else matcher.token_ids
 
     async def _follow(self, opened: OpenRequest) -> None:
         """Collect a stream's tokens until it ends for good."""
         try:
             while (reason := await self._collect(opened)) == "abort" and opened.starts_over and not opened.is_unwanted:
                 opened.starts_over = False
-            error = None if reason else "the stream ended before the request did"
-            self._end(opened, reason or "error", error)
+            is_told = reason in ENDINGS
+            self._end(opened, reason if is_told else "error", None if is_told else UNTOLD[bool(reason)])
         except EngineError as error:
             self._end(opened, "error", str(error))
         except Exception as error:  # of vLLM's stream: this request alone ends, and its agent asks again
@@ -183,6 +221,8 @@ class VllmEngine:
             async for chunk in chunks:
                 opened.take(chunk, self._version)
                 self._token_count += len(chunk.token_ids)
+                if opened.has_stopped:
+                    return "stop"
                 if chunk.finish_reason:
                     return chunk.finish_reason
         return ""
@@ -381,7 +421,7 @@ class VllmEngine:
 
     async def _sleep(self) -> None:
         if self._ranks is not None:
-            await self._ranks.stop()
+            await asyncio.shield(asyncio.ensure_future(self._ranks.stop()))  # an update that has begun must end
         await self._door.sleep()
 
     async def wake(self) -> float:

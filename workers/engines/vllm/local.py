@@ -26,6 +26,7 @@ import orjson
 
 from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError
 from ....fabric.contract.models import is_preset, model_config
+from ....fabric.contract.sampling import CUTS, GUIDED, PENALTIES
 from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
@@ -34,7 +35,7 @@ from .common.arena import Mirror, pack, posted
 from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
-from .common.names import MPS, PROBE
+from .common.names import MPS, PRIOR_COUNT, PROBE
 from .common.shared import aside
 from .plugin import children_die_with_us, register
 from .step.scheduler_page import Page
@@ -47,6 +48,12 @@ log = logging.getLogger(__name__)
 CLOSE_S = 2.0
 IDLE_S = 2.0  # for a step that has begun to end
 START = {True: "fork", False: "spawn"}  # vLLM's processes, by whether they compute on a CPU
+# Fields of Sampling that vLLM's parameters have, by the same name and with the same meaning.
+SAME = ("temperature", *CUTS, *PENALTIES)
+COUNTED = frozenset(
+    {"presence_penalty", "frequency_penalty"}
+)  # of the turn's own tokens: prior ones are a prompt to vLLM
+NO_TOKENIZER = "a preset has no tokenizer files, without which vLLM makes no grammar: take a model with a tokenizer"
 SETTLE_TURNS = 8  # of the event loop, until what has arrived has reached its streams
 
 
@@ -57,6 +64,7 @@ class _Vllm:
     llm: Any
     is_on_cpu: bool
     draws_by_place: bool  # of a seeded request: by its seed and the token's place in the context
+    has_tokenizer: bool = True
 
 
 class LocalDoor:
@@ -86,7 +94,11 @@ class LocalDoor:
         is_on_cpu = self._vllm is not None and self._vllm.is_on_cpu
         where = " (cpu)" if is_on_cpu else ""
         return Abilities(
-            name=f"vllm {installed_version().partition('+')[0]}{where}", weights="deltas", sleeps=not is_on_cpu
+            name=f"vllm {installed_version().partition('+')[0]}{where}",
+            weights="deltas",
+            sleeps=not is_on_cpu,
+            cannot={} if self._vllm is None or self._vllm.has_tokenizer else dict.fromkeys(GUIDED, NO_TOKENIZER),
+            cannot_resume=frozenset() if is_on_cpu else COUNTED,
         )
 
     # ---- opening and closing
@@ -132,9 +144,10 @@ class LocalDoor:
             layout=checkpoint_layout(path, str(model.dtype).removeprefix("torch.")),
             context_tokens_max=model.max_model_len,
             vocabulary_size=model.get_vocab_size(),
+            tokenizer=self._config.model if is_preset(self._config.model) else str(model.tokenizer),
         )
         llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
-        self._vllm = _Vllm(llm, is_on_cpu, bool(settings.use_v2_model_runner))
+        self._vllm = _Vllm(llm, is_on_cpu, bool(settings.use_v2_model_runner), not model.skip_tokenizer_init)
 
     def _limit(self, settings: Any) -> None:
         """Put our scheduler, and the page that it reads, into vLLM's settings."""
@@ -155,16 +168,18 @@ class LocalDoor:
 
     async def close(self) -> None:
         vllm, self._vllm = self._vllm, None
-        if vllm is not None:
-            if self._is_mps_client:
+        try:
+            if vllm is not None and self._is_mps_client:
                 await self._leave(vllm)
-            with contextlib.suppress(Exception):
-                _end(vllm)
-            vllm.llm.shutdown = lambda *_, **__: None  # its __del__ would, at exit, when its modules are gone
-        if self._page is not None:
-            self._page.close()
-        if self._directory is not None:
-            self._directory.cleanup()
+        finally:  # also of who is told to hurry while the device is waited for
+            if vllm is not None:
+                with contextlib.suppress(Exception):
+                    _end(vllm)
+                vllm.llm.shutdown = lambda *_, **__: None  # its __del__ would, at exit, when its modules are gone
+            if self._page is not None:
+                self._page.close()
+            if self._directory is not None:
+                self._directory.cleanup()
 
     @property
     def _is_mps_client(self) -> bool:
@@ -222,14 +237,20 @@ class LocalDoor:
 
     def _parameters(self, ask: Ask) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         sampling = ask.sampling
+        guided = None
+        if sampling.is_guided:
+            guided = StructuredOutputsParams(json=sampling.guided_json or None, regex=sampling.guided_regex or None)
         return SamplingParams(
-            temperature=sampling.temperature,
+            **{name: getattr(sampling, name) for name in SAME},
             max_tokens=ask.token_count_max,
-            stop_token_ids=list(sampling.stop_ids),
+            stop_token_ids=list(ask.stop_ids),
             seed=self._seed(ask),
+            logit_bias=sampling.logit_bias or None,
+            structured_outputs=guided,
+            extra_args={PRIOR_COUNT: ask.prior_count} if ask.prior_count else None,
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
@@ -239,9 +260,9 @@ class LocalDoor:
         )
 
     def _seed(self, ask: Ask) -> int | None:
-        """As it is for vLLM's second model runner, which draws by the seed and the place in the context."""
-        seed = ask.sampling.seed
-        if seed is None or (self._vllm is not None and self._vllm.draws_by_place):
+        """As it is where tokens are drawn by their place: in our CPU's runner, and in vLLM's second model runner."""
+        seed, vllm = ask.sampling.seed, self._vllm
+        if seed is None or (vllm is not None and (vllm.is_on_cpu or vllm.draws_by_place)):
             return seed
         return resumed_seed(seed, ask.prior_count)
 

@@ -64,12 +64,14 @@ def _add_engine() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from .inplace.packing import keep_weights_live
-    from .step.seeded_sampling import place_dice
+    from .step.seeded_sampling import lead_grammars, place_dice
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.inplace.transfer", "Transfer")
     keep_weights_live()
     place_dice()
+    if OWNER in os.environ:
+        lead_grammars()
     let_llvmlite_be_scanned()
 
 

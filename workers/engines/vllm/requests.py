@@ -13,6 +13,7 @@ from ....fabric.contract.errors import EngineError
 from ..admission import NOT_NUMBERS
 from ..base import Generation
 from ..request import Marks, stretches
+from ..stops import StopMatcher
 from .common.backend import Ask, Chunk, Door
 
 
@@ -21,10 +22,12 @@ class OpenRequest:
     """A request that was begun and not yet handed out.
 
     task: what follows its stream. starts_over: set while its stream is ended only to be begun anew. is_unwanted: it is
-    being aborted for good.
+    being aborted for good. matcher: looks for its stop texts; what comes after one is cut off. has_stopped: one came.
     """
 
     ask: Ask
+    matcher: StopMatcher | None = None
+    has_stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     marks: Marks = field(default_factory=list)
@@ -48,7 +51,13 @@ class OpenRequest:
         if sound_count is not None:
             ids, logprobs = chunk.token_ids[:sound_count], chunk.logprobs[:sound_count]
             self.take(replace(chunk, token_ids=ids, logprobs=logprobs), version)
+            if self.has_stopped:
+                return
             raise EngineError(NOT_NUMBERS)
+        count = self.matcher.feed(chunk.token_ids) if self.matcher is not None else None
+        if count is not None:
+            self.has_stopped = True
+            chunk = replace(chunk, token_ids=chunk.token_ids[:count], logprobs=chunk.logprobs[:count])
         if chunk.marks is not None:
             self.marks = list(chunk.marks)
         elif chunk.token_ids and (not self.marks or self.marks[-1][1] != version):

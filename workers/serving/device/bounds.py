@@ -1,4 +1,4 @@
-"""The limits of one engine, where several set them: who changes one keeps what the others said."""
+"""The limits of one engine that several parts of a worker set: each call changes its own and keeps the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...engines.base import Engine, EngineLimits
 
 
 class Bounds:
-    """What was asked of one engine so far."""
+    """The limits that were asked of one engine so far."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

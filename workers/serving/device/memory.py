@@ -4,27 +4,24 @@
   turns beyond it yield first (rollout/yielding.py), with their tokens.
 - "static": each engine has its own cache, sized at its start. A limit frees no memory for the serving engine; it bounds
   how much the rollouts compute and read beside it. Works with every engine.
-- "release": a vLLM unmaps its whole KV cache, for minutes in which another process needs the memory. "kvcached"
-  (kvcached.py): both engines' caches grow and shrink page by page. Both are unverified on a GPU.
-- Memory is given back while nothing is lent, and taken again before a turn is claimed: rollout/readiness.py says when.
-  The budget is decided on meanwhile, and holds from when the memory is here again.
-- Idle rollout weights go to host memory when the engine sleeps: rollout/readiness.py, which also reports how long
+- "release": a vLLM unmaps its whole KV cache, for minutes in which another process needs the memory. Unverified on a
+  GPU.
+- Memory is given back while nothing is lent, and taken again before a turn is claimed: rollout/engine_sleep.py says
+  when. The budget is decided on meanwhile, and holds from when the memory is here again.
+- Idle rollout weights go to host memory when the engine sleeps: rollout/engine_sleep.py, which also reports how long
   that took.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from ....fabric.contract.errors import ConfigError, EngineUnsupported
 from ....fabric.rules.serving.facts import ServingState
 from ....fabric.rules.serving.memory import MemoryFacts, MemoryRule, MemoryState, decide
 from ...engines.base import Engine
-from ...engines.vllm.common.environment import installed_version
 from .bounds import Bounds
-from .kvcached import Kvcached, KvcachedSegment, check_kvcached
 from .memory_options import MemoryOptions, check_memory_options
 
 log = logging.getLogger(__name__)
@@ -36,14 +33,12 @@ class MemoryBackend(Protocol):
     """The KV memory of one rollout engine.
 
     Attributes:
-        name: how it is chosen. note: what it cannot do here, or has yet to do, for people; "": nothing.
-        is_shared: its pages are those that the serving engine could have.
+        name: how it is chosen. note: what it cannot do here, for people.
         can_give_back: it can hand its memory over while nothing runs, unless the engine refuses that here.
     """
 
     name: str
     note: str
-    is_shared: bool
     can_give_back: bool
 
     @property
@@ -52,19 +47,19 @@ class MemoryBackend(Protocol):
         ...
 
     def used_tokens(self) -> int:
-        """What it holds now. Raises EngineError."""
+        """Return the tokens of KV cache that the rollout engine holds now. Raises EngineError."""
         ...
 
     def limit(self, kv_tokens: int | None) -> None:
-        """Bound it; None: by its capacity alone. May be repeated, and must be while `note` says so."""
+        """Bound what rollouts may hold; None: its capacity alone. May be repeated."""
         ...
 
     async def give_back(self) -> float:
-        """Hand the memory over, with nothing running; returns seconds. Raises EngineUnsupported, EngineError."""
+        """Hand the memory over while nothing runs; returns seconds. Raises EngineUnsupported, EngineError."""
         ...
 
     async def take_again(self) -> float:
-        """Have it back, ready to generate; returns seconds. Raises as `give_back`."""
+        """Take the memory back, so that the engine can generate; returns seconds. Raises as `give_back`."""
         ...
 
 
@@ -84,7 +79,6 @@ class StaticPartition:
     """The cache that the engine was built with, bounded when requests are let in."""
 
     name = "static"
-    is_shared = False
     can_give_back = False
 
     def __init__(self, engine: Engine, bounds: Bounds, capacity_tokens: int) -> None:
@@ -110,7 +104,7 @@ class StaticPartition:
 
 
 class KvRelease(StaticPartition):
-    """As a static partition, and all of it can be unmapped. Unverified on a GPU."""
+    """A static partition all of which can be unmapped. Unverified on a GPU."""
 
     name = "release"
     can_give_back = True
@@ -122,9 +116,10 @@ class KvRelease(StaticPartition):
         self._holder: ReleasesKv = engine
 
     async def give_back(self) -> float:
-        """The engine stays paused until `take_again`. Turns still in it would be computed again: give them back first.
+        """Unmap the whole cache; the engine stays paused until `take_again`.
 
-        One that cannot release goes on as before.
+        Give running turns back first: they would be computed again. An engine that cannot release its cache is resumed,
+        and goes on as before.
         """
         await self._engine.pause(HOLD)
         try:
@@ -139,38 +134,25 @@ class KvRelease(StaticPartition):
         return taken_s
 
 
-def check_backend(options: MemoryOptions, engine: Engine, vllm_version: Callable[[], str] | None = None) -> None:
-    """As far as it can be known of an engine that has not started. Raises ConfigError: it cannot work here."""
+def check_backend(options: MemoryOptions, engine: Engine) -> None:
+    """Refuse a backend that is known not to work with this engine before it starts. Raises ConfigError."""
     check_memory_options(options)
     if options.backend == "release" and not isinstance(engine, ReleasesKv):
         raise ConfigError(
             f"memory backend release: {engine.name} cannot give back its KV cache alone. Use the engine vllm on a"
             " GPU with -- --enable-sleep-mode, or the memory backend static"
         )
-    if options.backend == "kvcached":
-        check_kvcached((vllm_version or installed_version)())
-        KvcachedSegment(options.segment or "")
 
 
-def open_backend(
-    options: MemoryOptions,
-    engine: Engine,
-    bounds: Bounds,
-    *,
-    capacity_tokens: int,
-    vllm_version: Callable[[], str] | None = None,
-) -> MemoryBackend:
-    """The backend that is asked for by name.
+def open_backend(options: MemoryOptions, engine: Engine, bounds: Bounds, *, capacity_tokens: int) -> MemoryBackend:
+    """Open the backend that the options name.
 
     Raises:
         ConfigError: there is none of that name, or it cannot work here.
     """
-    check_backend(options, engine, vllm_version)
+    check_backend(options, engine)
     if options.backend == "release":
         return KvRelease(engine, bounds, capacity_tokens)
-    if options.segment and options.token_bytes:
-        control = KvcachedSegment(options.segment)
-        return Kvcached(bounds, control, token_bytes=options.token_bytes, capacity_tokens=capacity_tokens)
     return StaticPartition(engine, bounds, capacity_tokens)
 
 
@@ -193,7 +175,7 @@ class KvBudget:
         return self._state.reason
 
     def look(self, now_s: float, serving: ServingState | None, memory_fraction_max: float | None) -> int | None:
-        """Tokens that rollouts may hold now, for GuardView.kv_tokens_max; None: no bound.
+        """Decide how many tokens rollouts may hold now (None: no bound), and hold the backend to it.
 
         Raises:
             EngineError: the engine is gone.
@@ -205,7 +187,6 @@ class KvBudget:
             rollout_capacity_tokens=self.backend.capacity_tokens,
             rollout_tokens=self.backend.used_tokens(),
             memory_fraction_max=memory_fraction_max,
-            is_shared=self.backend.is_shared,
         )
         before, self._state = self._state, decide(self._state, facts, self._rule)
         tokens: int | None = self._state.kv_tokens_max
@@ -218,7 +199,7 @@ class KvBudget:
         return 0 if self._is_away else tokens
 
     async def give_back(self) -> float:
-        """As of MemoryBackend. From here on nothing may be taken in, until `take_again` has succeeded."""
+        """Hand the memory over as MemoryBackend says; no request may be taken in until `take_again` has succeeded."""
         self._is_away = True
         try:
             return await self.backend.give_back()
@@ -227,14 +208,13 @@ class KvBudget:
             raise
 
     async def take_again(self) -> float:
-        """As of MemoryBackend, and as much of it as is allowed by now."""
+        """Take the memory back as MemoryBackend says, and bound it to what is allowed by now."""
         taken_s = await self.backend.take_again()
         self.backend.limit(self._limited_to)
         self._is_away = False
         return taken_s
 
     def _hold_to(self, tokens: int | None, *, is_first: bool) -> None:
-        is_owing = self.backend.is_shared and bool(self.backend.note)
-        if is_owing or (not self._is_away and (tokens != self._limited_to or is_first)):
-            self.backend.limit(0 if self._is_away else tokens)
+        if not self._is_away and (tokens != self._limited_to or is_first):
+            self.backend.limit(tokens)
         self._limited_to = tokens

@@ -1,10 +1,10 @@
-"""Being a client of CUDA's multi-process service (MPS), as serving's engine is: only where it was asked for.
+"""Makes this process a client of CUDA's multi-process service (MPS), as serving's engine is, only where asked for.
 
 - Under MPS kernels of both engines run at once, and faults are shared: an illegal access of one client ends the others,
   and so may the kill of one in the middle of a kernel. No worker becomes a client because a daemon happens to run.
 - Serving's engine must be a client itself. Where it is none the two still take turns, so the worker refuses to start.
-- Who leaves lets no step begin, waits until the device is idle, and goes. Where that fails, the daemon takes the work
-  off the device (`terminate_client`) before any process is killed.
+- A worker that leaves lets no step begin, waits until the device is idle, and goes. If that fails, the daemon takes the
+  work off the device (`terminate_client`) before any process is killed.
 - A program is a client if it finds a daemon in CUDA_MPS_PIPE_DIRECTORY; where there is none, it runs as ever.
 
 Unverified on a GPU.
@@ -53,7 +53,7 @@ def check_mps_options(options: MpsOptions) -> None:
 
 
 def mps_environment(options: MpsOptions, *, is_lowered: bool) -> dict[str, str | None]:
-    """What must be in the environment before CUDA starts; None: what must not. is_lowered: below serving's priority."""
+    """Return the variables that CUDA must find at its start; None: remove it. is_lowered: below serving's priority."""
     if not options.is_asked:
         return {PIPES: NOWHERE, PRIORITY: None, THREADS: None}
     threads = {} if options.threads_percent is None else {THREADS: str(options.threads_percent)}
@@ -90,7 +90,7 @@ def check_serving(serving_pid: int | None) -> str:
 
 
 def clients_of_mps() -> dict[int, int]:
-    """Processes that are clients, each with its server's process. Raises ConfigError: no daemon answers."""
+    """List the processes that are clients, each with its server's process. Raises ConfigError: no daemon answers."""
     return {
         client: server
         for server in _numbers(ask_control("get_server_list"))
@@ -116,7 +116,10 @@ def take_off(pids: Iterable[int]) -> list[int]:
 
 
 def ask_control(command: str) -> str:
-    """What the daemon's control program answers. Raises ConfigError: there is none, or no daemon."""
+    """Ask the daemon's control program, and return its answer.
+
+    Raises ConfigError: the program is missing, or no daemon answers.
+    """
     try:
         done = subprocess.run(
             [CONTROL], input=f"{command}\n", capture_output=True, text=True, timeout=ASK_S, check=False

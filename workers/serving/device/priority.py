@@ -2,8 +2,8 @@
 
 - On a CPU: the scheduler's idle class for every thread of the rollout engine, else nice 19. Linux only. A scheduler
   class counts among the threads of one cgroup: between two containers it is their `cpu.weight` (or `cpu.idle`) that
-  decides, which is whoever starts them who sets it.
-- Where Linux' autogroups are on, a class counts only within one session (`session_note`); with two engines in two
+  class counts among the threads of one cgroup: between two containers their `cpu.weight` (or `cpu.idle`) decides,
+which whoever starts them sets.
   sessions of a pair of cores, serving's P50 of the first token was three times as long.
 - Threads that are started later inherit it from the thread that starts them.
 - "idle" can be taken back by anyone who may set it; "low" (nice 19) only with CAP_SYS_NICE.
@@ -31,7 +31,7 @@ PASSES_MAX = 5  # threads may be started while others are being lowered
 
 
 def check_priority(how: str) -> None:
-    """Raises ConfigError: it is none of PRIORITIES."""
+    """Refuse a priority that is none of PRIORITIES. Raises ConfigError."""
     if how not in PRIORITIES:
         raise ConfigError(f"there is no priority {how!r}: {did_you_mean(how, PRIORITIES)}", option="--priority")
 
@@ -62,7 +62,7 @@ def lower(pids: Iterable[int], how: str) -> str:
 
 
 def lower_threads(thread_ids: Iterable[int], how: str) -> str:
-    """As `lower`, for threads by their native ids; those that have ended are left out."""
+    """Give threads, named by their native ids, a priority as `lower` does; those that have ended are left out."""
     check_priority(how)
     if not sys.platform.startswith("linux"):
         return f"priority stays normal: {sys.platform} has no idle class that this program knows to set"
@@ -71,9 +71,9 @@ def lower_threads(thread_ids: Iterable[int], how: str) -> str:
 
 
 def lower_engine_thread(name: str, how: str) -> str:
-    """For an engine in this process: the thread of that name, and threads that no Python thread is (torch's).
+    """Lower an engine that runs in this process: its thread, by name, and threads that are not Python's (torch's).
 
-    What else runs here goes on as before: leases must be renewed also while serving has all processors.
+    The other threads go on as before: leases must be renewed also while serving has all processors.
     """
     ours = {each.native_id for each in threading.enumerate() if each.name != name}
     return lower_threads([each for each in threads_of(os.getpid()) if each not in ours], how)
@@ -116,7 +116,7 @@ def _front_threads(engine_thread: str | None) -> list[int]:
 
 
 def session_note(other_pid: int | None) -> str | None:
-    """What keeps scheduler classes from counting between this process and another one; None: nothing that is known.
+    """Return what keeps scheduler classes from counting between this process and another one; None: nothing known.
 
     Linux' autogroups share a CPU between sessions first, whatever the classes of their threads.
     """
@@ -133,7 +133,7 @@ def session_note(other_pid: int | None) -> str | None:
 
 
 def children_of(pids: Iterable[int]) -> list[int]:
-    """All processes below these, in no order."""
+    """List all processes below these, in no order."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         parent = _parent_of(entry)
@@ -149,7 +149,7 @@ def children_of(pids: Iterable[int]) -> list[int]:
 
 
 def threads_of(pid: int) -> list[int]:
-    """Native ids of a process' threads; none if it has ended, or where there is no /proc."""
+    """List the native ids of a process' threads; none if it has ended, or where there is no /proc."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -157,7 +157,7 @@ def threads_of(pid: int) -> list[int]:
 
 
 def threads_named(pid: int, name: str) -> list[int]:
-    """Native ids of a process' threads of that name, as the kernel knows it: 15 characters at most."""
+    """List the native ids of a process' threads of that name, as the kernel knows it: 15 characters at most."""
     found = []
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):  # it has just ended
@@ -175,7 +175,7 @@ def _parent_of(entry: Path) -> int | None:
 
 
 def _set(thread: int, how: str) -> str | None:
-    """What came of it; None: the thread has ended."""
+    """Give one thread a priority; returns what came of it for people, None if the thread has ended."""
     try:
         if how == "idle" and _may_have_class(thread, os.SCHED_IDLE):
             return "idle class: runs when nothing else wants the processor"
@@ -193,7 +193,7 @@ def _set(thread: int, how: str) -> str | None:
 
 
 def _may_have_class(thread: int, scheduler_class: int) -> bool:
-    """Whether it has that scheduler class from now on; a sandbox may forbid classes and allow nice."""
+    """Set a thread's scheduler class; False if that is forbidden, as in a sandbox that still allows nice."""
     try:
         os.sched_setscheduler(thread, scheduler_class, os.sched_param(0))
     except PermissionError:

@@ -1,10 +1,11 @@
 """The scheduler class of the thread that computes rollouts on a CPU: as others in the steps that the guard lets begin,
 idle from the moment a serving request arrives.
 
-- An idle class alone gets what serving leaves over, which on a device that is always in a step is little: slack is used
-  by computing beside serving. A step that has begun is what the guard cannot take back, and this can: within WATCH_S of
-  a request's arrival the step goes on only where nothing else wants the processor.
-- Who may not raise a class again (without CAP_SYS_NICE) keeps the idle one from the first arrival on: safe, and slower.
+- A thread in the idle class gets only what serving leaves over. That is little on a device that is always in a step, so
+  rollouts use slack by computing beside serving. The guard cannot take back a step that has begun; this can: within
+  WATCH_S of a request's arrival the step goes on only where nothing else wants the processor.
+- A process that may not raise a class again (without CAP_SYS_NICE) keeps the idle one from the first arrival on: safe,
+  and slower.
 - Linux only. How long a step had the device is guarding/step_times.py's.
 """
 
@@ -19,7 +20,7 @@ WATCH_S = 0.002
 
 
 class YieldingThread:
-    """Of the one thread that calls `begins` and `ended`."""
+    """Lowers and raises the one thread that calls `begins` and `ended`."""
 
     def __init__(self, arrived: Callable[[], int]) -> None:
         """arrived: how many serving requests there have been; must be cheap, and may be called by another thread."""
@@ -34,7 +35,7 @@ class YieldingThread:
         threading.Thread(target=self._watch, name="rollfab-yield", daemon=True).start()
 
     def begins(self, arrived_count: int, *, gives_way: bool) -> None:
-        """A step that the guard let begin, knowing of so many requests."""
+        """Note that the guard let a step begin, knowing of `arrived_count` requests."""
         with self._lock:
             self._thread_id = threading.get_native_id()
             self._count = arrived_count
@@ -45,11 +46,14 @@ class YieldingThread:
 
     @property
     def gave_way_at_s(self) -> float | None:
-        """Since when the step under way has been behind serving, monotonic seconds; None: it is not."""
+        """The time since when the step under way has been behind serving, monotonic seconds; None: it is not."""
         return self._gave_way_at_s if self._is_computing else None
 
     def ended(self) -> None:
-        """It has; what follows (an abort, a pause, the next question to the guard) must not wait for serving."""
+        """Note that the step has ended.
+
+        What follows (an abort, a pause, the next question to the guard) must not wait for serving.
+        """
         with self._lock:
             self._is_computing = False
             self._is_watched.clear()

@@ -32,7 +32,7 @@ CAP_S = 1.0  # a cap on compute holds over this long
 
 
 class Probe(Protocol):
-    """What shows a serving engine. See serving/probes/reader.py for the one of vLLM's plug-in."""
+    """Shows a serving engine; serving/probes/reader.py has the one for vLLM's plug-in."""
 
     @property
     def name(self) -> str: ...
@@ -44,42 +44,42 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What a guard is built from; travels to the engine's process as a row of plain values."""
+    """The settings of a guard; they travel to the engine's process as a row of plain values."""
 
     probe: str
     """Path of a probe's page."""
     slo_ttft_ms: float
     slo_tpot_ms: float
     probe_name: str = "vllm"
-    """Who writes that page."""
+    """The program that writes that page."""
     probe_owner_uid: int | None = None
-    """Whose page is believed, beside root's and the worker's own user's."""
+    """A user whose page is believed, beside root's and that of the worker's own user."""
     rule: GuardRule = field(default_factory=GuardRule)
     burst: BurstRule | None = None
-    """None: as the objectives ask for."""
+    """The reserve's rule; None: as the objectives ask for."""
     yields: bool = False
     """Whether the thread that computes on a CPU gives way within a step; see engines/vllm/step/serving_guard.py."""
     is_mps_client: bool = False
     """Whether both engines are clients of one MPS server, and a kill in the middle of a step may end serving's too."""
     policies: tuple[str, ...] = ()
-    """Other rules to be measured against, as "module:factory"; policy 0 is ours."""
+    """Other rules to measure ours against, as "module:factory"; policy 0 is ours."""
     options: dict[str, Any] = field(default_factory=dict)
-    """For those rules."""
+    """Options that those rules are given."""
 
     def row(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, as `of_row` reads them."""
         return asdict(self)
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> GuardConfig:
-        """The inverse of `row`."""
+        """Build a config from what `row` returned."""
         rule, burst = GuardRule(**row["rule"]), BurstRule(**row["burst"]) if row["burst"] else None
         return cls(**{**row, "rule": rule, "burst": burst, "policies": tuple(row["policies"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardOrders:
-    """What may change at any time.
+    """The orders to a guard, which may change at any time.
 
     until_s: nothing is lent after it, unless it is said again: whoever gives orders may hang. compute_fraction_max: of
     the device's time; None: no cap. policy: 0 is ours.
@@ -95,20 +95,20 @@ class GuardPort(Protocol):
     """The worker's side of the guard of its engine, wherever that runs."""
 
     def order(self, orders: GuardOrders) -> None:
-        """From the next step on."""
+        """Give orders that hold from the next step on."""
         ...
 
     def view(self) -> GuardView:
-        """What the guard sees and does, at most some hundred milliseconds old."""
+        """Return what the guard sees and does, at most some hundred milliseconds old."""
         ...
 
     def sharing(self) -> dict[str, Any] | None:
-        """Fields of a SharingReport, but for who it is and how many tokens it made; None: not yet."""
+        """Return the fields of a SharingReport, without the worker's id and token count; None: nothing measured yet."""
         ...
 
 
 class Guard:
-    """See the module. One caller at a time."""
+    """Decides for one rollout engine (see the module). Takes one caller at a time."""
 
     def __init__(self, config: GuardConfig, probe: Probe, policies: Sequence[Policy] = ()) -> None:
         self.orders = GuardOrders()
@@ -135,14 +135,17 @@ class Guard:
     # ---- deciding
 
     def look(self, now_s: float, work: StepWork, *, is_idle: bool = False) -> Allowance:
-        """What of `work` may run in a step that begins now. is_idle: there is none; what could run is asked for."""
+        """Decide how much of `work` may run in a step that begins now.
+
+        is_idle: there is no work; the caller asks how much could run.
+        """
         self._state = self._probe.read(now_s)
         self._hear()
         self._learn()
         allowance = self._decide(now_s, work)
         still_s = (now_s - self._stepped_at_s) / self._trial_factor
         if allowance.may_try and still_s >= self._config.rule.trial_s:
-            # Also where none can run now: who is shut gets no lease and no work, and would stay shut for good.
+            # Also where no step can run now: a shut guard gets no lease and no work, and would stay shut for good.
             allowance = replace(allowance, step_tokens=self._config.rule.trial_tokens, reason="a trial step")
             if not is_idle and self._is_lent(now_s):
                 self._stepped_at_s, self._trial_factor = now_s, min(2 * self._trial_factor, TRIAL_FACTOR_MAX)
@@ -153,7 +156,7 @@ class Guard:
         return allowance if self._is_lent(now_s) else replace(allowance, step_tokens=0)
 
     def waits(self, now_s: float, since_s: float) -> None:
-        """A step under way has been behind serving since then.
+        """Note that a step under way has been behind serving since `since_s`.
 
         While serving computes the guard counts as shut: the engine ends no step, and nothing is wrong with it.
         """
@@ -187,7 +190,7 @@ class Guard:
         return allowance
 
     def _account(self, now_s: float, allowance: Allowance) -> None:
-        """How long it was open since the last look, as the last look said."""
+        """Add the time since the last look to the ledger and the averages; then keep this decision."""
         passed_s = min(1.0, max(0.0, now_s - self._looked_at_s)) if self._looked_at_s is not None else 0.0
         self._looked_at_s = now_s
         was_open, is_open = self._allowance.step_tokens != 0, allowance.step_tokens != 0
@@ -206,7 +209,7 @@ class Guard:
     # ---- learning
 
     def stepped(self, began_s: float, ended_s: float, work: StepWork, *, device_s: float | None = None) -> None:
-        """A rollout step was computed in [began_s, ended_s).
+        """Learn from a rollout step that was computed in [began_s, ended_s).
 
         device_s: what it had of the device, where that is known (a thread's time on a CPU); else its duration, which is
         too long where serving computed meanwhile: that errs on the safe side.
@@ -225,7 +228,10 @@ class Guard:
                 self._first_new_arrival_s = arrival.at_s
 
     def _learn(self) -> None:
-        """Between two steps of ours: of one under way it is not known yet which steps of serving it slowed down."""
+        """Learn from serving's steps and requests that ended.
+
+        Called between two steps of ours: while one is under way, it is not known which steps of serving it slowed down.
+        """
         for step in self._probe.new_steps():
             is_shared = self._ledger.is_shared(step.began_at_s, step.began_at_s + step.duration_s)
             if not is_shared:
@@ -238,7 +244,7 @@ class Guard:
     # ---- telling
 
     def view(self, now_s: float) -> GuardView:
-        """What it sees and does now, or would do if it were lent."""
+        """Return what the guard sees and does now, or would do if it were lent."""
         allowance, state = self._allowance, self._state
         is_shut = allowance.step_tokens == 0
         name = "shut" if is_shut else "open" if allowance.step_tokens is None else "narrow"
@@ -255,10 +261,10 @@ class Guard:
         )
 
     def sharing(self) -> dict[str, Any]:
-        """Fields of a SharingReport, but for who it is and how many tokens it made."""
+        """Return the fields of a SharingReport, without the worker's id and token count."""
         return self._ledger.report()
 
     @property
     def models(self) -> tuple[StepModel, StepModel]:
-        """Of serving and of rollout steps."""
+        """The models of serving's and of rollouts' steps."""
         return self._serving, self._rollout

@@ -1,7 +1,7 @@
 """What sharing a device cost and gave: requests with and without rollouts in their time, and how fast it came back.
 
-- Requests, and those within the objectives, are counted since the beginning. What a percentile is of is bounded: the
-  last COUNT_MAX requests of each kind. So are the intervals in which rollouts computed.
+- Requests, and those within the objectives, are counted since the beginning. What percentiles are taken of is bounded:
+  the last COUNT_MAX requests of each kind. So are the intervals in which rollouts computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ JOINED_S = 0.002  # between two rollout steps that count as one stretch
 
 
 class SharingLedger:
-    """Of one guard, since it began."""
+    """The counts of one guard since it began."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
@@ -35,7 +35,7 @@ class SharingLedger:
         self._passed_s = self._lent_s = self._could_lend_s = self._computing_s = 0.0
 
     def passed(self, seconds: float, *, is_open: bool, is_lent: bool) -> None:
-        """Time went by."""
+        """Count time that went by: as lent, or as time in which the guard would have let rollouts run."""
         self._passed_s += seconds
         if is_lent:
             self._lent_s += seconds
@@ -43,7 +43,7 @@ class SharingLedger:
             self._could_lend_s += seconds
 
     def computed(self, began_s: float, ended_s: float) -> None:
-        """Rollouts computed in [began_s, ended_s); calls come in order of time."""
+        """Count rollouts' computing in [began_s, ended_s); calls come in order of time."""
         self._computing_s += ended_s - began_s
         if self._ends and began_s - self._ends[-1] < JOINED_S:
             self._ends[-1] = ended_s
@@ -52,22 +52,22 @@ class SharingLedger:
         self._ends.append(ended_s)
 
     def is_shared(self, from_s: float, to_s: float) -> bool:
-        """Whether rollouts computed in that time."""
+        """Tell whether rollouts computed in that time."""
         at = bisect_right(self._begins, to_s)
         return at > 0 and self._ends[at - 1] > from_s
 
     def ended(self, end: End) -> None:
-        """A serving request is over."""
+        """Count a serving request that is over."""
         is_shared = self.is_shared(end.arrived_at_s, end.last_token_at_s)
         (self._shared if is_shared else self._alone).add(end)
 
     def reclaimed(self, seconds: float) -> None:
-        """From an arrival to the end of the rollout step that it found."""
+        """Count a reclaim: the seconds from an arrival to the end of the rollout step that it found."""
         self._reclaim_count += 1
         self._reclaims_s.append(seconds)
 
     def report(self) -> dict[str, Any]:
-        """Fields of a SharingReport."""
+        """Return the fields of a SharingReport."""
         return {
             "since_s": round(self._passed_s, 3),
             "ttft_slo_ms": self._slo.ttft_ms,
@@ -93,13 +93,13 @@ class _Requests:
         self._newest: deque[End] = deque(maxlen=COUNT_MAX)
 
     def add(self, end: End) -> None:
-        """One more."""
+        """Add a request that ended."""
         self.count += 1
         self.attained_count += _attains(end, self._slo)
         self._newest.append(end)
 
     def latencies(self) -> Latencies:
-        """What a SharingReport says of them."""
+        """Return what a SharingReport says of these requests."""
         if not self.count:
             return Latencies()
         ttfts = sorted(end.ttft_ms for end in self._newest)
@@ -135,5 +135,5 @@ def _p99_bounds(ordered: Sequence[float]) -> tuple[float, float]:
 
 
 def _at(ordered: Sequence[float], fraction: float) -> float:
-    """The value that `fraction` of all are at or below; 0 without any."""
+    """Return a value that at least `fraction` of all are at or below; 0 without any."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))] if ordered else 0.0

@@ -1,10 +1,10 @@
 """Measures an engine's steps for the guard, on the thread that calls for them.
 
 - On a CPU a step's measure is the processor time of the thread that computes it: serving's steps do not lengthen that.
-- On a GPU it is the time from scheduling the step until its tokens are on the host. There the thread's own time is that
-  of launching kernels: it then waits (vLLM on an event, transformers on its stream) until the tokens have been copied.
-  What is left out is a few bookkeeping kernels behind that copy, which the next step waits for.
-- Pairs of CUDA events would show no less: they too go on while another process has the device. They would leave out the
+- On a GPU it is the time from scheduling the step until its tokens are on the host. There the thread's own time only
+  launches kernels; the thread then waits (vLLM on an event, transformers on its stream) until the tokens are copied.
+  This leaves out a few bookkeeping kernels behind that copy, which the next step waits for.
+- Pairs of CUDA events would measure no better: they too go on while another process has the device, leave out the
   launching, and see one rank of several.
 - So a step in whose time serving computed counts on a GPU as longer than it was: the guard then lends less, never more.
 """
@@ -66,15 +66,15 @@ class StepTimes:
         return bool(self._begun)
 
     def begins(self, work: StepWork) -> None:
-        """A step begins now."""
+        """Note that a step begins now."""
         self._begun.append((self._now_s(), self._thread_s(), work))
 
     def forget(self) -> None:
-        """What has begun is no step."""
+        """Drop what has begun: it turned out to be no step."""
         self._begun.clear()
 
     def ended(self) -> StepTime | None:
-        """The oldest step has ended now; None: none has begun."""
+        """Measure the oldest step, which has ended now; None: none has begun."""
         if not self._begun:
             return None
         began_s, own_began_s, work = self._begun.popleft()
@@ -84,7 +84,7 @@ class StepTimes:
         return StepTime(began_s, now_s, work, device_s)
 
     def _is_own(self, passed_s: float, own_s: float) -> bool:
-        """Whether the calling thread's processor time is the step's time of the device."""
+        """Tell whether the calling thread's processor time is what the step had of the device."""
         if not self._is_on_cpu:
             return False
         return self._computes_here or (own_s > OWN_FRACTION_MIN * passed_s and not self._begun)

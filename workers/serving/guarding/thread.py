@@ -1,8 +1,8 @@
 """The guard of a transformers engine: a hook before each of its steps, and a thread that looks while it makes none.
 
-- The decision is taken on the engine's thread, in the moment before the step that it is about.
+- It decides on the engine's thread, in the moment before the step.
 - While the engine rests, or is held, the thread goes on learning, so that what is shown is of now and the first step is
-  decided on models that are up to date. It never looks while a step is computed: that look would end nothing.
+  decided on models that are up to date. It never looks while a step is computed: that look could end nothing.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class GuardThread:
         self._thread.join(1.0)
 
     def order(self, orders: GuardOrders) -> None:
-        """From the next look on."""
+        """Give orders that hold from the next look on."""
         self._guard.orders = orders
 
     def view(self) -> GuardView:
-        """What it sees and does now."""
+        """Return what the guard sees and does now."""
         with self._lock:
             return self._guard.view(self._clock.now_s())
 
     def sharing(self) -> dict[str, Any]:
-        """Fields of a SharingReport."""
+        """Return the fields of a SharingReport."""
         with self._lock:
             return self._guard.sharing()
 
     # ---- on the engine's thread
 
     def arrived(self, at_s: float, prompt_tokens: int) -> None:
-        """Its own requests are not what it guards."""
+        """Do nothing: the engine's own requests are not those that this guards."""
 
     def before_step(self, moment: Moment) -> int | None:
-        """What may run now."""
+        """Decide how many tokens may run in the step that begins now; None: all of it."""
         with self._lock:
             self._steps.forget()
             if not moment.requests:
@@ -81,7 +81,7 @@ class GuardThread:
             return allowed
 
     def after_step(self, moment: Moment, ended: Sequence[Generation]) -> None:
-        """A step is over, and measured."""
+        """Measure the step that is over."""
         with self._lock:
             step = self._steps.ended()
             if step is not None:
@@ -97,7 +97,7 @@ class GuardThread:
 
 
 def narrowed(work: StepWork, step_tokens: int | None) -> StepWork:
-    """What a step computes of `work` if it is allowed that many tokens: sequences that decode first."""
+    """Return what a step computes of `work` if it may take `step_tokens` tokens: sequences that decode come first."""
     if step_tokens is None:
         return work
     decode_count = min(work.decode_count, step_tokens)

@@ -1,6 +1,6 @@
-"""What vLLM's /metrics say of a serving engine: read from its text, and kept between two scrapes.
+"""Reads what vLLM's /metrics say of a serving engine out of their text, and follows it from scrape to scrape.
 
-Fit for dashboards, barely for control. What can not be seen, and what is assumed instead:
+Fit for dashboards, barely for control. This cannot be seen, and is assumed instead:
 
 - Gauges and counters are of the last step that was recorded. While the server is paused, or in a long step, they freeze
   and look like those of an engine that rests.
@@ -60,12 +60,12 @@ class Metrics:
     kv_capacity_tokens: int = 0
 
     def value(self, name: str) -> float:
-        """0 for what it does not tell."""
+        """Return the metric's value; 0 if it was not in the scrape."""
         return self.values.get(name, 0.0)
 
 
 def parse(text: bytes) -> Metrics | None:
-    """The lines that are needed, of Prometheus' text format; None: they are not vLLM's."""
+    """Read the lines that are needed out of Prometheus' text format; None: they are not vLLM's."""
     values: dict[str, float] = {}
     histograms: dict[str, Histogram] = {}
     capacity = 0
@@ -102,7 +102,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one scrape adds. arrivals: prompt tokens of each that came."""
+    """The news of one scrape. arrivals: prompt tokens of each request that came."""
 
     state: ServingState
     step: StepSample | None
@@ -112,7 +112,7 @@ class Seen:
 
 @dataclass(slots=True)
 class _Cohort:
-    """A request that makes tokens, as far as it is known. token_count: its share, with its fraction."""
+    """A request that makes tokens, as far as that is known. token_count: its share, with its fraction."""
 
     first_token_at_s: float
     token_count: float = 1.0
@@ -120,7 +120,7 @@ class _Cohort:
 
 @dataclass(slots=True)
 class Ledger:
-    """What follows from one scrape after another."""
+    """Follows a server from one scrape to the next."""
 
     _last: Metrics | None = None
     _last_at_s: float = 0.0
@@ -129,7 +129,7 @@ class Ledger:
     _ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=4096))  # of requests that have not ended
 
     def take(self, metrics: Metrics, at_s: float) -> Seen:
-        """The state at a scrape that was begun at `at_s`.
+        """Return the serving state, and what is new, at a scrape that was begun at `at_s`.
 
         A counter that fell is that of another server: everything begins anew.
         """
@@ -156,7 +156,7 @@ class Ledger:
         )
 
     def _follow_waiting(self, metrics: Metrics, first_token_count: float, *, is_first: bool) -> int:
-        """Returns how many requests came."""
+        """Follow the requests that wait; returns how many came."""
         waiting_count, before_count = round(metrics.value("num_requests_waiting")), len(self._waiting_since_s)
         for _ in range(min(round(first_token_count), before_count)):
             self._waiting_since_s.popleft()
@@ -212,7 +212,7 @@ def _grown(last: Metrics, now: Metrics, name: str) -> float:
 
 
 def _increase(last: Metrics, now: Metrics, name: str) -> Histogram:
-    """How many values came into each bucket, by its upper bound."""
+    """Count how many values came into each bucket, by its upper bound."""
     before, counts, below = last.histograms.get(name, {}), now.histograms.get(name, {}), 0.0
     grown: Histogram = {}
     for bound in sorted(counts):
@@ -222,13 +222,13 @@ def _increase(last: Metrics, now: Metrics, name: str) -> Histogram:
 
 
 def _each(counts: Histogram) -> list[float]:
-    """One value for each that was counted: its bucket's upper bound; twice the last finite one beyond that."""
+    """Return one value for each that was counted: its bucket's upper bound, or twice the last finite one."""
     finite = max((bound for bound in counts if bound != inf), default=0.0)
     return [2 * finite if bound == inf else bound for bound, count in counts.items() for _ in range(round(count))]
 
 
 def _prompt_tokens(metrics: Metrics) -> int:
-    """Of a request that nothing is known of."""
+    """Guess the prompt's length of a request that nothing is known of."""
     counts = metrics.histograms.get("request_prompt_tokens", {})
     total = counts.get(inf, 0.0)
     if total < PROMPTS_MIN:
@@ -238,7 +238,10 @@ def _prompt_tokens(metrics: Metrics) -> int:
 
 
 def _step(last: Metrics, now: Metrics) -> StepSample | None:
-    """The mean step between two scrapes: what a running request waited for its next token. None: nothing decoded."""
+    """Return the mean step between two scrapes: what a running request waited for its next token.
+
+    None: nothing decoded.
+    """
     token_count = _grown(last, now, "inter_token_latency_seconds_count")
     step_count = _grown(last, now, "iteration_tokens_total_count")
     if token_count < 1 or step_count < 1:

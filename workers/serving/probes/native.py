@@ -1,6 +1,6 @@
 """The probe of a transformers engine of ours that serves: a hook around its steps that writes a probe's page.
 
-- Whoever shares the device reads the page as any other, in the same process or another.
+- A worker that shares the device reads this page as it reads any other, in the same process or another.
 - A sign of life is given while the engine's thread lives; a thread of its own gives it, so that a long step shows as a
   step under way, not as silence.
 - Work of a step is what it was about to compute: of a prompt that is partly in the prefix cache, all of it.
@@ -48,11 +48,11 @@ class NativeProbe:
         self._leave.set()
 
     def arrived(self, at_s: float, prompt_tokens: int) -> None:
-        """The page shows it at once, while the step before it still computes."""
+        """Show the request on the page at once, while the step before it still computes."""
         self._writer.arrived(_ns(at_s), prompt_tokens)
 
     def before_step(self, moment: Moment) -> None:
-        """It asks nothing of the engine that it looks at."""
+        """Show the state and the step that begins; asks nothing of the engine."""
         now_ns = self._now_ns()
         self._engine_thread = self._engine_thread or threading.current_thread()
         present = {each.request_id for each in moment.requests}
@@ -62,7 +62,7 @@ class NativeProbe:
         self._show(moment)
 
     def after_step(self, moment: Moment, ended: Sequence[Generation]) -> None:
-        """Tells of the step, of first tokens, and of requests that ended."""
+        """Write down the step, first tokens, and requests that ended."""
         now_ns, step, self._step = self._now_ns(), self._step, None
         if step is not None:
             self._writer.stepped(step[0], now_ns - step[0], step[1])

@@ -1,8 +1,8 @@
 """The probe's page: a file in memory in which a serving engine's plug-in shows what the engine does, step by step.
 
-- One file, one writing process. The file is replaced, not reused, when an engine starts: who has the old one open sees
-  its sign of life stop. A writer looks at its file now and then: one that was removed or cut short is made whole again;
-  where another engine has put its own, the writer ends.
+- One file, one writing process. The file is replaced, not reused, when an engine starts: a reader of the old one sees
+  its sign of life stop. A writer looks at its file now and then: it makes a file whole that was removed or cut short,
+  and ends where another engine has put its own.
 - It is written and read by calls and never mapped: a file that somebody cuts short ends no process, on either side. The
   calls keep the interpreter's lock, as they take a microsecond: a scheduler's thread must not lose its turn by them.
 - What changes together (requests, the step under way, KV use) is written between two increments of SEQ, odd meanwhile;
@@ -107,25 +107,25 @@ class PageFile:
         os.close(self.handle)
 
     def read(self, start: int, size: int) -> bytes:
-        """`size` bytes; zeros beyond the file's end."""
+        """Read `size` bytes; zeros beyond the file's end."""
         read = ctypes.create_string_buffer(size)
         self._pread(self.handle, read, size, start)
         return read.raw
 
     def write(self, address: int, start: int, size: int) -> None:
-        """What stands at that address. Raises OSError."""
+        """Write the `size` bytes that stand at that address of memory. Raises OSError."""
         if self._pwrite(self.handle, address, size, start) != size:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
 
 def opened(path: Path) -> int:
-    """A handle to read from; never follows a link, and never waits for a pipe. Raises OSError."""
+    """Open a page to read from, and return its handle; never follows a link, never waits for a pipe. Raises OSError."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def writer_of(path: Path) -> int | None:
-    """The process that lives and writes its page there; None: there is none, or the file is something else."""
+    """Return the process that lives and writes its page there; None: no process does, or the file is something else."""
     try:
         handle = opened(path)
     except OSError:
@@ -196,20 +196,20 @@ class ProbeWriter:
             self._set(ALIVE_NS, 0)
 
     def alive(self, now_ns: int) -> None:
-        """A sign of life; also while nothing happens."""
+        """Give a sign of life; call it also while nothing happens."""
         with self._lock:
             self._set(ALIVE_NS, now_ns)
 
     def arrived(self, arrived_ns: int, prompt_tokens: int) -> None:
-        """A request has reached this process."""
+        """Write down a request that has reached this process."""
         self._append(ARRIVAL_ROWS, ARRIVED, (arrived_ns, prompt_tokens))
 
     def ended(self, arrived_ns: int, first_token_ns: int, last_token_ns: int, token_count: int) -> None:
-        """A request has ended with tokens."""
+        """Write down a request that has ended with tokens."""
         self._append(END_ROWS, ENDED, (arrived_ns, first_token_ns, last_token_ns, token_count))
 
     def stepped(self, began_ns: int, duration_ns: int, work: StepWork) -> None:
-        """A step has been computed."""
+        """Write down a step that has been computed."""
         row = (began_ns, duration_ns, work.prefill_tokens, work.decode_count, work.context_tokens)
         self._append(STEP_ROWS, STEPPED, row)
 
@@ -223,7 +223,7 @@ class ProbeWriter:
         kv_used: int,
         kv_capacity: int,
     ) -> None:
-        """All that changes with a step.
+        """Write all that changes with a step.
 
         Args:
             waiting: (arrived_ns, prefill_tokens), oldest first. running: (first_token_ns, token_count, context_tokens).
@@ -261,7 +261,7 @@ class ProbeWriter:
             self._set(counter, count + 1)
 
     def _put_rows(self, table: Table, rows: Sequence[tuple[int, ...]]) -> None:
-        """The first rows of a table."""
+        """Write the first rows of a table."""
         shown = rows[: table.row_count]
         if shown:
             end = table.at + len(shown) * table.row_bytes

@@ -62,7 +62,7 @@ class End:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None: it made one token."""
+        """Milliseconds per token after the first; None: it made one token."""
         if self.token_count < 2:
             return None
         return 1000 * (self.last_token_at_s - self.first_token_at_s) / (self.token_count - 1)
@@ -83,7 +83,7 @@ class _Page:
         return words
 
     def rows(self, table: Table, first: int, count: int) -> list[list[int]]:
-        """`count` rows from number `first` on, where row n of a ring is its row n modulo its length."""
+        """Read `count` rows from number `first` on; row n of a ring stands at n modulo its length."""
         begin = first % table.row_count
         ahead = min(count, table.row_count - begin)
         if not ahead:
@@ -93,7 +93,7 @@ class _Page:
         return rows + (self.rows(table, first + ahead, count - ahead) if count > ahead else [])
 
     def text(self, start: int, size: int) -> str:
-        """One line that a terminal can show."""
+        """Read a text as one line that a terminal can show."""
         said = self._file.read(start, size).partition(b"\0")[0].decode(errors="replace")
         return "".join(each if each.isprintable() else " " for each in said)
 
@@ -102,7 +102,7 @@ class ProbeReader:
     """The guard's side of one page. `arrived_count` and `change_count` may be called on any thread."""
 
     def __init__(self, path: Path, name: str = "vllm", *, owner_uid: int | None = None) -> None:
-        """name: who writes the page. owner_uid: whose page is believed, too."""
+        """name: the program that writes the page. owner_uid: another user whose page is believed."""
         self.name = name
         self._path = path
         self._owners = {0, os.getuid()} | ({owner_uid} if owner_uid is not None else set())
@@ -113,23 +113,23 @@ class ProbeReader:
         self._last: tuple[tuple[int, int], ServingState] | None = None
 
     def writer_pid(self) -> int | None:
-        """The process that writes the page; None: there is no page."""
+        """Return the process that writes the page; None: there is no page."""
         return None if self._page is None else self._page.word(at.PID)
 
     def engine(self) -> str:
-        """What writes the page, with its version; "" if that is not known."""
+        """Return the name and version of what writes the page; "" if that is not known."""
         return "" if self._page is None else self._page.text(at.ENGINE_AT, at.ENGINE_BYTES)
 
     def arrived_count(self) -> int:
-        """Requests that have reached the serving engine; costs a microsecond."""
+        """Count the requests that have reached the serving engine; costs a microsecond."""
         return 0 if (page := self._page) is None else page.word(at.ARRIVED)
 
     def change_count(self) -> int:
-        """Grows whenever what the serving engine does changes, but for arrivals; costs a microsecond."""
+        """Return a number that grows whenever the engine changes state, but for arrivals; costs a microsecond."""
         return 0 if (page := self._page) is None else page.word(at.SEQ)
 
     def read(self, now_s: float) -> ServingState | None:
-        """The state as the page shows it; None: there is no page, or its first state is being written."""
+        """Read the state that the page shows; None: there is no page, or its first state is being written."""
         header = self._page.header() if self._page is not None else []
         if not header or now_s - header[at.ALIVE_NS] / 1e9 > LOOK_AGAIN_S:
             self._look_for_it(now_s)
@@ -147,7 +147,7 @@ class ProbeReader:
         return self._last[1] if self._last is not None else None
 
     def trouble(self, now_s: float) -> str:
-        """Why the serving engine is not seen at `now_s`, and what to do; "" if it is."""
+        """Say why the serving engine is not seen at `now_s`, and what to do; "" if it is seen."""
         state = self.read(now_s)
         page = self._page
         if page is None:
@@ -167,17 +167,17 @@ class ProbeReader:
         return ""
 
     def new_arrivals(self) -> list[Arrival]:
-        """Since the last call."""
+        """Return the arrivals since the last call."""
         return self._new(at.ARRIVED, at.ARRIVAL_ROWS, lambda row: Arrival(row[0] / 1e9, row[1]))
 
     def new_steps(self) -> list[Step]:
-        """Since the last call."""
+        """Return the steps since the last call."""
         return self._new(
             at.STEPPED, at.STEP_ROWS, lambda row: Step(row[0] / 1e9, row[1] / 1e9, _work(row[2], row[3], row[4]))
         )
 
     def new_ends(self) -> list[End]:
-        """Since the last call."""
+        """Return the requests that ended since the last call."""
         return self._new(at.ENDED, at.END_ROWS, lambda row: End(row[0] / 1e9, row[1] / 1e9, row[2] / 1e9, row[3]))
 
     def _new(self, counter: int, table: Table, make: Callable[[list[int]], T]) -> list[T]:
@@ -229,12 +229,12 @@ class ProbeReader:
 
 
 def _key(header: list[int]) -> tuple[int, int]:
-    """What changes with the state."""
+    """Return the two numbers of a header that change with the state."""
     return header[at.SEQ], header[at.ARRIVED]
 
 
 def _waiting(page: _Page, header: list[int]) -> list[WaitingRequest]:
-    """Those that the scheduler has, oldest first; then those on their way to it."""
+    """List the requests that the scheduler has, oldest first; then those on their way to it."""
     rows = page.rows(at.WAITING_ROWS, 0, min(max(0, header[at.WAITING]), at.REQUEST_COUNT_MAX))
     hidden = header[at.WAITING_PREFILL] - sum(row[1] for row in rows)
     if hidden > 0 and rows:
@@ -246,7 +246,7 @@ def _waiting(page: _Page, header: list[int]) -> list[WaitingRequest]:
 
 
 def _unopened(path: Path, error: OSError) -> str:
-    """Why there is no page, and what to do."""
+    """Say why there is no page, and what to do."""
     if path.is_symlink():
         return f"{path} is a symbolic link, which may lead anywhere: name the page itself"
     if not isinstance(error, FileNotFoundError):
@@ -263,7 +263,7 @@ def _unopened(path: Path, error: OSError) -> str:
 
 
 def _refusal(path: Path, page: _Page, owners: set[int]) -> str:
-    """Why a file cannot be believed, and what to do; "" if it can."""
+    """Say why a file cannot be believed, and what to do; "" if it can."""
     status, header = page.status, page.header()
     is_file = stat.S_ISREG(status.st_mode)
     if is_file and status.st_size == 0:
@@ -303,7 +303,7 @@ def _work(prefill_tokens: int, decode_count: int, context_tokens: int) -> StepWo
 
 
 def _seen_again(state: ServingState, seen_at_s: float) -> ServingState:
-    """The same with another sign of life; dataclasses.replace costs ten times as much."""
+    """Copy a state with a newer sign of life; dataclasses.replace costs ten times as much."""
     return ServingState(
         seen_at_s=seen_at_s,
         waiting=state.waiting,

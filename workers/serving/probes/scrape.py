@@ -29,7 +29,7 @@ BYTES_MAX = 8_000_000  # a server's metrics are some 90 kB
 
 @dataclass(frozen=True, kw_only=True)
 class ScrapeOptions:
-    """How often, and how long one may take."""
+    """Bounds of scraping: the time between two scrapes, and the longest that one may take."""
 
     interval_s: float = 0.1
     timeout_s: float = 0.5
@@ -71,7 +71,7 @@ class MetricsProbe:
         self._hang_up()
 
     def take(self, text: bytes, at_s: float) -> None:
-        """What a scrape that was begun at `at_s` has brought. Raises ValueError: it is none of vLLM's."""
+        """Write what a scrape that was begun at `at_s` has brought. Raises ValueError: it is not vLLM's metrics."""
         metrics = parse(text)
         if metrics is None:
             raise ValueError("it answered without vLLM's metrics")
@@ -129,7 +129,7 @@ class MetricsProbe:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the metrics are."""
+    """The place of the metrics."""
 
     host: str
     port: int | None
@@ -138,7 +138,7 @@ class Target:
 
 
 def target_of(url: str) -> Target:
-    """Of a server's URL, with or without /metrics. Raises ConfigError: it is none."""
+    """Find the metrics of a server by its URL, with or without /metrics. Raises ConfigError: it is no such URL."""
     try:
         parts = urlsplit(url)
         port = parts.port

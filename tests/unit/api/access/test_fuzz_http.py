@@ -23,7 +23,10 @@ CONTROL_KEY = "a-key-that-may-do-everything"
 BODIES = (b'{"value": "on"}', b'{"value": 8}', b"[]", b'{"value": {"a": [1e308, null]}}')
 PATHS = ("v1/workers/serving-1/lend", "v1/workers/*/lend", "v1/workers/%00/lend", "v1/runs", "")
 ALLOWED = {200, 400, 401, 403, 404, 405, 413, 422}
-few = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=settings.default.max_examples * 3 // 2,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 
 
 @pytest.fixture(params=["open", "locked"])

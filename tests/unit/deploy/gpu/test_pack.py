@@ -151,6 +151,7 @@ def test_what_was_packed_is_unpacked_part_by_part(words: list[str], tmp_path: Pa
     assert not list((site / "vllm").rglob("*fa2*"))
 
 
+@pytest.mark.slow
 def test_an_index_is_asked_for_what_does_not_lie_there(tmp_path: Path) -> None:
     index = tmp_path / "simple" / "redis"
     index.mkdir(parents=True)

@@ -52,7 +52,6 @@ ALLOWED = {
         "workers/engines/vllm/step/serving_probe.py",
         "import_module",
     ): "constants: parts of vLLM that the probe looks for",
-    ("workers/serving/device/kvcached.py", "import_module"): "a constant: an optional package",
     ("workers/environments/guess_the_number.py", "import_module"): "constants: parts of the package gem",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ from rollfab.fabric.versions.stage import Stage
 from rollfab.workers.rollout.peer_copies import PeerSource
 from rollfab.workers.rollout.weights import AtCommit, ReceiverOptions
 from tests.support.until import until
+from tests.support.weights.checked_stage import checked_stages
 from tests.support.weights.faulty_weights import RUN, BitsEngine, Scene, assert_holds, bits_of, small_model
 
 NO_AUDIT = ReceiverOptions(audit_every=0)
@@ -41,6 +42,14 @@ NO_AUDIT = ReceiverOptions(audit_every=0)
 @pytest.fixture
 def scene() -> Scene:
     return Scene()
+
+
+@pytest.fixture(autouse=True)
+def checked() -> Iterator[contextlib.ExitStack]:
+    """Stages look at themselves after every version, until it is closed: by whoever spoils live weights."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(checked_stages())
+        yield stack
 
 
 @contextlib.asynccontextmanager
@@ -166,11 +175,12 @@ async def test_a_follower_survives_what_nobody_foresaw(scene: Scene, monkeypatch
         await until(lambda: scene.receiver.error is None)
 
 
-async def test_live_weights_that_drifted_are_found_and_healed(scene: Scene) -> None:
+async def test_live_weights_that_drifted_are_found_and_healed(scene: Scene, checked: contextlib.ExitStack) -> None:
     await scene.publish(0)
     await scene.receiver.update()
 
     # Given one weight that something else wrote, where the next delta does not reach
+    checked.close()
     scene.engine.bits["2.bias"][0] ^= 1
     with torch.no_grad():
         next(iter(scene.model.parameters()))[0, 0] += 1.0
@@ -331,7 +341,9 @@ async def test_what_is_first_written_is_read_back_before_it_counts(scene: Scene)
     assert_holds(scene.engine, scene.model)
 
 
-async def test_a_commit_does_as_the_run_wishes_and_keeps_nothing_of_weights_that_were_in_doubt(scene: Scene) -> None:
+async def test_a_commit_does_as_the_run_wishes_and_keeps_nothing_of_weights_that_were_in_doubt(
+    scene: Scene, checked: contextlib.ExitStack
+) -> None:
     wish, commits = AtCommit(turns="keep", may_reuse_prefix=True), scene.engine.commits
     for version, at_commit in enumerate((wish, wish, AtCommit(), AtCommit(turns="recompute"))):
         scene.receiver.at_commit = at_commit
@@ -340,6 +352,7 @@ async def test_a_commit_does_as_the_run_wishes_and_keeps_nothing_of_weights_that
     assert commits == [("recompute", False), ("keep", True), ("keep", False), ("recompute", False)]
 
     # And when the live weights are not what they should be
+    checked.close()
     scene.receiver.at_commit = wish
     scene.engine.bits["2.bias"][0] ^= 1
     await scene.publish(4)

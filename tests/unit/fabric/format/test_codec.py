@@ -377,7 +377,7 @@ def outcome(make: str, data: bytes, old: Bits) -> Any:
         return "refused"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(states=histories(), data=st.data())
 def test_both_makes_take_and_refuse_the_same_bytes(states: list[Bits], data: st.DataObject) -> None:
     pytest.importorskip("numba")

@@ -28,7 +28,10 @@ from tests.fuzz.targets import LAYOUT, OLD, TARGETS, attack, blocks, manifest, r
 
 MIB = 1 << 20
 # Each example is a few damages of a valid input: thousands of them find what a few do not, and take seconds.
-many = settings(max_examples=600, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+many = settings(
+    max_examples=6 * settings.default.max_examples,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 @pytest.mark.timeout(60)

@@ -53,3 +53,15 @@ async def test_helpers_that_are_ended_are_no_failure() -> None:
         helpers.check()
     assert asyncio.all_tasks() == before
     assert helpers.error is None
+
+
+async def test_an_owner_that_only_watches_learns_of_a_failure_at_once_and_else_waits_for_the_stop() -> None:
+    before, stop = asyncio.all_tasks(), asyncio.Event()
+    async with asyncio.timeout(30):
+        with pytest.raises(LookupError, match="helper"):
+            async with Helpers(wait_for_ever(), fail()) as helpers:
+                await helpers.watch(stop)
+        async with Helpers(wait_for_ever()) as helpers:
+            asyncio.get_running_loop().call_soon(stop.set)
+            await helpers.watch(stop)
+    assert asyncio.all_tasks() == before

@@ -94,11 +94,12 @@ OTHER = status(0, 9, config=replace(CONFIG, run_id="r2"))
 REWARDED = replace(CONFIG, reward="judge")
 OFF = {"*": LendSetting(mode="off", said_by="ann", reason="launch day")}
 ON = {"pool:chat": LendSetting(mode="on")}
+UNGUIDED = replace(WORKER, cannot=["guided_json"], engine="transformers 5")
+GUIDED = replace(CONFIG, sampling={"guided_json": "{}"})
 FULL = replace(CONFIG, memory_bytes_max=1 << 20)
 GONE = RunDetails(consumers=(Consumer(name="old", held_count=2, idle_s=GONE_S + 9),))
 HERE = RunDetails(consumers=(Consumer(name="trainer", held_count=0, idle_s=2.0),))
 DAMAGED = replace(WORKER, error="chunk 3 of version 7 has another digest")
-LAGGING = {"head": 7}
 
 BAD = (BadRow("r1.0:open", "", "it is a list, and should be a hash"), BadRow("r2.0:counters", "tokens", "no count"))
 
@@ -126,6 +127,16 @@ CASES: dict[str, tuple[Scene, str]] = {
     "other_model": (
         scene(None, CONTROLLER, AGENT, replace(WORKER, model="/models/big")),
         "no worker holds the model 'tiny' of run 'r1': they hold /models/big",
+    ),
+    "cannot_sample": (
+        scene(
+            status(config=GUIDED),
+            CONTROLLER,
+            AGENT,
+            replace(WORKER, cannot=["guided_json"], engine="transformers 5"),
+            leases=HELD,
+        ),
+        "run 'r1' samples with guided_json, which no worker of its model can do: they have transformers 5",
     ),
     "worker_failed": (
         scene(None, CONTROLLER, AGENT, replace(WORKER, state="failed", error="out of memory", run_id=None)),

@@ -155,6 +155,7 @@ class Group:
         ]
         self.version = -1
         self.sums: list[Any] = [None] * len(maps)
+        self.is_sound = True  # False: the sums are of other weights than the live ones
 
     def stage(self, versions: Sequence[Prepared]) -> list[Staged]:
         """What every rank would commit, agreed on; live weights cannot be written meanwhile."""
@@ -185,9 +186,10 @@ class Group:
                 if part.needs(row.region):
                     stage.take(row, memoryview(prepared.chunks[row.chunk])[row.offset : row.offset + row.length])
             stage.end()
-        staged = stage.finish()
         self.fetched_count += sum(each.fetched_count for each in far.values())
-        return staged
+        if self.is_sound:
+            stage.check_integrity()
+        return stage.finish()
 
     def commit(self, staged: Sequence[Staged]) -> None:
         for live, each in zip(self.live, staged, strict=True):
@@ -314,6 +316,7 @@ def test_a_wrong_base_on_one_rank_is_found_before_anything_is_written(
     after = Shape(hidden=32).split(trainer.states[1], ranks)[-1][target]
     place = np.flatnonzero(group.live[-1][target][: after.size // 2] != after[: after.size // 2])[0]
     group.live[-1][target][place] ^= 4
+    group.is_sound = False
     if not are_sums_known:
         group.sums = [None] * len(group.sums)
     before = group.copies()
@@ -326,6 +329,32 @@ def test_a_wrong_base_on_one_rank_is_found_before_anything_is_written(
     group.version = -1
     group.bring(trainer.keyframe())
     group.assert_holds(Shape(hidden=32).split(trainer.states[1], ranks))
+
+
+@pytest.mark.parametrize("broken", ["order", "values", "rows"])
+def test_a_stage_that_is_not_whole_is_noticed_between_versions(broken: str) -> None:
+    trainer = RandomTrainer(Shape().layout, Shape().cut(7, WHOLE))
+    live = {name: bits.copy() for name, bits in trainer.states[-1].items()}
+    delta = trainer.train(0.1)
+    stage = Stage(whole(Shape().layout), live, 0)
+    stage.begin(delta.manifest)
+    for chunk in delta.chunks:
+        stage.feed(chunk)
+    stage.end()
+    stage.check_integrity()
+
+    name = next(name for name, (positions, _) in stage._written.items() if positions is not None and len(positions) > 1)
+    positions, values = stage._written[name]
+    assert positions is not None
+    match broken:
+        case "order":
+            stage._written[name] = positions[::-1], values[::-1]
+        case "values":
+            values[0] ^= 1
+        case "rows":
+            stage._rows = [[]]
+    with pytest.raises(AssertionError, match={"order": "ascend", "values": "sums", "rows": "is kept"}[broken]):
+        stage.check_integrity()
 
 
 @pytest.mark.parametrize("ranks", [WHOLE, 2])

@@ -188,7 +188,7 @@ async def interrupted_life(points: Points, target: int, at: int, case: tuple[flo
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 2])
 async def test_cancelled_at_any_point_the_next_version_is_right(
     points: Points, case: tuple[float, str, Any], at: int
 ) -> None:

@@ -14,7 +14,7 @@ from rollfab.fabric.contract.errors import InputError, LayoutMismatch
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.versions.rank_parts import check_regions
 from rollfab.trainer.aio import AsyncRun
-from rollfab.trainer.publish.sharing import own_boxes, share
+from rollfab.trainer.publish.sharing import boxes_of, rows_of, share
 from rollfab.trainer.publish.tensors import hold
 from tests.standin.fabric import StandInFabric
 from tests.support.weights.megatron import CONFIG, LAYER_COUNT, VOCABULARY, checkpoint, stage
@@ -28,7 +28,7 @@ def published(ranks: list[list[tuple[str, Any]]], **wishes: Any) -> tuple[dict[s
     whole = {spec.name: np.zeros(spec.element_count, spec.bits_dtype) for spec in shared.layout.tensors}
     sizes = []
     for rank, each in enumerate(held):
-        mine = own_boxes(shared.rows(), rank)
+        mine = boxes_of(rows_of(shared.boxes[rank]))
         assert mine == shared.boxes[rank]
         parts = each.parts(shared.layout, mine)
         for box in mine:

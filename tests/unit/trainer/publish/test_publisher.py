@@ -388,7 +388,10 @@ async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore,
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("densities", [[1e-4], [0.01], [0.3], [0.6], [1.0], [1e-4, 1.0, 0.3, 0.01]])
+@pytest.mark.parametrize(
+    "densities",
+    [[1e-4, 1.0, 0.3, 0.01], *(pytest.param([each], marks=pytest.mark.slow) for each in (1e-4, 0.01, 0.3, 0.6, 1.0))],
+)
 async def test_every_version_that_is_listed_can_be_read_after_every_publish(
     store: FaultyStore, plain: Publisher, densities: list[float]
 ) -> None:

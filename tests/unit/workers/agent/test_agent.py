@@ -23,6 +23,7 @@ from rollfab.workers.agent.worker import AgentConfig, AgentWorker
 from rollfab.workers.environments.registry import Registry
 from tests.standin.broker import DirectClient
 from tests.standin.fabric import StandInFabric
+from tests.support.leases import set_lease
 from tests.support.records import made_of, result_of
 from tests.support.until import until
 
@@ -41,7 +42,7 @@ class Setting:
     async def begin(self) -> Setting:
         await self.fabric.board.create_run(self.run)
         lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=8, lease_until_ms=None)
-        await self.fabric.board.set_lease(lease, None)
+        await set_lease(self.fabric.board, lease, None)
         self.fabric.tables_of("r1").head_version = 4
         return self
 

@@ -88,6 +88,7 @@ async def test_claims_are_renewed_while_the_agent_s_loop_stands(monkeypatch: pyt
         assert stage.renewed_within(began_s, time.monotonic()) >= 3
 
 
+@pytest.mark.slow
 async def test_an_agent_that_hangs_is_spoken_for_no_more_until_it_turns_again(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, hung_s=0.5)
     async with stage.kept():
@@ -117,6 +118,7 @@ async def test_what_is_lost_is_told_in_the_agent_s_own_loop(monkeypatch: pytest.
 # ---- a call's time limit
 
 
+@pytest.mark.slow
 async def test_a_call_is_not_late_because_the_loop_stood() -> None:
     # Given a call that takes a moment, in a thread; when the loop stands for longer than the limit
     async with asyncio.timeout(20), time_limit(1.0):

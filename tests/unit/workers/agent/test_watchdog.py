@@ -32,7 +32,7 @@ class Blocking(Environment):
         raise RuntimeError("enough")
 
     async def step(self, action: str) -> Step:
-        raise NotImplementedError
+        raise AssertionError("its reset has raised")
 
 
 class BlockingInline(Blocking):
@@ -69,6 +69,7 @@ async def test_an_environment_that_blocks_is_named_with_its_stack_and_the_remedy
     assert told.levelno == logging.WARNING
 
 
+@pytest.mark.slow
 async def test_that_the_agent_goes_on_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
     with watching(BLOCKED_S):
         time.sleep(3 * BLOCKED_S)  # noqa: ASYNC251

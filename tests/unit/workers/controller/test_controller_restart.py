@@ -10,6 +10,7 @@ from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.standin.fabric import StandInFabric
+from tests.support.leases import end_lease
 from tests.support.until import until
 
 SERVING = WorkerInfo(worker_id="serving", role="serving", pid=1, host="here", model="m", slot_count=8)
@@ -51,7 +52,7 @@ class Stage:
 async def test_no_epoch_is_given_twice_though_the_lease_that_had_it_is_gone() -> None:
     stage = await Stage().begin()
     before = await stage.life()
-    await stage.board.end_lease((await stage.board.leases("run"))["serving"])
+    await end_lease(stage.board, (await stage.board.leases("run"))["serving"])
     after = await stage.life()
     assert min(after) > max(before)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -34,6 +36,7 @@ from rollfab.workers.engines.vllm.inplace.version_files import HEAD  # noqa: E40
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver  # noqa: E402
 from tests.standin.fabric import StandInFabric  # noqa: E402
 from tests.standin.weight_tables import WeightTables  # noqa: E402
+from tests.support.until import until  # noqa: E402
 from tests.support.weights.random_trainer import RUN, RandomTrainer  # noqa: E402
 from tests.support.weights.rank_maps import cut_for_ranks  # noqa: E402
 
@@ -438,3 +441,32 @@ async def test_staging_rests_between_its_pieces(monkeypatch: pytest.MonkeyPatch)
     resting.clear()
     assert await receiver.update()
     assert len(resting) >= len(LAYOUT.tensors) and threading.get_ident() not in resting
+
+
+async def test_staging_that_is_cancelled_ends_though_a_rank_answers_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given ranks of which one never answers, and an answer that comes while their directory is being removed
+    engine = PartsEngine(2)
+    engine.door.silent = 1
+    directories: list[str] = []
+    made = by_rank.tempfile.mkdtemp
+
+    def keep_name(*args: Any, **others: Any) -> str:
+        directories.append(made(*args, **others))
+        return directories[-1]
+
+    def find_it_filled(path: str, *args: Any, **others: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+
+    monkeypatch.setattr(by_rank.tempfile, "mkdtemp", keep_name)
+    monkeypatch.setattr(os, "rmdir", find_it_filled)
+    task = asyncio.create_task(engine.ranks.survey())
+    await until(lambda: directories)
+    # When it is cancelled, then it ends as cancelled
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_workers_of_one_server_have_tickets_of_their_own() -> None:
+    tickets = [next(PartsEngine(1).ranks._tickets) for _ in range(3)]
+    assert len(set(tickets)) == 3

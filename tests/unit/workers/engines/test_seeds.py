@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
-from rollfab.fabric.contract.seeds import SEED_MAX, is_seed, turn_seed
+from rollfab.fabric.contract.sampling import SEED_MAX, is_seed, turn_seed
+from rollfab.workers.engines.admission import context_of
 from rollfab.workers.engines.base import GenerationRequest
-from rollfab.workers.engines.seeds import GAMMA, check_seed, mix, resumed_seed, uniforms
+from rollfab.workers.engines.seeds import GAMMA, mix, resumed_seed, uniforms
 
 ROOT = Path(__file__).parents[4]
 SEEDS = st.integers(0, SEED_MAX)
@@ -104,16 +105,21 @@ def test_seeds_of_resumed_requests_are_those_of_every_other_version() -> None:
 # ---- what may be a seed
 
 
+def check(sampling: Sampling) -> None:
+    request = GenerationRequest(request_id="r", prompt_ids=np.zeros(1, np.int32), sampling=sampling)
+    context_of(request, context_tokens_max=8, vocabulary_size=8)
+
+
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 1 << 64, True, 1.0, "7"])
 def test_an_engine_refuses_what_is_no_seed(seed: object) -> None:
     sampling = Sampling(seed=seed)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=r"request 'r' has seed .* from 0 to 9223372036854775807"):
-        check_seed(GenerationRequest(request_id="r", prompt_ids=np.zeros(1, np.int32), sampling=sampling))
+        check(sampling)
 
 
 @pytest.mark.parametrize("seed", [None, 0, SEED_MAX])
 def test_an_engine_takes_every_seed_and_none(seed: int | None) -> None:
-    check_seed(GenerationRequest(request_id="r", prompt_ids=np.zeros(1, np.int32), sampling=Sampling(seed=seed)))
+    check(Sampling(seed=seed))
 
 
 # ---- turns of a run
@@ -122,7 +128,7 @@ def test_an_engine_takes_every_seed_and_none(seed: int | None) -> None:
 def test_seeds_of_turns_are_the_same_in_every_process_and_version() -> None:
     expected = [8660520033122751525, 6445386940671968730]
     assert [turn_seed(7, "g.0", 0), turn_seed(SEED_MAX, "group-a.12", 3)] == expected
-    program = "from rollfab.fabric.contract.seeds import turn_seed; print(turn_seed(7, 'g.0', 0))"
+    program = "from rollfab.fabric.contract.sampling import turn_seed; print(turn_seed(7, 'g.0', 0))"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     output = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT / "src", env=environment)
     assert int(output) == expected[0]

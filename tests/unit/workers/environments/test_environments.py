@@ -8,15 +8,24 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 from docs.examples.my_environment import Countdown
 
-from rollfab.fabric.contract.errors import ConfigError, EnvironmentFailed, RewardFailed
+from rollfab.fabric.contract.errors import ConfigError, EnvironmentFailed, InputError, RewardFailed
 from rollfab.fabric.contract.records import Rollout
-from rollfab.workers.environments.base import Environment, GymEnvironment, Observation, Step, make_sampling
+from rollfab.workers.environments import process_main
+from rollfab.workers.environments.base import (
+    Environment,
+    GymEnvironment,
+    Observation,
+    Step,
+    TextSampling,
+    make_sampling,
+)
 from rollfab.workers.environments.frozenlake import FrozenLake
 from rollfab.workers.environments.guess_the_number import GuessTheNumber
 from rollfab.workers.environments.registry import Registry
@@ -237,7 +246,7 @@ def test_a_reward_without_its_facts_is_a_failure_and_never_zero(reward: Any) -> 
 class Saver(Reporter):
     """A plain class that states its sampling in plain values, and has a state."""
 
-    sampling = {"max_tokens": 3, "stop_texts": ["."]}  # noqa: RUF012
+    sampling = {"max_tokens": 3, "stop": ["."]}  # noqa: RUF012
 
     def snapshot(self) -> dict[str, Any]:
         return {"at": 7}
@@ -257,6 +266,14 @@ async def test_a_plain_class_may_save_its_state() -> None:
 
 def test_a_plain_class_may_state_its_sampling_in_plain_values() -> None:
     world = Registry([f"saver={__name__}:Saver"]).make("saver")
-    assert (world.sampling.max_tokens, world.sampling.stop_texts, world.sampling.temperature) == (3, (".",), 1.0)
-    with pytest.raises(TypeError, match="sampling has no top_p, only temperature"):
-        make_sampling({"top_p": 0.9})
+    assert (world.sampling.max_tokens, world.sampling.stop, world.sampling.temperature) == (3, (".",), 1.0)
+    with pytest.raises(InputError, match=r"sampling has no 'top_q': did you mean top_p or top_k or stop\?"):
+        make_sampling({"top_q": 0.9})
+    with pytest.raises(InputError, match=r"sampling has no 'stop_texts': its name is 'stop', a list of texts"):
+        make_sampling({"stop_texts": ["a"]})
+    with pytest.raises(InputError, match=r"sampling: stop is 'ab', expected a list of at most 64 texts of 1 to 1,024"):
+        make_sampling({"stop": "ab"})
+
+
+def test_a_foreign_process_knows_every_field_of_sampling() -> None:
+    assert [each.name for each in fields(TextSampling)] == process_main.SAMPLING

@@ -18,6 +18,7 @@ from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import lease_bell
 from rollfab.workers.rollout.lease import LeaseKeeper, LeaseOptions
 from tests.standin.broker import Broker, DirectClient
+from tests.support.leases import end_lease, set_lease
 from tests.support.queue.played_worker import WORKER, PlayedEngine, Stage
 from tests.support.until import until
 
@@ -65,7 +66,7 @@ async def keeper_on(
 ) -> tuple[LeaseKeeper, list[int]]:
     """A keeper of a lease of four slots, and what it has said of them."""
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
-    await board.set_lease(LEASE, duration_ms)
+    await set_lease(board, LEASE, duration_ms)
     changes: list[int] = []
     options = LeaseOptions(worker_id=WORKER, heartbeat_s=heartbeat_s, retry_s=0.1)
     tools = {"tell": lambda: INFO, "changed": lambda: changes.append(keeper.slot_count)}
@@ -100,7 +101,7 @@ async def test_a_change_whose_ring_was_lost_is_known_by_the_next_heartbeat() -> 
     keeper, changes = await keeper_on(board, heartbeat_s=0.02)
     async with at_work(keeper.beat):
         await until(lambda: keeper.slot_count == 4)
-        await board.end_lease(LEASE)
+        await end_lease(board, LEASE)
         await until(lambda: keeper.slot_count == 0)
     assert changes == [4, 0]
 
@@ -185,7 +186,7 @@ async def lent(info: WorkerInfo = SERVING, *, heartbeat_s: float = 3600.0) -> As
     board.has_bell = True
     await board.create_run(RunConfig(run_id="r1", model="m", environment="e"))
     await board.heartbeat(info)
-    await board.set_lease(LEASE, None)
+    await set_lease(board, LEASE, None)
     board.beat_count = 0
     options = LeaseOptions(worker_id=WORKER, heartbeat_s=heartbeat_s, retry_s=0.1)
     stage: Lent

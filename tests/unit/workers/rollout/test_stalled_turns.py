@@ -6,10 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from tests.sim.virtual_loop import VirtualClock
 from tests.support.queue.played_worker import PlayedEngine, Stage
 from tests.support.until import until
+from tests.support.virtual_time import in_virtual_time
 
 FAST = {"stall_s": 0.3, "log_s": 0.05}
+
+
+def new_stage() -> Stage:
+    return Stage(clock=VirtualClock(asyncio.get_running_loop()))
 
 
 @asynccontextmanager
@@ -29,9 +35,10 @@ async def stepping(engine: PlayedEngine, step: Callable[[], None]) -> AsyncItera
         await asyncio.gather(task, return_exceptions=True)
 
 
+@in_virtual_time
 async def test_an_engine_that_hangs_loses_its_turns_with_their_tokens_and_says_so() -> None:
     # Given two turns with tokens that were never saved
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(2, 2, **{**FAST, "log_s": 60.0}) as names:
         stage.engine.step()
 
@@ -49,9 +56,10 @@ async def test_an_engine_that_hangs_loses_its_turns_with_their_tokens_and_says_s
         assert stage.ready == names
 
 
+@in_virtual_time
 async def test_an_engine_with_nothing_left_to_do_is_not_blamed_for_a_broker_that_is_away() -> None:
     # Given a turn that has ended, and cannot be handed in
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(1, 2, **FAST) as names:
         stage.turns.failing = set(names)
         stage.engine.step()
@@ -64,9 +72,10 @@ async def test_an_engine_with_nothing_left_to_do_is_not_blamed_for_a_broker_that
         await until(lambda: stage.table.records[names[0]].state == "settled")
 
 
+@in_virtual_time
 async def test_an_engine_that_answers_again_is_tried_with_one_turn_until_it_steps() -> None:
     # Given an engine that hung with two turns
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(3, 2, **FAST):
         stage.engine.step()
         stage.engine.is_deaf = True
@@ -85,8 +94,9 @@ async def test_an_engine_that_answers_again_is_tried_with_one_turn_until_it_step
             await until(lambda: len(stage.engine.turns) == 2)
 
 
+@in_virtual_time
 async def test_an_engine_that_hung_only_for_a_while_goes_on_by_itself() -> None:
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(2, 2, **FAST) as names:
         stage.engine.step()
         stage.engine.is_deaf = True
@@ -103,9 +113,10 @@ async def test_an_engine_that_hung_only_for_a_while_goes_on_by_itself() -> None:
     assert all(result.resumed for result in results)
 
 
+@in_virtual_time
 async def test_a_turn_that_crawls_goes_on_elsewhere_and_the_others_stay() -> None:
     # Given two turns of which one makes no tokens
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(2, 2, **FAST):
         lame, _ = list(stage.engine.token_counts)
         lame_turn = lame.split("#")[0]
@@ -125,8 +136,9 @@ async def test_a_turn_that_crawls_goes_on_elsewhere_and_the_others_stay() -> Non
             assert stage.table.records[lame_turn].loss == 1
 
 
+@in_virtual_time
 async def test_a_turn_that_was_given_back_as_stalled_is_left_to_others_first() -> None:
-    stage = Stage()
+    stage = new_stage()
     async with (
         stage.at_work(1, 1, **{**FAST, "poll_s": 0.4}) as (name,),
         stepping(stage.engine, lambda: stage.engine.step(0)),
@@ -137,9 +149,10 @@ async def test_a_turn_that_was_given_back_as_stalled_is_left_to_others_first() -
         assert [claim.job.turn_id for claim in others.claims] == [name]
 
 
+@in_virtual_time
 async def test_a_prompt_may_take_longer_to_read_than_a_token_to_make() -> None:
     # Given a turn that has no token yet, in an engine that steps
-    stage = Stage()
+    stage = new_stage()
     stage.engine.first_count = 0
     async with (
         stage.at_work(1, 1, **{**FAST, "stall_s": 0.1, "first_token_s": 60.0}) as (name,),
@@ -153,8 +166,9 @@ async def test_a_prompt_may_take_longer_to_read_than_a_token_to_make() -> None:
         await until(lambda: stage.turns.returned == [(name, True)])
 
 
+@in_virtual_time
 async def test_turns_of_an_engine_that_is_held_for_long_go_on_elsewhere_and_have_not_stalled() -> None:
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(2, 2, **FAST) as names:
         stage.engine.step()
         stage.engine.pauses = {"guard"}
@@ -169,9 +183,10 @@ async def test_turns_of_an_engine_that_is_held_for_long_go_on_elsewhere_and_have
         await until(lambda: len(stage.engine.turns) == 2)
 
 
+@in_virtual_time
 async def test_an_engine_that_answers_late_holds_up_neither_lease_nor_heartbeat() -> None:
     # Given an engine that hears nothing
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(1, 1, log_s=60.0) as (name,):
         stage.engine.is_deaf = True
 
@@ -183,9 +198,10 @@ async def test_an_engine_that_answers_late_holds_up_neither_lease_nor_heartbeat(
         await until(lambda: stage.fabric.tables.heard_ms["w"] > heard_ms)
 
 
+@in_virtual_time
 async def test_what_an_engine_makes_of_an_earlier_claim_is_never_handed_in_for_a_later_one() -> None:
     # Given a turn that was taken from a deaf engine, which still runs it, and claimed here again
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(1, 1, log_s=60.0) as (name,):
         stage.engine.is_deaf = True
         await stage.end_lease()
@@ -203,8 +219,9 @@ async def test_what_an_engine_makes_of_an_earlier_claim_is_never_handed_in_for_a
     assert stage.fabric.tables_of("r1").counters.get("refused", 0) == 0
 
 
+@in_virtual_time
 async def test_turns_that_could_not_be_given_back_are_given_back_when_the_broker_is_there_again() -> None:
-    stage = Stage()
+    stage = new_stage()
     async with stage.at_work(2, 2) as names:
         stage.turns.refusal_count = 3
         await stage.end_lease()

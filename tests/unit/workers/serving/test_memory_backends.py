@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from rollfab.fabric.contract.errors import ConfigError, EngineError, EngineUnsup
 from rollfab.fabric.rules.serving.facts import ServingState
 from rollfab.workers.engines.base import EngineLimits, EngineStats
 from rollfab.workers.serving.device.bounds import Bounds
-from rollfab.workers.serving.device.kvcached import PAGE_BYTES, Kvcached, KvcachedSegment, KvcachedUse, check_kvcached
 from rollfab.workers.serving.device.memory import (
     HOLD,
     KvBudget,
@@ -68,21 +66,6 @@ class ReleasingEngine(LimitedEngine):
         return 0.2
 
 
-@dataclass
-class PlayedControl:
-    """A kvcached instance of which the test says how much is mapped."""
-
-    limit_bytes: int = 64 * PAGE_BYTES
-    used_bytes: int = 0
-    is_there: bool = True
-
-    def read(self) -> KvcachedUse | None:
-        return KvcachedUse(self.limit_bytes, self.used_bytes) if self.is_there else None
-
-    def limit(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-
-
 def static(engine: Any, capacity_tokens: int = 8000) -> StaticPartition:
     return StaticPartition(engine, Bounds(engine), capacity_tokens)
 
@@ -133,86 +116,16 @@ async def test_an_engine_that_cannot_release_its_cache_here_goes_on() -> None:
     assert engine.pauses == {HOLD}
 
 
-def test_pages_that_turns_hold_are_waited_for_and_nothing_new_is_let_in_meanwhile() -> None:
-    # Given turns that hold 48 pages, of 1,024 tokens each
-    engine, control = LimitedEngine(), PlayedControl(used_bytes=48 * PAGE_BYTES)
-    backend = Kvcached(Bounds(engine), control, token_bytes=PAGE_BYTES // 1024, capacity_tokens=64 * 1024)  # type: ignore[arg-type]
-    assert backend.used_tokens() == 48 * 1024
-
-    # When less is allowed, then the engine lets nothing in, and kvcached is left as it is
-    backend.limit(32 * 1024 + 1)
-    assert engine.limits == [EngineLimits(kv_tokens=32 * 1024 + 1)]
-    assert (control.limit_bytes, backend.note) == (
-        64 * PAGE_BYTES,
-        "33,554,432 bytes are held by turns that have yet to yield",
-    )
-
-    # When they have gone, then it is told, in whole pages
-    control.used_bytes = 30 * PAGE_BYTES
-    backend.limit(32 * 1024 + 1)
-    assert (control.limit_bytes, backend.note) == (32 * PAGE_BYTES, "")
-
-
-async def test_all_pages_are_given_back_or_it_says_how_many_have_yet_to_be() -> None:
-    engine, control = LimitedEngine(), PlayedControl(used_bytes=PAGE_BYTES)
-    backend = Kvcached(Bounds(engine), control, token_bytes=1024, capacity_tokens=64 * 2048)  # type: ignore[arg-type]
-    await backend.give_back()
-    assert (control.limit_bytes, engine.limits) == (64 * PAGE_BYTES, [EngineLimits(kv_tokens=0)])
-    assert backend.note == "2,097,152 bytes are held by turns that have yet to yield"
-    control.used_bytes = 0
-    await backend.give_back()
-    assert (control.limit_bytes, backend.note) == (0, "")
-    await backend.take_again()
-    assert (control.limit_bytes, engine.limits[-1]) == (64 * PAGE_BYTES, EngineLimits())
-    control.is_there = False
-    with pytest.raises(EngineError, match="ENABLE_KVCACHED=true"):
-        backend.used_tokens()
-
-
-def test_kvcached_is_told_by_the_segment_that_its_own_tool_writes() -> None:
-    told: list[tuple[str, int]] = []
-    segments = {"rollouts": SimpleNamespace(total_size=100, used_size=40, prealloc_size=20)}
-    module = SimpleNamespace(
-        get_kv_cache_limit=segments.get, update_kv_cache_limit=lambda name, size: told.append((name, size))
-    )
-    control = KvcachedSegment("rollouts", module)
-    control.limit(60)
-    assert (control.read(), told) == (KvcachedUse(100, 40), [("rollouts", 60)])
-    assert KvcachedSegment("others", module).read() is None
-
-
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.1rc2", "1.0.0", "0.32.0+cpu"])
-def test_kvcached_refuses_a_vllm_that_it_has_no_adapter_for(version: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"vllm {version.replace('+', '.')} is not supported.*Use static, or vllm 0.30"
-    ):
-        check_kvcached(version)
-    check_kvcached("0.30.2")
-
-
 def test_a_backend_is_chosen_by_name_and_what_cannot_work_says_why() -> None:
-    kvcached = {"segment": "s", "token_bytes": 8}
-
-    def choose(name: str | None, engine: Any, *, version: str = "0.30.0", **options: Any) -> Any:
-        chosen = MemoryOptions(backend=name, **options)
-        return open_backend(chosen, engine, Bounds(engine), capacity_tokens=100, vllm_version=lambda: version)
+    def choose(name: str | None, engine: Any) -> Any:
+        return open_backend(MemoryOptions(backend=name), engine, Bounds(engine), capacity_tokens=100)
 
     assert choose("static", LimitedEngine()).name == choose(None, LimitedEngine()).name == "static"
     assert choose("release", ReleasingEngine()).name == "release"
-    for name, engine, options, reason in (
-        ("release", LimitedEngine(), {}, "played 1 cannot give back its KV cache alone"),
-        ("kvcached", LimitedEngine(), {**kvcached, "version": "0.32.0"}, "vllm 0.32.0 is not supported"),
-        ("kvcached", LimitedEngine(), {**kvcached, "version": ""}, "none is installed"),
-        ("kvcached", LimitedEngine(), {"segment": "s"}, "needs the segment's name"),
-        ("kvcached", LimitedEngine(), {"token_bytes": 8}, "needs the segment's name"),
-        ("kvcached", LimitedEngine(), {"segment": "s", "token_bytes": -8}, "--kvcached-token-bytes is -8"),
-        ("release", ReleasingEngine(), {"segment": "s"}, "--kvcached-segment is for --kv-memory kvcached"),
-        (None, LimitedEngine(), {"token_bytes": 8}, "--kvcached-token-bytes is for --kv-memory kvcached"),
-        ("kvcached", LimitedEngine(), kvcached, "it cannot be imported"),
-        ("elastic", LimitedEngine(), {}, "did you mean static"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            choose(name, engine, **options)
+    with pytest.raises(ConfigError, match="played 1 cannot give back its KV cache alone"):
+        choose("release", LimitedEngine())
+    with pytest.raises(ConfigError, match="did you mean static"):
+        choose("elastic", LimitedEngine())
 
 
 def test_a_budget_is_followed_and_an_engine_without_one_is_left_alone() -> None:
@@ -230,19 +143,6 @@ def test_a_budget_is_followed_and_an_engine_without_one_is_left_alone() -> None:
     assert (seen[-1], engine.limits[-1]) == (None, EngineLimits())
     # but what their team allows
     assert budget.look(20.0, SERVING, 0.125) == 1000
-
-
-def test_a_limit_that_turns_stand_in_the_way_of_is_asked_for_again() -> None:
-    engine, control = LimitedEngine(), PlayedControl(used_bytes=48 * PAGE_BYTES)
-    backend = Kvcached(Bounds(engine), control, token_bytes=PAGE_BYTES // 1024, capacity_tokens=64 * 1024)  # type: ignore[arg-type]
-    budget = KvBudget(backend)
-    budget.look(0.0, SERVING, None)
-    full = replace(SERVING, kv_used_tokens=990)
-    assert (budget.look(1.0, full, None), control.limit_bytes) == (0, 64 * PAGE_BYTES)
-    control.used_bytes = 0
-    assert (budget.look(1.1, full, None), control.limit_bytes) == (0, 0)
-    # and a serving engine that is not seen lends no page
-    assert budget.look(99.0, None, None) == 0
 
 
 async def test_memory_that_is_away_is_left_alone_and_comes_back_with_the_budget_of_that_moment() -> None:
@@ -277,16 +177,3 @@ async def test_a_refusal_changes_nothing_and_a_failure_lets_nothing_in_until_the
     assert budget.look(1.0, SERVING, None) == 0
     await budget.take_again()
     assert budget.look(2.0, SERVING, None) is None
-
-
-async def test_pages_that_are_still_held_go_back_as_they_become_free() -> None:
-    engine, control = LimitedEngine(), PlayedControl(used_bytes=PAGE_BYTES)
-    backend = Kvcached(Bounds(engine), control, token_bytes=PAGE_BYTES // 1024, capacity_tokens=64 * 1024)  # type: ignore[arg-type]
-    budget = KvBudget(backend)
-    budget.look(0.0, SERVING, None)
-    await budget.give_back()
-    assert (budget.look(0.1, SERVING, None), control.limit_bytes) == (0, 64 * PAGE_BYTES)
-    control.used_bytes = 0
-    assert (budget.look(0.2, SERVING, None), control.limit_bytes) == (0, 0)
-    await budget.take_again()
-    assert (budget.look(0.3, SERVING, None), control.limit_bytes) == (None, 64 * PAGE_BYTES)

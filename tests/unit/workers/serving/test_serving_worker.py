@@ -56,8 +56,6 @@ UNSEEN = {"probe": None, "ttft_slo_ms": None, "tpot_slo_ms": None}
         ("serving", {"probe": "http://h:1", "probe_user": "root"}, "--probe-user needs --probe with a page"),
         ("serving", {**UNSEEN, "probe_user": "root"}, "--probe-user needs --probe with a page"),
         ("serving", {"memory": MemoryOptions(backend="elastic")}, "did you mean static"),
-        ("serving", {"memory": MemoryOptions(backend="kvcached")}, "--kvcached-segment.*--kvcached-token-bytes"),
-        ("serving", {"memory": MemoryOptions(segment="s")}, "--kvcached-segment is for --kv-memory kvcached"),
         ("serving", {**UNSEEN, "memory": MemoryOptions(backend="static")}, "--kv-memory needs --probe"),
         ("dedicated", {**UNSEEN, "memory": MemoryOptions(backend="release")}, "--kv-memory needs --probe"),
         ("dedicated", {}, "--probe is for --role serving"),
@@ -72,8 +70,7 @@ def test_what_does_not_go_together_is_refused(role: str, changes: dict[str, obje
 
 def test_a_whole_set_of_options_is_taken() -> None:
     check_serving_options("serving", ServingOptions(**GOOD, pool="chat", priority="low", is_observing=True))  # type: ignore[arg-type]
-    kvcached = MemoryOptions(backend="kvcached", segment="s", token_bytes=8)
-    for memory in (MemoryOptions(backend="static"), MemoryOptions(backend="release"), kvcached):
+    for memory in (MemoryOptions(backend="static"), MemoryOptions(backend="release")):
         check_serving_options("serving", ServingOptions(**GOOD, memory=memory))  # type: ignore[arg-type]
     check_serving_options("serving", ServingOptions())
     check_serving_options("dedicated", ServingOptions())

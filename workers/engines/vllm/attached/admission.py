@@ -1,4 +1,4 @@
-"""Which requests of a server's door run at the server now, and which wait on our side.
+"""Decides which requests of a server's door run at the server now, and which wait on our side.
 
 - Oldest first. A lowered running count, or a hold, cuts the youngest: they are ended at the server, keep their tokens,
   and are asked again from there.
@@ -18,7 +18,7 @@ from .client import Attempt
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A request. made: tokens so far. attempt: what runs for it at the server, if anything."""
+    """A request. made: tokens so far. attempt: what runs for it at the server, if anything does."""
 
     ask: Ask
     made: list[int] = field(default_factory=list)
@@ -28,18 +28,18 @@ class Turn:
 
     @property
     def kv_tokens_max(self) -> int:
-        """Tokens whose keys and values it may come to hold."""
+        """The most tokens whose keys and values it may come to hold."""
         return len(self.ask.input_ids) + self.ask.token_count_max
 
     def stop(self) -> None:
-        """Wait from now on."""
+        """Have the request wait from now on; end what runs for it."""
         self.may_go_on.clear()
         if self.attempt is not None:
             self.attempt.cut()
             self.attempt = None
 
     def wake(self) -> None:
-        """Look again at what there is to do, whatever it is doing."""
+        """Have the request's stream look again at what there is to do, whatever it is doing."""
         self.stop()
         self.may_go_on.set()
 
@@ -60,38 +60,38 @@ class Turns:
         return sum(turn.attempt is not None for turn in self._turns.values())
 
     def add(self, ask: Ask) -> Turn:
-        """A new one, the youngest."""
+        """Add a request, as the youngest."""
         turn = self._turns[ask.request_id] = Turn(ask)
         self._arrange()
         return turn
 
     def remove(self, turn: Turn) -> None:
-        """It has ended, or nobody wants it any more."""
+        """Remove a request that has ended, or that nobody wants any more."""
         turn.stop()
         if self._turns.get(turn.ask.request_id) is turn:
             del self._turns[turn.ask.request_id]
             self._arrange()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """They make no more tokens."""
+        """Abort requests: they make no more tokens."""
         for turn in [self._turns[name] for name in request_ids if name in self._turns]:
             turn.is_aborted = True
             turn.wake()
         self._arrange()
 
     def wake_all(self) -> None:
-        """The server is gone: each finds out, and nothing waits any more."""
+        """Wake every request because the server is gone: each finds out, and nothing waits any more."""
         self._is_over = True
         for turn in list(self._turns.values()):
             turn.wake()
 
     def hold(self, is_held: bool) -> None:
-        """Whether all wait."""
+        """Have all requests wait, or go on."""
         self._is_held = is_held
         self._arrange()
 
     def set_limits(self, limits: EngineLimits) -> None:
-        """From now on. Of a limit on the tokens of a step only 0 has an effect: nothing runs."""
+        """Set limits that hold from now on. Of a limit on the tokens of a step only 0 has an effect: nothing runs."""
         self._limits = limits
         self._arrange()
 

@@ -1,8 +1,8 @@
 """The door to an existing vLLM OpenAI server, by its URL.
 
-- The server is unmodified. What it can do is found by trying (routes.py, weights.py); what it cannot is
-  said in `abilities.notes`, with what to start it with.
-- It is ours alone while it rolls out: commits and the prefix cache are everybody's who uses it.
+- The server is unmodified. What it can do is found by trying (routes.py, weights.py); `abilities.notes` says what it
+  cannot do, and how to start it so that it can.
+- Nobody else may use it while it rolls out: all its users share commits and the prefix cache.
 - Requests are streams that outlive holds and lost connections (streams.py).
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .....fabric.contract.errors import EngineError, EngineUnsupported
+from .....fabric.contract.sampling import CUTS, GUIDED, PENALTIES
 from ....serving.guarding.guard import GuardOrders
 from ...base import EngineLimits, TurnsAtCommit, Writes
 from ..common.arena import Mirror
@@ -33,6 +34,12 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 SLEEP_S = 120.0
 
 RAW_NOTE = f"it samples at temperature 1 or 0 only, as its log-probabilities are those before temperature: {PROCESSED}"
+RAW = f"its log-probabilities would be those of another distribution: start the server with {PROCESSED}"
+CUT_OFF = (
+    "requests at a server are cut and asked again at every commit and hold, and it would not know what came before as"
+    " the turn's own: take a vLLM in the worker's own process"
+)
+CANNOT = dict.fromkeys((*GUIDED, "presence_penalty", "frequency_penalty"), CUT_OFF)
 TEXT_NOTE = "it also turns tokens into text, which costs it time: start it with --enable-scale-out"
 SLEEP_NOTE = "it cannot sleep: that needs a GPU, --enable-sleep-mode, and VLLM_SERVER_DEV_MODE=1 in its environment"
 NOTES = (
@@ -42,7 +49,7 @@ NOTES = (
 
 
 class ServerDoor:
-    """See door.Door for what each method promises."""
+    """A door to a server; common/backend.py says what each method promises."""
 
     def __init__(
         self,
@@ -94,12 +101,14 @@ class ServerDoor:
             layout=weights.layout,
             context_tokens_max=min(limits),
             vocabulary_size=model.vocabulary_size,
+            tokenizer=model.root,
         )
         self._abilities = Abilities(
             name=f"vllm server {model.server_version}",
             weights=weights.kind,
             sleeps=model.can_sleep,
             notes=(*weights.notes, *self._notes(model, makes_text=isinstance(route, CompletionsRoute))),
+            cannot=CANNOT if self._is_processed else CANNOT | dict.fromkeys((*CUTS, *PENALTIES, "logit_bias"), RAW),
         )
         self._streams = Streams(client, route, self._turns)
 
@@ -113,7 +122,7 @@ class ServerDoor:
         yield from NOTES
 
     async def close(self) -> None:
-        """The server runs on, without our requests."""
+        """End our requests; the server runs on."""
         if self._streams is not None:
             await self._streams.close()
         with contextlib.suppress(EngineError, OSError):
@@ -133,7 +142,7 @@ class ServerDoor:
     # ---- requests
 
     def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
-        """Raises EngineError when log-probabilities at this temperature would not be those sampled from."""
+        """Begin a request. Raises EngineError: at its temperature the server reports other log-probabilities."""
         if not self._is_processed and ask.sampling.temperature not in (0.0, 1.0):
             raise EngineError(
                 f"temperature {ask.sampling.temperature} cannot be used with vLLM server {self._client.url}, which"
@@ -157,23 +166,23 @@ class ServerDoor:
         self._turns.set_limits(limits)
 
     def pulse(self) -> Pulse:
-        """step_count: events that brought tokens, of all streams. kv_used_fraction: not known, 0."""
+        """Return signs of life. step_count: events that brought tokens. kv_used_fraction: 0, as it is not known."""
         running_count = self._turns.running_count
         return Pulse(step_count=self._open_streams.event_count, running_count=running_count, kv_used_fraction=0.0)
 
     # ---- weights
 
     def guard_from_now(self) -> None:
-        """Its guard, if any, is its owner's."""
+        """Do nothing: the server's guard, if it has one, is its owner's."""
 
     def order(self, orders: GuardOrders) -> None:
-        """As above."""
+        """Do nothing, as `guard_from_now`."""
 
     def guard_said(self) -> bytes | None:
         return None
 
     def check_turns(self, turns: TurnsAtCommit) -> None:
-        """A held request is ended at the server and asked again, so its KV cache is gone."""
+        """Refuse "keep": a held request is ended at the server and asked again, so its KV cache is gone."""
         if turns == "keep":
             raise EngineUnsupported(
                 f"vLLM server {self._client.url} cannot keep the KV cache of requests in flight at a commit: it is"
@@ -188,11 +197,11 @@ class ServerDoor:
 
     @property
     def rank_count(self) -> int:
-        """See by_rank.RankDoor."""
+        """Processes that hold parts of the model, see by_rank.RankDoor."""
         return self._weights.rank_count if isinstance(self._weights, DeltaWeights) else 0
 
     async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
-        """See by_rank.RankDoor."""
+        """Make one weight update on every rank, see by_rank.RankDoor."""
         self.check()
         assert isinstance(self._weights, DeltaWeights)
         try:
@@ -201,7 +210,7 @@ class ServerDoor:
             raise EngineError(f"{what}: {error.message}", **error.facts) from error
 
     async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
-        """Loading a checkpoint has done so."""
+        """Have the server forget prefixes; loading a checkpoint has done so already."""
         if isinstance(self._weights, DeltaWeights):
             await self._weights.forget_prefixes()
 
@@ -213,12 +222,12 @@ class ServerDoor:
     # ---- sleeping
 
     async def sleep(self) -> None:
-        """Unverified on a GPU."""
+        """Have the server sleep. Unverified on a GPU."""
         self._check_sleeps()
         await self._client.ask("POST", "/sleep?level=1&mode=keep", timeout_s=SLEEP_S)
 
     async def wake(self) -> None:
-        """Unverified on a GPU."""
+        """Wake the server. Unverified on a GPU."""
         self._check_sleeps()
         reply = await self._client.ask("POST", "/wake_up", timeout_s=SLEEP_S)
         if reply["status"] != "awake":
@@ -228,7 +237,7 @@ class ServerDoor:
         raise EngineUnsupported(f"vLLM server {self._client.url} has no route for giving its KV cache's memory back")
 
     async def take_kv(self) -> None:
-        """There is nothing to take."""
+        """Do nothing: there is nothing to take."""
 
     def _check_sleeps(self) -> None:
         if not self.abilities.sleeps:
@@ -237,11 +246,11 @@ class ServerDoor:
 
 # ---------------------------------------------------------------- place
 #
-# Where a vLLM server in development mode may be: that mode lets whoever reaches it write weights, without a key.
+# The places of a vLLM server in development mode: it lets anybody who reaches it write weights, without a key.
 #
 # - Reached over loopback or a unix socket only.
 # - And listening there only, as far as this machine's own table of sockets says: vLLM's own default is every address.
-#   What the table does not show (a tunnel's far end, another network namespace, no Linux) is its operator's to know.
+#   Its operator must know what the table does not show (a tunnel's far end, another network namespace, no Linux).
 
 
 TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
@@ -250,7 +259,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def check_place(url: str) -> None:
-    """Require that only this machine reaches it.
+    """Require that only this machine reaches the server.
 
     Raises:
         EngineError: others may; says what to start it with.
@@ -271,7 +280,7 @@ def check_place(url: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is meant by it."""
+    """Tell whether a host name or address means this machine alone."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -281,7 +290,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listeners(port: int) -> Iterator[IPv4Address | IPv6Address]:
-    """The addresses at which anybody of this machine listens on a port; none where that cannot be read."""
+    """List the addresses at which this machine listens on a port; none where that cannot be read."""
     for table in TABLES:
         try:
             lines = table.read_text().splitlines()[1:]
@@ -295,7 +304,7 @@ def listeners(port: int) -> Iterator[IPv4Address | IPv6Address]:
 
 
 def _address(text: str) -> IPv4Address | IPv6Address:
-    """Of the kernel's hex, words in the order of the machine."""
+    """Read an address from the kernel's hex, whose words are in the machine's order."""
     words = [int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8)]
     data = b"".join(words)
     return IPv4Address(data) if len(data) == 4 else IPv6Address(data)

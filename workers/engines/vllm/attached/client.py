@@ -3,7 +3,7 @@
 - Every request has a connection of its own: ending one at the server means closing its connection, and a server that
   answered 500 has dropped the connection anyway.
 - An attempt may be cut from another task; from that moment on not one more event comes out of it.
-- What goes wrong leaves as EngineError that names the URL, the cause and the next step. The key is never shown.
+- Every failure leaves as an EngineError that names the URL, the cause and the next step. The key is never shown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVENT_PREFIX, LAST_EVENT = b"data: ", b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a call gave. data: the JSON, or None where there was none."""
+    """The answer to a call. data: the JSON, or None where there was none."""
 
     status: int
     data: Any
@@ -36,7 +36,7 @@ class Reply:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the server did it."""
+        """Whether the server did what was asked."""
         return self.status == 200
 
 
@@ -57,7 +57,7 @@ class Client:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """Made with the first call, in the loop that uses it."""
+        """The session, made with the first call, in the loop that uses it."""
         if self._is_closed:
             raise EngineError(f"the connection to vLLM server {self.url} is closed", url=self.url)
         if self._session is None:
@@ -71,14 +71,14 @@ class Client:
         return self._session
 
     async def close(self) -> None:
-        """Every attempt ends with it."""
+        """Close the connection, which ends every attempt."""
         self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CALL_S) -> Reply:
-        """One answer, whatever its status.
+        """Call the server, and return its one answer, whatever its status.
 
         Raises:
             EngineError: there is none; EngineTimeout: not in time.
@@ -90,7 +90,7 @@ class Client:
                 return _reply(response.status, await response.read())
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout_s: float = CALL_S) -> Any:
-        """The JSON of an answer that must be 200.
+        """Call the server, and return the JSON of an answer that must be 200.
 
         Raises:
             EngineError: it is not; says what the server says.
@@ -101,7 +101,7 @@ class Client:
         return reply.data
 
     def refusal(self, path: str, reply: Reply) -> EngineError:
-        """An answer that is none, in words."""
+        """Make the error for an answer with another status than 200."""
         step = ": set ROLLFAB_SERVER_KEY to its key" if reply.status == 401 else ""
         return EngineError(
             f"vLLM server {self.url} answered {reply.status} to {path}: {reply.text or 'no text'}{step}",
@@ -111,7 +111,7 @@ class Client:
 
     @contextlib.contextmanager
     def translated(self, timeout_s: float = CONNECT_S) -> Iterator[None]:
-        """Errors of the network as errors of the engine; is_lost: no answer, or half of one."""
+        """Translate errors of the network into EngineError; is_lost: no answer came, or half of one."""
         try:
             yield
         except TimeoutError as error:
@@ -142,7 +142,7 @@ class Attempt:
         self.is_cut = False
 
     def cut(self) -> None:
-        """End it here and at the server; its events stop now."""
+        """End the attempt here and at the server; its events stop now."""
         self.is_cut = True
         self._close()
 
@@ -156,7 +156,7 @@ class Attempt:
             opening.result().close()
 
     async def events(self) -> AsyncIterator[Any]:
-        """The JSON of every event; ends with the answer, or once it is cut.
+        """Yield the JSON of every event; ends with the answer, or once the attempt is cut.
 
         Raises:
             EngineError: refused, or lost on the way.
@@ -177,7 +177,10 @@ class Attempt:
             self._close()
 
     async def _opened(self) -> aiohttp.ClientResponse | None:
-        """None: cut. A task of its own, because a connection that is being made has nothing to close yet."""
+        """Open the stream; None: it was cut.
+
+        Opens it in a task: a connection that is being made has nothing to close yet.
+        """
         client, data = self._client, orjson.dumps(self._body)
         self._opening = asyncio.ensure_future(client.session.post(client.base + self._path, data=data))
         await asyncio.wait({self._opening})

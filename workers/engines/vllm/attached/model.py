@@ -1,4 +1,4 @@
-"""What a vLLM server serves: the model's name, sizes and tensors, and where its files are.
+"""Finds what a vLLM server serves: the model's name, sizes and tensors, and where its files are.
 
 - The model's config and files are read on this machine, by the path or hub name that the server was started with.
 - `info` is there only in the server's development mode; without it the server is taken to serve the dtype of its files.
@@ -36,7 +36,7 @@ class ServedModel:
 
     @classmethod
     async def find(cls, client: Client, wanted: str) -> ServedModel:
-        """The model that is served as `wanted`; "": the first that is no adapter.
+        """Find the model that is served as `wanted`; "": the first that is no adapter.
 
         Raises:
             EngineError: no server, no such model, or its config is not on this machine.
@@ -78,7 +78,7 @@ class ServedModel:
 
     @property
     def dtype(self) -> str:
-        """What the server computes with; torch's name without the prefix, "auto": not known."""
+        """The dtype in which the server computes: torch's name without the prefix, or "auto" if it is not known."""
         return str(self.info["model_config"]["dtype"]).removeprefix("torch.") if self.info else "auto"
 
     @property
@@ -95,7 +95,7 @@ class ServedModel:
         return bool(self.info["model_config"].get("enable_sleep_mode")) and not is_on_cpu
 
     def checkpoint_files(self) -> list[Path]:
-        """Its safetensors files on this machine; may download them from the hub.
+        """List its safetensors files on this machine; may download them from the hub.
 
         Raises:
             EngineError: there are none.

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .....fabric.contract.errors import EngineError
+from .....fabric.contract.sampling import CUTS
 from ..common.backend import Ask
 from .client import Client
 
-# What a generation config may change, at the values that change nothing.
+# All that a generation config may change, at the values that change nothing.
 NEUTRAL = {
     "top_p": 1.0,
     "top_k": 0,
@@ -29,6 +30,7 @@ NEUTRAL = {
     "ignore_eos": True,
     "n": 1,
 }
+SENT = ("logit_bias", "repetition_penalty", *CUTS)  # fields of Sampling, by vLLM's names; CANNOT has the others
 PROBE_IDS = [0]
 PROBE_TEMPERATURE = 0.05  # far from 1: log-probabilities after temperature then differ by more than rounding
 PROBE_TOP = 5
@@ -38,7 +40,7 @@ PROCESSED = "--logprobs-mode processed_logprobs"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One event. finish_reason: as vLLM says, "" while it goes on. cached_token_count: None: not told."""
+    """One event. finish_reason: as vLLM says it, "" while the request goes on. cached_token_count: None: not told."""
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
@@ -57,17 +59,17 @@ class Route(Protocol):
 
 
 class GenerateRoute:
-    """/inference/v1/generate."""
+    """The route /inference/v1/generate."""
 
     path = "/inference/v1/generate"
 
     def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]:
-        """What to send."""
+        """Make the body to send."""
         parameters = {**_parameters(ask, token_count_max, seed), "detokenize": False}
         return {"token_ids": input_ids, "sampling_params": parameters, **_STREAMED}
 
     def piece(self, event: Mapping[str, Any]) -> Piece:
-        """What came."""
+        """Read an event."""
         if not event["choices"]:
             return Piece(cached_token_count=_cached_token_count(event))
         choice = event["choices"][0]
@@ -77,7 +79,7 @@ class GenerateRoute:
 
 
 class CompletionsRoute:
-    """/v1/completions. model: the name that it is served by."""
+    """The route /v1/completions. model: the name that it is served by."""
 
     path = "/v1/completions"
 
@@ -85,12 +87,12 @@ class CompletionsRoute:
         self._model = model
 
     def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]:
-        """What to send."""
+        """Make the body to send."""
         own = {"model": self._model, "prompt": input_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
         return {**own, **_parameters(ask, token_count_max, seed), **_STREAMED}
 
     def piece(self, event: Mapping[str, Any]) -> Piece:
-        """What came."""
+        """Read an event."""
         if not event["choices"]:
             return Piece(cached_token_count=_cached_token_count(event))
         choice = event["choices"][0]
@@ -102,11 +104,12 @@ _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def _parameters(ask: Ask, token_count_max: int, seed: int | None) -> dict[str, Any]:
-    sampling = ask.sampling
+    row = ask.sampling.row()
     given = {
-        "temperature": sampling.temperature,
+        "temperature": ask.sampling.temperature,
+        **{name: row[name] for name in SENT if name in row},
         "max_tokens": token_count_max,
-        "stop_token_ids": list(sampling.stop_ids),
+        "stop_token_ids": list(ask.stop_ids),
         "logprobs": 0,
     }
     return {**NEUTRAL, **given, **({} if seed is None else {"seed": seed})}
@@ -119,14 +122,14 @@ def _cached_token_count(event: Mapping[str, Any]) -> int | None:
 
 
 async def find_route(client: Client, model: str) -> Route:
-    """The better of the routes that this server has."""
+    """Choose the better of the routes that this server has."""
     parameters = {**NEUTRAL, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
     reply = await client.call("POST", GenerateRoute.path, {"token_ids": PROBE_IDS, "sampling_params": parameters})
     return GenerateRoute() if reply.is_ok else CompletionsRoute(model)
 
 
 async def reports_processed_logprobs(client: Client, model: str) -> bool:
-    """Whether log-probabilities are those after temperature, found by asking the same at two temperatures.
+    """Tell whether log-probabilities are those after temperature, by asking the same at two temperatures.
 
     Raises:
         EngineError: they are no log-probabilities.

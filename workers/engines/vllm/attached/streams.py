@@ -46,7 +46,7 @@ class Streams:
         self._watch = asyncio.create_task(self._watch_health())
 
     async def close(self) -> None:
-        """Every stream ends with an error."""
+        """End every stream with an error."""
         self._fail(EngineError("the server's door is closed"))
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
@@ -67,7 +67,7 @@ class Streams:
             await self._check_health()
 
     async def _check_health(self) -> None:
-        """Fail if the server is not there any more."""
+        """Ask for the server's health, and fail if it does not answer."""
         for missed_count in range(1, HEALTH_PATIENCE + 1):
             try:
                 await self._client.ask("GET", "/health", timeout_s=HEALTH_S)
@@ -78,7 +78,7 @@ class Streams:
                 await asyncio.sleep(0.1)
 
     async def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
-        """The request's chunks until one has a finish_reason."""
+        """Yield the request's chunks until one has a finish_reason."""
         self.check()
         turn = self.turns.add(ask)
         empty_count = 0
@@ -118,7 +118,10 @@ class Streams:
         return Attempt(self._client, self._route.path, body)
 
     async def _chunks(self, turn: Turn, attempt: Attempt) -> AsyncGenerator[Chunk, None]:
-        """What an attempt makes. It may end without a finish_reason: cut, ended by the server's own will, or lost."""
+        """Yield the chunks of an attempt.
+
+        It may end without a finish_reason: cut, ended by the server's own will, or lost.
+        """
         is_first = not turn.made
         last: Piece | None = None
         cached_token_count = 0
@@ -145,7 +148,7 @@ class Streams:
             )
 
     def _piece(self, event: Any) -> Piece:
-        """Raises EngineError when the event tells of an error, or is not as we know it."""
+        """Read an event. Raises EngineError: it tells of an error, or is not as we know it."""
         try:
             if "error" in event:
                 told = event["error"]["message"]
@@ -158,7 +161,7 @@ class Streams:
         return piece
 
     async def _is_final(self, error: EngineError) -> bool:
-        """Whether to give up: the server refused, or is gone. A connection that was only lost is made again."""
+        """Tell whether to give up: the server refused, or is gone. A connection that was only lost is made again."""
         if not error.facts.get("is_lost"):
             return True
         await self._check_health()
@@ -166,9 +169,9 @@ class Streams:
 
 
 def _finish_reason(turn: Turn, last: Piece) -> str:
-    """The last chunk's, or "" when the request is not over for us."""
+    """Return why the request ended, or "" if it is not over for us."""
     made_count = len(turn.made) + len(last.token_ids)
-    if last.token_ids and last.token_ids[-1] in turn.ask.sampling.stop_ids:
+    if last.token_ids and last.token_ids[-1] in turn.ask.stop_ids:
         return "stop"
     if made_count >= turn.ask.token_count_max or last.finish_reason == "length":
         return "length"

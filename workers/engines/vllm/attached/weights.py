@@ -59,7 +59,7 @@ class ServerWeights(Protocol):
 
 
 async def find_weights(client: Client, model: ServedModel) -> ServerWeights:
-    """The best way that works, found by trying.
+    """Find the best way to change the server's weights, by trying.
 
     Raises:
         EngineUnsupported: it computes with quantised weights, which no published version has.
@@ -95,7 +95,7 @@ async def find_weights(client: Client, model: ServedModel) -> ServerWeights:
 
 
 class FixedWeights:
-    """Those of the server's own checkpoint, for ever."""
+    """Keeps the weights of the server's own checkpoint, for ever."""
 
     kind = "fixed"
 
@@ -106,7 +106,7 @@ class FixedWeights:
         self.layout = model.layout
 
     async def write(self, writes: Writes, version: int) -> None:
-        """Raises WeightError unless these are the weights that the server has."""
+        """Accept the weights that the server has already. Raises WeightError: they differ."""
         other = await asyncio.to_thread(self._first_other, writes)
         if other is not None:
             raise WeightError(
@@ -125,7 +125,7 @@ class FixedWeights:
         return None
 
     async def read(self, into: Mirror) -> None:
-        """What the checkpoint files say."""
+        """Read the stored bits out of the checkpoint files."""
         await asyncio.to_thread(_read_files, self._model, self.layout, into.bits)
 
     async def close(self) -> None:
@@ -139,7 +139,7 @@ def _read_files(model: ServedModel, layout: Layout, into: Mapping[str, Bits]) ->
 
 
 class ReloadedWeights:
-    """A whole checkpoint for every version.
+    """Loads a whole checkpoint for every version.
 
     A load that fails leaves the server's model torn (vLLM has taken it apart by then); only a complete one mends it.
     """
@@ -155,13 +155,13 @@ class ReloadedWeights:
         self._bits: dict[str, Bits] = {}
 
     async def open(self) -> None:
-        """See that the server sees our directory: have it load one small tensor that it has.
+        """Check that the server sees our directory: have it load one small tensor that it has.
 
         Raises:
             EngineError: it does not; it is as it was.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="rollfab-weights-"))
-        self._directory.chmod(0o711)  # the server may be another user's: who knows a name in it may read, none may list
+        self._directory.chmod(0o711)  # the server may be another user's: it reads a name that it knows, and lists none
         bits = {spec.name: np.empty(spec.element_count, spec.bits_dtype) for spec in self.layout.tensors}
         await asyncio.to_thread(_read_files, self._model, self.layout, bits)
         norms = [spec for spec in self.layout.tensors if len(spec.shape) == 1 and "norm" in spec.name]
@@ -176,7 +176,7 @@ class ReloadedWeights:
             await self._load(self.layout, bits, "whole")
 
     async def write(self, writes: Writes, version: int) -> None:
-        """Raises EngineError when the server could not load it: its model is torn then."""
+        """Write a checkpoint and have the server load it. Raises EngineError: it could not, and its model is torn."""
         changed = dict(self._bits)
         for name, (indices, values) in writes.items():
             changed[name] = changed[name].copy()
@@ -202,7 +202,7 @@ class ReloadedWeights:
         await _forget_prefixes(self._client)
 
     async def read(self, into: Mirror) -> None:
-        """What was loaded last."""
+        """Read what was loaded last."""
         for name, bits in into.bits.items():
             bits[:] = self._bits[name]
 
@@ -218,7 +218,7 @@ def _save(directory: Path, layout: Layout, bits: Mapping[str, Bits]) -> None:
 
 
 class DeltaWeights:
-    """Parcels, in place. layout: in the dtype that the server computes with."""
+    """Writes parcels in place. layout: in the dtype in which the server computes."""
 
     kind = "deltas"
 
@@ -231,9 +231,9 @@ class DeltaWeights:
         self._bits: dict[str, Bits] = {}  # of a server that does not share our memory: what it was given last
 
     async def open(self) -> None:
-        """Raises EngineError when the server has another backend, or none."""
+        """Set up weight transfer. Raises EngineError: the server has another backend, or none."""
         await self._client.ask("POST", "/init_weight_transfer_engine", {"init_info": {"layout": self.layout.rows()}})
-        await self._client.call("POST", "/finish_weight_update", {})  # of somebody who ended in the middle of one
+        await self._client.call("POST", "/finish_weight_update", {})  # of a client that ended in the middle of one
         try:
             await self._send(pack({}), by_path=True)
             self._shares_memory = True
@@ -262,17 +262,17 @@ class DeltaWeights:
 
     @property
     def rank_count(self) -> int:
-        """See by_rank.RankDoor."""
+        """Processes that hold parts of the model, see by_rank.RankDoor."""
         parallel = (self._model.info or {}).get("parallel_config") or {}
         is_one = self._shares_memory and parallel.get("data_parallel_size") == 1
         return int(parallel.get("world_size") or 0) if is_one else 0
 
     async def forget_prefixes(self) -> None:
-        """Raises EngineError: it did not."""
+        """Have the server forget prefixes. Raises EngineError: it did not."""
         await _forget_prefixes(self._client)
 
     async def update(self, information: dict[str, Any], version: int | None = None) -> None:
-        """One weight update (transfer.UpdateInfo). Raises EngineError."""
+        """Make one weight update (transfer.UpdateInfo). Raises EngineError."""
         name = {} if version is None else {"weight_version": str(version)}
         await self._client.ask("POST", "/start_weight_update", timeout_s=UPDATE_S)
         try:
@@ -284,7 +284,7 @@ class DeltaWeights:
         await self._client.ask("POST", "/finish_weight_update", name, timeout_s=UPDATE_S)
 
     async def read(self, into: Mirror) -> None:
-        """What the server computes with, where it shares our memory; else what it was given last."""
+        """Read what the server computes with, where it shares our memory; else what it was given last."""
         if self._shares_memory:
             await self.update({"export": str(into.path)})
         else:
@@ -307,10 +307,10 @@ async def _forget_prefixes(client: Client) -> None:
 
 
 class CheckpointFiles:
-    """The files of one model; a context manager, because what it gives out are views of its maps."""
+    """The files of one model; a context manager, because the arrays that it gives out are views of its maps."""
 
     def __init__(self, paths: Sequence[Path], layout: Layout) -> None:
-        """Raises EngineError when a file is none of this format."""
+        """Raises EngineError: a file is not of this format."""
         self._specs = {spec.name: spec for spec in layout.tensors}
         self._tensors: dict[str, StoredTensor] = {}
         try:
@@ -326,7 +326,7 @@ class CheckpointFiles:
         self._tensors.clear()  # the maps end with the last array of them
 
     def bits(self, name: str) -> Bits:
-        """The stored bits of a tensor of the layout, flat, read only.
+        """Return the stored bits of a tensor of the layout, flat, read only.
 
         Raises:
             EngineError: the files have no such tensor, or in another form.

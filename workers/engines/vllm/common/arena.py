@@ -55,7 +55,7 @@ class Mirror:
 
     @classmethod
     def create(cls, layout: Layout) -> Mirror:
-        """A new file of zeros.
+        """Make a new file of zeros.
 
         Raises:
             OSError: there is no room for it.
@@ -83,7 +83,7 @@ def _offsets(layout: Layout) -> tuple[dict[str, int], int]:
 
 
 def pack(writes: Writes) -> memoryview:
-    """A parcel of the writes. Its large copies leave other threads alone."""
+    """Pack the writes into a parcel. Its large copies leave other threads alone."""
     rows: list[list[Any]] = []
     parts: list[NDArray[Any]] = []
     end = 0
@@ -111,7 +111,7 @@ def pack(writes: Writes) -> memoryview:
 
 @asynccontextmanager
 async def posted(parcel: memoryview) -> AsyncIterator[str]:
-    """The path of a file that holds a parcel, meanwhile.
+    """Put a parcel into a file, and yield its path; the file is closed with the block.
 
     Raises:
         WeightError: there is no room for it.
@@ -129,7 +129,7 @@ async def posted(parcel: memoryview) -> AsyncIterator[str]:
 
 
 def unpack(parcel: bytes | memoryview | mmap.mmap) -> dict[str, tuple[NDArray[np.int64] | None, Bits]]:
-    """The writes of a parcel; arrays are views of it.
+    """Read the writes of a parcel; arrays are views of it.
 
     Raises:
         WireError: it is none.

@@ -1,14 +1,14 @@
-"""What the vLLM engine asks of a vLLM, in this process (local.py) or behind a URL (engines/vllm/attached/backend.py).
+"""The calls that the vLLM engine makes of a vLLM: in this process (local.py) or behind a URL (attached/backend.py).
 
-- A door knows requests by name and streams their tokens; who waits, what was aborted and who holds the engine for
-  which reason is engine.py's.
+- A door knows requests by name and streams their tokens. engine.py knows who waits, what was aborted, and who holds
+  the engine for which reason.
 - Holding is not counted here: `hold` and `release` come in pairs, one at a time.
 - Whatever vLLM raises leaves a door as EngineError, short, with the place of the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is known of the model once the door is open. context_tokens_max: most tokens of prompt and completion."""
+    """The model's facts, known once the door is open.
+
+    context_tokens_max: most tokens of prompt and completion. tokenizer: preset, path or hub name of it.
+    """
 
     name: str
     layout: Layout
     context_tokens_max: int
     vocabulary_size: int
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class Ask:
     """A request as a door gets it.
 
     input_ids: prompt and prior tokens; the last `prior_count` of them are prior. token_count_max: new tokens, at least
-    one.
+    one. stop_ids: all tokens that end it; its stop texts are looked for by whoever asks.
     """
 
     request_id: str
@@ -44,6 +48,7 @@ class Ask:
     token_count_max: int
     sampling: Sampling
     prior_count: int = 0
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +80,14 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What this vLLM can do, found by trying, in words for a person where it can not."""
+    """The abilities of this vLLM, found by trying; notes tell a person what is missing."""
 
     name: str  # as it is shown: "vllm 0.32.0 (cpu)", "vllm server 0.32.0"
     weights: str  # "deltas", "reload" or "fixed"
     sleeps: bool = False
     notes: tuple[str, ...] = field(default=())  # what is missing, and what to start the server with
+    cannot: Mapping[str, str] = field(default_factory=dict)  # see Engine.cannot
+    cannot_resume: frozenset[str] = frozenset()  # see Engine.cannot_resume
 
 
 class Door(Protocol):
@@ -93,15 +100,15 @@ class Door(Protocol):
     def abilities(self) -> Abilities: ...
 
     async def open(self) -> None:
-        """Start it, or find out about it."""
+        """Start the vLLM, or find out about a server that runs."""
         ...
 
     async def close(self) -> None:
-        """End it, and everything it started; never raises."""
+        """End the vLLM and everything it started; never raises."""
         ...
 
     def check(self) -> None:
-        """Raise EngineError if it is gone."""
+        """Raise EngineError if the vLLM is gone."""
         ...
 
     def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
@@ -113,7 +120,10 @@ class Door(Protocol):
         ...
 
     async def hold(self) -> None:
-        """No step after this returns, and every token made before it has been streamed. Streams stay open."""
+        """Hold the engine: no step follows once this has returned, and every token made before has been streamed.
+
+        Streams stay open.
+        """
         ...
 
     async def release(self) -> None:
@@ -121,27 +131,27 @@ class Door(Protocol):
         ...
 
     def set_limits(self, limits: EngineLimits) -> None:
-        """From the next step on."""
+        """Set limits that hold from the next step on."""
         ...
 
     def pulse(self) -> Pulse:
-        """Now; costs microseconds."""
+        """Return signs of life as of now; costs microseconds."""
         ...
 
     def guard_from_now(self) -> None:
-        """From here on its steps are under the guard that it was opened with, if any."""
+        """Put the steps from here on under the guard that the door was opened with, if any."""
         ...
 
     def order(self, orders: GuardOrders) -> None:
-        """From the next step on; nothing without a guard."""
+        """Give the guard orders that hold from the next step on; does nothing without a guard."""
         ...
 
     def guard_said(self) -> bytes | None:
-        """What the guard said last, see engines/vllm/step/serving_guard.py; None: nothing, or ask again."""
+        """Return what the guard said last, see engines/vllm/step/serving_guard.py; None: nothing, or ask again."""
         ...
 
     def check_turns(self, turns: TurnsAtCommit) -> None:
-        """Raise EngineUnsupported if that cannot become of requests in flight at a commit."""
+        """Raise EngineUnsupported if `turns` cannot become of requests in flight at a commit."""
         ...
 
     async def write(self, writes: Writes, version: int) -> None:
@@ -153,18 +163,18 @@ class Door(Protocol):
         ...
 
     async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
-        """Requests that begin from now on share nothing that was computed until now; called while held, after `write`.
+        """Have requests that begin from now on share nothing computed before; called while held, after `write`.
 
         turns: "keep": those in flight keep their KV cache; "recompute": it is computed again.
         """
         ...
 
     async def read(self, into: Mirror) -> None:
-        """Fill `into` with the stored bits that it computes with."""
+        """Fill `into` with the stored bits that the vLLM computes with."""
         ...
 
     async def sleep(self) -> None:
-        """See Engine.sleep. Raises EngineUnsupported."""
+        """Put the engine to sleep, see Engine.sleep. Raises EngineUnsupported."""
         ...
 
     async def wake(self) -> None: ...
@@ -174,5 +184,5 @@ class Door(Protocol):
         ...
 
     async def take_kv(self) -> None:
-        """Map it again; vLLM then goes on by itself."""
+        """Map the KV cache again; vLLM then goes on by itself."""
         ...

@@ -1,4 +1,4 @@
-"""What a vLLM engine is built from."""
+"""The settings of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....serving.guarding.guard import GuardConfig
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """What the engine is built from; fixed while it lives.
+    """The settings of the engine; fixed while it lives.
 
     Raises:
         ConfigError: a number is out of its bounds.
@@ -26,21 +26,21 @@ class VllmConfig:
     context_tokens_max: int | None = 512
     """Most tokens of one request, prompt and completion, at least 2; None: the model's own."""
     seed: int | None = None
-    """Of sampling; None: fresh."""
+    """The seed of sampling; None: a fresh one."""
     dtype: str = "auto"
-    """Of its weights, one of fabric's DTYPES; "auto": float32 for presets, and for all models on a CPU."""
+    """The dtype of its weights, one of fabric's DTYPES; "auto": float32 for presets, and for all models on a CPU."""
     server: str | None = None
     """URL of a vLLM OpenAI server to attach to; None: a vLLM of our own."""
     api_key: str | None = field(default=None, repr=False)
-    """What that server asks for."""
+    """The key that server asks for."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own engine arguments by field name; they win over our defaults."""
     log_path: Path | None = None
-    """Where vLLM's output goes; None: where ours goes."""
+    """The file for vLLM's output; None: it goes where ours goes."""
     probes_writes: bool = True
     """Whether to see at start that written weights change an answer."""
     guard: GuardConfig | None = None
-    """Beside which serving engine it runs; None: it has the device to itself."""
+    """The guard, if it runs beside a serving engine; None: it has the device to itself."""
     adapter_rank: int | None = None
     """Weights are a LoRA adapter of this rank beside the frozen model; None: the model itself."""
     adapter_alpha: float | None = None

@@ -1,4 +1,4 @@
-"""What must be so before vllm is imported, and its import. What the user has set in the environment is left alone."""
+"""Prepares the environment for vllm, and imports it. Variables that the user has set are left alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ON_CPU = {
 
 
 def prepare_environment(*, model: str = "tiny") -> None:
-    """To be called before vllm is imported for the first time.
+    """Set the environment that vllm needs; call it before vllm is imported for the first time.
 
     Args:
         model: a preset gets one CPU thread, as two only wait for each other; other models leave one core to the rest.
@@ -38,12 +38,12 @@ def prepare_environment(*, model: str = "tiny") -> None:
 
 
 def has_cpu_build() -> bool:
-    """Whether the vLLM of this environment is the one for CPUs."""
+    """Tell whether the vLLM of this environment is the one for CPUs."""
     return "cpu" in installed_version()
 
 
 def installed_version() -> str:
-    """Of the vLLM of this environment, whichever distribution brought it, with +cpu where it computes on one.
+    """Return the version of this environment's vLLM, whatever its distribution's name; +cpu where it is for CPUs.
 
     "": none is installed.
     """
@@ -54,7 +54,7 @@ def installed_version() -> str:
 
 
 def require_vllm() -> None:
-    """Raises EngineError where vLLM is not installed."""
+    """Raises EngineError: vLLM is not installed."""
     if find_spec("vllm") is None:
         raise EngineError(
             "vLLM is not installed in this environment: `rollfab doctor` says what to type (in a clone: make demo-vllm)"
@@ -62,7 +62,7 @@ def require_vllm() -> None:
 
 
 def import_vllm(*, model: str, log_path: Path | None) -> None:
-    """Prepare for it, then import it: seconds, and lines of its output.
+    """Prepare the environment for vLLM, then import it: takes seconds, and prints lines.
 
     Raises:
         EngineError: it is missing or broken; the text says what to type.

@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors are called, learned without loading it.
+"""Learns what a checkpoint's tensors are called, without loading it.
 
 - Names and shapes are those that the trainer's torch model gives, not those that vLLM fuses them into.
 - The model is built on the meta device: no memory, no arithmetic, so a process that did it may still be forked.
@@ -11,7 +11,7 @@ from .....fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
 
 
 def checkpoint_layout(model_path: str, dtype: str) -> Layout:
-    """The layout of AutoModelForCausalLM.named_parameters(): tied parameters once.
+    """List the tensors of AutoModelForCausalLM.named_parameters() as a layout, tied parameters once.
 
     Args:
         model_path: directory with a config.json, or hub name.
@@ -45,7 +45,7 @@ def checkpoint_layout(model_path: str, dtype: str) -> Layout:
 
 
 def vocabulary_size(model_path: str) -> int:
-    """Token ids that the model knows, from 0. The config must be there: see `checkpoint_layout`."""
+    """Count the token ids that the model knows, from 0. The config must be there: see `checkpoint_layout`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
@@ -53,7 +53,7 @@ def vocabulary_size(model_path: str) -> int:
 
 
 def quantization_of(model_path: str) -> str | None:
-    """How a checkpoint's weights are quantised, as its config says; None: they are not. The config must be there."""
+    """Say how a checkpoint's weights are quantised, by its config; None: they are not. The config must be there."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)

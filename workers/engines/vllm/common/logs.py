@@ -1,4 +1,4 @@
-"""Where the output of a vLLM goes, and what its end was about.
+"""Sends the output of a vLLM to a log, and finds there why it ended.
 
 - All that vLLM's processes write (loggers, warnings, C++) goes to one file, which is only added to. Our own process
   writes where it did: its file descriptors point to the log only while vLLM is imported and its children are started.
@@ -27,7 +27,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\) ?)?(?:([A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?)?")
 EXCEPTION = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:: |$)")
 CRASH = re.compile(r"^(?:Fatal Python error: |terminate called |Segmentation fault|Bus error)")
-# Said by one process of another, whose own words are to be found.
+# One process says this of another, whose own words are the ones to find.
 HEARSAY = re.compile(
     r"see (?:root cause|stack trace)|(?:core|WorkerProc) initialization failed|output_handler failed", re.IGNORECASE
 )
@@ -37,7 +37,7 @@ VALIDATION_ENDS = re.compile(r"\s*\[type=value_error,.*?input_type=\w+\]|\s*For 
 
 @contextlib.contextmanager
 def output_into(path: Path | None) -> Iterator[None]:
-    """Around the start of a vLLM: what is written meanwhile, and by its processes as long as they live, is logged.
+    """Log what is written in this block, which starts a vLLM, and what its processes write as long as they live.
 
     Meanwhile nothing else may run in this process that means to be seen.
 
@@ -82,7 +82,7 @@ def _flush() -> None:
 
 
 def _send_loggers(path: Path) -> None:
-    """vLLM's loggers of this process write there too from now on."""
+    """Have vLLM's loggers of this process write there, too, from now on."""
     for handler in logging.getLogger("vllm").handlers:
         if isinstance(handler, logging.StreamHandler):
             before = handler.setStream(path.open("a"))
@@ -94,7 +94,7 @@ def _send_loggers(path: Path) -> None:
 
 
 def cause_of(error: BaseException | None, path: Path | None) -> str:
-    """What went wrong, in a line: what the error says or, if it only points to another process, what that one said.
+    """Say in a line what went wrong: the error's own words or, if it only points to another process, that one's.
 
     "" if that one said nothing, as one that was killed.
     """
@@ -107,7 +107,7 @@ def cause_of(error: BaseException | None, path: Path | None) -> str:
 
 
 def root_cause(path: Path) -> str:
-    """The last error in the log since vLLM was started; "" if it tells of none."""
+    """Find the last error in the log since vLLM was started; "" if it tells of none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - READ_BYTES_MAX))
@@ -117,7 +117,7 @@ def root_cause(path: Path) -> str:
 
 
 def find_cause(text: str) -> str:
-    """As `root_cause`, in the text of a log: an exception or crash before a line that is only marked as an error."""
+    """Find the cause in the text of a log, as `root_cause`; exceptions and crashes go before lines marked as errors."""
     lines = [_parts(line) for line in COLOUR.sub("", text.rpartition(MARK)[2]).splitlines()]
     exception = error = ""
     for index, (level, words) in enumerate(lines):
@@ -131,14 +131,14 @@ def find_cause(text: str) -> str:
 
 
 def _parts(line: str) -> tuple[str, str]:
-    """Level, or "" where none is told, and what follows it."""
+    """Split a line into its level, or "" where none is told, and what follows."""
     found = PREFIX.match(line)
     assert found is not None, "all of it is optional"
     return found.group(1) or "", line[found.end() :].rstrip()
 
 
 def _rest(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """The further lines of an exception's text."""
+    """Yield the further lines of an exception's text."""
     for level, words in lines:
         if level or not words or words.startswith(("Traceback ", "[rank", "Process ", "The above", "During handling")):
             return
@@ -146,6 +146,6 @@ def _rest(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _shortened(text: str) -> str:
-    """On one line, without what a validator adds for programs."""
+    """Put a text on one line, without what a validator adds for programs."""
     text = VALIDATION_ENDS.sub("", VALIDATION.sub("", " ".join(text.split()))).strip().removeprefix("Value error, ")
     return text.removesuffix(".") if len(text) <= CAUSE_LENGTH_MAX else text[: CAUSE_LENGTH_MAX - 1] + "…"

@@ -3,9 +3,9 @@
 - Where the system has anonymous files (Linux), nobody has to clean up: the memory is gone with the processes that use
   it, however they end. Elsewhere it is a temporary file that its owner removes.
 - Room is reserved when the file is made, so a full machine is an error here and not a crash at some later write.
-- Who is told of a file by its path opens it by `open_shared`: the path may come from somebody else, as an engine in
-  vLLM's development mode takes it from whoever reaches its port. Only a file that a SharedFile made is opened, of the
-  same user, under the name that is due; no other can be read or written by that way.
+- `open_shared` opens a file by a path that may come from somebody else, as an engine in vLLM's development mode takes
+  it from whoever reaches its port. Only a file that a SharedFile made is opened, of the same user, under the name that
+  is due; no other file can be read or written by that way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 async def aside(byte_count: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do it; beside the event loop where it moves many bytes: claims and leases must be renewed meanwhile."""
+    """Do `work`; beside the event loop where it moves many bytes, for claims and leases must be renewed meanwhile."""
     if byte_count < LARGE_BYTES:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
@@ -42,7 +42,7 @@ class SharedFile:
     """A new file of zeros. path: how another process of this machine opens it while the owner lives."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Raises OSError when there is no room."""
+        """Raises OSError: there is no room."""
         if hasattr(os, "memfd_create"):
             self._handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self.path = Path(f"/proc/{os.getpid()}/fd/{self._handle}")
@@ -61,13 +61,13 @@ class SharedFile:
             raise
 
     def write(self, data: bytes | memoryview, start: int = 0) -> None:
-        """Fill it from `start`, in bytes."""
+        """Fill the file from `start`, in bytes."""
         view, done = memoryview(data), 0
         while done < len(view):
             done += os.pwrite(self._handle, view[done:], start + done)
 
     def close(self) -> None:
-        """Let go of it; whoever has it mapped keeps it."""
+        """Let go of the file; whoever has it mapped keeps it."""
         if not self._is_open:
             return
         self._is_open = False
@@ -77,7 +77,7 @@ class SharedFile:
 
 
 def open_shared(path: str | Path, name: str, *, is_written: bool = False) -> int:
-    """A descriptor of the SharedFile of that name and path, which another process of this user has; the caller's.
+    """Open the SharedFile of that name and path, of another process of this user; returns a descriptor to close.
 
     Raises:
         WeightError: it is another thing, of which nothing was read or written.
@@ -102,7 +102,7 @@ def open_shared(path: str | Path, name: str, *, is_written: bool = False) -> int
 
 
 def _is_sealed(handle: int) -> bool:
-    """Whether it is an anonymous file whose size stays; no other kind of file knows seals."""
+    """Tell whether a handle is of an anonymous file whose size stays; no other kind of file knows seals."""
     try:
         return fcntl.fcntl(handle, GET_SEALS) & SIZE_SEALS == SIZE_SEALS
     except OSError:

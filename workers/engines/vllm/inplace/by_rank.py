@@ -1,15 +1,17 @@
-"""The ranks of a vLLM, one or several, asked to stage their parts of a version; see ranks.Ranks.
+"""Asks the ranks of a vLLM, one or several, to stage their parts of a version; see ranks.Ranks.
 
 - The ranks are told by one short call between two steps; they read, decode and answer while vLLM generates. The commit
   is another: its ticket.
-- What this process holds decoded, whole versions of others for one, goes the same way: as a parcel (arena.py).
+- What this process holds decoded (a whole version from another worker, say) goes the same way, as a parcel (arena.py).
 - A rank that fails, is gone, or is silent for too long leaves every rank where it is.
 - For ranks on this machine: others could open neither a version's file nor the directory of the answers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
@@ -50,15 +52,15 @@ class RankDoor(Protocol):
 
     @property
     def rank_count(self) -> int:
-        """Processes that hold parts of the model; 0: it is not one model's ranks that would answer."""
+        """Processes that hold parts of the model; 0: no ranks of one model would answer."""
         ...
 
     def check(self) -> None:
-        """See Door."""
+        """Raise EngineError if the vLLM is gone, see Door."""
         ...
 
     async def update(self, information: dict[str, Any], what: str, version: int | None = None) -> None:
-        """One weight update on every rank (transfer.UpdateInfo); afterwards the weights are called `version`.
+        """Make one weight update on every rank (transfer.UpdateInfo); afterwards the weights are called `version`.
 
         Raises:
             EngineError: beginning with `what`.
@@ -67,7 +69,7 @@ class RankDoor(Protocol):
 
 
 async def ranks_of(door: Door, between: Callable[[Write], Awaitable[None]], commit: Commit) -> VllmRanks | None:
-    """The ranks of a vLLM, if their parts are known to make up the model; see VllmRanks."""
+    """Return the ranks of a vLLM if their parts are known to make up the model, see VllmRanks; else None."""
     if not isinstance(door, RankDoor) or door.abilities.weights != "deltas" or not door.rank_count:
         return None
     made = VllmRanks(door, door.facts.layout, between, commit)
@@ -80,7 +82,7 @@ async def ranks_of(door: Door, between: Callable[[Write], Awaitable[None]], comm
 
 
 class VllmRanks:
-    """See ranks.Ranks.
+    """Stages a vLLM's versions by its ranks, see ranks.Ranks.
 
     Args:
         layout: of the model.
@@ -97,7 +99,8 @@ class VllmRanks:
         self._between = between
         self._commit = commit
         self._clock = SystemClock()
-        self._tickets = map(str, count(1))
+        mine = secrets.token_hex(8)  # no other worker's, whom the same server would obey
+        self._tickets = (f"{mine}-{number}" for number in count(1))
         self._ticket = ""  # of what the ranks have staged, or are staging
         self._stop_count = 0
 
@@ -107,16 +110,21 @@ class VllmRanks:
         Raises:
             EngineError, WeightError, LayoutMismatch: this model is not one to stage by ranks.
         """
-        rows = [row for vote in await self._told(-1, ANSWER_S) for row in vote.regions.tolist()]
-        check_regions(self._layout, {Region(*row) for row in rows})
+        votes = await self._told(-1)
+
+        def check() -> None:
+            check_regions(self._layout, {Region(*row) for vote in votes for row in vote.regions.tolist()})
+
+        await asyncio.to_thread(check)
 
     async def live_sums(self) -> Sums:
-        """Raises also EngineError."""
-        limit_s = ANSWER_S + self._layout.byte_count / BYTES_PER_S_MIN
-        return state_of(await self._told(0, limit_s), self._layout)
+        """Sum what is live on all ranks. Raises as Ranks, and EngineError."""
+        votes = await self._told(0)
+        return await asyncio.to_thread(state_of, votes, self._layout)
 
-    async def _told(self, have: int, limit_s: float) -> list[Vote]:
-        """What all ranks tell of their parts."""
+    async def _told(self, have: int) -> list[Vote]:
+        """Ask all ranks to tell of their parts, which they have to walk through."""
+        limit_s = ANSWER_S + self._layout.byte_count / BYTES_PER_S_MIN
         order = StageOrder(ticket=next(self._tickets), have=have, files=[], answers="")
         votes, cause = await self._ask(order, limit_s)
         wrong = [vote.error for vote in votes if vote.error]
@@ -161,13 +169,13 @@ class VllmRanks:
     async def _staged(
         self, order: StageOrder, version: int, limit_s: float, check: Callable[..., None]
     ) -> Sequence[Vote]:
-        """Votes that `check` has nothing against."""
+        """Have the ranks stage, and return the votes if `check` accepts them."""
         try:
             votes, cause = await self._ask(order, limit_s)
         except EngineError as error:
             raise WeightError(f"version {version} was not staged: {error}", version=version) from error
         try:
-            check(votes, rank_count=self._rank_count)
+            await asyncio.to_thread(partial(check, votes, rank_count=self._rank_count))
         except WeightError as error:
             if cause is None:
                 raise
@@ -175,7 +183,7 @@ class VllmRanks:
         return votes
 
     async def stop(self) -> None:
-        """What is being staged is given up: no rank reads live weights afterwards, until it is asked again."""
+        """Give up what is being staged: no rank reads live weights afterwards, until it is asked again."""
         self._stop_count += 1
         await self._door.update({"stop": True}, "vLLM's ranks did not stop staging")
 
@@ -185,7 +193,7 @@ class VllmRanks:
         return await self._commit(staged.version, self.writing(staged), turns, may_reuse_prefix)
 
     def writing(self, staged: StagedByRanks) -> Write:
-        """What has every rank write its part; called while the engine is held."""
+        """Return the call that has every rank write its part; it is made while the engine is held."""
 
         async def write() -> None:
             if staged.ticket != self._ticket:
@@ -196,7 +204,7 @@ class VllmRanks:
         return write
 
     async def _ask(self, order: StageOrder, limit_s: float) -> tuple[list[Vote], EngineError | None]:
-        """Votes within the limit, and why vLLM gives no more of them; asked again where they were stopped meanwhile.
+        """Ask the ranks, again if `stop` ended it; returns their votes, and why vLLM gives no more of them.
 
         `answers` is filled in here.
         """
@@ -207,7 +215,8 @@ class VllmRanks:
                 return told
 
     async def _ask_once(self, order: StageOrder, limit_s: float) -> tuple[list[Vote], EngineError | None]:
-        with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as directory:
+        # A rank may put its answer in while we remove it: that must not take the place of a cancellation
+        with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX, ignore_cleanup_errors=True) as directory:
 
             async def tell() -> None:
                 self._ticket = order.ticket
@@ -225,7 +234,7 @@ class VllmRanks:
             try:
                 self._door.check()
             except EngineError as error:
-                return read_answers(directory), error
+                return await asyncio.to_thread(read_answers, directory), error
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S_MAX)
-        return read_answers(directory), None
+        return await asyncio.to_thread(read_answers, directory), None  # large ones take a good part of a second

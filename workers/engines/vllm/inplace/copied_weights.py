@@ -1,9 +1,10 @@
-"""Whether vLLM computes with the weights that its loader writes, or with copies made from them after loading.
+"""Checks whether vLLM computes with the weights that its loader writes, or with copies made from them after loading.
 
 - A write into a parameter that nothing reads is ignored without a word. So only layers known to compute with the
   parameter itself are accepted; any other is refused, by name, before the first write.
 - Some attention layers keep tensors made from a weight (latent attention its absorbed matrices, some kernels their
-  sinks in float32). Their own code makes them again after every commit, in place.
+  sinks in float32). Their own code makes them again within every commit, in place and without taking memory; where it
+  would take some, the layer is refused, as a commit that finds none would end half-way.
 - The mixture-of-experts and GPU branches are read from vLLM's source and unverified on a GPU.
 """
 
@@ -25,11 +26,16 @@ from .....fabric.contract.errors import EngineUnsupported
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 PLAIN_MOE = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)  # the others reorder the weights
 AMX = "AMXMLAImpl"  # latent attention of CPUs with AMX, which vLLM takes by itself
+TAKES_MEMORY = {  # what latent attention may be told, each with its cure
+    "dcp_q_replicate": "--no-dcp-q-replicate",
+    "is_aiter_triton_fp4_bmm_enabled": "VLLM_ROCM_USE_AITER_FP4BMM=0",
+    "is_aiter_triton_fp8_bmm_enabled": "VLLM_ROCM_USE_AITER_FP8BMM=0",
+}
 ATTENTION = tuple(kind.process_weights_after_loading for kind in (Attention, MLAAttention, MMEncoderAttention))
 
 
 def check_live(model: torch.nn.Module) -> None:
-    """Every layer computes with its parameters themselves.
+    """Require that every layer computes with its parameters themselves.
 
     Raises:
         EngineUnsupported: names the first that does not, and the cure.
@@ -45,7 +51,7 @@ def check_live(model: torch.nn.Module) -> None:
 
 
 def derived_names(model: torch.nn.Module) -> frozenset[str]:
-    """Parameters that latent attention makes from other ones."""
+    """Name the parameters that latent attention makes from other ones."""
     return frozenset(
         f"{name}.{own}"
         for name, module in model.named_modules()
@@ -55,7 +61,10 @@ def derived_names(model: torch.nn.Module) -> frozenset[str]:
 
 
 def derive_again(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """After a write: have attention layers make again what they keep of a weight, at the same addresses.
+    """Have attention layers make again what they keep of a weight, at the same addresses; called after a write.
+
+    Takes no memory but a few bytes a layer: of weights of this dtype, latent attention copies views
+    (`MLAAttention.process_weights_after_loading`, `replace_parameter` in vLLM 0.32).
 
     Args:
         dtype: what vLLM computes in.
@@ -96,10 +105,17 @@ def _transformed(module: Any) -> str:
         )
     if isinstance(method, QuantizeMethodBase) and not _is_plain(method):
         return f"its weights are transformed by {type(method).__name__}. Serve the model unquantised"
+    if isinstance(module, MLAAttention):
+        return _takes_memory(module)
     process = getattr(type(module), "process_weights_after_loading", None)
     if process is not None and process not in ATTENTION:
         return f"{type(module).__name__} computes with tensors that it makes from its weights after loading"
     return ""
+
+
+def _takes_memory(latent: Any) -> str:
+    cure = next((cure for name, cure in TAKES_MEMORY.items() if getattr(latent, name, False)), "")
+    return f"it would take memory within every commit. Start vLLM with {cure}" if cure else ""
 
 
 def _is_plain(method: QuantizeMethodBase) -> bool:

@@ -1,4 +1,4 @@
-"""A way between host memory and one rank's device, beside what the device computes; and live weights read by it.
+"""Moves data between host memory and one rank's device, beside what the device computes, and reads live weights so.
 
 - On a GPU: a stream of its own, and pinned memory, so that copies hold up neither the engine's stream nor its thread.
 - On a CPU the same calls move nothing, or plain memory. Only there has this code been run.
@@ -25,7 +25,7 @@ SUM_ELEMENTS = 4 << 20  # at a time: 200 MB of temporaries, and few launches bes
 
 
 class Lane:
-    """Of one device. stream: by default a new one where there are streams."""
+    """The lane to one device. stream: by default a new one where there are streams."""
 
     def __init__(self, device: torch.device, stream: Any = None) -> None:
         self.device = device
@@ -38,16 +38,16 @@ class Lane:
         return self._stream is not None
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Whatever is asked of the device inside goes beside the engine's own work."""
+        """Return a context in which whatever is asked of the device goes beside the engine's own work."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Return once all of it is done."""
+        """Wait until all of that is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new host memory, by which copies to and from the device need no thread to wait."""
+        """Return new host memory, with which copies to and from the device need no thread to wait."""
         return torch.empty(count, dtype=dtype, pin_memory=self.pins)
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
@@ -68,12 +68,12 @@ class Lane:
         return host
 
     def places(self, positions: NDArray[np.int64], element_count: int) -> torch.Tensor:
-        """Return positions in a tensor of so many elements on the device, as narrow as they may be."""
+        """Return positions in a tensor of `element_count` elements on the device, as narrow as they may be."""
         return self.up(torch.from_numpy(positions.astype(np.int32 if element_count <= INT32_MAX else np.int64)))
 
 
 class LiveBits:
-    """Stored bits of one tensor of a rank, which a stage reads (stage.Live): what is asked for comes to the host.
+    """Stored bits of one tensor of a rank, which a stage reads (stage.Live): what it asks for comes to the host.
 
     Args:
         flat: the live memory, as integers.
@@ -101,7 +101,7 @@ class LiveBits:
 
 
 class DeviceBits(LiveBits):
-    """Those of a tensor on a device: nothing of it comes to the host to be summed (stage.LiveElsewhere)."""
+    """Stored bits of a tensor on a device: nothing of it comes to the host to be summed (stage.LiveElsewhere)."""
 
     def slice_sum(self, key: int, one: ShardSlice) -> int:
         total = 0

@@ -1,4 +1,4 @@
-"""How vLLM's own loader places a checkpoint, found by watching it load tensors that have a form but no content.
+"""Finds how vLLM's own loader places a checkpoint, by watching it load tensors that have a form but no content.
 
 - Every architecture, fused, sharded or padded, has one truth: its `load_weights`. It runs once with meta tensors; the
   copies that it would make into live memory are recorded, and none is made.
@@ -122,7 +122,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _target(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """The live memory that an operation would write."""
+        """Return the live memory that an operation would write; None: it writes none."""
         if not func._schema.is_mutable:
             return None
         for place, argument in enumerate(func._schema.arguments):
@@ -135,7 +135,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memories(model: Any, derived: Collection[str]) -> dict[int, Memory]:
-    """By key. Memory has the name of its first parameter; a derived one that is a view of another one comes last."""
+    """Collect the model's memories by key.
+
+    Each has the name of its first parameter; a derived view of another comes last.
+    """
     memories: dict[int, Memory] = {}
     parameters = [(name, tensor, True) for name, tensor in model.named_parameters()]
     buffers = [(name, tensor, False) for name, tensor in model.named_buffers()]
@@ -177,7 +180,7 @@ def _load(model: Any, tensors: Tensors, watch: _Watch) -> None:
 def _check_memory(
     key: int, memory: Memory, pieces: Mapping[str, list[Piece]], fills: list[tuple[torch.Tensor, float]]
 ) -> list[Padding]:
-    """Each element of a parameter is written by one tensor, or is padding, which is returned."""
+    """Require that each element of a parameter is written by one tensor, or is padding; returns the padding."""
     written = torch.zeros(memory.flat.numel(), dtype=torch.bool)
     for name, own in pieces.items():
         for piece in own:

@@ -1,8 +1,8 @@
-"""Keeping weights where a write changes what is computed.
+"""Keeps a CPU engine's weights where a write changes what is computed.
 
 - On a CPU vLLM packs each linear layer's weight for its kernels after loading, and drops the weight: there is nothing
-  left to write. Engines with our weight transfer keep the weight. What a commit changes of it is packed beside the old
-  one while the engine generates, and the commit only switches.
+  left to write. Engines with our weight transfer keep the weight. The part that a commit changes is packed beside the
+  old one while the engine generates, and the commit only switches.
 - torch's own `linear` over the live weight would do without packing, but takes twice the time, and computes other bits
   for a batch than for one request.
 - Engines without our transfer, in the same process or another, are as they were.
@@ -23,27 +23,27 @@ PRIMITIVES_KEPT = 32  # shapes of input that a layer's kernels stay compiled for
 
 
 class PackedLinear:
-    """oneDNN over a packed copy of a layer's weight (out, in)."""
+    """Computes with oneDNN over a packed copy of a layer's weight (out, in)."""
 
     def __init__(self, weight: Any) -> None:
         self.handler = packed(weight)
 
     def __call__(self, x: Any, weight: Any, bias: Any) -> Any:
-        """x (…, in) → (…, out)."""
+        """Multiply: x (…, in) → (…, out)."""
         from vllm import _custom_ops as ops
 
         return ops.onednn_mm(self.handler, x, bias)
 
 
 def packed(weight: Any) -> Any:
-    """Return what oneDNN computes with, of what `weight` holds now."""
+    """Pack what `weight` holds now, for oneDNN to compute with."""
     from vllm import _custom_ops as ops
 
     return ops.create_onednn_mm(weight.t(), PRIMITIVES_KEPT)
 
 
 def packed_beside(model: Any, prepared: Prepared, go_on: GoOn) -> Callable[[], None]:
-    """Pack every layer that a commit changes, as it will be. The result, when called, has them compute with that."""
+    """Pack each layer that a commit changes, as it will be; the result, when called, switches the layers to that."""
     found = []
     for module in model.modules():
         linear = getattr(module, "cpu_linear", None)
@@ -61,7 +61,7 @@ def packed_beside(model: Any, prepared: Prepared, go_on: GoOn) -> Callable[[], N
 
 
 def pack_again(model: Any) -> None:
-    """After a write that was none of our commits."""
+    """Pack every layer's weight again, after a write that was none of our commits."""
     for module in model.modules():
         linear = getattr(module, "cpu_linear", None)
         if isinstance(linear, PackedLinear):
@@ -69,9 +69,9 @@ def pack_again(model: Any) -> None:
 
 
 def keep_weights_live() -> None:
-    """Call in every process of vLLM before a model is loaded; may be called again.
+    """Have vLLM keep linear weights beside what is packed of them, in engines whose weight transfer is ours.
 
-    Layers of an engine whose weight transfer backend is ours keep their weight beside what is packed of it.
+    Call in every process of vLLM before a model is loaded; may be called again.
     """
     from vllm.platforms import current_platform
 
@@ -102,7 +102,7 @@ def keep_weights_live() -> None:
 
 
 def _pack_after_reloads() -> None:
-    """vLLM's own reloading of a checkpoint forgets an output layer that is tied to the embedding."""
+    """Pack again after vLLM's own reloading of a checkpoint, which forgets an output layer tied to the embedding."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     reload_weights = CPUModelRunner.reload_weights

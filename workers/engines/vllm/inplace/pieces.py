@@ -1,4 +1,4 @@
-"""Where the elements of a checkpoint tensor live: strided pieces, each a part of the tensor and its place in memory.
+"""Describes where the elements of a checkpoint tensor live: in strided pieces, each a part of it and a place in memory.
 
 - Offsets and strides count elements. The source side is the flat checkpoint tensor, the target side a flat view of
   the memory of one live parameter.
@@ -20,7 +20,7 @@ INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # byt
 
 
 def integers(array: NDArray[Any]) -> torch.Tensor:
-    """The same memory as signed integers, which torch has every operation for."""
+    """Return the same memory as signed integers, which torch has every operation for."""
     return torch.from_numpy(array.view(np.dtype(f"<i{array.itemsize}")))
 
 
@@ -37,11 +37,11 @@ class Piece:
 
     @property
     def element_count(self) -> int:
-        """Elements that it places."""
+        """The elements that it places."""
         return math.prod(self.shape)
 
     def targets(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where flat source indices go.
+        """Compute where flat source indices go.
 
         Args:
             indices: int64 (N,), each at least 0.
@@ -62,16 +62,16 @@ class Piece:
         return inside & (rest == 0), target
 
     def source(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of a flat checkpoint tensor, as a view."""
+        """Return the piece's part of a flat checkpoint tensor, as a view."""
         return flat.as_strided(self.shape, self.source_strides, self.source_offset)
 
     def target(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its place in the flat view of the memory, as a view."""
+        """Return the piece's place in the flat view of the memory, as a view."""
         return flat.as_strided(self.shape, self.target_strides, self.target_offset)
 
 
 def piece_of(memory: int, source: torch.Tensor, target: torch.Tensor) -> Piece | None:
-    """The piece that `target.copy_(source)` is, or None when it copies nothing.
+    """Describe `target.copy_(source)` as a piece; None: it copies nothing.
 
     Args:
         source: a view of a contiguous checkpoint tensor that is the whole of its storage; only its form is used.
@@ -106,7 +106,7 @@ def piece_of(memory: int, source: torch.Tensor, target: torch.Tensor) -> Piece |
 
 
 def _merge(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Dimensions that are one stretch on both sides become one: most pieces end as a single one."""
+    """Merge dimensions that are one stretch on both sides: most pieces end with a single one."""
     merged: list[tuple[int, int, int]] = []
     for source_stride, target_stride, length in rows:
         if merged and merged[-1][:2] == (source_stride * length, target_stride * length):

@@ -1,7 +1,7 @@
 """A model's tensors in the live memory of one rank: where they are, element by element, and read as stored bits.
 
 - Addresses never change; bits are moved as integers, so NaN payloads, signed zeros and denormals are exact.
-- Nothing is checked here but what `check_covered` says; it is written by prepared.py.
+- Nothing is checked here but what `check_covered` says; prepared.py writes.
 - The code is the same for every device; only on a CPU has it been run.
 """
 
@@ -20,12 +20,12 @@ Coverage = Mapping[str, Sequence[Piece] | None]  # pieces of a tensor on one ran
 
 
 def memory_key(tensor: torch.Tensor) -> int:
-    """The same for all views of one memory, with content or without; its own while one of them lives."""
+    """Return a key that all views of one memory share, with content or without, and no other memory while one lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def whole_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor is a view of, as integers as wide as its elements."""
+    """Return all of the memory that a tensor is a view of, as integers as wide as its elements."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=INTEGER[tensor.dtype.itemsize], device=tensor.device)
     return flat.set_(storage, 0, (storage.nbytes() // tensor.dtype.itemsize,), (1,))
@@ -52,7 +52,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each tensor of the layout lives on this rank: its pieces, by name; none, if other ranks have it."""
+    """The place of each tensor of the layout on this rank: its pieces, by name; none if other ranks have it."""
 
     layout: Layout
     memories: Mapping[int, Memory]
@@ -72,7 +72,7 @@ class Placement:
             memory.flat.index_fill_(0, row.positions.to(memory.flat.device), int(bits))
 
     def coverage(self) -> Coverage:
-        """What this rank has, small enough to be told to the others."""
+        """Return what this rank has, small enough to be told to the others."""
         return {spec.name: self._part(spec) for spec in self.layout.tensors}
 
     def _part(self, spec: TensorSpec) -> Sequence[Piece] | None:
@@ -81,7 +81,7 @@ class Placement:
 
 
 def check_covered(layout: Layout, ranks: Sequence[Coverage]) -> None:
-    """Every element of every tensor has a place on some rank.
+    """Require that every element of every tensor has a place on some rank.
 
     Raises:
         LayoutMismatch: names the first tensor that has not.

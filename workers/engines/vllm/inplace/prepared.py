@@ -31,7 +31,7 @@ class Put:
     values: torch.Tensor
 
     def write(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Write into `target`, of the form of our own. scratch: int64, on the device."""
+        """Write into `target`, which has the form of our own. scratch: int64, on the device."""
         if self.positions is None:
             target.copy_(self.values, non_blocking=True)
             return
@@ -57,7 +57,7 @@ class Prepared:
     switch: Callable[[], None] = lambda: None
 
     def write(self) -> None:
-        """Write it in place; may be repeated."""
+        """Write the commit in place; may be repeated."""
         for put in self.puts:
             put.write(put.target, self.scratch)
         self.switch()

@@ -1,6 +1,6 @@
-"""What the ranks of a vLLM are asked to stage, and what they answer, by files: generation is not held up for it.
+"""Writes and reads stage orders and the ranks' answers to them, as files: generation is not held up for them.
 
-An answer is one file in a directory of the one who asked, named by rank, and there only once it is complete.
+An answer is one file in the asker's directory, named by rank, and there only once it is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIRECTORY_PREFIX = "rollfab-answers-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """What every rank is asked.
+    """The order that every rank is given.
 
     files: of VersionFiles; none: only tell your part, and the sums of what is live. have: the version that is live; -1:
     none. parcel: a commit's file, to stage in place of versions; `have` is then its name. answers: a directory. ticket:
@@ -40,7 +40,7 @@ class StageOrder:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> StageOrder:
-        """The order that asdict makes such a row of."""
+        """Read an order from the row that asdict makes of it."""
         files, parcel = row["files"], str(row.get("parcel", ""))
         return cls(
             ticket=str(row["ticket"]), have=int(row["have"]), files=files, answers=str(row["answers"]), parcel=parcel
@@ -63,7 +63,7 @@ def check_directory(directory: Path) -> None:
 
 
 def give_answer(directory: Path, vote: Vote) -> None:
-    """Raises OSError: nobody waits for it any more."""
+    """Write a rank's answer. Raises OSError: nobody waits for it any more."""
     row = asdict(vote) | {"regions": vote.regions.tolist(), "sums": vote.sums.tolist()}
     unfinished = directory / f"{vote.rank}{UNFINISHED}"
     unfinished.write_bytes(orjson.dumps(row))
@@ -71,12 +71,12 @@ def give_answer(directory: Path, vote: Vote) -> None:
 
 
 def answer_count(directory: Path) -> int:
-    """How many are there."""
+    """Count the answers that are there."""
     return len(_paths(directory))
 
 
 def read_answers(directory: Path) -> list[Vote]:
-    """All that are there, by rank. Raises WireError: one is damaged."""
+    """Read all answers that are there, by rank. Raises WireError: one is damaged."""
     return sorted(map(_read, _paths(directory)), key=lambda vote: vote.rank)
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of a model, in vLLM's worker process: staged in a thread beside the live weights, then committed.
+"""Stages one rank's part of a model in a thread beside the live weights, in vLLM's worker process, then commits it.
 
 - The thread only reads live weights, and of them only what it needs (lane.py); only a commit writes them, and it comes
   after the rank's answer. It ends before the weights' memory may go (`stop`).
@@ -36,7 +36,7 @@ from ..common.shared import open_shared
 from .lane import DeviceBits, Lane, LiveBits
 from .pieces import Piece
 from .placement import Placement
-from .prepared import Layers, Prepared, checkpoint_puts, local_puts, prepare
+from .prepared import GoOn, Layers, Prepared, checkpoint_puts, local_puts, prepare
 from .rank_answers import StageOrder, give_answer
 from .version_files import MappedVersion
 
@@ -48,7 +48,7 @@ REST_S_MAX = 0.001
 
 
 def no_layers(prepared: Prepared, go_on: Callable[[], None]) -> Callable[[], None]:
-    """Every layer computes with its weights themselves."""
+    """Pack nothing: every layer computes with its weights themselves."""
     return lambda: None
 
 
@@ -72,7 +72,7 @@ class Pace:
 
 
 class RankPart:
-    """What rank `rank` holds of a model. layers: see prepared.Layers."""
+    """The part of a model that rank `rank` holds. layers: see prepared.Layers."""
 
     def __init__(
         self, placement: Placement, rank: int, *, layers: Layers = no_layers, lane: Lane | None = None
@@ -99,7 +99,7 @@ class RankPart:
         self.stop()
         self.forget(order.ticket)
         try:
-            # Now: later who asked may have closed the files.
+            # Mapped now: by the time the thread runs, the asker may have closed the files.
             versions = [MappedVersion(path) for path in order.files]
             parcel = mapped_parcel(order.parcel) if order.parcel else None
         except Exception as error:  # whatever it is, the others wait for this rank's answer
@@ -122,7 +122,7 @@ class RankPart:
             thread.join()
 
     def problem(self, ticket: str) -> str:
-        """Why what was staged under this ticket cannot be committed; "": it can."""
+        """Say why what was staged under this ticket cannot be committed; "" if it can."""
         with self._lock:
             is_staged = self._staged is not None and ticket == self._ticket
         return "" if is_staged else f"rank {self._rank} has not staged what it is to commit: stage it again"
@@ -141,14 +141,18 @@ class RankPart:
         self.forget()
         self._version, self._sums = (-1, None) if staged.sums is None else (staged.version, staged.sums)
 
-    def prepare_writes(self, writes: Writes, version: int = -1) -> Prepared:
-        """A commit of writes by the checkpoint's names, ready.
+    def prepare_writes(self, writes: Writes, version: int = -1, go_on: GoOn = lambda: None) -> Prepared:
+        """Make a commit of writes by the checkpoint's names, ready to be written.
 
         Raises:
             LayoutMismatch: they are not this model's.
         """
         check_writes(self._placement.layout, writes)
-        return prepare(version, list(checkpoint_puts(self._placement, writes, self._lane)), self._lane, self._layers)
+        puts = []
+        for put in checkpoint_puts(self._placement, writes, self._lane):
+            puts.append(put)
+            go_on()
+        return prepare(version, puts, self._lane, self._layers, go_on=go_on)
 
     def take(self, writes: Writes) -> Callable[[], None]:
         """Prepare writes that nobody has ordered; the result, when called, commits them."""
@@ -163,12 +167,12 @@ class RankPart:
         return commit
 
     def forget(self, ticket: str = "") -> None:
-        """Whatever is staged, or being staged, is void. ticket: of what comes next."""
+        """Make void whatever is staged, or being staged. ticket: of what comes next."""
         with self._lock:
             self._ticket, self._staged = ticket, None
 
     def work(self, order: StageOrder, versions: Sequence[MappedVersion], parcel: Writes | None) -> None:
-        """What the thread does: stage, keep it, answer."""
+        """Stage, keep what is staged, and answer; this is what the thread does."""
         try:
             with torch.no_grad(), self._lane.aside():
                 staged, told = self._work(order, versions, parcel)
@@ -186,15 +190,14 @@ class RankPart:
     def _work(
         self, order: StageOrder, versions: Sequence[MappedVersion], parcel: Writes | None
     ) -> tuple[Prepared, Vote]:
-        if parcel is not None:
-            return self.prepare_writes(parcel, order.have), Vote.of_none(self._rank, order.have)
-
         pace = Pace()
 
         def go_on() -> None:
             self._go_on(order)
             pace.rest()
 
+        if parcel is not None:
+            return self.prepare_writes(parcel, order.have, go_on), Vote.of_none(self._rank, order.have)
         kind = LiveBits if self._lane.device.type == "cpu" else DeviceBits
         live = {
             spec.name: kind(self._memories[spec.name][1].flat, spec.bits_dtype, self._lane, go_on)
@@ -222,7 +225,7 @@ def stand_aside(lane: Lane) -> None:
     """Compute in this thread alone, on any core that the engine has: on a CPU, its own core and helpers are busy."""
     if lane.device.type != "cpu":
         return
-    torch.set_num_threads(1)
+    torch._C.set_num_threads(1)  # vLLM has put a function in the place of torch's own that only warns
     if hasattr(os, "sched_setaffinity"):
         threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
         os.sched_setaffinity(0, set().union(*map(_cores, threads)))
@@ -236,7 +239,7 @@ def _cores(thread: int) -> set[int]:
 
 
 def mapped_parcel(path: str) -> Writes:
-    """The writes of a parcel's file.
+    """Read the writes of a parcel's file.
 
     Raises:
         WeightError, WireError: it is none. OSError: it is not on this machine, or gone.
@@ -250,7 +253,7 @@ def mapped_parcel(path: str) -> Writes:
 
 # ---------------------------------------------------------------- rank map
 #
-# What a rank of vLLM holds, as a map by which it can fetch and stage its own part (fabric/versions/rank_parts.py).
+# The map of a rank of vLLM, by which it can fetch and stage its own part (fabric/versions/rank_parts.py).
 #
 # - Made from the recorded placement, so it is what vLLM's own loader does, whatever the architecture.
 # - The rank's own tensors have the names of its parameters; padding is part of them, and nobody's slice.
@@ -258,7 +261,7 @@ def mapped_parcel(path: str) -> Writes:
 
 
 def shard_map(placement: Placement) -> ShardMap:
-    """The map of one rank; checked.
+    """Make the map of one rank, and check it.
 
     Raises:
         LayoutMismatch: two tensors share a place.
@@ -277,7 +280,7 @@ def shard_map(placement: Placement) -> ShardMap:
 
 
 def _slices(number: int, piece: Piece, target: str) -> Iterator[ShardSlice]:
-    """A piece as equal runs; one slice for each place in the dimensions further out than those."""
+    """Cut a piece into equal runs: one slice for each place in the dimensions further out than those."""
     dims = list(zip(piece.shape, piece.source_strides, piece.target_strides, strict=True))
     run, _, step = dims.pop() if dims and dims[-1][1] == 1 else (1, 1, 1)
     count, stride, target_stride = dims.pop() if dims else (1, run, run)

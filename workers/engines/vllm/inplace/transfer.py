@@ -1,4 +1,4 @@
-"""Weight transfer in vLLM's worker processes: commits from shared memory, written in place, on every rank its part.
+"""Weight transfer in vLLM's worker processes: takes commits from shared memory, and writes each rank's part in place.
 
 - All of a commit is checked before any of it is written: names, dtypes, counts, positions. A bad one changes nothing.
 - All ranks of a model take a commit or none does: they tell one another what is wrong before any writes.
@@ -7,7 +7,7 @@
 - After a commit, vLLM computes with the new weights: setting up refuses every layer that would not (copied_weights.py).
 - Orders may come from anybody who reaches the server's port: of paths only the memory and directories of a worker of
   this user are taken, by what they are and never by where they lie.
-- Caches of what older weights computed (KV, prefixes) are the caller's to reset.
+- The caller resets caches of what older weights computed (KV, prefixes).
 
 vLLM finds the class under the backend name "rollfab" (plugin.py). Tensors are written by the same code on every device;
 it is unverified on a GPU.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -91,6 +91,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         super().__init__(*args, **kwargs)
         self._placement: Placement | None = None
         self._part: RankPart | None = None
+        let_finish_be_repeated()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Find the place of every tensor; may be called again, with another layout.
@@ -99,7 +100,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             LayoutMismatch: vLLM's model is not of this layout.
             EngineUnsupported: it has layers that can not be written in place.
         """
-        self._placement = self._part = None
+        self.shutdown()
         layout = Layout.from_rows(init_info.layout)
         placement: Placement | None = None
         problem = ""
@@ -110,14 +111,15 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         except Exception as error:  # the other ranks wait for what this one tells
             log.warning("weights.set_up_failed", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
-        ranks = _told_by_all((problem, None if placement is None else placement.coverage()))
+        world = get_world_group()
+        ranks = _told_by_all((problem, None if placement is None else placement.coverage()), world)
         problems = [told for told, _ in ranks if told]
         try:
             if problems:
                 raise WeightError(problems[0])
             check_covered(layout, [coverage for _, coverage in ranks if coverage is not None])
         except FabricError:  # the same on every rank
-            if _is_last():
+            if _is_last(world):
                 raise
             return
         assert placement is not None
@@ -125,16 +127,16 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         pack_again(self.model)
         self._placement = placement
         layers = partial(packed_beside, self.model)
-        self._part = RankPart(placement, get_world_group().rank_in_group, layers=layers)
+        self._part = RankPart(placement, world.rank_in_group, layers=layers)
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: parameters keep their memory."""
+        """Do nothing: parameters keep their memory."""
 
     def finish_weight_update(self) -> None:
-        """Nothing to finish: a commit is complete when `receive_weights` returns."""
+        """Do nothing: a commit is complete when `receive_weights` returns."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See receive_weights; whatever goes wrong on any rank is raised on the last, and nothing is written on any."""
+        """Do as `receive_weights` on every rank, or on none; what goes wrong on any rank is raised on the last."""
         problem, finish = "", _nothing
         try:
             finish = self._prepared(self.parse_update_info(update_info))
@@ -142,10 +144,11 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             problem = f"{type(error).__name__}: {error}"
         # Engines of one model that take requests of their own do not stop together: none waits for another
         is_shared = self.parallel_config.data_parallel_size == 1
-        problems = [told for told in (_told_by_all(problem) if is_shared else [problem]) if told]
+        group = get_world_group() if is_shared else get_tp_group()
+        problems = [told for told in _told_by_all(problem, group) if told]
         if not problems:
             finish()
-        elif _is_last() or not is_shared:
+        elif _is_last(group):
             raise WeightError(problems[0])
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -157,7 +160,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._prepared(update_info)()
 
     def _prepared(self, update_info: UpdateInfo) -> Callable[[], None]:
-        """All that may fail is done; the result does the rest."""
+        """Do all that may fail, and return the call that does the rest."""
         if self._placement is None or self._part is None:
             raise WeightError("weight transfer is not set up: call init_weight_transfer_engine with a layout first")
         if update_info.export is not None:
@@ -183,7 +186,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         torch.accelerator.synchronize()
 
     def shutdown(self) -> None:
-        """Let go of the model's memory."""
+        """Let go of the model's memory; a thread that stages ends first."""
         if self._part is not None:
             self._part.stop()
         self._placement = self._part = None
@@ -211,9 +214,8 @@ def _export(placement: Placement, path: Path) -> None:
         placement.read(name, integers(bits))
 
 
-def _told_by_all(mine: T) -> list[T]:
-    """What every rank of the model tells, in rank order; all must call it."""
-    group = get_world_group()
+def _told_by_all(mine: T, group: Any) -> list[T]:
+    """Gather what every rank of a group tells, in rank order; all of them must call it."""
     if group.world_size == 1:
         return [mine]
     told: list[Any] = [None] * group.world_size
@@ -221,6 +223,25 @@ def _told_by_all(mine: T) -> list[T]:
     return told
 
 
-def _is_last() -> bool:
-    group = get_world_group()
+def _is_last(group: Any) -> bool:
     return bool(group.rank_in_group == group.world_size - 1)
+
+
+def let_finish_be_repeated() -> None:
+    """Have this process' worker take an end of a weight update also where none has begun. May be called again.
+
+    A worker of ours that attaches to a server ends what another may have left half done. vLLM refuses that on every
+    rank, and reads one refusal: the others would be taken for answers to later questions.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    finish = Worker.finish_weight_update
+    if getattr(finish, "may_be_repeated", False):
+        return
+
+    def finish_if_begun(worker: Any) -> None:
+        if worker._weight_update_active or not isinstance(worker.weight_transfer_engine, Transfer):
+            finish(worker)
+
+    finish_if_begun.may_be_repeated = True  # type: ignore[attr-defined]
+    Worker.finish_weight_update = finish_if_begun

@@ -27,7 +27,7 @@ VERSION = "rollfab-version"  # name of the files
 
 
 class VersionFiles:
-    """See ranks.Gathering. layout: of the engine."""
+    """Keeps a gathering's versions, see ranks.Gathering. layout: of the engine."""
 
     def __init__(self, layout: Layout) -> None:
         self.manifests: list[WeightManifest] = []
@@ -37,7 +37,7 @@ class VersionFiles:
 
     @property
     def paths(self) -> list[str]:
-        """How a rank opens them, while this process has them."""
+        """The paths by which a rank opens them, while this process has them."""
         return [str(file.path) for file in self._files]
 
     def begin(self, manifest: WeightManifest) -> None:
@@ -64,18 +64,18 @@ class VersionFiles:
         self._place = HEAD.size + len(packed)
 
     def feed(self, data: bytes) -> None:
-        """The next chunk."""
+        """Write the next chunk."""
         self._files[-1].write(data, self._place)
         self._place += len(data)
 
     def end(self) -> None:
-        """Nothing more to do."""
+        """Do nothing: the file is complete."""
 
     def finish(self) -> None:
-        """Nothing more to do."""
+        """Do nothing: the files are complete."""
 
     def close(self) -> None:
-        """Let go; ranks that have them mapped keep them."""
+        """Let go of the files; ranks that have them mapped keep them."""
         for file in self._files:
             file.close()
 

@@ -1,9 +1,9 @@
-"""vLLM's scheduler under limits that change at any time, and telling what it does: words of shared memory each way.
+"""vLLM's scheduler under limits that change at any time; it tells what it does. Both go through words of shared memory.
 
 - Limits are read at every step (scheduler_page.py); a lowered one holds from the next step on.
 - Above a lowered running count the oldest requests go on; the others keep their KV cache and wait.
-- With limits of 0 it schedules nothing, and rests a millisecond between two looks, so that the rest of the machine
-  has the processor.
+- With limits of 0 it schedules nothing, and rests a millisecond between two looks, so that other processes have the
+  processor.
 - A KV limit admits requests by what they may come to hold, oldest first; those that run keep what they have.
 - Beside a serving engine the guard is asked before each step (serving_guard.py); where it says none, it is asked again
   once the serving engine has done something, or after some milliseconds.
@@ -47,7 +47,7 @@ class _Limited(Scheduler):  # type: ignore[misc]
         sys.setswitchinterval(SWITCH_S)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """One step's work, within the limits."""
+        """Schedule one step's work, within the limits."""
         limits = self._page.limits()
         running_max = _least(self._own_running_max, limits.running_count)
         step_tokens_max = _least(self._own_step_tokens_max, limits.step_tokens)
@@ -72,7 +72,7 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Also tells of the step, before its tokens are sent."""
+        """Take in a step's results, and tell of the step before its tokens are sent."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._page.words[STEP_AT_NS] = time.monotonic_ns()
@@ -83,13 +83,13 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """Also tells of it."""
+        """End requests, and tell of it."""
         finished = super().finish_requests(*args, **kwargs)
         self._tell()
         return finished
 
     def _admissible(self, limits: EngineLimits) -> int:
-        """Requests that may run at once by what all of them may come to hold."""
+        """Count the requests that may run at once, by what all of them may come to hold."""
         if limits.kv_tokens is None:
             return self._own_running_max
         room = limits.kv_tokens - sum(map(_kv_tokens_max, self.running))
@@ -102,7 +102,7 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return count
 
     def _guarded(self, running_max: int) -> int | None:
-        """What the guard lets run now, or as soon as it lets anything, within SHUT_S.
+        """Ask the guard what may run now, and again within SHUT_S until it lets anything run; None: all.
 
         On a CPU all of this is time of the core that serving computes on: it is asked again only when it may answer
         otherwise.
@@ -117,7 +117,7 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return allowed
 
     def _next_work(self, running_max: int) -> StepWork:
-        """What the next step would compute, if it could."""
+        """Describe what the next step would compute, if it could."""
         prefill = decode = context = 0
         for request in self.running[:running_max]:
             left = request.num_tokens - request.num_computed_tokens
@@ -132,7 +132,7 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return StepWork(prefill_tokens=prefill, decode_count=decode, context_tokens=context)
 
     def _work_of(self, output: Any) -> StepWork:
-        """What a step that was scheduled computes."""
+        """Describe what a step that was scheduled computes."""
         prefill = decode = context = 0
         for name, count in output.num_scheduled_tokens.items():
             prefill, decode = (prefill + count, decode) if count > 1 else (prefill, decode + 1)
@@ -145,11 +145,11 @@ class _Limited(Scheduler):  # type: ignore[misc]
 
 
 class LimitedScheduler(_Limited):
-    """For engines that schedule a step once the one before it has ended."""
+    """Limits engines that schedule a step once the one before it has ended."""
 
 
 class LimitedAsyncScheduler(_Limited, AsyncScheduler):  # type: ignore[misc]
-    """For engines that schedule a step while the one before it runs."""
+    """Limits engines that schedule a step while the one before it runs."""
 
 
 def _least(own: int, limit: int | None) -> int:

@@ -3,8 +3,8 @@
 - Each word has one writer. A write of eight aligned bytes is seen whole by the other side.
 - The worker writes limits, which the scheduler reads at every step: no call, no queue, no lock in between.
 - The scheduler writes what it does at every step.
-- Behind the words lies a text of the guard (serving_guard.py), written a few times a second; it is read again where its
-  sequence number, odd while it is written, has changed.
+- Behind the words lies a text of the guard (serving_guard.py), written a few times a second. Its sequence number is odd
+  while it is written; a reader that sees the number change, or odd, reads again later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Page:
 
     @classmethod
     def create(cls) -> Page:
-        """A new page without limits."""
+        """Make a new page without limits."""
         file = SharedFile("rollfab-page", SIZE_BYTES)
         page = cls(file.path, file)
         page.set_limits(EngineLimits())
@@ -57,28 +57,28 @@ class Page:
             self._file.close()
 
     def set_limits(self, limits: EngineLimits) -> None:
-        """The worker's side."""
+        """Write the limits (the worker's side)."""
         rows = ((RUNNING_MAX, limits.running_count), (KV_MAX, limits.kv_tokens), (STEP_TOKENS_MAX, limits.step_tokens))
         for word, value in rows:
             self.words[word] = NO_LIMIT if value is None else value
 
     def hold(self, is_held: bool) -> None:
-        """The worker's side: whether any step may begin."""
+        """Write whether any step may begin (the worker's side)."""
         self.words[IS_HELD] = is_held
 
     def guard_from_now(self) -> None:
-        """The worker's side: the engine has started, what it computes from here on is under the guard."""
+        """Write that the engine has started: what it computes from here on is under the guard (the worker's side)."""
         self.words[IS_GUARDED] = 1
 
     def order(self, orders: GuardOrders) -> None:
-        """The worker's side."""
+        """Write orders to the guard (the worker's side)."""
         cap = orders.compute_fraction_max
         self.words[LENT_UNTIL_NS] = NO_LIMIT if math.isinf(orders.until_s) else int(orders.until_s * 1e9)
         self.words[IS_LENT], self.words[POLICY] = orders.is_lent, orders.policy
         self.words[COMPUTE_MAX_PPM] = NO_LIMIT if cap is None else round(cap * 1e6)
 
     def orders(self) -> GuardOrders:
-        """The scheduler's side."""
+        """Read the orders to the guard (the scheduler's side)."""
         is_lent, cap, policy = self.words[IS_LENT : POLICY + 1].tolist()
         until_ns = int(self.words[LENT_UNTIL_NS])
         return GuardOrders(
@@ -89,7 +89,7 @@ class Page:
         )
 
     def say(self, text: bytes) -> None:
-        """The guard's side."""
+        """Write the guard's text (the scheduler's side)."""
         assert len(text) <= TEXT_BYTES_MAX
         self.words[TEXT_SEQ] += 1
         self._map[WORDS * 8 : WORDS * 8 + len(text)] = text
@@ -97,13 +97,13 @@ class Page:
         self.words[TEXT_SEQ] += 1
 
     def said(self) -> bytes | None:
-        """The worker's side; None: nothing yet, or it is being written at this moment."""
+        """Read the guard's text (the worker's side); None: there is none yet, or it is being written at this moment."""
         sequence = int(self.words[TEXT_SEQ])
         text = self._map[WORDS * 8 : WORDS * 8 + int(self.words[TEXT_BYTES])]
         return text if text and sequence % 2 == 0 and int(self.words[TEXT_SEQ]) == sequence else None
 
     def limits(self) -> EngineLimits:
-        """The scheduler's side."""
+        """Read the limits (the scheduler's side)."""
         running, kv, step = (int(self.words[word]) for word in (RUNNING_MAX, KV_MAX, STEP_TOKENS_MAX))
         return EngineLimits(
             running_count=None if running < 0 else running,
@@ -112,7 +112,7 @@ class Page:
         )
 
     def pulse(self) -> Pulse:
-        """The worker's side."""
+        """Read what the scheduler does (the worker's side)."""
         words = self.words
         return Pulse(
             step_count=int(words[STEPS]),

@@ -1,6 +1,6 @@
 """The guard inside vLLM's EngineCore: asked by the scheduler before each step, and telling the worker what it does.
 
-- Its answer needs no other process: one that hangs, or a broker that is away, cannot keep rollouts running.
+- Its answer needs no other process: a worker that hangs, or a broker that is away, cannot keep rollouts running.
 - While the engine has nothing to compute, a thread goes on looking, so that what could be lent is known; it also writes
   the guard's text for the worker: JSON with "view" (GuardView) and, more rarely, "sharing" (of a SharingReport).
 """
@@ -58,7 +58,7 @@ class StepGuard:
         threading.Thread(target=self._live, name="rollfab-guard", daemon=True).start()
 
     def step_tokens(self, work: StepWork) -> int | None:
-        """How many tokens may run in the next step; None: all."""
+        """Decide how many tokens may run in the next step; None: all."""
         if not work.decode_count and not work.prefill_tokens:
             return None
         with self._lock:
@@ -67,7 +67,7 @@ class StepGuard:
         return allowed if self._page.words[IS_GUARDED] else None
 
     def may_differ(self) -> bool:
-        """Whether the guard may answer otherwise than it did: serving has gone on, or some time has passed."""
+        """Tell whether the guard may answer otherwise than it did: serving has gone on, or some time has passed."""
         return self._reader.change_count() != self._seen or time.monotonic() - self._looked_at_s >= AGAIN_S
 
     def _look(self, now_s: float, work: StepWork, *, is_idle: bool = False) -> int | None:
@@ -77,13 +77,13 @@ class StepGuard:
         return self._allowance.step_tokens
 
     def begins(self, work: StepWork) -> None:
-        """A step was scheduled."""
+        """Note that a step was scheduled."""
         self._steps.begins(work)
         if self._yielding is not None:
             self._yielding.begins(self._arrived_count, gives_way=self._allowance.gives_way)
 
     def ended(self) -> None:
-        """The oldest of those that were scheduled has ended."""
+        """Note that the oldest scheduled step has ended."""
         if self._yielding is not None:
             self._yielding.ended()
         step = self._steps.ended()
@@ -108,7 +108,7 @@ class StepGuard:
 
 
 def _yielding(config: GuardConfig, reader: ProbeReader) -> YieldingThread | None:
-    """What gives way within a step: the scheduler's thread, where it is the one that computes."""
+    """Make what gives way within a step: the scheduler's thread, where it is the one that computes; else None."""
     if not config.yields or not current_platform.is_cpu():
         return None
     if torch.get_num_threads() == 1:

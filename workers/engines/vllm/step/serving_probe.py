@@ -31,8 +31,6 @@ from .....fabric.rules.serving.facts import StepWork
 from ....serving.probes.probe_page import ProbeWriter
 from ..common.names import PROBE, log
 
-__all__ = ["install"]
-
 SAID = "ROLLFAB_PROBE_SAID"  # set once it was said why there is no probe: processes that are started later inherit it
 ALIVE_S = 0.05
 KEEP_COUNT = 20  # signs of life between two looks at the page's file
@@ -64,7 +62,7 @@ def install() -> None:
 
 
 def missing_of(touched: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[str]:
-    """What of it this vLLM does not have."""
+    """List what this vLLM lacks of `touched`."""
     missing = []
     for module_name, classes in touched.items():
         try:
@@ -80,7 +78,7 @@ def missing_of(touched: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[str
 
 
 def engine_name() -> str:
-    """vLLM with its version, by its own word: its distributions have several names, and a source tree may have none."""
+    """Name vLLM with its version, by its own word: its distribution may have any name, or be missing."""
     return f"vllm {getattr(sys.modules.get('vllm'), '__version__', 'of unknown version')}"
 
 
@@ -179,7 +177,7 @@ class _Probes:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """Of any thread: say so once, and look no more."""
+        """Log once, from any thread, why the probe ends, and look no more."""
         with self._lock:
             if self._is_over:
                 return
@@ -191,7 +189,7 @@ class _Probes:
 
 
 def _stepped(scheduler: Any, output: Any) -> list[Any]:
-    """Requests that a step was of; what was aborted meanwhile is not among them."""
+    """List the requests that a step was of; what was aborted meanwhile is not among them."""
     return [scheduler.requests[name] for name in output.num_scheduled_tokens if name in scheduler.requests]
 
 
@@ -210,7 +208,7 @@ class SchedulerProbe:
         threading.Thread(target=self._live, name="rollfab-probe", daemon=True).start()
 
     def stop(self, note: str) -> None:
-        """No sign of life any more."""
+        """Give no sign of life any more, and show why."""
         self._has_ended.set()
         with suppress(OSError):
             self._writer.end(note)
@@ -228,7 +226,7 @@ class SchedulerProbe:
                 self._failed(error)
 
     def arrived(self, request: Any) -> None:
-        """Its message is here; the scheduler gets it once the step under way has ended."""
+        """Show a request whose message is here; the scheduler gets it once the step under way has ended."""
         self._writer.arrived(_arrived_ns(request), len(request.prompt_token_ids or ()))
 
     def added(self, request: Any) -> None:
@@ -278,7 +276,7 @@ class SchedulerProbe:
             self._writer.ended(followed.arrived_ns, followed.first_ns, followed.last_ns, followed.token_count)
 
     def show(self, scheduler: Any) -> None:
-        """Everything, as it is now."""
+        """Show everything as it is now."""
         self._drop_gone(scheduler)
         waiting, running = [], []
         for name, followed in self._requests.items():
@@ -302,7 +300,7 @@ class SchedulerProbe:
         self._writer.alive(time.monotonic_ns())
 
     def left(self, scheduler: Any) -> None:
-        """Requests were ended from outside: aborted, or complete by a stop text that only the front end sees."""
+        """Show that requests were ended from outside: aborted, or complete by a stop text that the front end saw."""
         self._drop_gone(scheduler)
         self.show(scheduler)
 
@@ -312,7 +310,7 @@ class SchedulerProbe:
 
 
 def _arrived_ns(request: Any) -> int:
-    """When its front end took it in, which vLLM notes by the wall clock, as of the monotonic one."""
+    """Return when its front end took it in, by the monotonic clock; vLLM notes it by the wall clock."""
     since_ns = time.time_ns() - int(request.arrival_time * 1e9)
     return time.monotonic_ns() - min(max(0, since_ns), CLOCK_STEP_NS)
 

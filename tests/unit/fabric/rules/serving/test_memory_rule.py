@@ -41,11 +41,9 @@ def test_an_engine_that_needs_much_from_the_start_lends_nothing_until_it_has_bee
 
 
 def test_an_engine_that_always_stands_between_the_marks_lends_all_the_same() -> None:
-    # a cache of their own takes nothing from it; of pages that it could have, as much as one cut leaves
+    # a cache of their own takes nothing from it
     assert (at([0.75]).kv_tokens_max, at([0.75]).reason) == (8000, "")
-    shared = at([0.75], is_shared=True)
-    assert (shared.kv_tokens_max, shared.reason) == (4000, "serving holds 75% of its KV cache, grows below 70%")
-    assert at([0.75] * 100, is_shared=True, memory_fraction_max=0.5).kv_tokens_max == 2000
+    assert at([0.75] * 100, memory_fraction_max=0.5).kv_tokens_max == 4000
 
 
 def test_pressure_halves_what_rollouts_hold_at_once_and_again_while_it_goes_on() -> None:
@@ -88,11 +86,8 @@ def test_a_process_that_froze_has_seen_no_slack() -> None:
     assert late.kv_tokens_max - quiet.kv_tokens_max <= 0.2 * 8000 * 0.5
 
 
-def test_pages_that_both_could_have_are_lent_only_while_the_serving_engine_is_seen() -> None:
-    unseen = {"serving_capacity": 0}
-    assert at([0.0], is_shared=True, **unseen).kv_tokens_max == 0
-    assert after(at([0.3], is_shared=True), [0.0], is_shared=True, **unseen)[-1].kv_tokens_max == 0
-    assert at([0.0], **unseen).kv_tokens_max == 8000
+def test_beside_an_engine_whose_use_is_not_known_all_is_lent() -> None:
+    assert at([0.0], serving_capacity=0).kv_tokens_max == 8000
 
 
 uses = st.floats(0, 1)
@@ -100,12 +95,12 @@ histories = st.lists(uses, min_size=1, max_size=80)
 holdings = st.none() | st.integers(0, 10_000)
 
 
-@given(histories, holdings, st.none() | st.floats(-0.5, 1.5), st.booleans())
+@given(histories, holdings, st.none() | st.floats(-0.5, 1.5))
 def test_the_budget_is_never_above_the_cap_nor_below_nothing(
-    history: list[float], held: int | None, fraction: float | None, is_shared: bool
+    history: list[float], held: int | None, fraction: float | None
 ) -> None:
     cap = 8000 if fraction is None else int(8000 * min(1.0, max(0.0, fraction)))
-    for state in after(MemoryState(), history, rollout_tokens=held, memory_fraction_max=fraction, is_shared=is_shared):
+    for state in after(MemoryState(), history, rollout_tokens=held, memory_fraction_max=fraction):
         assert 0 <= state.kv_tokens_max <= cap
         assert state.reason or state.kv_tokens_max == 8000
 
@@ -133,13 +128,13 @@ def test_constant_use_between_the_marks_moves_nothing(history: list[float], use:
     assert {later.kv_tokens_max for later in after(state, [use] * 60)} == {state.kv_tokens_max}
 
 
-@given(histories, st.floats(0.7, 0.8499), st.floats(0.1, 1), st.booleans())
+@given(histories, st.floats(0.7, 0.8499), st.floats(0.1, 1))
 def test_whatever_came_first_between_the_marks_something_is_lent_until_it_is_cut(
-    history: list[float], use: float, fraction: float, is_shared: bool
+    history: list[float], use: float, fraction: float
 ) -> None:
     quiet = [min(later, 0.8499) for later in history]
-    for state in after(MemoryState(), [use, *quiet], memory_fraction_max=fraction, is_shared=is_shared):
-        assert state.kv_tokens_max >= int(8000 * fraction) // 2 > 0
+    for state in after(MemoryState(), [use, *quiet], memory_fraction_max=fraction):
+        assert state.kv_tokens_max == int(8000 * fraction) > 0
 
 
 @given(histories, uses)

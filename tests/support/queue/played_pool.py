@@ -1,4 +1,4 @@
-"""A pool of workers that say they are there, and runs with work: what `rollfab bench controller` plans for.
+"""A pool of workers that say they are there, and runs with work: what a controller plans for.
 
 No engine and no agent runs: workers are heartbeats and runs are groups on their streams, which is all that a
 controller sees of either.
@@ -21,7 +21,6 @@ from rollfab.trainer.publish.publisher import Publisher
 MODEL = "bench"
 SLOT_COUNT = 8
 GROUP_SIZE = 500
-RUN_COUNT = 8
 
 
 def run_config(index: int) -> RunConfig:

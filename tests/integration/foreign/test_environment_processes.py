@@ -28,7 +28,7 @@ from tests.support.processes.process_groups import Groups
 from tests.support.until import wait_until
 from tests.support.worlds import isolated_worlds
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 WORLDS = "tests.support.worlds.isolated_worlds"
 PAIRS = [
     f"captive={WORLDS}:Captive",
@@ -174,21 +174,23 @@ async def test_one_that_crashes_says_how_and_what_it_printed_last(captor: Captor
     assert printed in caught.value.facts["traceback"]
 
 
-@pytest.mark.parametrize("way", ["leave_child", "leave_daemon"])
 @pytest.mark.parametrize("namespaces", ["as here", "none"])
-async def test_what_it_started_ends_with_it(
-    captor: Captor, monkeypatch: pytest.MonkeyPatch, way: str, namespaces: str
-) -> None:
+async def test_what_it_started_ends_with_it(captor: Captor, monkeypatch: pytest.MonkeyPatch, namespaces: str) -> None:
     if namespaces == "none":
         monkeypatch.setattr(spawn, "means", lambda is_offline: Means(None))
-    world = await captor.open(timeout_s=3.0)
-    await world.reset({}, 0)
-    step = asyncio.create_task(world.step(way))
-    await captor.groups.until(lambda: _daemons(captor.groups) > 0)
-    with pytest.raises(EnvironmentFailed, match="took longer"):
-        await step
+    worlds = [await captor.open(timeout_s=3.0) for _ in range(2)]
+    steps = []
+    for world, way in zip(worlds, ("leave_child", "leave_daemon"), strict=True):
+        await world.reset({}, 0)
+        steps.append(asyncio.create_task(world.step(way)))
+    each = [Groups([world.pid]) for world in worlds]  # type: ignore[attr-defined]
+    await captor.groups.until(lambda: all(map(_daemons, [captor.groups, *each])))
+    for step in steps:
+        with pytest.raises(EnvironmentFailed, match="took longer"):
+            await step
     captor.groups.check_gone()
-    await world.close()
+    for world in worlds:
+        await world.close()
 
 
 def _daemons(groups: Groups) -> int:
@@ -230,7 +232,7 @@ def test_none_outlives_an_agent_that_is_killed(way: str) -> None:
         assert agent.stdout is not None
         groups = Groups()
         groups.add(int(agent.stdout.readline()))
-        wait_until(lambda: groups.held() == 1 and (not way.startswith("leave") or _daemons(groups) > 0))
+        wait_until(lambda: groups.held() == 1 and (not way.startswith("leave") or _daemons(groups) > 0), limit_s=20.0)
         # When the agent is killed
         agent.kill()
     # Then its environment's processes go too

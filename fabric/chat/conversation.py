@@ -1,0 +1,346 @@
+"""A conversation as a graph of tokens: what continues token for token, and what begins a branch.
+
+    ask(messages) ──▶ Ask: context ids for the engine ──▶ answer(ask, ids, …) ──▶ nodes, message
+
+- A node is either what was asked (mask 0) or what the policy made of it (mask 1). Several answers to one ask share its
+  node. The ids along a path are exactly what the engine saw and made.
+- **Nothing that the policy made is encoded again as if the policy had made it.** A path goes on only where the template
+  appends: where it would write all that came before as it stands on the path. Where it rewrites history (drops earlier
+  reasoning, moves tools, trims an edited message), a branch begins, from a less deep answer or from the root, and
+  whatever the policy once said is part of its prompt, with mask 0.
+- A path that was cut by length, or that ended without a token that ends answers, is closed: the template would end the
+  answer in a way that the policy did not.
+- A last message by the assistant (prefill) is refused: its text and the policy's would be one message, encoded apart.
+- No IO, no clock, no dice. A caller awaits the engine between `ask` and `answer`, and may have many asks open at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from ..contract.errors import InputError, PayloadTooLarge
+from ..contract.limits import MIB, NODE_COUNT_MAX
+from ..contract.records import NO_IDS, Float32, Int32, Span, UInt8
+from .answers import finish_of, to_message
+from .control import without_marks
+from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
+from .template import ChatTemplate
+
+TRIED_COUNT_MAX = 16  # paths that an ask tries where several read the same to its client; each costs two renderings
+CONVERSATION_BYTES_MAX = 48 * MIB  # of tokens and messages: a rollout may have 64 MiB, with spans and JSON
+
+
+class Prompt(NamedTuple):
+    """The rendered text up to an answer, kept as its length and digest: a path is long, and compared only."""
+
+    length: int
+    digest: int
+
+    @classmethod
+    def of(cls, text: str) -> Prompt:
+        """Make the prompt with this text."""
+        return cls(len(text), _digest(text))
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with the prompt's."""
+        return len(text) >= self.length and _digest(text[: self.length]) == self.digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Node:
+    """A stretch of tokens after its parent's. Parents come before their children; -1: it begins a path.
+
+    ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is. mask: uint8 (T,), 1 where the policy made
+    the token. spans index this node's own tokens. messages: those that it adds. digest: of all messages on the path,
+    the tools and the options. prompt: of the answer. is_open: an answer after which the path may go on.
+    """
+
+    parent: int
+    ids: Int32
+    logprobs: Float32
+    mask: UInt8
+    spans: tuple[Span, ...] = ()
+    messages: tuple[Message, ...]
+    setting: str  # digest of tools and options
+    digest: str
+    prompt: Prompt
+    is_answer: bool
+    is_open: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it takes."""
+        return 9 * len(self.ids) + sum(len(canonical(each)) for each in self.messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ask:
+    """What to ask the engine for. Hand it back with each of its answers.
+
+    context_ids: int32 (T,), the whole context. added_ids: its end, which is not on the parent's path. messages: all of
+    them, ours where they were recorded. digest: equal for a repeated ask.
+    """
+
+    parent: int
+    added_ids: Int32
+    context_ids: Int32
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    setting: str
+    digest: str
+    text: str = field(repr=False)  # rendered, with marks
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether it goes on where an answer ended; else it begins a path."""
+        return self.parent >= 0
+
+
+class Answer(NamedTuple):
+    """A recorded answer: its node's index, and the message for the client. finish: stop, tool_calls or length."""
+
+    node: int
+    message: Message
+    finish: str
+
+
+class Conversation:
+    """All that one trajectory asked and was answered, with sub-agents, retries and edits as further paths."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.nodes: list[Node] = []
+        self._asked: dict[str, int] = {}  # digest of an ask with its parent → its node
+        self._bytes = 0
+
+    def ask(self, messages: Any, tools: Any = None, options: Mapping[str, Any] | None = None) -> Ask:
+        """Find where these messages go on, and what must be added there.
+
+        Raises:
+            InputError: a message, tool or option is not taken, the template refuses them, or the last message is the
+                assistant's.
+            PayloadTooLarge: one of them is too large.
+        """
+        sent, offered = check_messages(messages), tuple(check_tools(tools))
+        if sent[-1]["role"] == "assistant":
+            raise InputError(
+                f"message {len(sent) - 1}, the last, is the assistant's: an answer that a client began is not "
+                "continued; end with a user's or a tool's message"
+            )
+        setting = _hex(canonical([offered, check_options(options)]))
+        tries: list[tuple[tuple[int, ...], tuple[Message, ...], str]] = []
+        texts: dict[str, str] = {}  # by the digest of what was recorded
+        for path, count in self._matches(sent, setting):
+            whole = (*[message for index in path for message in self.nodes[index].messages], *sent[count:])
+            said = self.nodes[path[-1]].digest if path else ""
+            if said not in texts:
+                texts[said] = self._template.render(whole, offered, answer=True, options=options)
+            tries.append((path, whole, texts[said]))
+        for part in (slice(-1, None), slice(None, -1)):  # the deepest answers of all first
+            for path, whole, text in tries:
+                for index in reversed(path[part]):
+                    rest = self._rest_after(index, whole, offered, options, text)
+                    if rest is not None:
+                        return self._new_ask(index, whole, offered, setting, text, rest)
+        _, whole, text = tries[0]
+        return self._new_ask(-1, whole, offered, setting, text, None)
+
+    def answer(
+        self,
+        ask: Ask,
+        completion_ids: Int32,
+        logprobs: Float32,
+        spans: Sequence[Span] = (),
+        finish_reason: str = "stop",
+    ) -> Answer:
+        """Record what the engine made of an ask; several answers to one ask are siblings.
+
+        Args:
+            completion_ids: int32 (T,), with the token that ended it, if one did.
+            logprobs: float32 (T,), natural log.
+            spans: index completion_ids.
+            finish_reason: stop or length, as the engine said.
+
+        Raises:
+            PayloadTooLarge: the conversation has as many nodes or bytes as it may.
+        """
+        assert ask.parent < len(self.nodes), "this ask is another conversation's"
+        assert len(completion_ids) == len(logprobs), "a log-probability for each token"
+        assert finish_reason in ("stop", "length"), finish_reason
+        ids = np.asarray(completion_ids, dtype=np.int32)
+        end = self._template.ends.get(int(ids[-1])) if len(ids) else None
+        text = self._template.decode(ids[:-1] if end is not None else ids)
+        seed = f"{ask.digest}/{xxhash.xxh3_64_hexdigest(ids.tobytes())}"
+        message = to_message(self._template.read(text, prompt=without_marks(ask.text), tools=ask.tools), seed)
+        place = self._asked.get(_place(ask))
+        added = [] if place is not None else [_asked_node(ask, self._known_count(ask))]
+        parent = len(self.nodes) if place is None else place
+        node = Node(
+            parent=parent,
+            ids=ids,
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            mask=np.ones(len(ids), dtype=np.uint8),
+            spans=tuple(spans),
+            messages=(message,),
+            setting=ask.setting,
+            digest=_hex(f"{ask.digest} {canonical(message)}"),
+            prompt=Prompt.of(ask.text),
+            is_answer=True,
+            is_open=finish_reason == "stop" and end is not None,
+        )
+        self._add([*added, node])
+        if added:
+            self._asked[_place(ask)] = parent
+        return Answer(len(self.nodes) - 1, message, finish_of(message, finish_reason))
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """List the node indexes of each path from its root to its leaf, in the order of the leaves."""
+        parents = {node.parent for node in self.nodes}
+        return [self.path(index) for index in range(len(self.nodes)) if index not in parents]
+
+    def path(self, index: int) -> tuple[int, ...]:
+        """List the node indexes from the root to this node."""
+        return tuple(self._upwards(index))[::-1]
+
+    def ids(self, index: int) -> Int32:
+        """Join all ids from the root to the end of this node; none for -1."""
+        parts = [self.nodes[each].ids for each in self.path(index)]
+        return np.concatenate(parts) if parts else NO_IDS
+
+    def _upwards(self, index: int) -> Iterator[int]:
+        while index >= 0:
+            yield index
+            index = self.nodes[index].parent
+
+    def _matches(self, sent: list[Message], setting: str) -> list[tuple[tuple[int, ...], int]]:
+        """Find the deepest paths whose messages begin the sent ones, each to an answer, and how many messages that is.
+
+        There are several where answers read the same to the client, which may have dropped their reasoning: open ones
+        first, then newer ones. None matches: the empty path.
+        """
+        counts = {-1: 0}
+        found: list[tuple[int, bool, int]] = []
+        for index, node in enumerate(self.nodes):
+            start = counts.get(node.parent)
+            if start is None or node.setting != setting or start + len(node.messages) > len(sent):
+                continue
+            if all(map(same, node.messages, sent[start:])):
+                counts[index] = start + len(node.messages)
+                found += [(counts[index], node.is_open, index)] if node.is_answer else []
+        first = sorted(found, reverse=True)[:TRIED_COUNT_MAX]
+        return [(self.path(index), count) for count, _, index in first if count == first[0][0]] or [((), 0)]
+
+    def _rest_after(
+        self,
+        index: int,
+        whole: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any] | None,
+        text: str,
+    ) -> tuple[str, str] | None:
+        """Find what the template writes after an answer: the token that ended it, and all that follows.
+
+        None: the answer is not open (what was asked never is), or the template would write what came before in another
+        way than it stands on the path. `text`, the rendering of all messages, must begin with the prompt that the
+        engine saw, and then with the answer as the template writes it up to there: saying what the answer says, and
+        ending it with the same token, unless the next message begins with that token, as it does in some families.
+        """
+        node = self.nodes[index]
+        if not node.is_open or not node.prompt.begins(text):
+            return None
+        count = sum(len(self.nodes[each].messages) for each in self.path(index))
+        try:
+            before = self._template.render(whole[:count], tools, answer=False, options=options)
+        except InputError:  # some templates want a user's message at the end
+            return None
+        end = self._template.ends[int(node.ids[-1])]
+        found = before.find(end, node.prompt.length)
+        kept = before[: found if found >= 0 else len(before)]
+        if len(kept) < node.prompt.length or not text.startswith(kept + end) or not self._says(kept, node, tools):
+            return None
+        return end, text[len(kept) + len(end) :]
+
+    def _says(self, kept: str, node: Node, tools: Sequence[Tool]) -> bool:
+        """Whether the template's text for an answer, read as an answer, says what was recorded.
+
+        It may be written in other words (spaces in JSON, trimmed lines); but a template that drops the reasoning,
+        appends or not, would have the policy go on from what it never saw.
+        """
+        prompt, body = kept[: node.prompt.length], kept[node.prompt.length :]
+        again = to_message(self._template.read(body, prompt=without_marks(prompt), tools=tools), "")
+        return same(_stripped(node.messages[0]), _stripped(again))
+
+    def _new_ask(
+        self,
+        parent: int,
+        whole: Sequence[Message],
+        tools: tuple[Tool, ...],
+        setting: str,
+        text: str,
+        rest: tuple[str, str] | None,
+    ) -> Ask:
+        added = self._template.encode(text) if rest is None else self._template.encode(rest[1], after=rest[0])
+        return Ask(
+            parent=parent,
+            added_ids=added,
+            context_ids=np.concatenate((self.ids(parent), added)),
+            messages=tuple(whole),
+            tools=tools,
+            setting=setting,
+            digest=_hex(canonical([setting, list(whole)])),
+            text=text,
+        )
+
+    def _known_count(self, ask: Ask) -> int:
+        return sum(len(self.nodes[each].messages) for each in self.path(ask.parent))
+
+    def _add(self, nodes: list[Node]) -> None:
+        size = self._bytes + sum(node.size_bytes for node in nodes)
+        if size > CONVERSATION_BYTES_MAX or len(self.nodes) + len(nodes) > NODE_COUNT_MAX:
+            raise PayloadTooLarge(
+                f"the conversation would have {len(self.nodes) + len(nodes):,} nodes and {size:,} bytes, the limits "
+                f"are {NODE_COUNT_MAX:,} and {CONVERSATION_BYTES_MAX:,}: end the trajectory, or let it branch less",
+                size_bytes=size,
+                limit_bytes=CONVERSATION_BYTES_MAX,
+            )
+        self._bytes = size
+        self.nodes += nodes
+
+
+def _asked_node(ask: Ask, known_count: int) -> Node:
+    """Make the node of an ask's own tokens."""
+    return Node(
+        parent=ask.parent,
+        ids=ask.added_ids,
+        logprobs=np.zeros(len(ask.added_ids), dtype=np.float32),
+        mask=np.zeros(len(ask.added_ids), dtype=np.uint8),
+        messages=ask.messages[known_count:],
+        setting=ask.setting,
+        digest=ask.digest,
+        prompt=Prompt.of(ask.text),
+        is_answer=False,
+    )
+
+
+def _place(ask: Ask) -> str:
+    return f"{ask.parent} {ask.digest}"
+
+
+def _stripped(message: Message) -> Message:
+    """Leave out the spaces around a message's texts, which templates trim, and the ids that we gave."""
+    texts = {key: message.get(key, "").strip() for key in ("content", "reasoning_content")}
+    calls = [{"function": call["function"]} for call in message.get("tool_calls", [])]
+    return {"role": message["role"], **texts, "tool_calls": calls}
+
+
+def _hex(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _digest(text: str) -> int:
+    return xxhash.xxh3_128_intdigest(text.encode())

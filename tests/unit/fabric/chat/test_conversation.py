@@ -1,0 +1,386 @@
+"""Do conversations continue exactly where their templates append, and branch where they rewrite?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollfab.fabric.chat import conversation as module
+from rollfab.fabric.chat.conversation import Answer, Ask, Conversation
+from rollfab.fabric.chat.template import ChatTemplate
+from rollfab.fabric.contract.errors import InputError, PayloadTooLarge
+from rollfab.fabric.contract.records import Span
+from tests.unit.fabric.chat.families import FAMILIES, QWEN25, Message, build_tokenizer, chat_template
+from tests.unit.fabric.chat.world import TOOLS, World, Wrong, run_world
+
+USER = {"role": "user", "content": "hi"}
+MORE = {"role": "user", "content": "and then?"}
+
+
+def made(ask: Ask, conversation: Conversation, text: str, *, family: str, finish: str = "stop") -> Answer:
+    """Record an answer of this text, with whatever ends it written into it."""
+    ids = chat_template(family).encode(text)
+    return conversation.answer(ask, ids, np.zeros(len(ids), np.float32), [], finish)
+
+
+def calling(name: str = "look", reasoning: str = "") -> Message:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": '{"place": "Rome"}'}}
+    message: Message = {"role": "assistant", "tool_calls": [call]}
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+def written(family: str, message: Message) -> str:
+    return "".join(FAMILIES[family].write(message))
+
+
+def result(answer: Answer, content: str = "mild") -> Message:
+    return {"role": "tool", "tool_call_id": answer.message["tool_calls"][0]["id"], "content": content}
+
+
+# ---------------------------------------------------------------- the world
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25)
+@given(dice=st.randoms(use_true_random=False))
+def test_a_path_is_what_the_engine_saw_and_made_and_branches_only_where_the_template_rewrites(
+    family: str, dice: Random
+) -> None:
+    counts = World(family, dice).run(6)
+
+    assert counts["continued"] == counts["could continue"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_histories_continue_wherever_they_could() -> None:
+    """`python -m tests.unit.fabric.chat.world 10000` goes through ten times as many, and counts by family."""
+    total: Counter[str] = Counter()
+    for seed in range(1_000):
+        total += run_world(list(FAMILIES)[seed % len(FAMILIES)], seed)
+
+    assert total["could continue"] > 1_000
+    assert total["continued"] == total["could continue"]
+
+
+class StopTwice(Conversation):
+    """The template's own end of an answer is added behind the policy's."""
+
+    def _rest_after(self, *facts: Any) -> tuple[str, str] | None:
+        rest = super()._rest_after(*facts)
+        return rest and (rest[0], rest[0] + rest[1])
+
+
+class NoNewline(Conversation):
+    """What the template writes between the end of an answer and the next message is forgotten."""
+
+    def _rest_after(self, *facts: Any) -> tuple[str, str] | None:
+        rest = super()._rest_after(*facts)
+        return rest and (rest[0], rest[1].lstrip("\n"))
+
+
+class EncodedAgain(Conversation):
+    """The whole context is encoded from its text."""
+
+    def _new_ask(self, parent: int, *facts: Any) -> Ask:
+        ask = super()._new_ask(parent, *facts)
+        whole = self._template.encode(ask.text)
+        return dataclasses.replace(ask, context_ids=whole, added_ids=whole[len(self.ids(parent)) :])
+
+
+class ReasoningLost(Conversation):
+    """The reasoning is not recorded with its message."""
+
+    def answer(self, *facts: Any) -> Answer:
+        answer = super().answer(*facts)
+        message = {key: each for key, each in answer.message.items() if key != "reasoning_content"}
+        self.nodes[answer.node] = dataclasses.replace(self.nodes[answer.node], messages=(message,))
+        return answer
+
+
+class ReasoningUnseen(Conversation):
+    """A template that leaves the reasoning out of every rendering seems to append."""
+
+    def _says(self, *facts: Any) -> bool:
+        return True
+
+
+class Timid(Conversation):
+    """Every ask begins a path."""
+
+    def _rest_after(self, *facts: Any) -> tuple[str, str] | None:
+        return None
+
+
+class OneTooMany(Conversation):
+    """A prompt's last token is counted as the policy's."""
+
+    def _add(self, nodes: list[module.Node]) -> None:
+        for node in nodes:
+            if not node.is_answer:
+                node.mask[-1:] = 1
+        super()._add(nodes)
+
+
+class AddedTwice(Conversation):
+    """Each of several answers to one ask has the prompt's tokens once more, behind its sibling's."""
+
+    def answer(self, ask: Ask, *facts: Any) -> Answer:
+        answer = super().answer(ask, *facts)
+        self._asked[module._place(ask)] = answer.node
+        return answer
+
+
+BUGS = (
+    StopTwice,
+    NoNewline,
+    EncodedAgain,
+    ReasoningLost,
+    ReasoningUnseen,
+    Timid,
+    OneTooMany,
+    AddedTwice,
+)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: type[Conversation]) -> None:
+    """In at most 300 histories; those without it go through the same ones."""
+    found = 0
+    for seed in range(300):
+        family = list(FAMILIES)[seed % len(FAMILIES)]
+        try:
+            counts = run_world(family, seed, conversation=bug)
+        except Wrong:
+            found += 1
+        else:
+            found += counts["continued"] < counts["could continue"]
+        if found:
+            break
+
+    without = run_world(family, seed)
+    assert found
+    assert without["continued"] == without["could continue"]
+
+
+# ---------------------------------------------------------------- what continues
+
+
+def test_tool_calls_and_their_results_continue_with_the_reasoning_that_the_client_dropped() -> None:
+    conversation = Conversation(chat_template("qwen3"))
+    first = conversation.ask([USER], TOOLS)
+    answer = made(first, conversation, written("qwen3", calling(reasoning="hmm")), family="qwen3")
+    copy = {key: value for key, value in answer.message.items() if key != "reasoning_content"}
+
+    ask = conversation.ask([USER, copy, result(answer)], TOOLS)
+
+    assert answer.finish == "tool_calls"
+    assert ask.parent == answer.node
+    assert "hmm" in chat_template("qwen3").decode(ask.context_ids)
+    assert chat_template("qwen3").decode(ask.added_ids).startswith("\n<|im_start|>user\n<tool_response>")
+
+
+def test_the_next_question_of_a_user_branches_where_reasoning_is_dropped() -> None:
+    conversation = Conversation(chat_template("qwen3"))
+    answer = made(conversation.ask([USER]), conversation, "<think>\nhmm\n</think>\n\nyes<|im_end|>", family="qwen3")
+
+    ask = conversation.ask([USER, answer.message, MORE])
+
+    assert not ask.is_continued
+    assert "hmm" not in chat_template("qwen3").decode(ask.context_ids)
+    assert answer.message == {"role": "assistant", "content": "yes", "reasoning_content": "hmm"}
+
+
+def test_an_answer_that_is_followed_by_its_own_end_continues_without_doubling_it() -> None:
+    conversation = Conversation(chat_template("glm-4.5"))
+    answer = made(
+        conversation.ask([USER], TOOLS), conversation, written("glm-4.5", calling(reasoning="hmm")), family="glm-4.5"
+    )
+
+    ask = conversation.ask([USER, answer.message, result(answer)], TOOLS)
+
+    text = chat_template("glm-4.5").decode(ask.context_ids)
+    assert ask.is_continued
+    assert text.count("<|observation|>") == 1
+
+
+@pytest.mark.parametrize("end", ["<|user|>", "<|endoftext|>"])
+def test_an_answer_that_ended_with_another_token_than_must_follow_branches(end: str) -> None:
+    conversation = Conversation(chat_template("glm-4.5"))
+    text = written("glm-4.5", calling()).removesuffix("<|observation|>") + end
+    answer = made(conversation.ask([USER], TOOLS), conversation, text, family="glm-4.5")
+
+    assert not conversation.ask([USER, answer.message, result(answer)], TOOLS).is_continued
+
+
+def test_a_client_that_edits_an_answer_branches_at_the_answer_before() -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    first = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
+    history = [USER, first.message, MORE]
+    second = made(conversation.ask(history), conversation, "two<|im_end|>", family="qwen2.5")
+
+    edited = {"role": "assistant", "content": "three"}
+    ask = conversation.ask([*history, edited, USER])
+
+    assert ask.parent == first.node
+    assert "three" in chat_template("qwen2.5").decode(ask.added_ids)
+    assert conversation.ask([*history, second.message, USER]).parent == second.node
+
+
+def test_a_path_that_was_cut_is_never_extended() -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    first = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
+    history = [USER, first.message, MORE]
+    cut = made(conversation.ask(history), conversation, "tw", family="qwen2.5", finish="length")
+    ended = made(conversation.ask(history), conversation, "tw<|im_end|>", family="qwen2.5", finish="length")
+    stopped = made(conversation.ask(history), conversation, "by a text", family="qwen2.5")
+
+    assert (cut.finish, ended.finish, stopped.finish) == ("length", "length", "stop")
+    for answer in (cut, ended, stopped):
+        assert conversation.ask([*history, answer.message, USER]).parent == first.node
+
+
+def test_several_answers_share_the_tokens_that_were_asked() -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    ask = conversation.ask([USER])
+    answers = [made(ask, conversation, f"{word}<|im_end|>", family="qwen2.5") for word in ("one", "two", "three")]
+
+    assert [node.parent for node in conversation.nodes] == [-1, 0, 0, 0]
+    assert conversation.paths() == [(0, 1), (0, 2), (0, 3)]
+    for answer in answers:
+        assert conversation.ask([USER, answer.message, MORE]).parent == answer.node
+
+
+def test_of_answers_that_read_the_same_an_open_one_goes_on_and_then_the_newest() -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    ask = conversation.ask([USER])
+    made(ask, conversation, "one<|im_end|>", family="qwen2.5")
+    newer = made(ask, conversation, "one<|im_end|>", family="qwen2.5")
+    cut = made(ask, conversation, "one", family="qwen2.5", finish="length")
+
+    assert cut.message == newer.message
+    assert conversation.ask([USER, cut.message, MORE]).parent == newer.node
+
+
+def test_of_answers_that_read_the_same_one_goes_on_that_can() -> None:
+    """The client hands no reasoning back, and the template drops it: only the answer without any can be meant."""
+    conversation = Conversation(chat_template("deepseek-distilled"))
+    ask = conversation.ask([USER])
+    end = "<｜end▁of▁sentence｜>"
+    plain = made(ask, conversation, f"one{end}", family="deepseek-distilled")
+    thought = made(ask, conversation, f"<think>\nhmm\n</think>\n\none{end}", family="deepseek-distilled")
+
+    assert thought.message["content"] == plain.message["content"]
+    assert conversation.ask([USER, plain.message, MORE]).parent == plain.node
+    assert not conversation.ask([USER, thought.message, MORE]).is_continued
+
+
+def test_sub_agents_are_roots_of_their_own() -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    main = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
+    other = [{"role": "system", "content": "You summarise."}, USER]
+    side = made(conversation.ask(other), conversation, "two<|im_end|>", family="qwen2.5")
+
+    assert conversation.ask([USER, main.message, MORE]).parent == main.node
+    assert conversation.ask([*other, side.message, MORE]).parent == side.node
+    assert conversation.path(main.node)[0] != conversation.path(side.node)[0]
+
+
+def test_other_tools_or_options_begin_a_path() -> None:
+    conversation = Conversation(chat_template("qwen3"))
+    answer = made(conversation.ask([USER]), conversation, "<think>\n\n</think>\n\none<|im_end|>", family="qwen3")
+    history = [USER, answer.message, MORE]
+
+    assert not conversation.ask(history, TOOLS).is_continued
+    assert not conversation.ask(history, None, {"enable_thinking": False}).is_continued
+
+
+def test_a_repeated_ask_has_the_same_digest_and_its_tool_calls_the_same_ids() -> None:
+    answers, digests = [], []
+    for _ in range(2):
+        conversation = Conversation(chat_template("qwen2.5"))
+        ask = conversation.ask([USER], TOOLS)
+        answers.append(made(ask, conversation, written("qwen2.5", calling()), family="qwen2.5"))
+        digests.append((ask.digest, conversation.nodes[-1].digest))
+
+    assert digests[0] == digests[1]
+    assert answers[0].message == answers[1].message
+    assert len(set(digests[0])) == 2
+
+
+def test_a_template_that_writes_the_date_branches_on_the_next_day() -> None:
+    family = FAMILIES["qwen2.5"]
+    days = ["Monday"]
+    tokenizer = build_tokenizer(dataclasses.replace(family, template="{{- today }}" + family.template))
+    apply = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *facts, **words: apply(*facts, **words, today=days[-1])
+    conversation = Conversation(ChatTemplate(tokenizer))
+    answer = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
+    history = [USER, answer.message, MORE]
+    same_day = conversation.ask(history)
+
+    days.append("Tuesday")
+
+    assert same_day.is_continued
+    assert not conversation.ask(history).is_continued
+
+
+def test_spans_and_log_probabilities_stay_with_their_tokens() -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    ask = conversation.ask([USER])
+    ids = chat_template("qwen2.5").encode("one<|im_end|>")
+    logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
+    span = Span(0, len(ids), "worker", 3)
+
+    node = conversation.nodes[conversation.answer(ask, ids, logprobs, [span]).node]
+
+    assert node.spans == (span,)
+    assert np.array_equal(node.logprobs, logprobs)
+    assert node.mask.tolist() == [1] * len(ids)
+    assert conversation.nodes[node.parent].mask.sum() == 0
+    assert not conversation.nodes[node.parent].logprobs.any()
+
+
+def test_a_template_that_writes_no_history_that_ends_with_an_answer_branches() -> None:
+    family = FAMILIES["qwen2.5"]
+    guard = "{%- if messages[-1].role != 'user' %}{{- raise_exception('a user must be last') }}{% endif %}"
+    conversation = Conversation(ChatTemplate(build_tokenizer(dataclasses.replace(family, template=guard + QWEN25))))
+    answer = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
+
+    assert not conversation.ask([USER, answer.message, MORE]).is_continued
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_an_answer_that_the_client_began_is_refused() -> None:
+    with pytest.raises(InputError, match="message 1, the last, is the assistant's"):
+        Conversation(chat_template("qwen2.5")).ask([USER, {"role": "assistant", "content": "I think"}])
+
+
+def test_what_the_template_refuses_is_said_in_its_words() -> None:
+    with pytest.raises(InputError, match="gemma refuses the messages: Conversation roles must alternate"):
+        Conversation(chat_template("gemma")).ask([USER, MORE])
+
+
+def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    ask = conversation.ask([USER])
+    made(ask, conversation, "one<|im_end|>", family="qwen2.5")
+
+    monkeypatch.setattr(module, "NODE_COUNT_MAX", 2)
+    with pytest.raises(PayloadTooLarge, match="3 nodes"):
+        made(ask, conversation, "two<|im_end|>", family="qwen2.5")
+    monkeypatch.setattr(module, "NODE_COUNT_MAX", 99)
+    monkeypatch.setattr(module, "CONVERSATION_BYTES_MAX", 600)
+    with pytest.raises(PayloadTooLarge, match="end the trajectory"):
+        made(ask, conversation, "two " * 200, family="qwen2.5")
+
+    assert len(conversation.nodes) == 2

@@ -1,0 +1,185 @@
+"""Trajectories that speak in chat messages: is every token one that the policy saw or made, and does it say so?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.contract.errors import EnvironmentFailed, FabricError
+from rollfab.fabric.contract.records import Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
+from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.workers.agent.episode import Episode, Limits
+from rollfab.workers.engines.model_tokenizer import HubTokenizer
+from rollfab.workers.environments.registry import Registry
+from tests.support.records import result_of
+from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer
+
+KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess"}
+REGISTRY = Registry([f"{kind}=tests.support.worlds.chat_worlds:{name}" for kind, name in KINDS.items()])
+THOUGHT = "look at both"
+
+
+class Killed(BaseException):
+    """The agent is gone from one moment to the next."""
+
+
+class Tiny(HubTokenizer):
+    """The tokenizer of a family, as if it had been loaded."""
+
+    def __init__(self, family: str) -> None:
+        self._tokenizer = build_tokenizer(FAMILIES[family])
+
+
+class Broker:
+    """What outlives an agent, and a policy that calls the tool, then answers; `kills`: turns at whose end it dies."""
+
+    def __init__(self, family: str, *, thinks: bool = False, kills: tuple[int, ...] = ()) -> None:
+        self.family, self.thinks, self.kills = FAMILIES[family], thinks, set(kills)
+        self.tokenizer = Tiny(family)
+        self.seen: list[tuple[list[int], list[int]]] = []  # what the engine saw and made, by turn
+        self.settled: list[TurnResult] = []
+        self.snapshot: bytes | None = None
+
+    def says(self, turn: int) -> list[int]:
+        call = {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "add", "arguments": json.dumps({"a": turn, "b": 2})},
+        }
+        message: dict[str, Any] = {"role": "assistant", "content": f"{turn} makes three"}
+        if turn % 2 == 0:
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        if self.thinks:
+            message["reasoning_content"] = THOUGHT
+        text, end = self.family.write(message)
+        encoded = self.tokenizer._tokenizer(text + end, add_special_tokens=False)["input_ids"]
+        return list(encoded)
+
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
+        turn = int(job.turn_id.rsplit(".", 1)[1])
+        assert self.says(turn)[-1] in job.sampling.stop_ids
+        if turn == len(self.settled):
+            ids = self.says(turn)
+            self.seen.append((job.prompt_ids.tolist(), ids))
+            spans = (Span(0, len(ids), "w", turn),)
+            self.settled.append(result_of(job.turn_id, ids, spans=spans, context_digest=job.context_digest))
+        if turn in self.kills:
+            self.kills.discard(turn)
+            raise Killed
+        return self.settled[turn]
+
+    async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
+        self.snapshot = snapshot
+
+
+def play(broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, **options: Any) -> Rollout:
+    """Live on, as often as it takes."""
+    job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={"count": count}, seed=7)
+
+    async def live() -> Rollout:
+        config = RunConfig(run_id="r", model="m", environment=kind, environment_options=options)
+        claim = TrajectoryClaim(
+            job=job, worker_id="a", fence=1, attempt=0, loss=0, snapshot=broker.snapshot, turns=tuple(broker.settled)
+        )
+        limits = Limits(agent_id="a", call_timeout_s=20.0)
+        return await Episode(config, claim, REGISTRY, tokenizer or broker.tokenizer, limits, broker).run()  # type: ignore[arg-type]
+
+    while True:
+        try:
+            return asyncio.run(live())
+        except Killed:
+            continue
+
+
+def check_exact(broker: Broker, rollout: Rollout) -> None:
+    """Along some branch, every turn's tokens stand where the engine made them, behind what it saw; all count once."""
+    Rollout.decode(rollout.encode())
+    branches = rollout.branches()
+    lines = [[*branch.prompt_ids, *branch.completion_ids] for branch in branches]
+    for saw, made in broker.seen:
+        assert any(line[: len(saw) + len(made)] == saw + made for line in lines)
+    made_count = sum(len(made) for _, made in broker.seen)
+    assert sum(int(branch.completion_mask.sum()) for branch in branches) == made_count
+    assert int(rollout.completion_mask.sum()) == made_count == sum(span.end - span.start for span in rollout.spans)
+    for turn, span in enumerate(rollout.spans):
+        assert (span.policy_version, rollout.completion_ids[span.start : span.end].tolist()) == (
+            turn,
+            broker.seen[turn][1],
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "llama-3", "glm-4.5"])
+def test_a_dialogue_without_rewriting_is_one_line(family: str) -> None:
+    broker = Broker(family)
+    rollout = play(broker)
+    check_exact(broker, rollout)
+    [branch] = rollout.branches()
+    assert np.array_equal(branch.prompt_ids, rollout.prompt_ids) and len(rollout.prompt_ids) == len(broker.seen[0][0])
+    assert (rollout.reward, rollout.turn_count, rollout.finish_reason) == (1.5, 4, "terminated")
+    assert rollout.info["said"] == "3 makes three"
+    said = [message["role"] for node in rollout.nodes for message in node.messages]
+    assert said == ["system", "user", "assistant", "tool", "assistant", "user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(("family", "thinks"), [("qwen3", True), ("mistral", False)])
+def test_a_template_that_rewrites_makes_a_branch(family: str, thinks: bool) -> None:
+    """Qwen3's drops what was thought for the first question once there is a second; Mistral's moves the tools there."""
+    broker = Broker(family, thinks=thinks)
+    rollout = play(broker)
+    check_exact(broker, rollout)
+    assert [len(branch.spans) for branch in rollout.branches()] == [2, 2]  # each with the tokens that its turns saw
+    assert len(rollout.prompt_ids) == 0
+
+
+def test_what_was_thought_stays_in_the_record() -> None:
+    rollout = play(Broker("qwen3", thinks=True))
+    thoughts = [m.get("reasoning_content") for node in rollout.nodes for m in node.messages if m["role"] == "assistant"]
+    assert thoughts.count(THOUGHT) >= 4
+
+
+@pytest.mark.parametrize("kind", ["replay", "snapshot"])
+@pytest.mark.parametrize("kills", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_another_agent_goes_on_with_the_same_dialogue(kind: str, kills: tuple[int, ...], thinks: bool) -> None:
+    undisturbed = play(Broker("qwen3", thinks=thinks), kind)
+    broker = Broker("qwen3", thinks=thinks, kills=kills)
+    rollout = play(broker, kind)
+    check_exact(broker, rollout)
+    assert rollout.encode() == undisturbed.encode()
+
+
+def test_messages_cross_to_a_process_and_back() -> None:
+    broker = Broker("qwen2.5")
+    rollout = play(broker, "process", count=1)
+    check_exact(broker, rollout)
+    assert rollout.turn_count == 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ("reset", "reset: message 0: .*role"),
+        ("step", "step: message .*content"),
+        ("silent", "no messages and no text"),
+    ],
+)
+def test_what_is_no_message_fails_the_attempt_by_name(broken: str, says: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"environment 'replay'.*{says}"):
+        play(Broker("qwen2.5"), broken=broken)
+
+
+def test_a_model_without_a_chat_template_is_named() -> None:
+    with pytest.raises(FabricError, match="'m' has no chat template"):
+        play(Broker("qwen2.5"), tokenizer=CharTokenizer())
+
+
+def test_a_turn_ends_with_any_id_that_the_model_names(tmp_path: Path) -> None:
+    build_tokenizer(FAMILIES["qwen2.5"]).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert {7, 8} < set(HubTokenizer(str(tmp_path)).chat.stop_ids)

@@ -1,0 +1,115 @@
+"""One trajectory that speaks in chat messages: a transcript that may branch.
+
+- The world's messages and the policy's answers go through a conversation (fabric/chat/conversation.py): the model's own
+  template writes them. Where the template appends, the tokens go on as they stand; where it rewrites history, a branch
+  begins. Nothing that the policy made is encoded again as if it had made it.
+- A world sees the policy's answer as a message, with its tool calls read from the text.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ...fabric.chat.conversation import Ask, Conversation
+from ...fabric.chat.messages import Message, check_messages
+from ...fabric.chat.template import ChatTemplate
+from ...fabric.contract.limits import KIB
+from ...fabric.contract.records import NO_IDS, Int32, Node, Span, TurnResult
+from ...fabric.contract.wire import dump_json
+
+BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
+
+
+class Dialogue:
+    """The conversation so far in one trajectory; stands where a Transcript stands."""
+
+    def __init__(self, template: ChatTemplate, messages: list[Message], tools: list[dict[str, Any]]) -> None:
+        """messages: of the first observation. Raises InputError, PayloadTooLarge: they are none."""
+        self.rewards: list[float] = []
+        self.stop_ids = template.stop_ids
+        self._conversation = Conversation(template)
+        self._tools = tools
+        self._messages: list[Message] = []
+        self._said: list[list[Message]] = []  # by the world, at the beginning and after each turn
+        self._size = 0  # of all that, in bytes
+        self._ask: Ask | None = None
+        self._digest = xxhash.xxh3_64(dump_json(tools))
+        self._say(messages)
+
+    def add_turn(self, result: TurnResult) -> Message:
+        """Add a turn's tokens, written by the policy; return them as a message."""
+        ask, self._ask = self._asked(), None
+        reason = "stop" if result.finish_reason == "stop" else "length"
+        answer = self._conversation.answer(ask, result.completion_ids, result.logprobs, result.spans, reason)
+        self._digest.update(result.completion_ids.tobytes())
+        self._messages = [*ask.messages, answer.message]
+        return answer.message
+
+    def add_step(self, reward: float, messages: list[Message]) -> None:
+        """Add the environment's reward for the turn, and its messages, of which there may be none.
+
+        Raises:
+            InputError, PayloadTooLarge: they are no messages.
+        """
+        self.rewards.append(reward)
+        self._digest.update(f"{reward:.6g} ".encode())
+        self._say(messages)
+
+    def context(self) -> Int32:
+        """Return all tokens of the context that the next turn goes on from.
+
+        Raises:
+            InputError: the messages, or the tools, are none that the template takes.
+        """
+        return self._asked().context_ids
+
+    def digest(self) -> str:
+        """Return the digest of all so far, as 16 hexadecimal digits."""
+        return str(self._digest.hexdigest())
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether all that was said is short enough to be rendered and tokenised at once."""
+        return self._size <= BRIEF
+
+    def state(self) -> dict[str, Any]:
+        """Return what a snapshot keeps beside texts and rewards."""
+        return {"messages": self._said[0], "tools": self._tools, "said": self._said[1:]}
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of a Rollout that hold its tokens: a prompt only where all branches begin with it."""
+        nodes = self._conversation.nodes
+        prompt = nodes[0].ids if all(node.parent >= 0 for node in nodes[1:]) else NO_IDS
+        ends = (np.cumsum([len(node.ids) for node in nodes]) - len(prompt)).tolist()
+        starts = [-len(prompt), *ends[:-1]]
+        return {
+            "prompt_ids": prompt,
+            "completion_ids": np.concatenate([node.ids for node in nodes])[len(prompt) :],
+            "logprobs": np.concatenate([node.logprobs for node in nodes])[len(prompt) :],
+            "completion_mask": np.concatenate([node.mask for node in nodes])[len(prompt) :],
+            "spans": tuple(
+                Span(start + span.start, start + span.end, span.worker_id, span.policy_version)
+                for start, node in zip(starts, nodes, strict=True)
+                for span in node.spans
+            ),
+            "nodes": tuple(Node(node.parent, end, list(node.messages)) for node, end in zip(nodes, ends, strict=True)),
+        }
+
+    def _asked(self) -> Ask:
+        if self._ask is None:
+            self._ask = self._conversation.ask(self._messages, self._tools)
+        return self._ask
+
+    def _say(self, messages: list[Message]) -> None:
+        if messages:
+            messages = check_messages(messages)
+        self._ask = None
+        self._messages = [*self._messages, *messages]
+        self._said.append(messages)
+        said = dump_json(messages)
+        self._size += len(said)
+        self._digest.update(struct.pack("<I", len(said)) + said)
