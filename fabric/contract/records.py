@@ -155,7 +155,7 @@ class TokenLog(Record):
 @dataclass(frozen=True, kw_only=True)
 class TurnResult(Record):
     """A settled turn. `finish_reason`: stop, length, or error (then `error` says which), or refused: as an error, and
-    no other attempt would do better."""
+    no other attempt would do better; or cancelled: whoever asked for it gave it up."""
 
     KIND: ClassVar[int] = 5
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}

@@ -85,7 +85,7 @@ RIGHTS: dict[str, Rights] = {
     "agent": Rights(
         purpose="drives trajectories, asks for turns, asks for rewards",
         scripts=f"{BEAT} claim renew settle_trajectory fail_trajectory release reap push_turns settle_turns "
-        "late_groups close_group",
+        "cancel_turns late_groups close_group",
         commands=f"{LEAVE} blpop hget hmget xread xdel {RQ_ASK}",
         reads="{rf}:runs {run}:leases",
         writes=f"{BEAT_KEYS} {ENDING_KEYS} {{run}}:inbox:* {RQ_ASK_KEYS}",
