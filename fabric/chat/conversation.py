@@ -16,13 +16,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from ..contract import records
 from ..contract.errors import InputError, PayloadTooLarge
 from ..contract.limits import MIB, NODE_COUNT_MAX
 from ..contract.records import NO_IDS, Float32, Int32, Span, UInt8
@@ -32,6 +33,7 @@ from .messages import Message, Tool, canonical, check_messages, check_options, c
 from .template import ChatTemplate
 
 TRIED_COUNT_MAX = 16  # paths that an ask tries where several read the same to its client; each costs two renderings
+TEXT = "text"  # the setting of nodes without messages; those of chat are digests
 CONVERSATION_BYTES_MAX = 48 * MIB  # of tokens and messages: a rollout may have 64 MiB, with spans and JSON
 
 
@@ -94,6 +96,7 @@ class Ask:
     setting: str
     digest: str
     text: str = field(repr=False)  # rendered, with marks
+    is_text: bool = False  # no messages: the text stands for itself
 
     @property
     def is_continued(self) -> bool:
@@ -102,10 +105,14 @@ class Ask:
 
 
 class Answer(NamedTuple):
-    """A recorded answer: its node's index, and the message for the client. finish: stop, tool_calls or length."""
+    """A recorded answer: its node's index, and the message for the client. finish: stop, tool_calls or length.
+
+    text: all that was written, without the token that ended it; special tokens as their texts.
+    """
 
     node: int
     message: Message
+    text: str
     finish: str
 
 
@@ -150,6 +157,33 @@ class Conversation:
         _, whole, text = tries[0]
         return self._new_ask(-1, whole, offered, setting, text, None)
 
+    def ask_text(self, text: str, encode: Callable[[str], Int32]) -> Ask:
+        """Find where a plain text goes on: after the longest recorded text, with its answer, that it begins with.
+
+        encode: a text to ids. An answer that was cut by length may go on too: nothing is written after it.
+
+        Raises:
+            InputError: the text is empty.
+        """
+        if not text:
+            raise InputError("prompt: it is empty, and the policy needs a token to start from")
+        texts = [index for index, node in enumerate(self.nodes) if node.setting == TEXT and node.is_answer]
+        begun = [index for index in texts if self.nodes[index].prompt.begins(text)]
+        parent = max(begun, key=lambda index: (self.nodes[index].prompt.length, index), default=-1)
+        known = self.nodes[parent].prompt.length if begun else 0
+        added = encode(text[known:]) if text[known:] else NO_IDS
+        return Ask(
+            parent=parent,
+            added_ids=added,
+            context_ids=np.concatenate((self.ids(parent), added)),
+            messages=(),
+            tools=(),
+            setting=TEXT,
+            digest=_hex(text),
+            text=text,
+            is_text=True,
+        )
+
     def answer(
         self,
         ask: Ask,
@@ -176,7 +210,8 @@ class Conversation:
         end = self._template.ends.get(int(ids[-1])) if len(ids) else None
         text = self._template.decode(ids[:-1] if end is not None else ids)
         seed = f"{ask.digest}/{xxhash.xxh3_64_hexdigest(ids.tobytes())}"
-        message = to_message(self._template.read(text, prompt=without_marks(ask.text), tools=ask.tools), seed)
+        reading = None if ask.is_text else self._template.read(text, prompt=without_marks(ask.text), tools=ask.tools)
+        message = {"role": "assistant", "content": text} if reading is None else to_message(reading, seed)
         place = self._asked.get(_place(ask))
         added = [] if place is not None else [_asked_node(ask, self._known_count(ask))]
         parent = len(self.nodes) if place is None else place
@@ -186,17 +221,38 @@ class Conversation:
             logprobs=np.asarray(logprobs, dtype=np.float32),
             mask=np.ones(len(ids), dtype=np.uint8),
             spans=tuple(spans),
-            messages=(message,),
+            messages=() if ask.is_text else (message,),
             setting=ask.setting,
             digest=_hex(f"{ask.digest} {canonical(message)}"),
-            prompt=Prompt.of(ask.text),
+            prompt=Prompt.of(ask.text + text if ask.is_text else ask.text),
             is_answer=True,
             is_open=finish_reason == "stop" and end is not None,
         )
         self._add([*added, node])
         if added:
             self._asked[_place(ask)] = parent
-        return Answer(len(self.nodes) - 1, message, finish_of(message, finish_reason))
+        return Answer(len(self.nodes) - 1, message, text, finish_of(message, finish_reason))
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of a Rollout that hold its tokens: a prompt only where all branches begin with it."""
+        nodes = self.nodes
+        prompt = nodes[0].ids if all(node.parent >= 0 for node in nodes[1:]) else NO_IDS
+        ends = (np.cumsum([len(node.ids) for node in nodes]) - len(prompt)).tolist()
+        starts = [-len(prompt), *ends[:-1]]
+        return {
+            "prompt_ids": prompt,
+            "completion_ids": np.concatenate([node.ids for node in nodes])[len(prompt) :],
+            "logprobs": np.concatenate([node.logprobs for node in nodes])[len(prompt) :],
+            "completion_mask": np.concatenate([node.mask for node in nodes])[len(prompt) :],
+            "spans": tuple(
+                records.Span(start + span.start, start + span.end, span.worker_id, span.policy_version)
+                for start, node in zip(starts, nodes, strict=True)
+                for span in node.spans
+            ),
+            "nodes": tuple(
+                records.Node(node.parent, end, list(node.messages)) for node, end in zip(nodes, ends, strict=True)
+            ),
+        }
 
     def paths(self) -> list[tuple[int, ...]]:
         """List the node indexes of each path from its root to its leaf, in the order of the leaves."""

@@ -58,7 +58,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The answer to a call. call_id: equal for repetitions. created_s: Unix time. policy_version: newest of its tokens'."""
+    """The answer to a call. call_id: equal for repetitions. created_s: Unix time. policy_version: the newest."""
 
     call_id: str
     created_s: int

@@ -35,7 +35,7 @@ class TurnCaller:
         ask_again_s: float,
     ) -> None:
         """Make a caller; its owner must keep `push` and `receive` running as long as any episode asks."""
-        self._agent_id = agent_id
+        self.agent_id = agent_id
         self._turns = turns
         self._trajectories = trajectories
         self._quarantine = quarantine
@@ -43,6 +43,7 @@ class TurnCaller:
         self._waiting: dict[str, _Call] = {}  # by turn
         self._silent_since_s = 0.0  # on the event loop's clock; of use only while an episode waits
         self._asked: list[_Call] = []
+        self._cancelled: list[TurnPush] = []
         self._has_asked = asyncio.Event()
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
@@ -79,38 +80,46 @@ class TurnCaller:
     def _hear(self) -> None:
         self._silent_since_s = asyncio.get_running_loop().time()
 
+    def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None:
+        """Give up a turn that was asked for; whoever waits gets a result that says so, unless it has come before."""
+        self._cancelled.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
+        self._has_asked.set()
+
     async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
         """Keep a snapshot for the next agent. Raises ClaimLost."""
-        if not await self._trajectories.save(self._agent_id, claim, snapshot):
+        if not await self._trajectories.save(self.agent_id, claim, snapshot):
             raise _lost(claim)
 
     async def push(self) -> None:
-        """Push the turns that are asked for; for ever.
+        """Push the turns that are asked for, then cancel those that are given up; for ever.
 
         Raises:
-            BrokerError: the push failed; its turns stay asked for, and the next call pushes them.
+            BrokerError: that failed; its turns stay asked for, and the next call pushes them.
         """
         while True:
             await self._has_asked.wait()
             await asyncio.sleep(0)
             self._has_asked.clear()
             asked, self._asked = [call for call in self._asked if not call.answer.done()], []
-            if not asked:
-                continue
+            cancelled, self._cancelled = self._cancelled, []
             try:
-                lost = await self._turns.push(self._agent_id, [call.push for call in asked])
+                lost = await self._turns.push(self.agent_id, [call.push for call in asked]) if asked else []
+                for call in asked:
+                    if call.push.trajectory_id in lost and not call.answer.done():
+                        call.answer.set_result(None)
+                asked = []
+                if cancelled:
+                    await self._turns.cancel(self.agent_id, cancelled)
             except BrokerError:
                 self._asked = [*asked, *self._asked]
+                self._cancelled = [*cancelled, *self._cancelled]
                 self._has_asked.set()
                 raise
-            for call in asked:
-                if call.push.trajectory_id in lost and not call.answer.done():
-                    call.answer.set_result(None)
 
     async def receive(self) -> None:
         """Bring each result to the episode that waits for it; for ever."""
         while True:
-            for result in await self._turns.results(self._agent_id, 1.0):
+            for result in await self._turns.results(self.agent_id, 1.0):
                 self._hear()
                 call = self._waiting.get(result.turn_id)
                 if call is not None and not call.answer.done():

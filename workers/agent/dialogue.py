@@ -11,14 +11,13 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from ...fabric.chat.conversation import Ask, Conversation
 from ...fabric.chat.messages import Message, check_messages
 from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.limits import KIB
-from ...fabric.contract.records import NO_IDS, Int32, Node, Span, TurnResult
+from ...fabric.contract.records import Int32, TurnResult
 from ...fabric.contract.wire import dump_json
 
 BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
@@ -82,22 +81,7 @@ class Dialogue:
 
     def record(self) -> dict[str, Any]:
         """Return the fields of a Rollout that hold its tokens: a prompt only where all branches begin with it."""
-        nodes = self._conversation.nodes
-        prompt = nodes[0].ids if all(node.parent >= 0 for node in nodes[1:]) else NO_IDS
-        ends = (np.cumsum([len(node.ids) for node in nodes]) - len(prompt)).tolist()
-        starts = [-len(prompt), *ends[:-1]]
-        return {
-            "prompt_ids": prompt,
-            "completion_ids": np.concatenate([node.ids for node in nodes])[len(prompt) :],
-            "logprobs": np.concatenate([node.logprobs for node in nodes])[len(prompt) :],
-            "completion_mask": np.concatenate([node.mask for node in nodes])[len(prompt) :],
-            "spans": tuple(
-                Span(start + span.start, start + span.end, span.worker_id, span.policy_version)
-                for start, node in zip(starts, nodes, strict=True)
-                for span in node.spans
-            ),
-            "nodes": tuple(Node(node.parent, end, list(node.messages)) for node, end in zip(nodes, ends, strict=True)),
-        }
+        return self._conversation.record()
 
     def _asked(self) -> Ask:
         if self._ask is None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import (
     EngineUnsupported,
     EnvironmentFailed,
@@ -62,7 +63,9 @@ from ..environments.isolated import IsolatedEnvironment
 from ..environments.registry import Registry
 from ..environments.room import Room
 from .caller import TurnCaller
+from .desk import Desk
 from .dialogue import Dialogue
+from .session import AgentSession
 from .transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -85,6 +88,9 @@ class Limits:
 
     agent_id: str
     call_timeout_s: float
+    desk: Desk = field(default_factory=Desk)
+    """Where agents that play by themselves reach their sessions."""
+    clock: Clock = field(default_factory=SystemClock)
     room: Room = field(default_factory=lambda: Room(SNAPSHOTS_BYTES_MAX))
     """Memory for snapshots, shared by all episodes of the agent."""
 
@@ -112,6 +118,7 @@ class Episode:
         self._recovery: Recovery = "replay"
         self._has_limit = True  # whether we limit the time of a call; known once the world is open
         self._stated: tuple[TextSampling, Sampling] | None = None  # the world's settings, and what came of them
+        self.session: AgentSession | None = None  # of an agent that plays by itself
 
     async def run(self) -> Rollout:
         """Play the trajectory to its end; return the rollout, scored unless the run has a reward function.
@@ -124,6 +131,8 @@ class Episode:
             task.set_name(f"{self._name} of {self._claim.job.trajectory_id}")  # the watchdog names us so
         world = await self._open()
         try:
+            if world.is_agent:
+                return await self._play(world)
             step = await self._recover(world)
             while self._goes_on(world, step):
                 step = await self._turn(world)
@@ -131,20 +140,43 @@ class Episode:
             await self._close(world)
         return await self._rollout(step)
 
+    async def _play(self, world: Environment) -> Rollout:
+        """Let an agent play by itself, in a session; what it asked for before it was lost answers its first calls."""
+        job, desk = self._claim.job, self._limits.desk
+        with self._told("play"):
+            chat = chat_of(self._tokenizer, self._run.model)
+        self.session = AgentSession(self._run, self._claim, chat, self._tokenizer, self._caller, self._limits.clock)
+        self._claim = replace(self._claim, turns=())
+        async with desk.admitted(self.session) as access:
+            played = await self._guard("play", lambda: world.play(job.task, job.seed, access))
+        with self._told("play"):
+            if played.reward is not None:
+                self.session.reward(played.reward)
+            record = self.session.record()
+        given = self.session.facts.reward
+        end = "truncated" if played.truncated else "terminated"
+        return await self._made(end, played.info, [] if given is None else [given], record)
+
     async def _rollout(self, last: Step) -> Rollout:
-        info = await self._dump("info", last.info, INFO_BYTES_MAX)
-        job, rewards = self._claim.job, self._transcript.rewards
+        rewards = self._transcript.rewards
+        reward = sum_rewards(rewards, self._name) if self._run.reward is None else None
+        record = {"reward": reward, "turn_count": len(rewards), **self._transcript.record()}
+        end = "terminated" if last.terminated else "truncated" if last.truncated else "turns"
+        return await self._made(end, last.info, rewards, record)
+
+    async def _made(self, end: str, info: dict[str, Any], rewards: list[float], record: dict[str, Any]) -> Rollout:
+        """Make the rollout of an episode that ended so; the record holds its tokens, turns and reward."""
+        dumped = await self._dump("info", info, INFO_BYTES_MAX)
+        job = self._claim.job
         return Rollout(
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
             task_id=job.task_id,
-            reward=sum_rewards(rewards, self._name) if self._run.reward is None else None,
-            finish_reason="terminated" if last.terminated else "truncated" if last.truncated else "turns",
-            turn_count=len(rewards),
+            finish_reason=end,
             attempt=self._claim.attempt,
             seed=job.seed,
-            info={**load_json(info), "rewards": rewards},
-            **self._transcript.record(),
+            info={**load_json(dumped), "rewards": rewards},
+            **record,
         )
 
     # ---- the world
@@ -170,7 +202,7 @@ class Episode:
 
     async def _recover(self, world: Environment) -> Step:
         """Start the episode, or bring it to where an earlier claim left it."""
-        job, settled = self._claim.job, self._claim.turns
+        job, settled = self._claim.job, self._settled()
         self._recovery = world.recovery
         if settled and world.recovery == "restart":
             raise EnvironmentFailed(
@@ -195,6 +227,12 @@ class Episode:
             self._transcript = Transcript(self._tokenizer, await self._encode(observation.text, where="reset"))
         return await self._replay(world, Step(observation.text, 0.0), settled)
 
+    def _settled(self) -> tuple[TurnResult, ...]:
+        """Return the settled turns up to the first that is missing."""
+        job, turns = self._claim.job, self._claim.turns
+        names = (turn_id(job.trajectory_id, index) for index in itertools.count())
+        return tuple(turn for turn, name in zip(turns, names, strict=False) if turn.turn_id == name)
+
     async def _replay(self, world: Environment, step: Step, settled: Sequence[TurnResult]) -> Step:
         """Step the world through settled turns, from `step` on; return the last step."""
         for result in settled:
@@ -205,7 +243,7 @@ class Episode:
 
     async def _restore(self, world: Environment, snapshot: bytes) -> Step:
         """Load the state saved after some turn, then step through the turns settled since."""
-        settled = self._claim.turns
+        settled = self._settled()
         try:
             state = load_json(snapshot)
             if "messages" in state:

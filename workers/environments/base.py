@@ -82,6 +82,23 @@ class Step:
         return self.terminated or self.truncated
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What an agent gets to reach the model: an OpenAI-compatible API, and a key that ends with its trajectory."""
+
+    base_url: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What an agent says of an episode that it has played. reward: None: it gave none itself. info: as in a Step."""
+
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False
+
+
 class Environment(ABC):
     """One episode's world. Options arrive as keyword arguments of the constructor.
 
@@ -96,6 +113,7 @@ class Environment(ABC):
             "none": it runs in the agent's own process, which trusts it with all its other trajectories.
         memory_bytes_max: memory that such a process may write to, at most the agent's own limit.
         episode_count_max: episodes that such a process serves, one after the other; None: the pool's number.
+        is_agent: it is played, not reset and stepped: it asks the model by itself, as often as it likes.
     """
 
     name: str = ""
@@ -106,6 +124,7 @@ class Environment(ABC):
     isolation: ClassVar[Isolation] = "process"
     memory_bytes_max: ClassVar[int | None] = None
     episode_count_max: ClassVar[int | None] = None
+    is_agent: bool = False
 
     @abstractmethod
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
@@ -114,6 +133,10 @@ class Environment(ABC):
     @abstractmethod
     async def step(self, action: Any) -> Step:
         """Apply the policy's turn: its text, or the assistant's message where the observation had messages."""
+
+    async def play(self, task: dict[str, Any], seed: int, access: Access) -> Played:
+        """Play the whole episode, with the model at `access`; called only if `is_agent`, instead of reset and step."""
+        raise NotImplementedError(f"environment {self.name!r} is no agent")
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the state as plain JSON values; called only if `recovery` is "snapshot"."""

@@ -8,7 +8,8 @@
 - If the environment raises, we report the error, and the process goes on. When the channel ends, so does the process.
 
 A world with `async def reset` is called like rollfab's Environment: reset(task, seed), step(action). Any other world is
-called like Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers.
+called like Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers. A coroutine function, or a
+command (a target that begins with COMMAND), is an agent: it plays a whole episode, and asks the model by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import inspect
 import json
 import os
 import resource
+import shlex
 import struct
 import sys
 import threading
@@ -35,6 +37,10 @@ SAMPLING = (  # the fields of TextSampling: an interpreter that does not know ro
 ).split()
 STEP = ("text", "reward", "terminated", "truncated", "info")
 CHAT = ("messages", "tools")
+COMMAND = "!"
+LINE_BYTES_MAX = 1 << 20
+GIVEN = ("task", "seed", "client", "base_url", "key")  # what an agent may take, by the names of its parameters
+PLAYED = ("reward", "info", "truncated")
 
 
 class Refused(Exception):
@@ -82,7 +88,7 @@ class Stage:
             self._decode = find(decoder)
             check_function(self._factory)
             return {}
-        self._factory = find(target)
+        self._factory = Command(target[len(COMMAND) :]) if target.startswith(COMMAND) else find(target)
         limit_memory(getattr(self._factory, "memory_bytes_max", None))
         names = ("episode_count_max", "isolation", "inline")
         return {name: getattr(self._factory, name, None) for name in names}
@@ -99,6 +105,9 @@ class Stage:
 
     def make(self, options: dict[str, Any]) -> dict[str, Any]:
         """Make a new world; return its settings."""
+        if is_agent(self._factory):
+            self._world = Player(self._factory, options)
+            return {"is_agent": True}
         try:
             self._world = self._factory(**options)
         except TypeError as error:
@@ -165,6 +174,25 @@ class Stage:
                 raise Refused("answer", text)
         return row
 
+    def play(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> dict[str, Any]:
+        """Let an agent play a whole episode; return its reward (None: it gave none) and info."""
+        answer = self._finish(self._world.play(task, seed, base_url, key))
+        if answer is None or isinstance(answer, (int, float)):
+            answer = {"reward": answer}
+        unknown = sorted(set(answer) - set(PLAYED)) if isinstance(answer, dict) else [type(answer).__name__]
+        if unknown:
+            raise Refused(
+                "answer", f"it gave {show(answer)}, expected a reward, None, or a dict of {', '.join(PLAYED)}"
+            )
+        reward = answer.get("reward")
+        row = {"text": "", "reward": reward, "info": answer.get("info") or {}, "messages": []}
+        if reward is not None:
+            try:
+                row["reward"] = float(reward)
+            except (TypeError, ValueError, OverflowError):
+                row["reward"] = show(reward)  # the agent's error shows it as no number
+        return self._fit("play", {**row, "truncated": bool(answer.get("truncated"))})
+
     def snapshot(self) -> Any:
         """Return the world's state as plain JSON values."""
         return self._finish(self._world.snapshot())
@@ -192,6 +220,81 @@ class Stage:
 
 async def _awaited(value: Any) -> Any:
     return await value
+
+
+def is_agent(factory: Any) -> bool:
+    """Tell whether what was loaded plays by itself."""
+    return isinstance(factory, Command) or inspect.iscoroutinefunction(factory)
+
+
+class Player:
+    """An agent: a coroutine function, called with those of GIVEN that it takes, and with its options; or a command."""
+
+    def __init__(self, function: Any, options: dict[str, Any]) -> None:
+        self._function = function
+        self._options = options
+        taken = inspect.signature(function).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        self._names = [name for name in GIVEN if name in taken]
+        wrong = sorted(name for name in options if name in GIVEN or not (takes_any or name in taken))
+        missing = [
+            name
+            for name, each in taken.items()
+            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+            if name not in GIVEN and name not in options
+        ]
+        if wrong or missing:
+            raise Refused("options", f"{(wrong or missing)[0]!r} is {'no option of it' if wrong else 'missing'}")
+
+    async def play(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> Any:
+        """Play one episode."""
+        given = {"task": task, "seed": seed, "base_url": base_url, "key": key}
+        if "client" not in self._names:
+            answer = self._function(**{name: given[name] for name in self._names}, **self._options)
+            return await answer if inspect.isawaitable(answer) else answer
+        try:
+            import openai
+        except ImportError as error:
+            text = "it takes a client, and the package openai is not installed for its interpreter"
+            raise Refused("load", text + ": pip install openai") from error
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
+            given["client"] = client
+            return await self._function(**{name: given[name] for name in self._names}, **self._options)
+
+
+class Command:
+    """An agent that is a command, started in an empty directory of its own.
+
+    It finds the model in OPENAI_BASE_URL and OPENAI_API_KEY, the task in the file that ROLLFAB_TASK names, and the
+    trajectory's seed in ROLLFAB_SEED. If the last line that it prints is a JSON object, that says the reward.
+    """
+
+    def __init__(self, line: str) -> None:
+        self._words = shlex.split(line)
+
+    def __call__(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> Any:
+        """Run the command to its end."""
+        import subprocess
+        import tempfile
+
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "ROLLFAB_SEED": str(seed)}
+        with tempfile.TemporaryDirectory() as directory:
+            place = os.path.join(directory, "task.json")
+            with open(place, "w") as file:
+                json.dump(task, file)
+            variables = {**os.environ, **own, "ROLLFAB_TASK": place}
+            none, pipe, last = subprocess.DEVNULL, subprocess.PIPE, b""
+            with subprocess.Popen(self._words, cwd=directory, env=variables, stdin=none, stdout=pipe) as process:
+                while line := process.stdout.readline(LINE_BYTES_MAX):  # type: ignore[union-attr]
+                    last = line
+                    os.write(sys.stdout.fileno(), line)
+        if process.returncode:
+            raise RuntimeError(f"{self._words[0]} ended with code {process.returncode}")
+        try:
+            answer = json.loads(last)
+        except ValueError:
+            return None
+        return answer if isinstance(answer, dict) else None
 
 
 def find(target: str) -> Any:
