@@ -40,6 +40,7 @@ class Desk:
         self._sessions: dict[str, AgentSession] = {}  # by the key's hash
         self._runs: set[str] = set()
         self._asking: Counter[str] = Counter()  # by run: who waits in `open`
+        self._taken: Counter[str] = Counter()
         self._untaken: dict[str, deque[_Offer]] = defaultdict(deque)
         self._offered: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -65,8 +66,8 @@ class Desk:
         self._runs = run_ids
 
     def wanted(self, run_id: str) -> int:
-        """Count the trajectories of a run that should be claimed: for each who waits, one, but for those at hand."""
-        return max(0, self._asking[run_id] - len(self._untaken[run_id]))
+        """Count the trajectories of a run that this process should hold: those in work, and one for each who waits."""
+        return self._taken[run_id] + self._asking[run_id]
 
     async def open(self, run_id: str, *, wait_s: float) -> Opened:
         """Open a session on the next trajectory of a run; see ports/sessions.py."""
@@ -113,7 +114,11 @@ class Desk:
         finally:
             with contextlib.suppress(ValueError):
                 self._untaken[run_id].remove(offer)
-        ending = await session.ended()
+        self._taken[run_id] += 1
+        try:
+            ending = await session.ended()
+        finally:
+            self._taken[run_id] -= 1
         if ending.error is not None:
             raise EnvironmentFailed(f"its client says: {ending.error:.2000}", reason="play")
         return Played(info=dict(ending.info))

@@ -21,7 +21,7 @@ class Places:
     """Counts how many of `total` places each run holds."""
 
     def __init__(self, total: int, wanted: Callable[[str], int] | None = None) -> None:
-        """wanted: the most places that a run may take at once; None: all that are its share."""
+        """wanted: the most places that a run may hold; None: all that are its share."""
         self._total = total
         self._wanted = wanted
         self._runs: dict[str, Sharer] = {}
@@ -47,14 +47,14 @@ class Places:
     def take(self, run_id: str) -> int:
         """Take as many places as the run may have now, and return how many; 0: wait for `changed`."""
         run = self._runs[run_id]
-        if self._wanted is not None and not self._wanted(run_id):
+        if self._wanted is not None and self._wanted(run_id) <= run.held:
             return 0
         if not run.may_have_work:  # places that it did not want meanwhile are no debt to it
             run = dataclasses.replace(run, may_have_work=True, served=max(run.served, self._least_served()))
         self._runs[run_id] = run
         count = more(self._total, list(self._runs.values()), run_id)
         if self._wanted is not None:
-            count = min(count, self._wanted(run_id))
+            count = min(count, self._wanted(run_id) - run.held)
         self._runs[run_id] = dataclasses.replace(run, held=run.held + count)
         return count
 
