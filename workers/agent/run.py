@@ -22,9 +22,8 @@ from ...fabric.rules.queue.runs import is_same_run
 from ..environments.failures import dead_letter
 from ..environments.registry import Registry
 from ..environments.room import Room
-from .caller import TurnCaller
 from .desk import Desk, Untaken
-from .episode import Episode, Limits
+from .episode import Episode, Limits, TurnCaller
 from .keeper import AskReward, patiently
 from .slots import Places, Quarantine
 

@@ -17,7 +17,7 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -41,13 +41,21 @@ from ...fabric.contract.wire import check_size, dump_json
 from ...fabric.host.helpers import end_all
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
-from .caller import TurnCaller
 
 CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
 COMPLETION_COUNT_MAX = 64  # of one call
 RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
 BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
 IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
+
+
+class Caller(Protocol):
+    """What a session needs to have turns made: episode.py's TurnCaller."""
+
+    @property
+    def agent_id(self) -> str: ...
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult: ...
+    def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +93,7 @@ class AgentSession:
         claim: TrajectoryClaim,
         chat: ChatTemplate,
         tokenizer: Tokenizer,
-        caller: TurnCaller,
+        caller: Caller,
         clock: Clock,
         *,
         idle_s_max: float = IDLE_S_MAX,

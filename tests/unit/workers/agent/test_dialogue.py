@@ -12,7 +12,6 @@ import pytest
 
 from rollfab.fabric.contract.errors import EnvironmentFailed, FabricError
 from rollfab.fabric.contract.records import Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
-from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.engines.model_tokenizer import HubTokenizer
@@ -174,9 +173,12 @@ def test_what_is_no_message_fails_the_attempt_by_name(broken: str, says: str) ->
         play(Broker("qwen2.5"), broken=broken)
 
 
-def test_a_model_without_a_chat_template_is_named() -> None:
-    with pytest.raises(FabricError, match="'m' has no chat template"):
-        play(Broker("qwen2.5"), tokenizer=CharTokenizer())
+def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(FabricError, match=rf"{tmp_path} has no chat template: put chat_template.jinja beside"):
+        play(Broker("qwen2.5"), tokenizer=HubTokenizer(str(tmp_path)))
 
 
 def test_a_turn_ends_with_any_id_that_the_model_names(tmp_path: Path) -> None:
