@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import secrets
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed, FabricError, QueueFull, RunUnknown
@@ -32,10 +32,16 @@ class Untaken(FabricError):
 
 
 class Desk:
-    """See ports/sessions.py, Sessions. address: of the model API that serves it, once that listens."""
+    """See ports/sessions.py, Sessions."""
 
-    def __init__(self) -> None:
-        self.address = ""
+    def __init__(self, listen: Callable[[], Awaitable[str]] | None = None) -> None:
+        """listen: begins to serve the model API, and returns its address; called once, before the first agent plays.
+
+        None: agents that play have their own way to it.
+        """
+        self._listen = listen
+        self._listening = asyncio.Lock()
+        self._address = ""
         self.on_asked: Callable[[], None] = lambda: None  # is called as somebody begins to wait in `open`
         self._sessions: dict[str, AgentSession] = {}  # by the key's hash
         self._runs: set[str] = set()
@@ -50,11 +56,18 @@ class Desk:
 
     @contextlib.asynccontextmanager
     async def admitted(self, session: AgentSession) -> AsyncIterator[Access]:
-        """Know a session while the block runs; what it is asked afterwards is refused."""
+        """Know a session while the block runs; what it is asked afterwards is refused.
+
+        Raises:
+            ConfigError: the model API cannot be served.
+        """
+        async with self._listening:
+            if self._listen is not None and not self._address:
+                self._address = await self._listen()
         key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
         self._sessions[_hashed(key)] = session
         try:
-            yield Access(base_url=f"{self.address}/v1", key=key)
+            yield Access(base_url=f"{self._address}v1", key=key)
         finally:
             del self._sessions[_hashed(key)]
             await session.close()

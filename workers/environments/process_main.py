@@ -263,10 +263,11 @@ class Player:
 
 
 class Command:
-    """An agent that is a command, started in an empty directory of its own.
+    """An agent that is a command, started where its agent worker was.
 
-    It finds the model in OPENAI_BASE_URL and OPENAI_API_KEY, the task in the file that ROLLFAB_TASK names, and the
-    trajectory's seed in ROLLFAB_SEED. If the last line that it prints is a JSON object, that says the reward.
+    It finds the model in OPENAI_BASE_URL and OPENAI_API_KEY, the task in the JSON file that ROLLFAB_TASK names, the
+    trajectory's seed in ROLLFAB_SEED, and a directory of its own, which is removed afterwards, in ROLLFAB_DIRECTORY.
+    If the last line that it prints is a JSON object, that says the reward.
     """
 
     def __init__(self, line: str) -> None:
@@ -279,12 +280,13 @@ class Command:
 
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "ROLLFAB_SEED": str(seed)}
         with tempfile.TemporaryDirectory() as directory:
-            place = os.path.join(directory, "task.json")
+            place, scratch = os.path.join(directory, "task.json"), os.path.join(directory, "scratch")
+            os.mkdir(scratch)
             with open(place, "w") as file:
                 json.dump(task, file)
-            variables = {**os.environ, **own, "ROLLFAB_TASK": place}
+            variables = {**os.environ, **own, "ROLLFAB_TASK": place, "ROLLFAB_DIRECTORY": scratch}
             none, pipe, last = subprocess.DEVNULL, subprocess.PIPE, b""
-            with subprocess.Popen(self._words, cwd=directory, env=variables, stdin=none, stdout=pipe) as process:
+            with subprocess.Popen(self._words, env=variables, stdin=none, stdout=pipe) as process:
                 while line := process.stdout.readline(LINE_BYTES_MAX):  # type: ignore[union-attr]
                     last = line
                     os.write(sys.stdout.fileno(), line)

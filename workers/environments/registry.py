@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -27,10 +28,11 @@ from ...fabric.host.entry_points import installed
 from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
-from .spawn import NICENESS, Program
+from .spawn import COMMAND, NICENESS, Program
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
+COMMAND_PREFIX = "command:"
 OURS = "rollfab."  # modules that this process may import without asking
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -44,8 +46,9 @@ class Registry:
     """The environments and reward functions that this worker offers.
 
     Args:
-        environments: "NAME=module:attr" of an Environment, or of a class with Gymnasium's or GEM's `reset` and `step`;
-            with "NAME=python:module:attr" the interpreter `python` runs it, in processes of its own.
+        environments: "NAME=module:attr" of an Environment, of a class with Gymnasium's or GEM's `reset` and `step`, or
+            of a coroutine function, which is an agent that plays by itself; with "NAME=python:module:attr" the
+            interpreter `python` runs it, in processes of its own; "NAME=command:LINE" is an agent that is a command.
         rewards: "NAME=module:attr" of a function (task, rollout) → float.
         pool: settings of the processes.
 
@@ -232,11 +235,26 @@ def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
     targets: dict[str, Program] = {}
     for pair in pairs:
         name, _, rest = pair.partition("=")
+        if name and rest.startswith(COMMAND_PREFIX) and option == "--environment":
+            targets[name] = Program(COMMAND + _line(name, rest), niceness=NICENESS)
+            continue
         *python, module, attribute = rest.rsplit(":", 2) if ":" in rest else ("", "")
         if not (name and module and attribute.isidentifier() and python != [""]):
             raise ConfigError(f"{option} {pair!r} does not name code: write {option} NAME=module:attr", name=name)
         targets[name] = Program(f"{module}:{attribute}", python[0] if python else None, niceness=NICENESS)
     return targets
+
+
+def _line(name: str, rest: str) -> str:
+    """Return the command line of an agent. Raises ConfigError: its command cannot be run."""
+    line = rest.removeprefix(COMMAND_PREFIX)
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"environment {name!r}: {line!r:.200} is no command line: {error}", name=name) from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"environment {name!r}: {line!r:.200} cannot be run: there is no such command", name=name)
+    return line
 
 
 def _check_interpreters(targets: Mapping[str, Mapping[str, Program]]) -> None:
