@@ -202,7 +202,7 @@ async def _model_api(stop: asyncio.Event, confinement: Confinement) -> AsyncIter
         from ...api.gateway.server import GatewayConfig, serve_sessions
 
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        serving = serve_sessions(desk, GatewayConfig(port=0), stop, on_ready=ready.set_result)
+        serving = serve_sessions(desk, GatewayConfig(port=0, may_open=False), stop, on_ready=ready.set_result)
         helpers = await stack.enter_async_context(Helpers(serving))
         watching = asyncio.create_task(helpers.watch())
         await asyncio.wait((ready, watching), return_when=asyncio.FIRST_COMPLETED)
