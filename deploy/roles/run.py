@@ -199,7 +199,8 @@ async def _model_api(stop: asyncio.Event, confinement: Confinement) -> AsyncIter
                 "an agent reaches the model by this machine's 127.0.0.1, and --no-network gives it one of its own: "
                 "start the agent worker without --no-network"
             )
-        from ...api.gateway.server import GatewayConfig, serve_sessions
+        from ...api.gateway.app import serve_sessions
+        from ...api.gateway.config import GatewayConfig
 
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         serving = serve_sessions(desk, GatewayConfig(port=0, may_open=False), stop, on_ready=ready.set_result)
@@ -217,7 +218,7 @@ async def _model_api(stop: asyncio.Event, confinement: Confinement) -> AsyncIter
 
 def run_gateway(options: GatewayOptions) -> None:
     """Serve sessions: a model API to whoever plays trajectories elsewhere."""
-    from ...api.gateway.server import serve_sessions
+    from ...api.gateway.app import serve_sessions
     from ...workers.agent.desk import Desk, RemoteWorlds
     from ...workers.agent.keeper import Elsewhere
     from ...workers.agent.worker import AgentConfig, AgentWorker
