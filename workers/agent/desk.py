@@ -23,6 +23,7 @@ from .session import AgentSession
 
 KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know one
 KEY_BYTES = 32
+NEW_RUN_S = 2.0  # within which a run that was just made is known to this process
 UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone
 REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
 
@@ -45,6 +46,7 @@ class Desk:
         self.on_asked: Callable[[], None] = lambda: None  # is called as somebody begins to wait in `open`
         self._sessions: dict[str, AgentSession] = {}  # by the key's hash
         self._runs: set[str] = set()
+        self._followed = asyncio.Event()
         self._asking: Counter[str] = Counter()  # by run: who waits in `open`
         self._taken: Counter[str] = Counter()
         self._untaken: dict[str, deque[_Offer]] = defaultdict(deque)
@@ -77,6 +79,7 @@ class Desk:
     def follow(self, run_ids: set[str]) -> None:
         """Take note of the runs that there are."""
         self._runs = run_ids
+        self._followed.set()
 
     def wanted(self, run_id: str) -> int:
         """Count the trajectories of a run that this process should hold: those in work, and one for each who waits."""
@@ -84,11 +87,7 @@ class Desk:
 
     async def open(self, run_id: str, *, wait_s: float) -> Opened:
         """Open a session on the next trajectory of a run; see ports/sessions.py."""
-        if run_id not in self._runs:
-            raise RunUnknown(
-                f"there is no run {run_id!r:.80} whose environment is {REMOTE!r}: its trainer creates it so",
-                run_id=run_id,
-            )
+        await self._known(run_id, min(wait_s, NEW_RUN_S))
         self._asking[run_id] += 1
         self.on_asked()
         try:
@@ -105,6 +104,19 @@ class Desk:
         finally:
             self._asking[run_id] -= 1
         return self._untaken[run_id].popleft().take()
+
+    async def _known(self, run_id: str, wait_s: float) -> None:
+        """Wait until a run is known here: one that was just made may not be yet. Raises RunUnknown."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while run_id not in self._runs:
+                    self._followed.clear()
+                    await self._followed.wait()
+        if run_id not in self._runs:
+            raise RunUnknown(
+                f"there is no run {run_id!r:.80} whose environment is {REMOTE!r}: its trainer creates it so",
+                run_id=run_id,
+            )
 
     async def host(self, key: str) -> Played:
         """Offer a session, and wait until whoever takes it has ended it.

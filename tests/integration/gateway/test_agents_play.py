@@ -7,11 +7,9 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from rollfab.fabric.contract.records import Rollout
-from tests.bench.lively import lively_weights
+from tests.integration.gateway.exactness import check_exact
 from tests.support.processes.fabric_processes import Processes, processes
 
 pytest.importorskip("torch")
@@ -25,26 +23,6 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         named = [f"{name.replace('_', '-')}=tests.support.worlds.agents:{name}" for name in AGENTS]
         fabric.start_roles(agent=[word for each in named for word in ("--environment", each)])
         yield fabric
-
-
-def check_exact(rollout: Rollout) -> None:
-    """The model, asked for each branch as a whole, gives every token the log-probability that the rollout tells."""
-    import torch
-
-    from rollfab.trainer.grpo import build_model
-
-    model = build_model("tiny").eval()
-    model.load_state_dict({name: torch.from_numpy(each) for name, each in lively_weights().items()}, strict=False)
-    counted = 0
-    for branch in rollout.branches():
-        ids = torch.from_numpy(np.concatenate((branch.prompt_ids, branch.completion_ids)).astype(np.int64))
-        with torch.no_grad():
-            told = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), -1)
-        told = told.gather(-1, ids[1:, None])[:, 0].numpy()
-        made = np.flatnonzero(branch.completion_mask)
-        counted += len(made)
-        np.testing.assert_allclose(told[len(branch.prompt_ids) - 1 + made], branch.logprobs[made], atol=2e-4, rtol=0)
-    assert counted == int(rollout.completion_mask.sum()) > 0
 
 
 def test_an_agent_written_against_openai_makes_exact_rollouts(fabric: Processes) -> None:
@@ -96,10 +74,9 @@ def test_agents_and_workers_that_are_killed_cost_no_generated_token(fabric: Proc
     for name in ("dedicated", "agent", "dedicated", "agent"):
         settled = int(fabric.ask(lambda ports: ports.board.run_status("killed")).counters.get("turns_settled", 0))
         fabric.until(
-            lambda settled=settled: fabric.ask(lambda ports: ports.board.run_status("killed")).counters.get(
-                "turns_settled", 0
-            )
-            > settled,
+            lambda settled=settled: (
+                fabric.ask(lambda ports: ports.board.run_status("killed")).counters.get("turns_settled", 0) > settled
+            ),
             60.0,
             "a turn is settled",
         )

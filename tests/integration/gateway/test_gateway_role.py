@@ -1,0 +1,192 @@
+"""`rollfab gateway` from outside: sessions opened over HTTP, played with unmodified clients, recorded exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rollfab.api.access.keys import add_key
+from rollfab.deploy.local.up import free_port
+from tests.integration.gateway.exactness import check_exact
+from tests.support.processes.fabric_processes import Processes, processes
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+
+
+class Gateway:
+    """A gateway process, and whoever holds the key that opens sessions."""
+
+    def __init__(self, fabric: Processes, url: str, key: str) -> None:
+        self.fabric, self.url = fabric, url
+        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60.0)
+
+    def open(self, run_id: str, wait_s: float = 20.0) -> Session:
+        response = self.http.post("/sessions", json={"run": run_id, "wait_s": wait_s})
+        assert response.status_code == 201, response.text
+        return Session(self, response.json())
+
+
+class Session:
+    """An open session, and the openai client of its agent."""
+
+    def __init__(self, gateway: Gateway, facts: dict[str, Any]) -> None:
+        self.facts, self._gateway = facts, gateway
+        self.client = openai.OpenAI(base_url=gateway.url + facts["path"], api_key=facts["key"], max_retries=4)
+
+    def say(self, *messages: Any, **settings: Any) -> Any:
+        return self.client.chat.completions.create(model="any", messages=list(messages), max_tokens=6, **settings)
+
+    def end(self, **said: Any) -> httpx.Response:
+        path = f"{self._gateway.url}/sessions/{self.facts['session']}/end"
+        return httpx.post(path, json=said, headers={"authorization": f"Bearer {self.facts['key']}"}, timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    directory = tmp_path_factory.mktemp("gateway")
+    with processes(directory) as fabric:
+        keys, port = directory / "gateway.keys", free_port()
+        key = add_key(keys, "harness", "control")
+        fabric.start("controller", "controller", "--name", "controller")
+        fabric.start("gateway", "gateway", "--port", str(port), "--keys", str(keys))
+        fabric.start("dedicated", "worker")
+        fabric.wait_for_role("controller", "gateway", "dedicated")
+        made = Gateway(fabric, f"http://127.0.0.1:{port}", key)
+        fabric.until(lambda: _answers(made.url), 30.0, "the gateway answers")
+        yield made
+        made.http.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_session_is_a_trajectory(gateway: Gateway) -> None:
+    run = gateway.fabric.new_run("one", "gateway", is_lively=True)
+    run.submit([{"word": "cat"}], group_size=1)
+    session = gateway.open("one")
+    assert session.facts["task"] == {"word": "cat"}
+    # When an agent goes on, asks for samples, streams, and asks the same again
+    first = session.say(user("hi"))
+    session.say(user("hi"), first.choices[0].message, user("on"), n=2)
+    streamed = session.say(user("stream"), stream=True, stream_options={"include_usage": True})
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
+    assert text
+    repeated = session.say(user("hi"), extra_headers={"x-stainless-retry-count": "1"})
+    assert repeated.id == first.id
+    ended = session.end(reward=0.5, info={"won": True})
+    assert (ended.status_code, ended.json()["state"]) == (200, "over")
+    # Then its rollout is there, exact, with four completions
+    (group,) = gateway.fabric.collect(run, 1, 30.0)
+    (rollout,) = group.rollouts
+    check_exact(rollout)
+    assert (rollout.turn_count, rollout.reward, rollout.info["won"]) == (4, 0.5, True)
+    # And the key is nobody's any more
+    with pytest.raises(openai.AuthenticationError):
+        session.say(user("hi"))
+
+
+@pytest.mark.fault
+def test_calls_survive_the_loss_of_their_workers(gateway: Gateway) -> None:
+    # Given what greedy sessions say undisturbed
+    fabric, count = gateway.fabric, 4
+    sampling = {"temperature": 0.0, "max_tokens": 200}
+
+    runs = {name: fabric.new_run(name, "gateway", is_lively=True, sampling=sampling) for name in ("calm", "killed")}
+
+    async def talk(run_id: str) -> list[str]:
+        runs[run_id].submit([{"n": index} for index in range(count)], group_size=1)
+
+        async def one(index: int) -> str:
+            session = await asyncio.to_thread(gateway.open, run_id)
+            base_url = gateway.url + session.facts["path"]
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=session.facts["key"]) as client:
+                reply = await client.chat.completions.create(model="any", messages=[user(f"tell {index}")])
+            await asyncio.to_thread(session.end, reward=1.0)
+            return str(reply.choices[0].message.content)
+
+        return await asyncio.gather(*map(one, range(count)))
+
+    calm = asyncio.run(talk("calm"))
+
+    async def killing() -> list[str]:
+        talking = asyncio.create_task(talk("killed"))
+        for _ in range(3):
+            await asyncio.to_thread(
+                fabric.until, lambda: _is_at_work(fabric), 60.0, "the worker has a turn of the run in hand"
+            )
+            os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+        await asyncio.to_thread(fabric.until, talking.done, 90.0, "all calls are answered")
+        return await talking
+
+    # When their worker is killed in the middle, again and again: then every call completes, and says the same
+    assert asyncio.run(killing()) == calm
+    (run_status,) = [fabric.ask(lambda ports: ports.board.run_status("killed"))]
+    assert run_status.counters["turns_settled"] == count
+    assert run_status.counters.get("turns_resumed", 0) > 0
+
+
+def _is_at_work(fabric: Processes) -> bool:
+    status = fabric.ask(lambda ports: ports.board.run_status("killed"))
+    return status.turns.get("claimed", 0) > 0
+
+
+@pytest.mark.fault
+def test_a_killed_gateway_ends_its_sessions_and_nothing_that_was_made_is_made_again(gateway: Gateway) -> None:
+    run = gateway.fabric.new_run("lost", "gateway", is_lively=True, sampling={"seed": 3})
+    run.submit([{}], group_size=1)
+    session = gateway.open("lost")
+    first = session.say(user("hi")).choices[0].message.content
+    os.kill(gateway.fabric.supervisor.children["gateway"].pid or 0, signal.SIGKILL)
+    gateway.fabric.until(lambda: not _answers(gateway.url), 10.0, "it is gone")
+    gateway.fabric.until(lambda: _answers(gateway.url), 60.0, "it is back")
+    with pytest.raises(openai.AuthenticationError):
+        session.say(user("hi"))
+    fresh = gateway.open("lost")
+    assert fresh.facts["session"] == session.facts["session"]
+    assert fresh.say(user("hi")).choices[0].message.content == first
+    fresh.end(reward=1)
+    (group,) = gateway.fabric.collect(run, 1, 30.0)
+    assert group.rollouts[0].turn_count == 1
+    status = gateway.fabric.ask(lambda ports: ports.board.run_status("lost"))
+    assert status.counters["turns_settled"] == 1
+
+
+def test_a_session_of_one_run_cannot_touch_another(gateway: Gateway) -> None:
+    runs = [gateway.fabric.new_run(name, "gateway", is_lively=True) for name in ("mine", "yours")]
+    for run in runs:
+        run.submit([{}], group_size=1)
+    mine, yours = gateway.open("mine"), gateway.open("yours")
+    foreign = {"authorization": f"Bearer {mine.facts['key']}"}
+    for path, body in (("end", {"reward": 1}), ("reward", {"reward": 1})):
+        answer = httpx.post(f"{gateway.url}/sessions/{yours.facts['session']}/{path}", json=body, headers=foreign)
+        unknown = httpx.post(f"{gateway.url}/sessions/none.0/{path}", json=body, headers=foreign)
+        assert (answer.status_code, answer.json()) == (401, unknown.json())
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=gateway.url + yours.facts["path"], api_key=mine.facts["key"]).models.list()
+    assert [each.id for each in mine.client.models.list()] == ["tiny"]
+    for session in (mine, yours):
+        assert session.end(error="a test").status_code == 200
+
+
+def test_who_opens_where_nothing_is_waits_and_is_told(gateway: Gateway) -> None:
+    gateway.fabric.new_run("empty", "gateway")
+    answers = [gateway.http.post("/sessions", json={"run": name, "wait_s": 0.2}) for name in ("empty", "nowhere")]
+    assert [each.status_code for each in answers] == [429, 404]
+    assert "no trajectory of run empty" in answers[0].json()["error"]["message"]
+    assert answers[0].headers["retry-after"]
