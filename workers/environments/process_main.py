@@ -61,6 +61,7 @@ class Stage:
         self._world: Any = None
         self._is_async = False
         self._loop: Any = None
+        self._clients: dict[str, Any] = {}  # of the openai package, by base URL: making one takes as long as a call
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make a requested call; return {"answer": …}, or {"error": …}."""
@@ -106,7 +107,7 @@ class Stage:
     def make(self, options: dict[str, Any]) -> dict[str, Any]:
         """Make a new world; return its settings."""
         if is_agent(self._factory):
-            self._world = Player(self._factory, options)
+            self._world = Player(self._factory, options, self._clients)
             return {"is_agent": True}
         try:
             self._world = self._factory(**options)
@@ -230,9 +231,10 @@ def is_agent(factory: Any) -> bool:
 class Player:
     """An agent: a coroutine function, called with those of GIVEN that it takes, and with its options; or a command."""
 
-    def __init__(self, function: Any, options: dict[str, Any]) -> None:
+    def __init__(self, function: Any, options: dict[str, Any], clients: dict[str, Any]) -> None:
         self._function = function
         self._options = options
+        self._clients = clients
         taken = inspect.signature(function).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         self._names = [name for name in GIVEN if name in taken]
@@ -257,9 +259,10 @@ class Player:
         except ImportError as error:
             text = "it takes a client, and the package openai is not installed for its interpreter"
             raise Refused("load", text + ": pip install openai") from error
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
-            given["client"] = client
-            return await self._function(**{name: given[name] for name in self._names}, **self._options)
+        if base_url not in self._clients:
+            self._clients[base_url] = openai.AsyncOpenAI(base_url=base_url, api_key=key)
+        given["client"] = self._clients[base_url].with_options(api_key=key)
+        return await self._function(**{name: given[name] for name in self._names}, **self._options)
 
 
 class Command:
