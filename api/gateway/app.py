@@ -28,11 +28,13 @@ from .chat import CHAT, TEXT
 from .config import GatewayConfig, check_gateway
 from .dialect import Answered, Dialect
 from .door import Door, unless_gone
+from .messages import MESSAGES
 from .problems import HEADERS, Shape, answer, openai_shape, problem_answer, problem_of
+from .responses import RESPONSES
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-DIALECTS = {"/chat/completions": CHAT, "/completions": TEXT}
+DIALECTS = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSES, "/messages": MESSAGES}
 KEY_LENGTH_MAX = 256  # of Idempotency-Key
 WAIT_S_DEFAULT, WAIT_S_MAX = 10.0, 300.0
 
