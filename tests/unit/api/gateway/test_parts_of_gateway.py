@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -96,7 +97,7 @@ def test_parts_of_a_text_make_up_the_text(text: str) -> None:
     cut = list(parts(text))
     assert "".join(cut) == text
     assert len(cut) <= PART_COUNT and all(cut)
-    assert all(part[-1].isspace() or after[0].isspace() for part, after in zip(cut, cut[1:], strict=False))
+    assert all(part[-1].isspace() or after[0].isspace() for part, after in pairwise(cut))
 
 
 def test_problems_that_no_client_reads_or_that_http_has_still_have_a_shape() -> None:
