@@ -65,6 +65,9 @@ async def test_every_wrong_key_gets_the_same_answer(http: httpx.AsyncClient) -> 
         (f"s/{KEY}/v1/models", bearer("EMPTY")),
         (f"s/{KEY}/v1/models", bearer(OTHER_KEY)),
         ("sessions/group.0", bearer(OTHER_KEY)),
+        (f"sessions/{KEY}", {}),
+        (f"sessions/{KEY}", bearer(KEY)),
+        (f"s/{KEY}/v1/models", bearer(KEY)),
         ("sessions/group.0", bearer(CREATOR_KEY)),
     ]
     answers = [await http.get(path, headers=headers) for path, headers in tries]
@@ -120,7 +123,7 @@ async def test_keys_and_prompts_are_in_no_log(
 
 async def test_a_host_that_a_client_claims_is_in_no_answer(http: httpx.AsyncClient) -> None:
     headers = {**ALLOWED, "host": "evil.example", "x-forwarded-host": "evil.example", "origin": "https://evil.example"}
-    for path in ("v1/models", "v1/models/", "v1", f"s/{KEY}/v1/models/", "sessions/group.0/", "nowhere"):
+    for path in ("v1/models", "v1/models/", "v1", "s/group.0/v1/models/", "sessions/group.0/", "nowhere"):
         answer = await http.get(path, headers=headers)
         assert answer.status_code in (200, 404) and "evil" not in answer.text
         assert "location" not in answer.headers and "set-cookie" not in answer.headers
