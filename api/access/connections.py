@@ -57,6 +57,7 @@ class BoundedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.access_log = False  # whatever handlers uvicorn's logger has: a path may hold a session's key
         self._arriving: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 

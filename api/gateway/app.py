@@ -28,11 +28,13 @@ from .chat import CHAT, TEXT
 from .config import GatewayConfig, check_gateway
 from .dialect import Answered, Dialect
 from .door import Door, unless_gone
+from .messages import MESSAGES
 from .problems import HEADERS, Shape, answer, openai_shape, problem_answer, problem_of
+from .responses import RESPONSES
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-DIALECTS = {"/chat/completions": CHAT, "/completions": TEXT}
+DIALECTS = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSES, "/messages": MESSAGES}
 KEY_LENGTH_MAX = 256  # of Idempotency-Key
 WAIT_S_DEFAULT, WAIT_S_MAX = 10.0, 300.0
 
@@ -76,11 +78,11 @@ def _model_routes(door: Door) -> APIRouter:
         _add(routes, "POST", path, _complete(door, dialect), dialect.shape)
 
     async def models(request: Request) -> Response:
-        facts = door.session_of(request, request.path_params.get("session", "")).facts
+        facts = door.session_of(request, may_be_key=True).facts
         return answer({"object": "list", "data": [_model(facts)]})
 
     async def model(request: Request) -> Response:
-        facts = door.session_of(request, request.path_params.get("session", "")).facts
+        facts = door.session_of(request, may_be_key=True).facts
         if request.path_params["model"] != facts.model:
             raise Refused(404, "model_not_found", "this session has another model: GET /v1/models names it")
         return answer(_model(facts))
@@ -92,7 +94,7 @@ def _model_routes(door: Door) -> APIRouter:
 
 def _complete(door: Door, dialect: Dialect) -> Handler:
     async def complete(request: Request) -> Response:
-        session = door.session_of(request, request.path_params.get("session", ""))
+        session = door.session_of(request, may_be_key=True)
         with door.room():
             body = Body(read_json(await request.body()))
             asked = dialect.read(body)
@@ -125,10 +127,10 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
         return answer({**_facts(facts), "key": opened.key, **paths}, 201)
 
     async def show(request: Request) -> Response:
-        return answer(_facts(door.session_of(request, request.path_params["session"]).facts))
+        return answer(_facts(door.session_of(request).facts))
 
     async def reward(request: Request) -> Response:
-        session = door.session_of(request, request.path_params["session"])
+        session = door.session_of(request)
         body = Body(read_json(await request.body()))
         value = _reward(body)
         if value is None:
@@ -138,7 +140,7 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
         return answer(_facts(session.facts))
 
     async def end(request: Request) -> Response:
-        session = door.session_of(request, request.path_params["session"])
+        session = door.session_of(request)
         body = Body(read_json(await request.body()))
         value, info, error = _reward(body), body.optional("info", dict), body.optional("error", str)
         body.close()

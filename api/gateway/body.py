@@ -30,7 +30,7 @@ SAMPLED = (  # fields of Sampling that all protocols take by these names, OpenAI
     "seed",
     "logit_bias",
 )
-EMPTY = (False, 0, "", [], {})
+EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 COUNT_MAX = 128  # completions of one request, OpenAI's bound
 WORDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object", int: "a whole number"}
 

@@ -41,17 +41,19 @@ class Door:
         self._failures = Failures(config.failed_key_count_max, clock)
         self._call_count = 0
 
-    def session_of(self, request: Request, session_id: str = "") -> Session:
+    def session_of(self, request: Request, *, may_be_key: bool = False) -> Session:
         """Return the session whose key a request has.
 
-        session_id: the session that its path names, if it names one; or the key, where no header has one.
+        may_be_key: where no header has a key, what names the session in the path is taken for one.
 
         Raises:
-            Refused: the key is wrong, over, or another session's.
+            Refused: the key is wrong, over, or another session's than the path names.
         """
-        sent = _key_of(request) or session_id
-        session = self._sessions.find(sent) if 0 < len(sent) <= KEY_LENGTH_MAX else None
-        if session is None or session_id not in ("", sent, session.facts.session_id):
+        sent, named = _key_of(request), request.path_params.get("session", "")
+        is_key = may_be_key and not sent
+        key = named if is_key else sent
+        session = self._sessions.find(key) if 0 < len(key) <= KEY_LENGTH_MAX else None
+        if session is None or not (is_key or named in ("", session.facts.session_id)):
             raise self._refusal(request)
         return session
 

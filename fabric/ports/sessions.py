@@ -3,9 +3,10 @@
 A session is one claimed trajectory. Its agent asks for completions through the model API, as often and as many at once
 as it likes; each is a turn, or several. A session lives as long as its claim, and its key with it.
 
-Errors of all calls: InputError (PayloadTooLarge among them) and ConfigError, what was asked for cannot be;
-EngineUnsupported, the engine cannot do it; QueueFull, too many calls at once, or no turns left (facts: is_final);
-ClaimLost, the session is over; BrokerError and EngineError, try again.
+Errors of all calls: InputError (PayloadTooLarge among them) and ConfigError, what was asked for cannot be (facts:
+is_over_context, the prompt is longer than the model's context); EngineUnsupported, the engine cannot do it; QueueFull,
+too many calls at once, or no turns left (facts: is_final); ClaimLost, the session is over; BrokerError and EngineError,
+try again.
 """
 
 from __future__ import annotations
