@@ -24,7 +24,7 @@ async def play(task: dict[str, Any], client: Any) -> dict[str, Any]:
     messages: list[Any] = [{"role": "user", "content": "?"}]
     has_looked = False
     for _ in range(2):
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOK], max_tokens=2)
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOK], max_tokens=1)
         message = reply.choices[0].message
         if has_looked or not message.tool_calls:
             break
@@ -50,14 +50,16 @@ def train(directory: Path, *, url: str | None = None, seed: int = 0) -> list[flo
 
     torch.set_num_threads(1)
     settings = GrpoSettings(
-        learning_rate=3e-3,
+        learning_rate=1e-3,
+        learning_rate_end=0.5,
         betas=(0.9, 0.99),
         clip_fraction_up=0.5,
-        entropy_weight=0.003,
-        minibatch_size=32,
-        group_count=8,
+        entropy_weight=0.01,
+        minibatch_size=64,
+        group_count=16,
         group_size=16,
-        step_count=60,
+        step_count=36,
+        staleness=0,
     )
     with rollfab.connect(url) as fabric:
         run = fabric.run("doors", model="tiny", environment="doors", staleness=settings.staleness)

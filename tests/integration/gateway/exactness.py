@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from rollfab.fabric.contract.records import Rollout
 from tests.bench.lively import lively_weights
 
+NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
-def check_exact(rollout: Rollout) -> None:
+
+def check_exact(rollout: Rollout, bias: Mapping[int, float] = NO_BIAS) -> None:
     """The model, asked for each branch as a whole, gives every token the log-probability that the rollout tells."""
     import torch
 
@@ -20,7 +25,10 @@ def check_exact(rollout: Rollout) -> None:
     for branch in rollout.branches():
         ids = torch.from_numpy(np.concatenate((branch.prompt_ids, branch.completion_ids)).astype(np.int64))
         with torch.no_grad():
-            told = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), -1)
+            logits = model(ids[None]).logits[0, :-1].float()
+            for token, added in bias.items():
+                logits[:, token] += added
+            told = torch.log_softmax(logits, -1)
         told = told.gather(-1, ids[1:, None])[:, 0].numpy()
         made = np.flatnonzero(branch.completion_mask)
         counted += len(made)

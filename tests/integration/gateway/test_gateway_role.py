@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -19,6 +20,9 @@ from tests.support.processes.fabric_processes import Processes, processes
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+
+
+BIAS = 3.0
 
 
 class Gateway:
@@ -165,6 +169,63 @@ def test_a_killed_gateway_ends_its_sessions_and_nothing_that_was_made_is_made_ag
     assert group.rollouts[0].turn_count == 1
     status = gateway.fabric.ask(lambda ports: ports.board.run_status("lost"))
     assert status.counters["turns_settled"] == 1
+
+
+@pytest.mark.parametrize("way", ["responses", "chat"])
+def test_an_agent_framework_plays_unchanged(gateway: Gateway, way: str) -> None:
+    import agents
+
+    # Given an agent of openai-agents with a tool, as its documentation writes one
+    # and a model whose answers end by themselves: a cut one is the framework's error
+    sampling = {"max_tokens": 64, "logit_bias": {"2": BIAS}, "seed": 5}
+    run = gateway.fabric.new_run(f"framework-{way}", "gateway", is_lively=True, sampling=sampling)
+    run.submit([{}], group_size=1, group_ids=["framework"])
+    session = gateway.open(run.run_id)
+    client = openai.AsyncOpenAI(base_url=gateway.url + session.facts["path"], api_key=session.facts["key"])
+    model_of = {"responses": agents.OpenAIResponsesModel, "chat": agents.OpenAIChatCompletionsModel}[way]
+
+    @agents.function_tool
+    def look(place: str) -> str:
+        """Say what is there."""
+        return f"nothing at {place}"
+
+    agent = agents.Agent(name="a", instructions="Help.", tools=[look], model=model_of("policy", client))
+    agents.set_tracing_disabled(True)
+
+    # When it talks for two rounds with a model of random weights
+    async def talk() -> list[str]:
+        said, asked = [], [user("hi")]
+        async with client:
+            for _ in range(2):
+                result = await agents.Runner.run(agent, asked, max_turns=4)  # type: ignore[arg-type]
+                said.append(str(result.final_output))
+                asked = [*result.to_input_list(), user("and then?")]  # type: ignore[list-item]
+        return said
+
+    assert len(asyncio.run(talk())) == 2
+    assert session.end(reward=1).status_code == 200
+    # Then what it said is in an exact rollout
+    (group,) = gateway.fabric.collect(run, 1, 30.0)
+    (rollout,) = group.rollouts
+    check_exact(rollout, bias={2: BIAS})
+    assert rollout.turn_count >= 2
+
+
+def test_anthropic_s_client_plays_unchanged(gateway: Gateway) -> None:
+    run = gateway.fabric.new_run("anthropic", "gateway", is_lively=True)
+    run.submit([{}], group_size=1)
+    session = gateway.open("anthropic")
+    path = session.facts["path"].removesuffix("/v1")
+    with anthropic.Anthropic(base_url=gateway.url + path, api_key=session.facts["key"]) as client:
+        asked: list[Any] = [user("hi")]
+        reply = client.messages.create(model="policy", max_tokens=8, messages=asked)
+        asked += [{"role": "assistant", "content": reply.content}, user("on")]
+        with client.messages.stream(model="policy", max_tokens=8, messages=asked) as stream:
+            assert stream.get_final_message().usage.output_tokens > 0
+    assert session.end(reward=1).status_code == 200
+    (group,) = gateway.fabric.collect(run, 1, 30.0)
+    check_exact(group.rollouts[0])
+    assert group.rollouts[0].turn_count == 2
 
 
 def test_a_session_of_one_run_cannot_touch_another(gateway: Gateway) -> None:
