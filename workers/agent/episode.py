@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...fabric.chat.messages import check_tools
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import (
     BrokerError,
@@ -270,7 +272,7 @@ class Episode:
         self.session = AgentSession(self._run, self._claim, chat, self._tokenizer, self._caller, self._limits.clock)
         self._claim = replace(self._claim, turns=())
         async with desk.admitted(self.session) as access:
-            played = await self._guard("play", lambda: world.play(job.task, job.seed, access))
+            played = await self._guard("play", lambda: world.play(load_json(dump_json(job.task)), job.seed, access))
         with self._told("play"):
             if played.reward is not None:
                 self.session.reward(played.reward)
@@ -337,7 +339,7 @@ class Episode:
             with self._limits.room.share() as share:
                 if await share.take(len(snapshot)):
                     return await self._restore(world, snapshot)
-        observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
+        observation = await self._guard("reset", lambda: world.reset(load_json(dump_json(job.task)), job.seed))
         if not (isinstance(observation, Observation) and _is_said(observation)):
             raise EnvironmentFailed(
                 f"{self._name}: reset gave {show(observation)}, expected an Observation with text or messages",
@@ -412,7 +414,7 @@ class Episode:
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and record its answer."""
         action = self._take(result)
-        step = await self._guard("step", lambda: world.step(action))
+        step = await self._guard("step", lambda: world.step(copy.deepcopy(action)))  # the record keeps its own
         if not (isinstance(step, Step) and _is_said(step) and isinstance(step.info, dict)):
             raise EnvironmentFailed(
                 f"{self._name}: step gave {show(step)}, expected a Step with text or messages, and a dict of info",
@@ -470,7 +472,7 @@ class Episode:
     def _dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Dialogue:
         """Begin a conversation by the model's own chat template."""
         with self._told("reset"):
-            return Dialogue(chat_of(self._tokenizer, self._run.model), messages, tools)
+            return Dialogue(chat_of(self._tokenizer, self._run.model), messages, check_tools(tools))
 
     def _messages(self, step: Step) -> list[dict[str, Any]]:
         """Return what the world said after a turn: its messages, or its text as the user's."""

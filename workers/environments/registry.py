@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import shlex
 import shutil
@@ -158,8 +159,9 @@ class Registry:
             ConfigError: it is offered, but cannot be imported, or does not take these options.
         """
         factory = self._load(ENVIRONMENTS, name)
+        own = copy.deepcopy(dict(options))  # a world may change what it is given: the run's other worlds share the rest
         try:
-            world = factory(**options)
+            world = factory(**own)
         except TypeError as error:
             raise ConfigError(
                 f"environment {name!r} does not take the options {show(dict(options))}: {error}",

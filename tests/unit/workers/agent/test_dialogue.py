@@ -19,7 +19,7 @@ from rollfab.workers.environments.registry import Registry
 from tests.support.records import result_of
 from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer
 
-KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess"}
+KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess", "meddler": "Meddler"}
 REGISTRY = Registry([f"{kind}=tests.support.worlds.chat_worlds:{name}" for kind, name in KINDS.items()])
 THOUGHT = "look at both"
 
@@ -77,9 +77,12 @@ class Broker:
         self.snapshot = snapshot
 
 
-def play(broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, **options: Any) -> Rollout:
+def play(
+    broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, task: Any = None, **options: Any
+) -> Rollout:
     """Live on, as often as it takes."""
-    job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={"count": count}, seed=7)
+    task = {"count": count} if task is None else task
+    job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task=task, seed=7)
 
     async def live() -> Rollout:
         config = RunConfig(run_id="r", model="m", environment=kind, environment_options=options)
@@ -151,6 +154,21 @@ def test_another_agent_goes_on_with_the_same_dialogue(kind: str, kills: tuple[in
     rollout = play(broker, kind)
     check_exact(broker, rollout)
     assert rollout.encode() == undisturbed.encode()
+
+
+def test_a_world_that_writes_over_what_it_holds_changes_nothing_that_was_said() -> None:
+    # Given two trajectories with one run's options, whose worlds change task, options, tools and the policy's messages
+    options, calm = {"rules": ["You are a helpful assistant."]}, {"rules": ["You are a helpful assistant."]}
+    brokers = Broker("qwen2.5"), Broker("qwen2.5"), Broker("qwen2.5")
+    undisturbed = play(brokers[0], "meddler", **calm, meddles=False)
+    task: dict[str, Any] = {"count": 2}
+    # When both are played, Then each is the one that nobody changed
+    for broker in brokers[1:]:
+        rollout = play(broker, "meddler", task=task, **options)
+        check_exact(broker, rollout)
+        assert broker.seen == brokers[0].seen
+        assert rollout.encode() == undisturbed.encode()
+    assert task == {"count": 2}
 
 
 def test_messages_cross_to_a_process_and_back() -> None:
