@@ -61,7 +61,17 @@ from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import check_size, dump_json, load_json
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
 from ..engines.model_tokenizer import chat_of
-from ..environments.base import Environment, Observation, Recovery, Step, TextSampling, as_error, show, time_limit
+from ..environments.base import (
+    Environment,
+    Observation,
+    Recovery,
+    Step,
+    TextSampling,
+    as_error,
+    check_setting,
+    show,
+    time_limit,
+)
 from ..environments.failures import reason_of, traceback_of
 from ..environments.isolated import IsolatedEnvironment
 from ..environments.registry import Registry
@@ -327,7 +337,7 @@ class Episode:
     async def _recover(self, world: Environment) -> Step:
         """Start the episode, or bring it to where an earlier claim left it."""
         job, settled = self._claim.job, self._settled()
-        self._recovery = world.recovery
+        self._recovery = check_setting(self._name, "recovery", world.recovery)
         if settled and world.recovery == "restart":
             raise EnvironmentFailed(
                 f"environment {self._run.environment!r} cannot continue after a lost worker: a new attempt starts",
@@ -527,7 +537,7 @@ class Episode:
 
     def _sampling(self, world: Environment) -> Sampling:
         if self._stated is None or self._stated[0] is not world.sampling:
-            self._stated = world.sampling, self._settings(world.sampling)
+            self._stated = world.sampling, self._settings(check_setting(self._name, "sampling", world.sampling))
         base = self._stated[1]
         if base.seed is None:
             return base
@@ -545,7 +555,8 @@ class Episode:
 
     def _goes_on(self, world: Environment, step: Step) -> bool:
         """Tell whether the episode asks for another turn."""
-        return not step.is_done and self._turn_count < min(world.turn_count_max, self._run.turn_count_max)
+        own = check_setting(self._name, "turn_count_max", world.turn_count_max)  # it may say so at its reset only
+        return not step.is_done and self._turn_count < min(own, self._run.turn_count_max)
 
     async def _guard(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """Call user code under its time limit, and translate any exception to EnvironmentFailed."""

@@ -25,6 +25,7 @@ import struct
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 LENGTH = struct.Struct(">I")
@@ -351,15 +352,22 @@ def limit_memory(limit: Any) -> None:
 
 
 def settings(owner: Any) -> dict[str, Any]:
-    """Read the settings that a class or a world states; None for each that it does not state."""
-    sampling = getattr(owner, "sampling", None)
-    if sampling is not None and not isinstance(sampling, dict):
-        sampling = {name: getattr(sampling, name, None) for name in SAMPLING}
-    return {
-        "recovery": getattr(owner, "recovery", None),
-        "turn_count_max": getattr(owner, "turn_count_max", None),
-        "sampling": sampling,
-    }
+    """Read the settings that a class or a world states; None for each that it does not state. The agent checks them."""
+    stated = {name: getattr(owner, name, None) for name in ("recovery", "turn_count_max", "sampling")}
+    sampling = stated["sampling"]
+    if isinstance(sampling, Mapping):
+        stated["sampling"] = dict(sampling)
+    else:
+        named = {name: getattr(sampling, name) for name in SAMPLING if hasattr(sampling, name)}
+        stated["sampling"] = named or sampling
+    for name, value in stated.items():
+        try:
+            json.dumps(value)
+        except Exception as error:  # user code
+            raise Refused(
+                "answer", f"{name} is {show(value)}, expected plain JSON values: {describe(error)}"
+            ) from error
+    return stated
 
 
 def describe(error: BaseException) -> str:
