@@ -24,7 +24,7 @@ STEP = ("text", "reward", "terminated", "truncated", "info", "messages")
 # process_main.py refuses texts and infos over their own limits, with advice; these bounds are for foreign code that
 # writes to the channel itself.
 BYTES_MAX = {"snapshot": ANSWER_BYTES_MAX}
-ROW_BYTES_MAX = OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB
+ROW_BYTES_MAX = 2 * OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB  # messages and tools, or a text with escapes
 
 
 class IsolatedEnvironment(Environment):

@@ -12,7 +12,8 @@ from rollfab.fabric.contract.limits import INFO_BYTES_MAX, OBSERVATION_BYTES_MAX
 from rollfab.fabric.contract.records import Rollout, RunConfig, TrajectoryJob, TurnJob, TurnResult, check_reward
 from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
-from rollfab.workers.agent.episode import Episode, Limits, weigh
+from rollfab.workers.agent.episode import Episode, Limits
+from rollfab.workers.environments.answers import weigh
 from rollfab.workers.environments.base import Environment, Observation, Step
 from rollfab.workers.environments.failures import REASON_LENGTH_MAX, TRACEBACK_LENGTH_MAX, dead_letter
 from rollfab.workers.environments.pool import FREE_FAILURES, PAUSE_S_MAX, pause_s
@@ -67,9 +68,9 @@ async def play(monkeypatch: pytest.MonkeyPatch, **says: Callable[[], Any]) -> Ro
         ("reset", lambda: "\ud800", "reset: its text is no Unicode"),
         ("info", lambda: {"log": "x" * (20 * MIB)}, "its info is more than 1,048,576 bytes as JSON"),
         ("info", lambda: dict.fromkeys(map(str, range(10**6)), ""), "its info is more than 1,048,576 bytes as JSON"),
-        ("info", lambda: {"log": "\0" * (MIB // 4)}, "its info is 1,572,8.. bytes, the limit is 1,048,576"),
+        ("info", lambda: {"log": "\0" * (MIB // 4)}, "its info is 1,572,8.. bytes as JSON, the limit is 1,048,576"),
         ("info", lambda: {"number": 10**100}, "info cannot be sent"),
-        ("info", lambda: {"name": "\udfff"}, "info cannot be sent"),
+        ("info", lambda: {"name": "\udfff"}, "its info is no Unicode"),
         ("snapshot", lambda: {"log": "x" * (20 * MIB)}, "its snapshot is more than 8,388,608 bytes as JSON"),
     ],
 )
