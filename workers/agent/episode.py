@@ -574,13 +574,13 @@ class Episode:
 
 
 async def _contain(work: Callable[[], Awaitable[T]]) -> T:
-    """Call user code; turn an exit, or a cancellation that is not ours, into an error that ends this call only."""
+    """Call user code; turn all that would end more than this call, but our own cancellation, into an error."""
     try:
         return await work()
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise as_error(error) from error
-    except asyncio.CancelledError as error:
+    except Exception:
+        raise
+    except BaseException as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         raise as_error(error) from error

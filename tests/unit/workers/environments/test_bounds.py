@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,10 @@ class Inside(Environment):
 
     async def snapshot(self) -> dict[str, Any]:
         return SAYS["snapshot"]()  # type: ignore[no-any-return]
+
+
+class OddExit(BaseException):
+    """None of those that Python knows."""
 
 
 class Caller:
@@ -99,6 +104,28 @@ async def test_an_error_of_any_size_that_cannot_be_read_makes_a_small_letter(mon
         letter = dead_letter(caught.value, JOB, run_id="r", worker_id="a", attempt=0)
         assert told in letter.reason and len(letter.reason) <= REASON_LENGTH_MAX
         assert "in fail" in letter.traceback and len(letter.traceback) <= TRACEBACK_LENGTH_MAX
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        GeneratorExit(),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        BaseExceptionGroup("a", [OddExit()]),
+    ],
+)
+async def test_whatever_a_world_raises_ends_its_call_alone(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    def leave() -> str:
+        raise raised
+
+    for is_inline in (False, True):
+        monkeypatch.setattr(Inside, "inline", is_inline)
+        with pytest.raises(EnvironmentFailed, match=f"reset raised RuntimeError: {type(raised).__name__}.* left the"):
+            await play(monkeypatch, reset=leave)
 
 
 def test_a_reward_of_any_size_is_named_briefly() -> None:
