@@ -30,6 +30,7 @@ from typing import Any
 
 LENGTH = struct.Struct(">I")
 TEXT_LENGTH_MAX = 2000
+SHOWN_LENGTH_MAX = 200  # of a value within such a text
 LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more would fill the machine, call by call
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = (  # the fields of TextSampling: an interpreter that does not know rollfab runs this file too
@@ -394,9 +395,10 @@ def describe(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """Show a value in an error's text, even if its own repr raises."""
+    """Show a value in an error's text, cut, even if its own repr raises."""
     try:
-        return repr(value)[:TEXT_LENGTH_MAX]
+        text = repr(value)
+        return text if len(text) <= SHOWN_LENGTH_MAX else text[:SHOWN_LENGTH_MAX] + "…"
     except Exception:  # noqa: BLE001 - user code too
         return f"a {type(value).__name__} that cannot be shown"
 

@@ -292,5 +292,12 @@ def test_a_plain_class_inside_the_agent_may_not_state_the_impossible(
         Registry([f"saver={__name__}:Saver"]).make("saver")
 
 
+def test_a_foreign_process_shows_values_cut() -> None:
+    for value in (10**400, "x" * 4000, b"x" * 4000, [0.0] * 4000):
+        assert len(process_main.show(value)) <= process_main.SHOWN_LENGTH_MAX + 1
+    assert len(process_main.number(10**400)) <= process_main.SHOWN_LENGTH_MAX + 1
+    assert process_main.number(True) == process_main.number(1) == 1.0 != process_main.number("1")
+
+
 def test_a_foreign_process_knows_every_field_of_sampling() -> None:
     assert [each.name for each in fields(TextSampling)] == process_main.SAMPLING
