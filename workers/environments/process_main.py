@@ -159,7 +159,7 @@ class Stage:
             )
         reward = answer.get("reward")
         reward = None if reward is None else number(reward)
-        row = {"text": "", "reward": reward, "info": answer.get("info") or {}, "messages": []}
+        row: dict[str, Any] = {"text": "", "reward": reward, "info": answer.get("info") or {}, "messages": []}
         return self._fit("play", {**row, "truncated": bool(answer.get("truncated"))})
 
     def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
