@@ -161,7 +161,7 @@ def _check_message(value: Any, where: str) -> Message:
     unknown = [key for key in given if key not in KEYS[role]]
     if unknown:
         raise InputError(
-            f"{where}: {one_line(f'{unknown[0]:.60}')!r} is no key of role {role}: {', '.join(KEYS[role])} are"
+            f"{where}: {one_line(f'{unknown[0]!r:.60}')} is no key of role {role}: {', '.join(KEYS[role])} are"
         )
     message: Message = {"role": role}
     content = _check_content(given.get("content"), where)

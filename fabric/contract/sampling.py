@@ -196,7 +196,7 @@ def _is_regex(value: Any) -> bool:
     return isinstance(value, str) and _is_unicode(value) and 0 < len(value.encode()) <= GUIDED_BYTES_MAX
 
 
-_KIB = f"{GUIDED_BYTES_MAX >> 10} KiB"
+_KIB = f"{GUIDED_BYTES_MAX >> 10} KiB as UTF-8"
 _PENALTY = _between(-PENALTY_MAX, PENALTY_MAX)
 FIELDS: Mapping[str, Field] = {
     "temperature": Field(
@@ -211,7 +211,8 @@ FIELDS: Mapping[str, Field] = {
     "repetition_penalty": _between(REPETITION_MIN, REPETITION_MAX),
     "max_tokens": Field("a whole number of at least 1", lambda value: is_whole(value) and value >= 1),
     "stop": Field(
-        f'a list of at most {STOP_COUNT_MAX} texts of 1 to {STOP_LENGTH_MAX:,} characters, such as ["\\n"]',
+        f"a list of at most {STOP_COUNT_MAX} texts of 1 to {STOP_LENGTH_MAX:,} characters, no lone surrogates, "
+        'such as ["\\n"]',
         _is_stop,
         list,
     ),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -31,14 +32,11 @@ from ...fabric.contract.errors import (
     EnvironmentFailed,
     FabricError,
     InputError,
-    PayloadTooLarge,
     WireError,
 )
 from ...fabric.contract.ids import turn_id
 from ...fabric.contract.limits import (
     INFO_BYTES_MAX,
-    KIB,
-    OBSERVATION_BYTES_MAX,
     SNAPSHOT_BYTES_MAX,
     SNAPSHOTS_BYTES_MAX,
     check_prompt,
@@ -56,10 +54,19 @@ from ...fabric.contract.records import (
 )
 from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed
 from ...fabric.contract.tokenizer import Tokenizer
-from ...fabric.contract.wire import check_size, dump_json, load_json
+from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
 from ..engines.model_tokenizer import chat_of
-from ..environments.base import Environment, Observation, Recovery, Step, TextSampling, as_error, show, time_limit
+from ..environments.answers import BRIEF, check_observation, check_step, dump_within, weigh
+from ..environments.base import (
+    Environment,
+    Recovery,
+    Step,
+    TextSampling,
+    as_error,
+    check_setting,
+    time_limit,
+)
 from ..environments.failures import reason_of, traceback_of
 from ..environments.isolated import IsolatedEnvironment
 from ..environments.registry import Registry
@@ -73,7 +80,6 @@ from .transcript import Transcript
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BRIEF = 16 * KIB  # characters, or values: a thread tokenises and encodes anything longer
 
 DIVERGED = {  # advice for people, by how the environment recovers
     "replay": 'Its answers do not follow from task, seed and actions: mend that, or set recovery = "restart" on it',
@@ -270,7 +276,7 @@ class Episode:
         self.session = AgentSession(self._run, self._claim, chat, self._tokenizer, self._caller, self._limits.clock)
         self._claim = replace(self._claim, turns=())
         async with desk.admitted(self.session) as access:
-            played = await self._guard("play", lambda: world.play(job.task, job.seed, access))
+            played = await self._guard("play", lambda: world.play(load_json(dump_json(job.task)), job.seed, access))
         with self._told("play"):
             if played.reward is not None:
                 self.session.reward(played.reward)
@@ -325,7 +331,7 @@ class Episode:
     async def _recover(self, world: Environment) -> Step:
         """Start the episode, or bring it to where an earlier claim left it."""
         job, settled = self._claim.job, self._settled()
-        self._recovery = world.recovery
+        self._recovery = check_setting(self._name, "recovery", world.recovery)
         if settled and world.recovery == "restart":
             raise EnvironmentFailed(
                 f"environment {self._run.environment!r} cannot continue after a lost worker: a new attempt starts",
@@ -337,12 +343,8 @@ class Episode:
             with self._limits.room.share() as share:
                 if await share.take(len(snapshot)):
                     return await self._restore(world, snapshot)
-        observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
-        if not (isinstance(observation, Observation) and _is_said(observation)):
-            raise EnvironmentFailed(
-                f"{self._name}: reset gave {show(observation)}, expected an Observation with text or messages",
-                reason="reset",
-            )
+        observation = await self._guard("reset", lambda: world.reset(load_json(dump_json(job.task)), job.seed))
+        observation = await check_observation(observation, self._name)
         if observation.messages:
             self._transcript = self._dialogue(observation.messages, observation.tools)
         else:
@@ -412,12 +414,8 @@ class Episode:
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and record its answer."""
         action = self._take(result)
-        step = await self._guard("step", lambda: world.step(action))
-        if not (isinstance(step, Step) and _is_said(step) and isinstance(step.info, dict)):
-            raise EnvironmentFailed(
-                f"{self._name}: step gave {show(step)}, expected a Step with text or messages, and a dict of info",
-                reason="step",
-            )
+        step = await self._guard("step", lambda: world.step(copy.deepcopy(action)))  # the record keeps its own
+        step = await check_step(step, self._name, is_chat=isinstance(self._transcript, Dialogue))
         await self._add_step(step)
         return step
 
@@ -460,8 +458,9 @@ class Episode:
     async def _add_step(self, step: Step) -> None:
         reward = check_reward(step.reward, self._name)
         if isinstance(self._transcript, Dialogue):
+            said = [] if step.is_done else self._messages(step)
             with self._told("step"):
-                self._transcript.add_step(reward, [] if step.is_done else self._messages(step))
+                self._transcript.add_step(reward, said)
         else:
             is_read = step.text and not step.is_done
             self._transcript.add_step(reward, await self._encode(step.text, where="step") if is_read else NO_IDS)
@@ -476,7 +475,6 @@ class Episode:
         """Return what the world said after a turn: its messages, or its text as the user's."""
         if step.messages:
             return step.messages
-        self._check_text(step.text, where="step")
         if not step.text:
             raise EnvironmentFailed(
                 f"{self._name}: step gave no messages and no text, though it goes on: the policy needs something to "
@@ -502,7 +500,6 @@ class Episode:
             raise EnvironmentFailed(f"{self._name}: {where}: {error.message}", reason=where) from error
 
     async def _encode(self, text: str, where: str) -> Int32:
-        self._check_text(text, where)
         encode = self._tokenizer.encode
         ids = encode(text) if len(text) <= BRIEF else await asyncio.to_thread(encode, text)
         if where == "reset" and not len(ids):
@@ -511,21 +508,9 @@ class Episode:
             )
         return ids
 
-    def _check_text(self, text: str, where: str) -> None:
-        try:
-            size = len(text) if len(text) > OBSERVATION_BYTES_MAX else len(text.encode())
-        except UnicodeEncodeError as error:
-            raise EnvironmentFailed(f"{self._name}: {where}: its text is no Unicode: {error}", reason=where) from error
-        if size > OBSERVATION_BYTES_MAX:
-            raise EnvironmentFailed(
-                f"{self._name}: {where}: its text is {size:,} bytes as UTF-8, the limit is {OBSERVATION_BYTES_MAX:,}: "
-                "let it be shorter",
-                reason=where,
-            )
-
     def _sampling(self, world: Environment) -> Sampling:
         if self._stated is None or self._stated[0] is not world.sampling:
-            self._stated = world.sampling, self._settings(world.sampling)
+            self._stated = world.sampling, self._settings(check_setting(self._name, "sampling", world.sampling))
         base = self._stated[1]
         if base.seed is None:
             return base
@@ -543,7 +528,8 @@ class Episode:
 
     def _goes_on(self, world: Environment, step: Step) -> bool:
         """Tell whether the episode asks for another turn."""
-        return not step.is_done and self._turn_count < min(world.turn_count_max, self._run.turn_count_max)
+        own = check_setting(self._name, "turn_count_max", world.turn_count_max)  # it may say so at its reset only
+        return not step.is_done and self._turn_count < min(own, self._run.turn_count_max)
 
     async def _guard(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """Call user code under its time limit, and translate any exception to EnvironmentFailed."""
@@ -578,7 +564,7 @@ class Episode:
         try:
             if weigh(value, BRIEF) <= BRIEF:
                 return dump_json(value)
-            return await asyncio.to_thread(_dump_within, f"{self._name}: its {what}", value, bytes_max)
+            return await asyncio.to_thread(dump_within, f"its {what}", value, bytes_max)
         except InputError as error:
             raise EnvironmentFailed(f"{self._name}: {what} cannot be sent: {error}", reason=what) from error
 
@@ -587,44 +573,14 @@ class Episode:
         return f"environment {self._run.environment!r}"
 
 
-def _is_said(answer: Observation | Step) -> bool:
-    """Whether it has a text, and messages that are a list."""
-    return isinstance(answer.text, str) and isinstance(answer.messages, list)
-
-
-def _dump_within(what: str, value: object, bytes_max: int) -> bytes:
-    """Encode a value as JSON of at most `bytes_max` bytes.
-
-    Raises:
-        InputError: the value cannot be JSON, or is too large.
-    """
-    if weigh(value, bytes_max) > bytes_max:
-        raise PayloadTooLarge(f"{what} is more than {bytes_max:,} bytes as JSON, the limit: say less in it")
-    return check_size(what, dump_json(value), bytes_max, next_step="say less in it")
-
-
-def weigh(value: object, limit: int) -> int:
-    """Count the bytes that plain values take as JSON at the least; stop once the count exceeds `limit`."""
-    total, left = 0, [value]
-    while left and total <= limit:
-        each = left.pop()
-        total += 2 + (len(each) if isinstance(each, (str, bytes)) else 0)
-        if isinstance(each, dict):
-            room = max(0, limit - total)
-            left += [part for pair in itertools.islice(dict.items(each), room) for part in pair]
-        elif isinstance(each, (list, tuple)):
-            left += each[: max(0, limit - total) + 1]
-    return total
-
-
 async def _contain(work: Callable[[], Awaitable[T]]) -> T:
-    """Call user code; turn an exit, or a cancellation that is not ours, into an error that ends this call only."""
+    """Call user code; turn all that would end more than this call, but our own cancellation, into an error."""
     try:
         return await work()
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise as_error(error) from error
-    except asyncio.CancelledError as error:
+    except Exception:
+        raise
+    except BaseException as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         raise as_error(error) from error

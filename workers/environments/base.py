@@ -21,10 +21,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from ...fabric.contract.errors import EnvironmentFailed
-from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, sampling_from
+from ...fabric.contract.errors import EnvironmentFailed, InputError, WireError
+from ...fabric.contract.limits import TURN_COUNT_MAX
+from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from, shown
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]
@@ -47,7 +48,9 @@ def make_sampling(stated: Mapping[str, Any]) -> TextSampling:
         InputError: a value or its name does not fit.
     """
     given = {name: value for name, value in stated.items() if value is not None}
-    ends_at_eos = bool(given.pop("ends_at_eos", True))
+    ends_at_eos = given.pop("ends_at_eos", True)
+    if not isinstance(ends_at_eos, bool):
+        raise InputError(f"sampling: ends_at_eos is {shown(ends_at_eos)}, expected True or False")
     made = sampling_from(check_sampling(given, "sampling", others=["ends_at_eos"]))
     return TextSampling(**{name: getattr(made, name) for name in FIELDS}, ends_at_eos=ends_at_eos)
 
@@ -149,6 +152,50 @@ class Environment(ABC):
     async def close(self) -> None:
         """Free all resources. Called once, also after a failure."""
         return
+
+
+SETTINGS = ("recovery", "turn_count_max", "sampling")  # of every world, checked alike wherever it runs
+
+
+def check_settings(where: str, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all SETTINGS as a class or world states them, ours for those that it does not state. See check_setting."""
+    return {name: check_setting(where, name, stated.get(name)) for name in SETTINGS}
+
+
+def check_setting(where: str, name: str, value: Any) -> Any:
+    """Return the value of one of SETTINGS, as it is used; ours where it is None.
+
+    Raises:
+        EnvironmentFailed: it is none; the text names where, the setting, the value and what is expected.
+    """
+    if value is None:
+        return getattr(Environment, name)
+    if name == "sampling":
+        return _check_sampling(where, value)
+    if name == "recovery":
+        is_fine = isinstance(value, str) and value in get_args(Recovery)
+        expected = f"one of {', '.join(get_args(Recovery))}"
+    else:
+        is_fine = is_whole(value) and 1 <= value <= TURN_COUNT_MAX
+        expected = f"a whole number from 1 to {TURN_COUNT_MAX:,}"
+    if not is_fine:
+        raise EnvironmentFailed(f"{where}: {name} is {shown(value)}, expected {expected}", reason="make")
+    return value
+
+
+def _check_sampling(where: str, value: Any) -> TextSampling:
+    """Return sampling of a mapping, or of an object with such attributes, as foreign classes have them."""
+    names = (*FIELDS, "ends_at_eos")
+    is_mapping = isinstance(value, Mapping)
+    stated = value if is_mapping else {name: getattr(value, name) for name in names if hasattr(value, name)}
+    if not (stated or is_mapping):
+        raise EnvironmentFailed(
+            f"{where}: sampling is {shown(value)}, expected a dict or a TextSampling", reason="make"
+        )
+    try:
+        return make_sampling(stated)
+    except (InputError, WireError) as error:
+        raise EnvironmentFailed(f"{where}: {error.message}", reason="make") from error
 
 
 class GymEnvironment(Environment):

@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed, FabricError
 from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
-from .base import Access, Environment, Observation, Played, Recovery, Step, make_sampling, show
+from .base import Access, Environment, Observation, Played, Step, check_settings, show
 from .pool import ProcessPool
 from .process import EnvironmentProcess
 from .room import Share
@@ -24,7 +24,7 @@ STEP = ("text", "reward", "terminated", "truncated", "info", "messages")
 # process_main.py refuses texts and infos over their own limits, with advice; these bounds are for foreign code that
 # writes to the channel itself.
 BYTES_MAX = {"snapshot": ANSWER_BYTES_MAX}
-ROW_BYTES_MAX = OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB
+ROW_BYTES_MAX = 2 * OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB  # messages and tools, or a text with escapes
 
 
 class IsolatedEnvironment(Environment):
@@ -117,20 +117,10 @@ class IsolatedEnvironment(Environment):
 
     def _take_settings(self, answer: Any) -> None:
         """Take the settings that the class in the process states; keep ours for the others."""
-        stated = {key: value for key, value in self._fields("make", answer).items() if value is not None}
-        try:
-            recovery = stated.get("recovery", self.recovery)
-            if recovery not in get_args(Recovery):
-                raise ValueError(f"recovery is one of {', '.join(get_args(Recovery))}")
-            self.recovery = recovery
-            self.turn_count_max = int(stated.get("turn_count_max", self.turn_count_max))
-            self.is_agent = stated.get("is_agent") is True
-            if "sampling" in stated:
-                self.sampling = make_sampling(stated["sampling"])
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFailed(
-                f"environment {self.name!r}: settings {show(stated)} do not fit: {error}", reason="make"
-            ) from error
+        stated = self._fields("make", answer)
+        for name, value in check_settings(f"environment {self.name!r}", stated).items():
+            setattr(self, name, value)
+        self.is_agent = stated.get("is_agent") is True
 
 
 def named(error: FabricError, name: str) -> FabricError:

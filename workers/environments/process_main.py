@@ -25,10 +25,12 @@ import struct
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 LENGTH = struct.Struct(">I")
 TEXT_LENGTH_MAX = 2000
+SHOWN_LENGTH_MAX = 200  # of a value within such a text
 LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more would fill the machine, call by call
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = (  # the fields of TextSampling: an interpreter that does not know rollfab runs this file too
@@ -97,12 +99,7 @@ class Stage:
     def score(self, task: dict[str, Any], data: bytes) -> float | str:
         """Compute a rollout's reward; if the result is no number, return its text, for the caller's error."""
         reward = self._finish(self._factory(task, self._decode(data)))
-        if isinstance(reward, str | bytes | bytearray):  # float() would accept a text of digits, which is no number
-            return show(reward)
-        try:
-            return float(reward)
-        except (TypeError, ValueError, OverflowError):
-            return show(reward)
+        return show(reward) if isinstance(reward, str) else number(reward)
 
     def make(self, options: dict[str, Any]) -> dict[str, Any]:
         """Make a new world; return its settings."""
@@ -127,7 +124,7 @@ class Stage:
             if not hasattr(answer, "text"):
                 raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
             row = {"text": answer.text, "info": getattr(answer, "info", {})}
-            return self._fit("reset", {**row, **{name: getattr(answer, name, None) or [] for name in CHAT}})
+            return self._fit("reset", {**row, **{name: chat_of(answer, name) for name in CHAT}})
         answer = self._world.reset(seed=int(task.get("seed", seed)))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
@@ -140,7 +137,7 @@ class Stage:
             if not all(hasattr(answer, name) for name in STEP):
                 raise Refused("answer", f"step gave {show(answer)}, expected a Step with text and a dict of info")
             row = {name: getattr(answer, name) for name in STEP}
-            row["messages"] = getattr(answer, "messages", None) or []
+            row["messages"] = chat_of(answer, "messages")
         elif isinstance(answer, tuple) and len(answer) == len(STEP):
             row = dict(zip(STEP, answer))  # noqa: B905 - Python 3.8
             row["text"], row["info"], row["messages"] = str(row["text"]), dict(row["info"]), []
@@ -148,32 +145,8 @@ class Stage:
             form = "(observation, reward, terminated, truncated, info)"
             raise Refused("answer", f"step gave {show(answer)}, expected {form}")
         row["terminated"], row["truncated"] = bool(row["terminated"]), bool(row["truncated"])
-        try:
-            row["reward"] = float(row["reward"])
-        except (TypeError, ValueError, OverflowError):
-            row["reward"] = show(row["reward"])  # the agent's error shows it as no number
+        row["reward"] = number(row["reward"])
         return self._fit("step", row)
-
-    def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row if it may travel; refuse it here, where it arose, before any other process has to carry it."""
-        sizes = (
-            ("text", self._text_bytes_max, "as UTF-8", "let it be shorter"),
-            ("info", self._info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
-            *((name, self._text_bytes_max, "as JSON", "let them be shorter") for name in CHAT if row.get(name)),
-        )
-        for name, limit, form, advice in sizes:
-            value = row[name]
-            try:
-                told = value if name == "text" else json.dumps(value, ensure_ascii=False)
-                size = len(told.encode()) if isinstance(told, str) else 0  # the agent refuses a text that is no str
-            except UnicodeEncodeError as error:
-                raise Refused("answer", f"{what}: its {name} is no Unicode: {describe(error)}") from error
-            except Exception as error:  # its keys and values are user code
-                raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}") from error
-            if size > limit:
-                text = f"{what}: its {name} is {size:,} bytes {form}, the limit is {limit:,}: {advice}"
-                raise Refused("answer", text)
-        return row
 
     def play(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> dict[str, Any]:
         """Let an agent play a whole episode; return its reward (None: it gave none) and info."""
@@ -186,13 +159,12 @@ class Stage:
                 "answer", f"it gave {show(answer)}, expected a reward, None, or a dict of {', '.join(PLAYED)}"
             )
         reward = answer.get("reward")
-        row = {"text": "", "reward": reward, "info": answer.get("info") or {}, "messages": []}
-        if reward is not None:
-            try:
-                row["reward"] = float(reward)
-            except (TypeError, ValueError, OverflowError):
-                row["reward"] = show(reward)  # the agent's error shows it as no number
+        reward = None if reward is None else number(reward)
+        row: dict[str, Any] = {"text": "", "reward": reward, "info": answer.get("info") or {}, "messages": []}
         return self._fit("play", {**row, "truncated": bool(answer.get("truncated"))})
+
+    def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
+        return fit(what, row, self._text_bytes_max, self._info_bytes_max)
 
     def snapshot(self) -> Any:
         """Return the world's state as plain JSON values."""
@@ -221,6 +193,49 @@ class Stage:
 
 async def _awaited(value: Any) -> Any:
     return await value
+
+
+def fit(what: str, row: dict[str, Any], text_bytes_max: int, info_bytes_max: int) -> dict[str, Any]:
+    """Return the row if it may travel; refuse it where it arose, before any other process has to carry it."""
+    sizes = (
+        ("text", "is", text_bytes_max, "as UTF-8", "let it be shorter"),
+        ("info", "is", info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
+        *((name, "are", text_bytes_max, "as JSON", "let them be shorter") for name in CHAT if row.get(name)),
+    )
+    for name, verb, limit, form, advice in sizes:
+        value = row[name]
+        try:
+            told = value if name == "text" else to_json(value)
+            size = len(told if len(told) > limit else told.encode()) if isinstance(told, str) else 0  # refused later
+        except UnicodeEncodeError as error:
+            raise Refused("answer", f"{what}: its {name} {verb} no Unicode: {describe(error)}") from error
+        except Exception as error:  # its keys and values are user code
+            raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}") from error
+        if size > limit:
+            text = f"{what}: its {name} {verb} {size:,} bytes {form}, the limit is {limit:,}: {advice}"
+            raise Refused("answer", text)
+    return row
+
+
+def chat_of(answer: Any, name: str) -> Any:
+    """Return the messages or tools of an answer; none where it says None, or has no such attribute."""
+    value = getattr(answer, name, None)
+    return [] if value is None else value
+
+
+def number(reward: Any) -> Any:
+    """Return a reward as a float; if it is no number, a text that shows it, for the agent's error."""
+    if isinstance(reward, (str, bytes, bytearray)):  # float() would accept a text of digits
+        return reward[:TEXT_LENGTH_MAX] if isinstance(reward, str) else show(reward)
+    try:
+        return float(reward)
+    except (TypeError, ValueError, OverflowError):
+        return show(reward)
+
+
+def to_json(value: Any) -> str:
+    """Write a value as JSON without spaces, as all that travels is written."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def is_agent(factory: Any) -> bool:
@@ -354,15 +369,22 @@ def limit_memory(limit: Any) -> None:
 
 
 def settings(owner: Any) -> dict[str, Any]:
-    """Read the settings that a class or a world states; None for each that it does not state."""
-    sampling = getattr(owner, "sampling", None)
-    if sampling is not None and not isinstance(sampling, dict):
-        sampling = {name: getattr(sampling, name, None) for name in SAMPLING}
-    return {
-        "recovery": getattr(owner, "recovery", None),
-        "turn_count_max": getattr(owner, "turn_count_max", None),
-        "sampling": sampling,
-    }
+    """Read the settings that a class or a world states; None for each that it does not state. The agent checks them."""
+    stated = {name: getattr(owner, name, None) for name in ("recovery", "turn_count_max", "sampling")}
+    sampling = stated["sampling"]
+    if isinstance(sampling, Mapping):
+        stated["sampling"] = dict(sampling)
+    else:
+        named = {name: getattr(sampling, name) for name in SAMPLING if hasattr(sampling, name)}
+        stated["sampling"] = named or sampling
+    for name, value in stated.items():
+        try:
+            json.dumps(value)
+        except Exception as error:  # user code
+            raise Refused(
+                "answer", f"{name} is {show(value)}, expected plain JSON values: {describe(error)}"
+            ) from error
+    return stated
 
 
 def describe(error: BaseException) -> str:
@@ -376,9 +398,10 @@ def describe(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """Show a value in an error's text, even if its own repr raises."""
+    """Show a value in an error's text, cut, even if its own repr raises."""
     try:
-        return repr(value)[:TEXT_LENGTH_MAX]
+        text = repr(value)
+        return text if len(text) <= SHOWN_LENGTH_MAX else text[:SHOWN_LENGTH_MAX] + "…"
     except Exception:  # noqa: BLE001 - user code too
         return f"a {type(value).__name__} that cannot be shown"
 
@@ -413,7 +436,7 @@ def read_exactly(channel: int, size: int) -> bytes:
 def send(channel: int, what: str, head: dict[str, Any], reply: dict[str, Any], bytes_max: int) -> None:
     """Send a reply to a call, or an error if the reply cannot be sent; the head holds the number of the request."""
     try:
-        data = json.dumps({**head, **reply}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        data = to_json({**head, **reply}).encode("utf-8", "surrogatepass")
     except Exception as error:  # noqa: BLE001 - its keys and values are user code
         text = f"{what}: its answer cannot be sent: {describe(error)}; give plain JSON values"
         data = json.dumps({**head, "error": {"kind": "answer", "text": text}}).encode()

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import shlex
 import shutil
@@ -25,7 +26,7 @@ from ...fabric.contract.errors import ConfigError, EnvironmentFailed, Environmen
 from ...fabric.contract.records import Rollout
 from ...fabric.contract.text import did_you_mean
 from ...fabric.host.entry_points import installed
-from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling, show
+from .base import SETTINGS, Environment, GymEnvironment, Isolation, check_settings, in_thread, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
 from .spawn import COMMAND, NICENESS, Program
@@ -39,7 +40,6 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 OUR_REWARDS = "rollfab.workers.rewards.functions"  # the module of our own reward functions
 
 RewardFunction = Callable[[dict[str, Any], Rollout], float]
-CLASS_SETTINGS = ("recovery", "sampling", "turn_count_max", "inline")  # read off a plain class if it has them
 
 
 class Registry:
@@ -108,8 +108,11 @@ class Registry:
         isolation = stated.get("isolation") or "process"
         if isolation not in get_args(Isolation):
             raise ConfigError(f"environment {name!r}: isolation is {show(isolation)}, not one of {get_args(Isolation)}")
+        inline = stated.get("inline")
+        if not (inline is None or isinstance(inline, bool)):
+            raise ConfigError(f"environment {name!r}: inline is {show(inline)}, expected True or False")
         is_trusted = program.target.startswith(OURS) or not self._pool.confinement.is_strict
-        is_inside = is_trusted and program.python is None and (isolation == "none" or bool(stated.get("inline")))
+        is_inside = is_trusted and program.python is None and (isolation == "none" or inline is True)
         if is_inside:
             await self._load_aside(name)
         return is_inside
@@ -156,16 +159,21 @@ class Registry:
         Raises:
             EnvironmentUnknown: this worker does not offer it.
             ConfigError: it is offered, but cannot be imported, or does not take these options.
+            EnvironmentFailed: it states settings that are none, or what was made is no world.
         """
         factory = self._load(ENVIRONMENTS, name)
+        own = copy.deepcopy(dict(options))  # a world may change what it is given: the run's other worlds share the rest
         try:
-            world = factory(**options)
+            world = factory(**own)
         except TypeError as error:
             raise ConfigError(
                 f"environment {name!r} does not take the options {show(dict(options))}: {error}",
                 environment=name,
             ) from error
-        return world if isinstance(world, Environment) else _adapt(name, factory, world)
+        if not isinstance(world, Environment):
+            return _adapt(name, factory, world)
+        check_settings(f"environment {name!r}", {key: getattr(world, key) for key in SETTINGS})
+        return world
 
     def may_block(self, name: str) -> bool:
         """Tell whether a thread must make it: it is a plain synchronous class, and does not say `inline`.
@@ -281,8 +289,8 @@ def _adapt(name: str, factory: Any, world: Any) -> Environment:
         raise EnvironmentFailed(
             f"environment {name!r} made a {type(world).__name__}, which has no reset and step", reason="make"
         )
-    settings = {key: getattr(factory, key) for key in CLASS_SETTINGS if hasattr(factory, key)}
-    if isinstance(settings.get("sampling"), dict):
-        settings["sampling"] = make_sampling(settings["sampling"])
-    adapted: type[GymEnvironment] = type("Adapted", (GymEnvironment,), {"name": name, **settings})
+    stated = {key: getattr(factory, key, None) for key in SETTINGS}
+    settings = {"name": name, "inline": bool(getattr(factory, "inline", False))}
+    settings |= check_settings(f"environment {name!r}", stated)
+    adapted: type[GymEnvironment] = type("Adapted", (GymEnvironment,), settings)
     return adapted(lambda: world)

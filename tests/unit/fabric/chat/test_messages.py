@@ -26,6 +26,8 @@ def deep() -> str:
         ({"role": "robot", "content": "x"}, "role is 'robot', expected system, developer, user"),
         ({"role": ["user"], "content": "x"}, "role is"),
         ({"role": "user", "content": "x", "mood": 1}, "'mood' is no key of role user: role, content, name are"),
+        ({"role": "user", "content": "x", 1: 2}, "1 is no key of role user"),
+        ({"role": "user", "content": "x", "\x1b": 2}, r"'\x1b' is no key of role user"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "'tool_calls' is no key of role user"),
         ({"role": "user"}, "content is missing"),
         ({"role": "user", "content": 3}, "content is int, expected a text or a list of text parts"),

@@ -106,6 +106,12 @@ def test_a_value_that_a_field_does_not_take_is_refused_with_what_it_would(name: 
         assert str(caught.value).endswith(f"expected {FIELDS[name].takes}") and len(str(caught.value)) < 300
 
 
+def test_half_a_character_is_refused_with_the_reason() -> None:
+    for given, reason in (({"stop": ["\ud800"]}, "no lone surrogates"), ({"guided_regex": "\ud800"}, "as UTF-8")):
+        with pytest.raises(InputError, match=reason):
+            check_sampling(given, "s")
+
+
 BAD_ROWS: dict[str, list[Any]] = {
     "top_p": [-0.1, 1.1, "1", None],
     "top_k": [-1, 1.5, 1 << 40],

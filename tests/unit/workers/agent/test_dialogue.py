@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from rollfab.workers.environments.registry import Registry
 from tests.support.records import result_of
 from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer
 
-KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess"}
-REGISTRY = Registry([f"{kind}=tests.support.worlds.chat_worlds:{name}" for kind, name in KINDS.items()])
+KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess", "meddler": "Meddler"}
+TWINS = {"inside": "AnswersInside", "process": "AnswersInAProcess"}
+PAIRS = [f"{kind}=tests.support.worlds.chat_worlds:{name}" for kind, name in KINDS.items()]
+TWIN_PAIRS = [f"{kind}=tests.support.worlds.twin_worlds:{name}" for kind, name in TWINS.items()]
+REGISTRY = Registry(PAIRS)
 THOUGHT = "look at both"
 
 
@@ -77,9 +81,12 @@ class Broker:
         self.snapshot = snapshot
 
 
-def play(broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, **options: Any) -> Rollout:
+def play(
+    broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, task: Any = None, **options: Any
+) -> Rollout:
     """Live on, as often as it takes."""
-    job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={"count": count}, seed=7)
+    task = {"count": count} if task is None else task
+    job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task=task, seed=7)
 
     async def live() -> Rollout:
         config = RunConfig(run_id="r", model="m", environment=kind, environment_options=options)
@@ -87,7 +94,9 @@ def play(broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = 
             job=job, worker_id="a", fence=1, attempt=0, loss=0, snapshot=broker.snapshot, turns=tuple(broker.settled)
         )
         limits = Limits(agent_id="a", call_timeout_s=20.0)
-        return await Episode(config, claim, REGISTRY, tokenizer or broker.tokenizer, limits, broker).run()  # type: ignore[arg-type]
+        text = tokenizer or broker.tokenizer
+        async with Registry(TWIN_PAIRS) if kind in TWINS else contextlib.nullcontext(REGISTRY) as registry:
+            return await Episode(config, claim, registry, text, limits, broker).run()  # type: ignore[arg-type]
 
     while True:
         try:
@@ -153,11 +162,71 @@ def test_another_agent_goes_on_with_the_same_dialogue(kind: str, kills: tuple[in
     assert rollout.encode() == undisturbed.encode()
 
 
+def test_a_world_that_writes_over_what_it_holds_changes_nothing_that_was_said() -> None:
+    # Given two trajectories with one run's options, whose worlds change task, options, tools and the policy's messages
+    options, calm = {"rules": ["You are a helpful assistant."]}, {"rules": ["You are a helpful assistant."]}
+    brokers = Broker("qwen2.5"), Broker("qwen2.5"), Broker("qwen2.5")
+    undisturbed = play(brokers[0], "meddler", **calm, meddles=False)
+    task: dict[str, Any] = {"count": 2}
+    # When both are played, Then each is the one that nobody changed
+    for broker in brokers[1:]:
+        rollout = play(broker, "meddler", task=task, **options)
+        check_exact(broker, rollout)
+        assert broker.seen == brokers[0].seen
+        assert rollout.encode() == undisturbed.encode()
+    assert task == {"count": 2}
+
+
 def test_messages_cross_to_a_process_and_back() -> None:
     broker = Broker("qwen2.5")
     rollout = play(broker, "process", count=1)
     check_exact(broker, rollout)
     assert rollout.turn_count == 2
+
+
+@pytest.mark.parametrize("kind", TWINS)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, None),
+        ({"reset": "a tuple"}, None),
+        ({"reset": "None beside messages"}, None),
+        ({"reset": "a text and messages"}, "reset gave a text and messages, of which one is heard"),
+        ({"reset": "a text and tools"}, "reset gave tools without messages"),
+        ({"reset": "a text"}, "step gave messages, though the episode began with a text"),
+        ({"reset": "messages that are a text"}, "reset gave Observation.*, expected an Observation with text or"),
+        ({"reset": "messages that are 0"}, "reset gave Observation.*, expected an Observation with text or"),
+        ({"reset": "tools that are a text"}, "reset gave Observation.*, expected an Observation with text or"),
+        ({"reset": "bytes"}, "reset: its messages cannot be sent: TypeError"),
+        ({"reset": "a key that is a number"}, "reset: message 0: .*1.* is no key of role user"),
+        ({"reset": "info that is no JSON"}, "reset: its info cannot be sent: TypeError"),
+        ({"reset": "large messages"}, "reset: its messages are .* the limit"),
+        ({"reset": "large tools"}, "reset: its tools are .* the limit"),
+        ({"step": "a text"}, None),
+        ({"step": "a tuple"}, None),
+        ({"step": "None beside a text"}, None),
+        ({"step": "True"}, None),
+        ({"step": "a text and messages"}, "step gave a text and messages, of which one is heard"),
+        ({"step": "a text and messages at the end"}, "step gave a text and messages, of which one is heard"),
+        ({"step": "a reward in words"}, "gave reward '1': not a number"),
+        ({"step": "messages that are a text"}, "step gave Step.*, expected a Step with text or messages"),
+        ({"step": "no messages at the end"}, "step: message 0: .*role"),
+        ({"step": "large messages at the end"}, "step: its messages are .* the limit"),
+        ({"step": "a large text at the end"}, "step: its text is 5,242,880 bytes as UTF-8, the limit is"),
+        ({"step": "info that is no JSON"}, "step: its info cannot be sent: TypeError"),
+        ({"step": "nothing"}, "step gave no messages and no text"),
+    ],
+)
+def test_what_a_world_may_say_is_the_same_wherever_it_runs(
+    kind: str, options: dict[str, str], says: str | None
+) -> None:
+    broker = Broker("qwen2.5")
+    if says is None:
+        check_exact(broker, play(broker, kind, **options))
+        return
+    with pytest.raises(EnvironmentFailed, match=f"^environment '{kind}':? {says}") as caught:
+        play(broker, kind, **options)
+    assert str(caught.value).count("environment") == 1
 
 
 @pytest.mark.parametrize(
