@@ -178,7 +178,8 @@ class Node:
 
     Its tokens are those of the rollout's arrays from the end of the node before it to `end`. parent: the index of the
     node that it continues, below its own; -1: it continues the rollout's prompt_ids. messages: the chat messages that
-    it adds, as plain JSON; none where text was not chat.
+    it adds, as plain JSON; none where text was not chat. Those along a path are all that were said on it; the last ones
+    of a piece that several paths share may be written behind it.
     """
 
     parent: int

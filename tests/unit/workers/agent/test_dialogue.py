@@ -134,7 +134,9 @@ def test_a_template_that_rewrites_makes_a_branch(family: str, thinks: bool) -> N
     rollout = play(broker)
     check_exact(broker, rollout)
     assert [len(branch.spans) for branch in rollout.branches()] == [2, 2]  # each with the tokens that its turns saw
-    assert len(rollout.prompt_ids) == 0
+    beginning = rollout.prompt_ids.tolist()  # what they share before they part
+    assert beginning
+    assert all(saw[: len(beginning)] == beginning for saw, _ in broker.seen)
 
 
 def test_what_was_thought_stays_in_the_record() -> None:
