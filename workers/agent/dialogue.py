@@ -67,13 +67,18 @@ class Dialogue:
         return self._asked().context_ids
 
     def digest(self) -> str:
-        """Return the digest of all so far, as 16 hexadecimal digits."""
-        return str(self._digest.hexdigest())
+        """Return the digest of all so far and of the context, as 16 hexadecimal digits.
+
+        The same messages may come to another context: a template may write today's date.
+        """
+        digest = self._digest.copy()
+        digest.update(self.context().tobytes())
+        return str(digest.hexdigest())
 
     @property
     def is_brief(self) -> bool:
-        """Whether all that was said is short enough to be rendered and tokenised at once."""
-        return self._size <= BRIEF
+        """Whether the context is known, or all that was said is short enough to be rendered and tokenised at once."""
+        return self._ask is not None or self._size <= BRIEF
 
     def state(self) -> dict[str, Any]:
         """Return what a snapshot keeps beside texts and rewards."""

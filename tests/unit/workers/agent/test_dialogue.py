@@ -156,6 +156,23 @@ def test_another_agent_goes_on_with_the_same_dialogue(kind: str, kills: tuple[in
     assert rollout.encode() == undisturbed.encode()
 
 
+@pytest.mark.parametrize("kind", ["replay", "snapshot"])
+def test_a_template_that_writes_another_date_after_a_take_over_diverges(kind: str) -> None:
+    """The messages are the same, the context is not: what the policy made was made in another one."""
+    broker = Broker("qwen2.5", kills=(1,))
+    tokenizer = broker.tokenizer._tokenizer
+    tokenizer.chat_template = "{{- today }}" + tokenizer.chat_template
+    apply = tokenizer.apply_chat_template
+
+    def write(*facts: Any, **words: Any) -> Any:
+        return apply(*facts, **words, today="Monday" if broker.kills else "Tuesday")
+
+    tokenizer.apply_chat_template = write
+    with pytest.raises(EnvironmentFailed, match="turn 0 was made in another context") as refused:
+        play(broker, kind)
+    assert refused.value.facts["reason"] == "diverged"
+
+
 def test_messages_cross_to_a_process_and_back() -> None:
     broker = Broker("qwen2.5")
     rollout = play(broker, "process", count=1)
