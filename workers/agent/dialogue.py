@@ -34,7 +34,7 @@ class Dialogue:
         self._tools = tools
         self._messages: list[Message] = []
         self._said: list[list[Message]] = []  # by the world, at the beginning and after each turn
-        self._size = 0  # of all that, in bytes
+        self._size = 0  # of all that was said, also by the policy, in bytes
         self._ask: Ask | None = None
         self._digest = xxhash.xxh3_64(dump_json(tools))
         self._say(messages)
@@ -45,6 +45,7 @@ class Dialogue:
         reason = "stop" if result.finish_reason == "stop" else "length"
         answer = self._conversation.answer(ask, result.completion_ids, result.logprobs, result.spans, reason)
         self._digest.update(result.completion_ids.tobytes())
+        self._size += len(answer.text.encode(errors="replace"))
         self._messages = [*ask.messages, answer.message]
         return answer.message
 

@@ -264,7 +264,7 @@ class Episode:
             raise self._diverged(f"its snapshot is of turn {len(known)}, and only {len(settled)} are known")
         await self._guard("restore", lambda: world.restore(state["world"]))
         for step, result in zip(known, settled, strict=False):
-            self._take(result)
+            await self._take(result)
             await self._add_step(step)
         return await self._replay(world, last, settled[len(known) :])
 
@@ -289,7 +289,7 @@ class Episode:
 
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and record its answer."""
-        action = self._take(result)
+        action = await self._take(result)
         step = await self._guard("step", lambda: world.step(action))
         if not (isinstance(step, Step) and _is_said(step) and isinstance(step.info, dict)):
             raise EnvironmentFailed(
@@ -321,11 +321,13 @@ class Episode:
     def _turn_count(self) -> int:
         return len(self._transcript.rewards)
 
-    def _take(self, result: TurnResult) -> str | dict[str, Any]:
+    async def _take(self, result: TurnResult) -> str | dict[str, Any]:
         """Record a turn that was made in this context; return it as the world reads it.
 
         Workers that know no digests send an empty one.
         """
+        if isinstance(self._transcript, Dialogue):
+            await self._context()  # by a thread, if it is long: what comes next needs it
         if result.context_digest not in ("", self._transcript.digest()):
             raise self._diverged(f"turn {self._turn_count} was made in another context than the one it came to")
         return self._transcript.add_turn(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollfab.fabric.contract.errors import EnvironmentFailed, FabricError
 from rollfab.fabric.contract.records import Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
 from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.workers.agent import dialogue
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.engines.model_tokenizer import HubTokenizer
 from rollfab.workers.environments.registry import Registry
@@ -171,6 +173,34 @@ def test_a_template_that_writes_another_date_after_a_take_over_diverges(kind: st
     with pytest.raises(EnvironmentFailed, match="turn 0 was made in another context") as refused:
         play(broker, kind)
     assert refused.value.facts["reason"] == "diverged"
+
+
+@pytest.mark.parametrize("kind", ["replay", "snapshot"])
+def test_a_take_over_renders_a_long_dialogue_in_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker("qwen2.5", kills=(3,))
+    tokenizer = broker.tokenizer._tokenizer
+    apply, threads = tokenizer.apply_chat_template, list[threading.Thread]()
+
+    def write(*facts: Any, **words: Any) -> Any:
+        threads.extend([threading.current_thread()] * words["add_generation_prompt"])
+        return apply(*facts, **words)
+
+    tokenizer.apply_chat_template = write
+    monkeypatch.setattr(dialogue, "BRIEF", 0)
+    check_exact(broker, play(broker, kind))
+    assert len(threads) >= 2 * 4  # four turns, twice
+    assert threading.current_thread() not in threads
+
+
+def test_what_the_policy_said_counts_for_how_long_a_dialogue_is() -> None:
+    broker = Broker("qwen2.5")
+    spoken = dialogue.Dialogue(broker.tokenizer.chat, [{"role": "user", "content": "hi"}], [])
+    ids = [*broker.tokenizer._tokenizer("one two three " * 2_000)["input_ids"], *broker.tokenizer.chat.stop_ids]
+    assert spoken.is_brief
+    spoken.context()
+    spoken.add_turn(result_of("g.0.0", ids))
+    spoken.add_step(0.0, [{"role": "user", "content": "and then?"}])
+    assert not spoken.is_brief
 
 
 def test_messages_cross_to_a_process_and_back() -> None:
