@@ -52,7 +52,7 @@ from ...fabric.contract.records import (
     check_reward,
     sum_rewards,
 )
-from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed
+from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import check_size, dump_json, load_json
 from ...fabric.ports.queue import TrajectoryClaim
@@ -418,8 +418,8 @@ class Episode:
         made = sampling_from(check_sampling({**stated, **wanted}, f"{self._name}: sampling"))
         eos_id = self._tokenizer.eos_id if own.ends_at_eos else None
         if isinstance(self._transcript, Dialogue):
-            return replace(made, stop_ids=(*made.stop_ids, *self._transcript.stop_ids))
-        return made if eos_id is None else replace(made, stop_ids=(*made.stop_ids, eos_id))
+            return with_ends(made, self._transcript.stop_ids)
+        return with_ends(made, [] if eos_id is None else [eos_id])
 
     def _goes_on(self, world: Environment, step: Step) -> bool:
         """Tell whether the episode asks for another turn."""

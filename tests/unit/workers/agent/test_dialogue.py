@@ -65,6 +65,7 @@ class Broker:
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
         turn = int(job.turn_id.rsplit(".", 1)[1])
+        job = TurnJob.decode(job.encode())
         assert self.says(turn)[-1] in job.sampling.stop_ids
         if turn == len(self.settled):
             ids = self.says(turn)
@@ -80,12 +81,21 @@ class Broker:
         self.snapshot = snapshot
 
 
-def play(broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, **options: Any) -> Rollout:
+def play(
+    broker: Broker,
+    kind: str = "replay",
+    count: int = 2,
+    tokenizer: Any = None,
+    sampling: dict[str, Any] | None = None,
+    **options: Any,
+) -> Rollout:
     """Live on, as often as it takes."""
     job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={"count": count}, seed=7)
 
     async def live() -> Rollout:
-        config = RunConfig(run_id="r", model="m", environment=kind, environment_options=options)
+        config = RunConfig(
+            run_id="r", model="m", environment=kind, environment_options=options, sampling=sampling or {}
+        )
         claim = TrajectoryClaim(
             job=job, worker_id="a", fence=1, attempt=0, loss=0, snapshot=broker.snapshot, turns=tuple(broker.settled)
         )
@@ -226,6 +236,13 @@ def test_what_is_no_message_fails_the_attempt_by_name(broken: str, says: str) ->
 def test_a_model_without_a_chat_template_is_named() -> None:
     with pytest.raises(FabricError, match="'m' has no chat template"):
         play(Broker("qwen2.5"), tokenizer=CharTokenizer())
+
+
+def test_as_many_stop_ids_as_a_run_may_name_travel_with_the_models_ends() -> None:
+    broker = Broker("qwen2.5")
+    asked = list(range(1_000, 2_024))
+    check_exact(broker, play(broker, sampling={"stop_ids": asked}))
+    assert len(asked) == 1_024
 
 
 def test_a_turn_ends_with_any_id_that_the_model_names(tmp_path: Path) -> None:
