@@ -27,7 +27,7 @@ import xxhash
 from ..contract import records
 from ..contract.errors import InputError, PayloadTooLarge
 from ..contract.limits import MIB, NODE_COUNT_MAX
-from ..contract.records import NO_IDS, Float32, Int32, Span, UInt8
+from ..contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Span, UInt8
 from .answers import finish_of, to_message
 from .control import without_marks
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
@@ -55,6 +55,7 @@ class Prompt(NamedTuple):
 
 
 NO_PROMPT = Prompt(0, 0)
+NO_MASK: UInt8 = np.zeros(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -269,14 +270,14 @@ class Conversation:
         order = _parents_first(self.nodes)
         nodes = [self.nodes[index] for index in order]
         places = {index: place for place, index in enumerate([-1, *order], -1)}
-        prompt = nodes[0].ids if all(node.parent >= 0 for node in nodes[1:]) else NO_IDS
+        prompt = nodes[0].ids if nodes and all(node.parent >= 0 for node in nodes[1:]) else NO_IDS
         ends = (np.cumsum([len(node.ids) for node in nodes]) - len(prompt)).tolist()
-        starts = [-len(prompt), *ends[:-1]]
+        starts = [-len(prompt), *ends][: len(nodes)]
         return {
             "prompt_ids": prompt,
-            "completion_ids": np.concatenate([node.ids for node in nodes])[len(prompt) :],
-            "logprobs": np.concatenate([node.logprobs for node in nodes])[len(prompt) :],
-            "completion_mask": np.concatenate([node.mask for node in nodes])[len(prompt) :],
+            "completion_ids": np.concatenate([NO_IDS, *(node.ids for node in nodes)])[len(prompt) :],
+            "logprobs": np.concatenate([NO_LOGPROBS, *(node.logprobs for node in nodes)])[len(prompt) :],
+            "completion_mask": np.concatenate([NO_MASK, *(node.mask for node in nodes)])[len(prompt) :],
             "spans": tuple(
                 records.Span(start + span.start, start + span.end, span.worker_id, span.policy_version)
                 for start, node in zip(starts, nodes, strict=True)

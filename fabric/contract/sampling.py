@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import xxhash
 
 from .errors import InputError
-from .fields import Bound, check_types
+from .fields import WHOLE_MAX, Bound, check_types
 from .ids import turn_id
 from .limits import (
     END_ID_COUNT_MAX,
@@ -211,7 +211,9 @@ FIELDS: Mapping[str, Field] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _between(REPETITION_MIN, REPETITION_MAX),
-    "max_tokens": Field("a whole number of at least 1", lambda value: is_whole(value) and value >= 1),
+    "max_tokens": Field(
+        f"a whole number from 1 to {WHOLE_MAX:,}", lambda value: is_whole(value) and 1 <= value <= WHOLE_MAX
+    ),
     "stop": Field(
         f'a list of at most {STOP_COUNT_MAX} texts of 1 to {STOP_LENGTH_MAX:,} characters, such as ["\\n"]',
         _is_stop,
@@ -302,9 +304,9 @@ def sampling_from(row: dict[str, Any]) -> Sampling:
         WireError, InputError: a field is of another type or holds other than it may.
     """
     check_types(Sampling, tuple(row), tuple(row.values()), "TurnJob.sampling")
-    for name in MANY & row.keys():
-        if name != "stop_ids" or not _is_stop_ids(row[name], TURN_STOP_ID_COUNT_MAX):
-            check_field(name, row[name], "sampling")
+    for name, value in row.items():
+        if name != "stop_ids" or not _is_stop_ids(value, TURN_STOP_ID_COUNT_MAX):
+            check_field(name, value, "sampling")
     made: dict[str, Any] = row | {name: tuple(row[name]) for name in ("stop", "stop_ids") if name in row}
     if "logit_bias" in row:
         made["logit_bias"] = {int(key): bias for key, bias in row["logit_bias"].items()}

@@ -448,6 +448,14 @@ def test_a_template_that_writes_no_history_that_ends_with_an_answer_branches() -
     assert not conversation.ask([USER, answer.message, MORE]).is_continued
 
 
+def test_a_conversation_without_an_answer_is_recorded_as_nothing() -> None:
+    record = Conversation(chat_template("qwen2.5")).record()
+
+    assert {name: len(each) for name, each in record.items()} == dict.fromkeys(
+        ("prompt_ids", "completion_ids", "logprobs", "completion_mask", "spans", "nodes"), 0
+    )
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -88,7 +88,7 @@ BAD: dict[str, list[Any]] = {
     "presence_penalty": [2.1, -2.1, float("inf"), "1"],
     "frequency_penalty": [2.1, -2.1, float("nan")],
     "repetition_penalty": [0, 0.001, 101, float("nan")],
-    "max_tokens": [0, -1, 1.5, "16"],
+    "max_tokens": [0, -1, 1.5, "16", (1 << 53) + 1, 1 << 62],
     "stop": ["x", "", [""], [1], [None], ["x" * 1025], ["x"] * 65, {"x": 1}, 7, ["\ud800"], ["x" * (1 << 20)]],
     "stop_ids": ["7", [-1], [1.5], [True], [1 << 31], [1] * 1025, {1: 2}],
     "seed": [-1, 1 << 63, 1.0, "7", True],
@@ -116,7 +116,10 @@ def test_a_value_that_a_field_does_not_take_is_refused_with_what_it_would(name: 
 
 
 BAD_ROWS: dict[str, list[Any]] = {
-    "top_p": [-0.1, 1.1, "1", None],
+    "temperature": [-1, 0.001, 101, "1", None],
+    "top_p": [0, -0.1, 1.1, "1", None],
+    "max_tokens": [0, -1, (1 << 53) + 1, 1 << 62, None],
+    "seed": [-1, 1 << 63],
     "top_k": [-1, 1.5, 1 << 40],
     "presence_penalty": [3, "x"],
     "repetition_penalty": [0, 1e9],
