@@ -234,8 +234,13 @@ def _check_tool(value: Any, where: str) -> str:
             f"{where}: {one_line(f'{min(map(str, unknown)):.60}')!r} is no key of a function: "
             "name, description, parameters and strict are"
         )
-    if not isinstance(function.get("parameters", {}), Mapping):
+    parameters = function.get("parameters", {})
+    if not isinstance(parameters, Mapping):
         raise InputError(f"{where}: parameters is no JSON schema")
+    if not isinstance(parameters.get("properties") or {}, Mapping):
+        raise InputError(
+            f"{where}: properties of its parameters is {type(parameters['properties']).__name__}, expected a dict"
+        )
     return _check_text(function.get("name"), f"{where}: name", NAME_BYTES_MAX)
 
 

@@ -34,7 +34,7 @@ class Dialogue:
         self._tools = tools
         self._messages: list[Message] = []
         self._said: list[list[Message]] = []  # by the world, at the beginning and after each turn
-        self._size = 0  # of all that, in bytes
+        self._size = 0  # of all that was said, also by the policy, in bytes
         self._ask: Ask | None = None
         self._digest = xxhash.xxh3_64(dump_json(tools))
         self._say(messages)
@@ -45,6 +45,7 @@ class Dialogue:
         reason = "stop" if result.finish_reason == "stop" else "length"
         answer = self._conversation.answer(ask, result.completion_ids, result.logprobs, result.spans, reason)
         self._digest.update(result.completion_ids.tobytes())
+        self._size += len(answer.text.encode(errors="replace"))
         self._messages = [*ask.messages, answer.message]
         return answer.message
 
@@ -67,13 +68,18 @@ class Dialogue:
         return self._asked().context_ids
 
     def digest(self) -> str:
-        """Return the digest of all so far, as 16 hexadecimal digits."""
-        return str(self._digest.hexdigest())
+        """Return the digest of all so far and of the context, as 16 hexadecimal digits.
+
+        The same messages may come to another context: a template may write today's date.
+        """
+        digest = self._digest.copy()
+        digest.update(self.context().tobytes())
+        return str(digest.hexdigest())
 
     @property
     def is_brief(self) -> bool:
-        """Whether all that was said is short enough to be rendered and tokenised at once."""
-        return self._size <= BRIEF
+        """Whether the context is known, or all that was said is short enough to be rendered and tokenised at once."""
+        return self._ask is not None or self._size <= BRIEF
 
     def state(self) -> dict[str, Any]:
         """Return what a snapshot keeps beside texts and rewards."""

@@ -52,7 +52,7 @@ from ...fabric.contract.records import (
     check_reward,
     sum_rewards,
 )
-from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed
+from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
@@ -388,7 +388,7 @@ class Episode:
             raise self._diverged(f"its snapshot is of turn {len(known)}, and only {len(settled)} are known")
         await self._guard("restore", lambda: world.restore(state["world"]))
         for step, result in zip(known, settled, strict=False):
-            self._take(result)
+            await self._take(result)
             await self._add_step(step)
         return await self._replay(world, last, settled[len(known) :])
 
@@ -413,7 +413,7 @@ class Episode:
 
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and record its answer."""
-        action = self._take(result)
+        action = await self._take(result)
         step = await self._guard("step", lambda: world.step(copy.deepcopy(action)))  # the record keeps its own
         step = await check_step(step, self._name, is_chat=isinstance(self._transcript, Dialogue))
         await self._add_step(step)
@@ -441,11 +441,13 @@ class Episode:
     def _turn_count(self) -> int:
         return len(self._transcript.rewards)
 
-    def _take(self, result: TurnResult) -> str | dict[str, Any]:
+    async def _take(self, result: TurnResult) -> str | dict[str, Any]:
         """Record a turn that was made in this context; return it as the world reads it.
 
         Workers that know no digests send an empty one.
         """
+        if isinstance(self._transcript, Dialogue):
+            await self._context()  # by a thread, if it is long: what comes next needs it
         if result.context_digest not in ("", self._transcript.digest()):
             raise self._diverged(f"turn {self._turn_count} was made in another context than the one it came to")
         return self._transcript.add_turn(result)
@@ -523,8 +525,8 @@ class Episode:
         made = sampling_from(check_sampling({**stated, **wanted}, f"{self._name}: sampling"))
         eos_id = self._tokenizer.eos_id if own.ends_at_eos else None
         if isinstance(self._transcript, Dialogue):
-            return replace(made, stop_ids=(*made.stop_ids, *self._transcript.stop_ids))
-        return made if eos_id is None else replace(made, stop_ids=(*made.stop_ids, eos_id))
+            return with_ends(made, self._transcript.stop_ids)
+        return with_ends(made, [] if eos_id is None else [eos_id])
 
     def _goes_on(self, world: Environment, step: Step) -> bool:
         """Tell whether the episode asks for another turn."""

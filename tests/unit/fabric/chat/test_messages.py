@@ -110,6 +110,10 @@ def test_a_text_that_is_too_long_is_named() -> None:
         ([{"type": "function", "function": {"name": "look", "code": 1}}], "'code' is no key of a function"),
         ([{"type": "function", "function": {"description": "x"}}], "name is NoneType"),
         ([{"type": "function", "function": {"name": "look", "parameters": []}}], "parameters is no JSON schema"),
+        (
+            [{"type": "function", "function": {"name": "look", "parameters": {"properties": ["place"]}}}],
+            "tool 0: properties of its parameters is list, expected a dict",
+        ),
         ([TOOL, TOOL], "two are named 'look'"),
         ([{"type": "function", "function": {"name": "x", "parameters": {"a": float("nan")}}}], "this is no JSON"),
         ([{"type": "function", "function": {"name": "x", "parameters": {"a": b"bytes"}}}], "this is no JSON"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from rollfab.fabric.contract.errors import EnvironmentFailed, FabricError
 from rollfab.fabric.contract.records import Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
 from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.workers.agent import dialogue
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.engines.model_tokenizer import HubTokenizer
 from rollfab.workers.environments.registry import Registry
@@ -66,6 +68,7 @@ class Broker:
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
         turn = int(job.turn_id.rsplit(".", 1)[1])
+        job = TurnJob.decode(job.encode())
         assert self.says(turn)[-1] in job.sampling.stop_ids
         if turn == len(self.settled):
             ids = self.says(turn)
@@ -82,14 +85,22 @@ class Broker:
 
 
 def play(
-    broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, task: Any = None, **options: Any
+    broker: Broker,
+    kind: str = "replay",
+    count: int = 2,
+    tokenizer: Any = None,
+    sampling: dict[str, Any] | None = None,
+    task: Any = None,
+    **options: Any,
 ) -> Rollout:
     """Live on, as often as it takes."""
     task = {"count": count} if task is None else task
     job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task=task, seed=7)
 
     async def live() -> Rollout:
-        config = RunConfig(run_id="r", model="m", environment=kind, environment_options=options)
+        config = RunConfig(
+            run_id="r", model="m", environment=kind, environment_options=options, sampling=sampling or {}
+        )
         claim = TrajectoryClaim(
             job=job, worker_id="a", fence=1, attempt=0, loss=0, snapshot=broker.snapshot, turns=tuple(broker.settled)
         )
@@ -142,7 +153,9 @@ def test_a_template_that_rewrites_makes_a_branch(family: str, thinks: bool) -> N
     rollout = play(broker)
     check_exact(broker, rollout)
     assert [len(branch.spans) for branch in rollout.branches()] == [2, 2]  # each with the tokens that its turns saw
-    assert len(rollout.prompt_ids) == 0
+    beginning = rollout.prompt_ids.tolist()  # what they share before they part
+    assert beginning
+    assert all(saw[: len(beginning)] == beginning for saw, _ in broker.seen)
 
 
 def test_what_was_thought_stays_in_the_record() -> None:
@@ -175,6 +188,51 @@ def test_a_world_that_writes_over_what_it_holds_changes_nothing_that_was_said() 
         assert broker.seen == brokers[0].seen
         assert rollout.encode() == undisturbed.encode()
     assert task == {"count": 2}
+
+
+@pytest.mark.parametrize("kind", ["replay", "snapshot"])
+def test_a_template_that_writes_another_date_after_a_take_over_diverges(kind: str) -> None:
+    """The messages are the same, the context is not: what the policy made was made in another one."""
+    broker = Broker("qwen2.5", kills=(1,))
+    tokenizer = broker.tokenizer._tokenizer
+    tokenizer.chat_template = "{{- today }}" + tokenizer.chat_template
+    apply = tokenizer.apply_chat_template
+
+    def write(*facts: Any, **words: Any) -> Any:
+        return apply(*facts, **words, today="Monday" if broker.kills else "Tuesday")
+
+    tokenizer.apply_chat_template = write
+    with pytest.raises(EnvironmentFailed, match="turn 0 was made in another context") as refused:
+        play(broker, kind)
+    assert refused.value.facts["reason"] == "diverged"
+
+
+@pytest.mark.parametrize("kind", ["replay", "snapshot"])
+def test_a_take_over_renders_a_long_dialogue_in_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker("qwen2.5", kills=(3,))
+    tokenizer = broker.tokenizer._tokenizer
+    apply, threads = tokenizer.apply_chat_template, list[threading.Thread]()
+
+    def write(*facts: Any, **words: Any) -> Any:
+        threads.extend([threading.current_thread()] * words["add_generation_prompt"])
+        return apply(*facts, **words)
+
+    tokenizer.apply_chat_template = write
+    monkeypatch.setattr(dialogue, "BRIEF", 0)
+    check_exact(broker, play(broker, kind))
+    assert len(threads) >= 2 * 4  # four turns, twice
+    assert threading.current_thread() not in threads
+
+
+def test_what_the_policy_said_counts_for_how_long_a_dialogue_is() -> None:
+    broker = Broker("qwen2.5")
+    spoken = dialogue.Dialogue(broker.tokenizer.chat, [{"role": "user", "content": "hi"}], [])
+    ids = [*broker.tokenizer._tokenizer("one two three " * 2_000)["input_ids"], *broker.tokenizer.chat.stop_ids]
+    assert spoken.is_brief
+    spoken.context()
+    spoken.add_turn(result_of("g.0.0", ids))
+    spoken.add_step(0.0, [{"role": "user", "content": "and then?"}])
+    assert not spoken.is_brief
 
 
 def test_messages_cross_to_a_process_and_back() -> None:
@@ -248,6 +306,13 @@ def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(FabricError, match=rf"{tmp_path} has no chat template: put chat_template.jinja beside"):
         play(Broker("qwen2.5"), tokenizer=HubTokenizer(str(tmp_path)))
+
+
+def test_as_many_stop_ids_as_a_run_may_name_travel_with_the_models_ends() -> None:
+    broker = Broker("qwen2.5")
+    asked = list(range(1_000, 2_024))
+    check_exact(broker, play(broker, sampling={"stop_ids": asked}))
+    assert len(asked) == 1_024
 
 
 def test_a_turn_ends_with_any_id_that_the_model_names(tmp_path: Path) -> None:
