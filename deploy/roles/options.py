@@ -125,6 +125,9 @@ class AgentOptions(RoleOptions):
 
     environment_count: int = option(256, "Environments at once.", key="count", least=1)
     timeout_s: float = option(30.0, "Seconds a reset or step may take.", key="timeout", check=TIMEOUT)
+    play_count: int | None = option(
+        None, "Agents that play at once, each a process with libraries of its own. Default: eight a core.", least=1
+    )
     play_s: float = option(
         1800.0,
         "Seconds an agent may play one episode.",

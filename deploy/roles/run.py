@@ -176,7 +176,7 @@ def run_agent(options: AgentOptions) -> None:
             ) as ports,
         ):
             asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
-            async with _model_api(stop, confinement) as desk:
+            async with _model_api(stop, confinement, options.play_count) as desk:
                 worker = AgentWorker(
                     ports, registry, config, clock, ask_reward=asker.ask, elsewhere=elsewhere, desk=desk
                 )
@@ -189,7 +189,7 @@ def run_agent(options: AgentOptions) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _model_api(stop: asyncio.Event, confinement: Confinement) -> AsyncIterator[Desk]:
+async def _model_api(stop: asyncio.Event, confinement: Confinement, play_count: int | None) -> AsyncIterator[Desk]:
     """Serve the agents of this process a model API on loopback, from the first that asks for it."""
     from ...workers.agent.desk import Desk
 
@@ -212,7 +212,7 @@ async def _model_api(stop: asyncio.Event, confinement: Confinement) -> AsyncIter
         return await ready
 
     async with contextlib.AsyncExitStack() as stack:
-        desk = Desk(listen)
+        desk = Desk(listen) if play_count is None else Desk(listen, play_count)
         yield desk
 
 

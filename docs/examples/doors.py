@@ -1,10 +1,9 @@
 """An agent that is written against OpenAI's API alone, and a tiny model that learns to play it.
 
-Behind one of four doors is a prize, and only a tool tells which. Start the fabric, then train (two to four minutes on two
-cores):
+Behind one of four doors is a prize, and only a tool tells which. Start the fabric, then train (two to five minutes):
 
     rollfab up --environment doors=docs.examples.doors:play
-    python -m docs.examples.doors                             # with the ROLLFAB_URL that `up` printed
+    python -m docs.examples.doors        # with the ROLLFAB_URL that `up` printed
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ LOOK = {"type": "function", "function": {"name": "look", "description": "Says wh
 
 
 async def play(task: dict[str, Any], client: Any) -> dict[str, Any]:
-    """Open a door. Having looked is worth 0.2, the right door after that 0.8; a guess alone is worth 0.8 too, if right."""
+    """Open a door. Having looked is worth 0.2, the right door 0.8."""
     prize = random.Random(task["seed"]).choice(DOORS)
     messages: list[Any] = [{"role": "user", "content": "?"}]
     has_looked = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -24,6 +25,7 @@ from .session import AgentSession
 KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know one
 KEY_BYTES = 32
 NEW_RUN_S = 2.0  # within which a run that was just made is known to this process
+PLAY_COUNT_MAX = max(8, 8 * (os.cpu_count() or 1))  # a process with the openai package holds 80 MB
 UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone
 REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
 
@@ -35,11 +37,17 @@ class Untaken(FabricError):
 class Desk:
     """See ports/sessions.py, Sessions."""
 
-    def __init__(self, listen: Callable[[], Awaitable[str]] | None = None) -> None:
-        """listen: begins to serve the model API, and returns its address; called once, before the first agent plays.
+    def __init__(
+        self, listen: Callable[[], Awaitable[str]] | None = None, play_count_max: int = PLAY_COUNT_MAX
+    ) -> None:
+        """Make a desk.
 
-        None: agents that play have their own way to it.
+        Args:
+            listen: begins to serve the model API, and returns its address; called once, before the first agent plays.
+                None: agents that play have their own way to it.
+            play_count_max: agents that may play in processes of this machine at once; others wait.
         """
+        self.places = asyncio.Semaphore(play_count_max)
         self._listen = listen
         self._listening = asyncio.Lock()
         self._address = ""

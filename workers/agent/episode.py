@@ -257,15 +257,14 @@ class Episode:
         """
         if (task := asyncio.current_task()) is not None:
             task.set_name(f"{self._name} of {self._claim.job.trajectory_id}")  # the watchdog names us so
-        world = await self._open()
-        try:
+        async with contextlib.AsyncExitStack() as held:
+            world = await self._open(held)
+            held.push_async_callback(self._close, world)
             if world.is_agent:
                 return await self._play(world)
             step = await self._recover(world)
             while self._goes_on(world, step):
                 step = await self._turn(world)
-        finally:
-            await self._close(world)
         return await self._rollout(step)
 
     async def _play(self, world: Environment) -> Rollout:
@@ -309,11 +308,18 @@ class Episode:
 
     # ---- the world
 
-    async def _open(self) -> Environment:
-        """Open the world. A world with a process of its own keeps time itself; the wait for a process has no limit."""
-        name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
+    async def _open(self, held: contextlib.AsyncExitStack) -> Environment:
+        """Open the world; one that plays by itself waits for a place, which is held."""
+        name = self._run.environment
         self._has_limit = False
         self._has_limit = await self._guard("make", lambda: self._registry.is_inside(name))
+        if self._registry.plays(name):
+            await held.enter_async_context(self._limits.desk.places)
+        return await self._opened()
+
+    async def _opened(self) -> Environment:
+        """Open the world. A world with a process of its own keeps time itself; the wait for a process has no limit."""
+        name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
         world = await self._guard(
             "make", lambda: self._registry.open(name, options, owner=self._run.run_id, timeout_s=limit_s)
         )
@@ -581,7 +587,7 @@ async def _contain(work: Callable[[], Awaitable[T]]) -> T:
         return await work()
     except Exception:
         raise
-    except BaseException as error:
+    except BaseException as error:  # user code: whatever it raises becomes the error of its call
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise

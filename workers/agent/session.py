@@ -41,6 +41,7 @@ from ...fabric.contract.wire import check_size, dump_json
 from ...fabric.host.helpers import end_all
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
+from ..engines.admission import OVER_CONTEXT
 
 CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
 COMPLETION_COUNT_MAX = 64  # of one call
@@ -386,7 +387,8 @@ class AgentSession:
         if result.finish_reason == "cancelled":
             raise EngineError("the call was given up: its client had gone")
         if result.finish_reason == "refused":
-            raise EngineUnsupported(f"the engine refused the request: {result.error}")
+            is_over = OVER_CONTEXT in (result.error or "")
+            raise EngineUnsupported(f"the engine refused the request: {result.error}", is_over_context=is_over)
         if result.finish_reason == "error":
             raise EngineError(f"the engine failed: {result.error}")
         return result

@@ -23,6 +23,8 @@ NOT_NUMBERS = (
     " infinity, or take a wider dtype"
 )
 
+OVER_CONTEXT = "tokens before its first new one"  # in the error of a prompt that leaves no room for an answer
+
 
 def context_of(
     request: GenerationRequest,
@@ -59,7 +61,7 @@ def context_of(
         # tokens that a wider engine made may fill it as well: another attempt makes others
         error = EngineUnsupported if request.prompt_ids.size >= context_tokens_max else EngineError
         raise error(
-            f"request {request.request_id!r} has {ids.size} tokens before its first new one, this engine takes 1 to"
+            f"request {request.request_id!r} has {ids.size} {OVER_CONTEXT}, this engine takes 1 to"
             f" {context_tokens_max - 1}: let the prompt be shorter, or start workers with a larger --context, as far as"
             " the model goes",
             request_id=request.request_id,

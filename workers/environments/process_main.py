@@ -94,7 +94,8 @@ class Stage:
         self._factory = Command(target[len(COMMAND) :]) if target.startswith(COMMAND) else find(target)
         limit_memory(getattr(self._factory, "memory_bytes_max", None))
         names = ("episode_count_max", "isolation", "inline")
-        return {name: getattr(self._factory, name, None) for name in names}
+        stated = {name: getattr(self._factory, name, None) for name in names}
+        return {**stated, "is_agent": is_agent(self._factory)}
 
     def score(self, task: dict[str, Any], data: bytes) -> float | str:
         """Compute a rollout's reward; if the result is no number, return its text, for the caller's error."""

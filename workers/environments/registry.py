@@ -67,6 +67,7 @@ class Registry:
         _check_interpreters(self._targets)
         self._programs: dict[tuple[str, str], Program] = {}
         self._inside: dict[str, bool] = {}
+        self._playing: set[str] = set()
         self._loaded: dict[tuple[str, str], Any] = {}
         self._offered = sorted({*self._targets[ENVIRONMENTS], *installed(ENVIRONMENTS)})
 
@@ -92,6 +93,10 @@ class Registry:
             self._inside[name] = await self._find_place(name)
         return self._inside[name]
 
+    def plays(self, name: str) -> bool:
+        """Tell whether an environment is an agent in a process of its own; known once `is_inside` has been asked."""
+        return name in self._playing
+
     async def _find_place(self, name: str) -> bool:
         program = self._program(ENVIRONMENTS, name)
         is_known = (ENVIRONMENTS, name) in self._loaded or program.target.startswith(OURS)
@@ -104,6 +109,8 @@ class Registry:
             except FabricError as error:
                 raise named(error, name) from error
             stated = dict(process.stated)
+            if stated.get("is_agent"):
+                self._playing.add(name)
             self._pool.give_back(process)
         isolation = stated.get("isolation") or "process"
         if isolation not in get_args(Isolation):
