@@ -577,7 +577,7 @@ async def _contain(work: Callable[[], Awaitable[T]]) -> T:
     """Call user code; turn all that would end more than this call, but our own cancellation, into an error."""
     try:
         return await work()
-    except Exception:
+    except Exception:  # ends its call alone as it is
         raise
     except BaseException as error:
         task = asyncio.current_task()
