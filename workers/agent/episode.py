@@ -585,7 +585,7 @@ async def _contain(work: Callable[[], Awaitable[T]]) -> T:
     """Call user code; turn all that would end more than this call, but our own cancellation, into an error."""
     try:
         return await work()
-    except Exception:
+    except Exception:  # ends its call alone as it is
         raise
     except BaseException as error:  # user code: whatever it raises becomes the error of its call
         task = asyncio.current_task()
