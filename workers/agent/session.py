@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import xxhash
 
@@ -34,8 +34,8 @@ from ...fabric.contract.errors import (
 )
 from ...fabric.contract.ids import turn_id
 from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, check_prompt
-from ...fabric.contract.records import RunConfig, Sampling, TurnJob, TurnResult, check_reward
-from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed
+from ...fabric.contract.records import Float32, Int32, RunConfig, Sampling, TurnJob, TurnResult, check_reward
+from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import check_size, dump_json
 from ...fabric.host.helpers import end_all
@@ -356,7 +356,7 @@ class AgentSession:
         job = TurnJob(
             turn_id=turn_id(trajectory, index),
             agent_id=self._caller.agent_id,
-            sampling=replace(sampling, seed=seed, stop_ids=(*sampling.stop_ids, *ends)),
+            sampling=with_ends(replace(sampling, seed=seed), ends),
             prompt_ids=ask.context_ids,
             context_digest=_digest(ask, sampling),
         )
@@ -406,8 +406,26 @@ def _digest(ask: Ask, sampling: Sampling, count: int = 0) -> str:
 
 
 def _completion(chat: ChatTemplate, answer: Answer, result: TurnResult) -> Completion:
-    tokens = [
-        Token(text=chat.decode([number]), logprob=float(logprob))
-        for number, logprob in zip(result.completion_ids.tolist(), result.logprobs.tolist(), strict=True)
-    ]
+    tokens = _Tokens(chat, result.completion_ids, result.logprobs)
     return Completion(message=answer.message, text=answer.text, finish=answer.finish, tokens=tokens)
+
+
+class _Tokens(Sequence[Token]):
+    """The tokens of an answer, each decoded only where it is looked at: few clients ask for log-probabilities."""
+
+    def __init__(self, chat: ChatTemplate, ids: Int32, logprobs: Float32) -> None:
+        self._chat = chat
+        self._ids = ids
+        self._logprobs = logprobs
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Token: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Token]: ...
+    def __getitem__(self, index: int | slice) -> Token | Sequence[Token]:
+        if isinstance(index, slice):
+            return _Tokens(self._chat, self._ids[index], self._logprobs[index])
+        return Token(text=self._chat.decode([int(self._ids[index])]), logprob=float(self._logprobs[index]))

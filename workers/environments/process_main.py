@@ -271,7 +271,7 @@ class Player:
             answer = self._function(**{name: given[name] for name in self._names}, **self._options)
             return await answer if inspect.isawaitable(answer) else answer
         try:
-            import openai
+            openai = importlib.import_module("openai")
         except ImportError as error:
             text = "it takes a client, and the package openai is not installed for its interpreter"
             raise Refused("load", text + ": pip install openai") from error

@@ -13,10 +13,9 @@ import httpx
 import openai
 import pytest
 
-from rollfab.api.access.keys import add_key
-from rollfab.deploy.local.up import free_port
 from tests.integration.gateway.exactness import check_exact
 from tests.support.processes.fabric_processes import Processes, processes
+from tests.support.processes.gateway_process import Gateway, running_gateway, user
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
@@ -25,59 +24,15 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 BIAS = 3.0
 
 
-class Gateway:
-    """A gateway process, and whoever holds the key that opens sessions."""
-
-    def __init__(self, fabric: Processes, url: str, key: str) -> None:
-        self.fabric, self.url = fabric, url
-        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60.0)
-
-    def open(self, run_id: str, wait_s: float = 20.0) -> Session:
-        response = self.http.post("/sessions", json={"run": run_id, "wait_s": wait_s})
-        assert response.status_code == 201, response.text
-        return Session(self, response.json())
-
-
-class Session:
-    """An open session, and the openai client of its agent."""
-
-    def __init__(self, gateway: Gateway, facts: dict[str, Any]) -> None:
-        self.facts, self._gateway = facts, gateway
-        self.client = openai.OpenAI(base_url=gateway.url + facts["path"], api_key=facts["key"], max_retries=4)
-
-    def say(self, *messages: Any, **settings: Any) -> Any:
-        return self.client.chat.completions.create(model="any", messages=list(messages), max_tokens=6, **settings)
-
-    def end(self, **said: Any) -> httpx.Response:
-        path = f"{self._gateway.url}/sessions/{self.facts['session']}/end"
-        return httpx.post(path, json=said, headers={"authorization": f"Bearer {self.facts['key']}"}, timeout=60.0)
-
-
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     directory = tmp_path_factory.mktemp("gateway")
     with processes(directory) as fabric:
-        keys, port = directory / "gateway.keys", free_port()
-        key = add_key(keys, "harness", "control")
         fabric.start("controller", "controller", "--name", "controller")
-        fabric.start("gateway", "gateway", "--port", str(port), "--keys", str(keys))
         fabric.start("dedicated", "worker")
-        fabric.wait_for_role("controller", "gateway", "dedicated")
-        made = Gateway(fabric, f"http://127.0.0.1:{port}", key)
-        fabric.until(lambda: _answers(made.url), 30.0, "the gateway answers")
-        yield made
-        made.http.close()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/healthz").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+        with running_gateway(fabric, directory) as gateway:
+            fabric.wait_for_role("controller", "dedicated")
+            yield gateway
 
 
 def test_a_session_is_a_trajectory(gateway: Gateway) -> None:
@@ -157,8 +112,8 @@ def test_a_killed_gateway_ends_its_sessions_and_nothing_that_was_made_is_made_ag
     session = gateway.open("lost")
     first = session.say(user("hi")).choices[0].message.content
     os.kill(gateway.fabric.supervisor.children["gateway"].pid or 0, signal.SIGKILL)
-    gateway.fabric.until(lambda: not _answers(gateway.url), 10.0, "it is gone")
-    gateway.fabric.until(lambda: _answers(gateway.url), 60.0, "it is back")
+    gateway.fabric.until(lambda: not gateway.answers(), 10.0, "it is gone")
+    gateway.fabric.until(gateway.answers, 60.0, "it is back")
     with pytest.raises(openai.AuthenticationError):
         session.say(user("hi"))
     fresh = gateway.open("lost")
