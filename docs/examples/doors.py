@@ -57,7 +57,7 @@ def train(directory: Path, *, url: str | None = None, seed: int = 0) -> list[flo
         minibatch_size=64,
         group_count=16,
         group_size=16,
-        step_count=36,
+        step_count=40,
         staleness=0,
     )
     with rollfab.connect(url) as fabric:
