@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...api.access.config import ApiConfig, check_config
 from ...api.access.keys import read_keys_file
-from ...api.gateway.config import GatewayConfig
+from ...api.gateway.config import GatewayConfig, check_gateway
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.ids import check_name, new_worker_id
 from ...fabric.contract.text import did_you_mean
@@ -251,7 +251,7 @@ class GatewayOptions(RoleOptions):
         """Make the gateway's settings, with the keys of the file.
 
         Raises:
-            ConfigError: there is no key that may open sessions.
+            ConfigError: there is no key that may open sessions, or the settings are not safe.
         """
         keys = [] if self.keys is None else [row for row in read_keys_file(Path(self.keys)) if row.right == "control"]
         if not keys:
@@ -260,13 +260,14 @@ class GatewayOptions(RoleOptions):
                 "`rollfab api keys new gateway --control --file gateway.keys`, and give --keys gateway.keys",
                 setting="--keys",
             )
-        return GatewayConfig(
+        made = GatewayConfig(
             host=self.host,
             port=self.port,
             creator_keys=tuple(row.hashed for row in keys),
             tls_certificate=self.tls_cert,
             tls_key=self.tls_key,
         )
+        return check_gateway(made)
 
     def check(self) -> None:
         """Refuse what does not go together, and a file without a key."""
