@@ -56,7 +56,7 @@ def check_gateway(config: GatewayConfig) -> GatewayConfig:
     if not config.tls_certificate and not config.may_be_plain and not is_loopback(config.host):
         raise ConfigError(
             f"the gateway would take keys on {config.host or 'every address'} without TLS: give it a certificate, or "
-            "the host 127.0.0.1, or say that the network is encrypted by other means (may_be_plain)",
+            "the host 127.0.0.1, or say that the network is encrypted by other means (--plain)",
             host=config.host,
         )
     if config.may_open and not config.creator_keys:

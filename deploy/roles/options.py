@@ -239,6 +239,9 @@ class GatewayOptions(RoleOptions):
     )
     tls_cert: str | None = option(None, "PEM file: speak https, with this certificate.")
     tls_key: str | None = option(None, "PEM file of its private key, if it is another.")
+    may_be_plain: bool = option(
+        False, "Take keys without TLS beyond loopback: the network is encrypted by other means.", key="plain"
+    )
     session_count: int = option(256, "Sessions at once.", least=1)
     hub_names: tuple[str, ...] = option(
         (),
@@ -266,6 +269,7 @@ class GatewayOptions(RoleOptions):
             creator_keys=tuple(row.hashed for row in keys),
             tls_certificate=self.tls_cert,
             tls_key=self.tls_key,
+            may_be_plain=self.may_be_plain,
         )
         return check_gateway(made)
 

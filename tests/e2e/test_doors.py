@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from docs.examples import doors
+
 from tests.support.processes.fabric_processes import processes
 
 pytest.importorskip("torch")
