@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
+from fastapi import FastAPI
 
 from ..fabric.contract.errors import ConfigError
 from ..fabric.host.helpers import Helpers
-from .access.config import ApiConfig, check_config, is_loopback
+from .access.config import ApiConfig, ListenConfig, check_listening, is_loopback
 from .access.connections import bounded_protocol
 from .app import make_app
 from .reading.status import Ports
@@ -42,6 +43,22 @@ async def serve(
         ConfigError: the settings are not safe, the certificate cannot be used, or the address is taken or not ours.
     """
     app = make_app(ports, config)
+    await run(app, config, stop, on_ready=on_ready, on_stop=app.state.context.tail.close)
+
+
+async def run(
+    app: FastAPI,
+    config: ListenConfig,
+    stop: asyncio.Event,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> None:
+    """Serve an application until `stop`. on_stop: ends answers that would never end by themselves.
+
+    Raises:
+        ConfigError: the certificate cannot be used, or the address is taken or not ours.
+    """
     with open_socket(config) as listening:
         url = url_of(config.host, listening.getsockname()[1], is_tls=config.tls_certificate is not None)
         settings = uvicorn.Config(
@@ -53,23 +70,24 @@ async def serve(
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # who sends such a header chooses the address that is counted or recorded
             timeout_graceful_shutdown=GRACE_S,
             lifespan="on",
         )
         _load_tls(settings, config)
         server = _Server(settings, on_started=lambda: on_ready(url) if on_ready else None)
-        async with Helpers(_stop_when(stop, server, app.state.context.tail.close)):
+        async with Helpers(_stop_when(stop, server, on_stop)):
             await server.serve(sockets=[listening])
     log.info("api.stopped", extra={"url": url})
 
 
-def open_socket(config: ApiConfig) -> socket.socket:
+def open_socket(config: ListenConfig) -> socket.socket:
     """Bind the address, or say why it cannot be bound.
 
     Raises:
         ConfigError: names the address and the cause.
     """
-    check_config(config)
+    check_listening(config)
     try:
         found = socket.getaddrinfo(config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -83,8 +101,8 @@ def open_socket(config: ApiConfig) -> socket.socket:
             raise
     except OSError as error:
         raise ConfigError(
-            f"the api cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose another port, "
-            "or 0 for a free one",
+            f"the {config.NAME} cannot listen on {config.host}:{config.port}: {error.strerror or error}; choose "
+            "another port, or 0 for a free one",
             host=config.host,
             port=config.port,
         ) from error
@@ -92,14 +110,15 @@ def open_socket(config: ApiConfig) -> socket.socket:
     return listening
 
 
-def _load_tls(settings: uvicorn.Config, config: ApiConfig) -> None:
+def _load_tls(settings: uvicorn.Config, config: ListenConfig) -> None:
     """Read the certificate now, so that a wrong one is said clearly, and warn of keys that would travel plain."""
     try:
         settings.load()
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
-            f"the api's TLS certificate {config.tls_certificate} and its key {config.tls_key or '(in the same file)'} "
-            f"cannot be used: {error.strerror or error}; they must be PEM files that belong together",
+            f"the {config.NAME}'s TLS certificate {config.tls_certificate} and its key "
+            f"{config.tls_key or '(in the same file)'} cannot be used: {error.strerror or error}; they must be PEM "
+            "files that belong together",
             certificate=config.tls_certificate,
         ) from error
     if config.has_keys and not settings.is_ssl and not is_loopback(config.host):
@@ -113,9 +132,10 @@ def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
     return f"{scheme}://[{name}]:{port}/" if ":" in name else f"{scheme}://{name}:{port}/"
 
 
-async def _stop_when(stop: asyncio.Event, server: uvicorn.Server, close_streams: Callable[[], None]) -> None:
+async def _stop_when(stop: asyncio.Event, server: uvicorn.Server, on_stop: Callable[[], None] | None) -> None:
     await stop.wait()
-    close_streams()
+    if on_stop is not None:
+        on_stop()
     server.should_exit = True
 
 

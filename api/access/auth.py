@@ -101,7 +101,7 @@ class Guard:
         )
 
     def _right(self, is_reading: bool, authorization: str) -> tuple[int, str, str] | None:
-        key = _bearer(authorization)
+        key = bearer(authorization)
         if key and place_among(key, self._config.control_keys) is not None:
             return None
         is_reader = bool(key) and place_among(key, self._config.read_keys) is not None
@@ -115,13 +115,13 @@ class Guard:
 
 def who(config: ApiConfig, headers: Headers) -> str:
     """Say whose key a request was let in with, for the record: its name, or its place among those without one."""
-    place = place_among(_bearer(headers.get("authorization", "")), config.control_keys)
+    place = place_among(bearer(headers.get("authorization", "")), config.control_keys)
     if place is None:
         return "api"  # without keys: somebody on this machine
     return dict(config.key_names).get(config.control_keys[place], f"control key {place + 1}")
 
 
-def _bearer(authorization: str) -> str:
+def bearer(authorization: str) -> str:
     """Return the key in a header; empty: none."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""

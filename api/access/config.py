@@ -9,21 +9,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from typing import ClassVar
 
 from ...fabric.contract.errors import ConfigError
 from .keys import hash_key
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApiConfig:
-    """Settings of one api process.
+class ListenConfig:
+    """Where a server of this room listens, and what bounds its connections."""
+
+    NAME: ClassVar[str]
+    """What listens, as refusals name it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """TCP port, [0, 65535]; 0 picks a free one."""
+    tls_certificate: str | None = None
+    """PEM file with the certificate and those above it; with it the server speaks https alone."""
+    tls_key: str | None = None
+    """PEM file with its private key, where the certificate's file does not hold it."""
+    connection_count_max: int = 512
+    """Connections open at once, [1, 100000]; above it those that have sent no whole request make room."""
+    request_timeout_s: float = 30.0
+    """Seconds in which a request must arrive whole, head and body, [0.1, 3600]."""
+    write_timeout_s: float = 20.0
+    """Seconds without reading after which a client is dropped, [0.1, 3600]."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a login is needed."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiConfig(ListenConfig):
+    """Settings of one api process. A host other than loopback needs keys.
 
     Raises:
         ConfigError: a key can be guessed.
     """
 
-    host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs keys."""
+    NAME = "api"
+
     port: int = 8420
     """TCP port, [0, 65535]; 0 picks a free one."""
     read_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -32,10 +61,6 @@ class ApiConfig:
     """Bearer keys that may read and control, likewise."""
     key_names: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Hashed keys and whose they are, for the record of who switched what."""
-    tls_certificate: str | None = None
-    """PEM file with the certificate and those above it; with it the api speaks https alone."""
-    tls_key: str | None = None
-    """PEM file with its private key, where the certificate's file does not hold it."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names that this machine has for itself, by which the api is reached without keys; never by a proxy."""
     cache_s: float = 0.25
@@ -46,12 +71,6 @@ class ApiConfig:
     """Seconds of silence after which an event stream sends a comment, [0.1, 300]."""
     event_reader_count_max: int = 100
     """Event streams open at once; one more is refused."""
-    connection_count_max: int = 512
-    """Connections open at once, [1, 100000]; above it those that have sent no whole request make room."""
-    request_timeout_s: float = 30.0
-    """Seconds in which a request must arrive whole, head and body, [0.1, 3600]."""
-    write_timeout_s: float = 20.0
-    """Seconds without reading after which a client is dropped, [0.1, 3600]."""
 
     def __post_init__(self) -> None:
         """Hash the keys that were given plain."""
@@ -64,15 +83,15 @@ class ApiConfig:
         return bool(self.read_keys or self.control_keys)
 
 
-def check_config(config: ApiConfig) -> ApiConfig:
-    """Refuse settings that are impossible or unsafe.
+def check_listening(config: ListenConfig) -> None:
+    """Refuse settings with which no server can listen.
 
     Raises:
         ConfigError: names the setting and what to do.
     """
     if not 0 <= config.port <= 65535:
         raise ConfigError(
-            f"api port {config.port} does not exist: use 1 to 65535, or 0 for a free one", port=config.port
+            f"{config.NAME} port {config.port} does not exist: use 1 to 65535, or 0 for a free one", port=config.port
         )
     for name, least, most in (
         ("connection_count_max", 1, 100_000),
@@ -81,9 +100,18 @@ def check_config(config: ApiConfig) -> ApiConfig:
     ):
         value = getattr(config, name)
         if not least <= value <= most:
-            raise ConfigError(f"the api's {name} is {value!r}, expected {least} to {most}", name=name)
+            raise ConfigError(f"the {config.NAME}'s {name} is {value!r}, expected {least} to {most}", name=name)
     if config.tls_key and not config.tls_certificate:
-        raise ConfigError("the api has a TLS key without a certificate: give both")
+        raise ConfigError(f"the {config.NAME} has a TLS key without a certificate: give both")
+
+
+def check_config(config: ApiConfig) -> ApiConfig:
+    """Refuse settings that are impossible or unsafe.
+
+    Raises:
+        ConfigError: names the setting and what to do.
+    """
+    check_listening(config)
     if not config.has_keys and not is_loopback(config.host):
         raise ConfigError(
             f"the api would listen on {config.host or 'every address'} for anyone to read and control: "

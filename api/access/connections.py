@@ -24,8 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from ...fabric.contract.limits import HTTP_BODY_BYTES_MAX
-from .config import ApiConfig
-from .problems import problem
+from .config import ListenConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ REFUSALS = {
 PHRASES = {408: b"Request Timeout", 503: b"Service Unavailable"}
 
 
-def bounded_protocol(limits: ApiConfig) -> type[asyncio.Protocol]:
+def bounded_protocol(limits: ListenConfig) -> type[asyncio.Protocol]:
     """Make the protocol that uvicorn runs for each connection."""
 
     return type("Protocol", (BoundedProtocol,), {"limits": limits})
@@ -48,7 +47,7 @@ def bounded_protocol(limits: ApiConfig) -> type[asyncio.Protocol]:
 class BoundedProtocol(H11Protocol):
     """One connection. limits: set by `bounded_protocol`."""
 
-    limits: ApiConfig
+    limits: ListenConfig
 
     def __init__(
         self,
@@ -58,6 +57,7 @@ class BoundedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.access_log = False  # whatever handlers uvicorn's logger has: a path may hold a session's key
         self._arriving: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -163,7 +163,8 @@ class BoundedProtocol(H11Protocol):
 
 # ---------------------------------------------------------------- body
 #
-# No request's body may be larger than HTTP_BODY_BYTES_MAX, whatever its header says of its length.
+# No request's body may be larger than HTTP_BODY_BYTES_MAX, whatever its header says of its length. It is refused where
+# it is read, so that every application answers in its own words, and strangers before anything else.
 
 
 TEXT = f"a request's body may have {HTTP_BODY_BYTES_MAX:,} bytes: send less at once, or a reference to a file"
@@ -180,13 +181,13 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdigit() and int(declared[:20]) > HTTP_BODY_BYTES_MAX:
-            await problem(413, "PayloadTooLarge", TEXT)(scope, receive, send)
-            return
+        is_declared_large = declared.isdigit() and int(declared[:20]) > HTTP_BODY_BYTES_MAX
         size = 0
 
         async def receive_some() -> Message:
             nonlocal size
+            if is_declared_large:
+                raise HTTPException(413, TEXT)
             message = await receive()
             size += len(message.get("body", b""))
             if size > HTTP_BODY_BYTES_MAX:

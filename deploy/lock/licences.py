@@ -36,6 +36,7 @@ NAMES = {  # names beside SPDX' own
     "GNU Lesser General Public License v3 or later (LGPLv3+)": "LGPL-3.0-or-later",
     "ISC License (ISCL)": "ISC",
     "MIT License": "MIT",
+    "MIT style": "MIT",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "NVIDIA Proprietary Software": "LicenseRef-NVIDIA-Proprietary",
     "Python Software Foundation License": "PSF-2.0",

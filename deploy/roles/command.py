@@ -28,6 +28,7 @@ HELP = {
     "worker": "Run a rollout worker: generates turns while it holds a lease.",
     "reward": "Run an rq worker: reward functions and housekeeping.",
     "api": "Run the HTTP server: status, metrics, live page.",
+    "gateway": "Run a model API whose calls are turns: OpenAI's and Anthropic's clients, unmodified.",
 }
 TYPES: Mapping[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 OF_OTHERS = ("ROLLFAB_WORKER_IMAGE",)  # deploy/compose reads it

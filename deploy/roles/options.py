@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...api.access.config import ApiConfig, check_config
 from ...api.access.keys import read_keys_file
+from ...api.gateway.config import GatewayConfig, check_gateway
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.ids import check_name, new_worker_id
 from ...fabric.contract.text import did_you_mean
@@ -89,7 +90,8 @@ class ForeignOptions:
 
     environments: tuple[str, ...] = option(
         (),
-        "NAME=module:attr, or NAME=/venv/bin/python:module:attr for one with its own packages. Repeatable.",
+        "NAME=module:attr, or NAME=/venv/bin/python:module:attr for one with its own packages; an async function is an "
+        "agent; NAME='command:LINE' too. Repeatable.",
         key="environment",
     )
     rewards: tuple[str, ...] = option(
@@ -123,6 +125,15 @@ class AgentOptions(RoleOptions):
 
     environment_count: int = option(256, "Environments at once.", key="count", least=1)
     timeout_s: float = option(30.0, "Seconds a reset or step may take.", key="timeout", check=TIMEOUT)
+    play_count: int | None = option(
+        None, "Agents that play at once, each a process with libraries of its own. Default: eight a core.", least=1
+    )
+    play_s: float = option(
+        1800.0,
+        "Seconds an agent may play one episode.",
+        key="play_timeout",
+        check=partial(need_seconds, "--play-timeout"),
+    )
     memory_mib: int = option(4096, "MiB that each environment's process may write to.", key="memory", least=64)
     foreign: ForeignOptions = field(default_factory=ForeignOptions)
     hub_names: tuple[str, ...] = option(
@@ -214,10 +225,65 @@ class ApiOptions(RoleOptions):
         check_config(self.config())
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions(RoleOptions):
+    """Options of a gateway."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8766, "Port; 0 picks a free one.", least=0, most=65535)
+    keys: str | None = option(
+        None,
+        "File of hashed keys, of which a control key may open sessions; see `rollfab api keys new`.",
+        metavar="FILE",
+        variables=("ROLLFAB_GATEWAY_KEYS_FILE",),
+    )
+    tls_cert: str | None = option(None, "PEM file: speak https, with this certificate.")
+    tls_key: str | None = option(None, "PEM file of its private key, if it is another.")
+    may_be_plain: bool = option(
+        False, "Take keys without TLS beyond loopback: the network is encrypted by other means.", key="plain"
+    )
+    session_count: int = option(256, "Sessions at once.", least=1)
+    hub_names: tuple[str, ...] = option(
+        (),
+        "Hub names whose tokenizers it may download for a run. Default: none. Repeatable.",
+        key="allow_hub",
+        metavar="'ORG/*'",
+    )
+
+    def config(self) -> GatewayConfig:
+        """Make the gateway's settings, with the keys of the file.
+
+        Raises:
+            ConfigError: there is no key that may open sessions, or the settings are not safe.
+        """
+        keys = [] if self.keys is None else [row for row in read_keys_file(Path(self.keys)) if row.right == "control"]
+        if not keys:
+            raise ConfigError(
+                "nobody could open a session: make a key with "
+                "`rollfab api keys new gateway --control --file gateway.keys`, and give --keys gateway.keys",
+                setting="--keys",
+            )
+        made = GatewayConfig(
+            host=self.host,
+            port=self.port,
+            creator_keys=tuple(row.hashed for row in keys),
+            tls_certificate=self.tls_cert,
+            tls_key=self.tls_key,
+            may_be_plain=self.may_be_plain,
+        )
+        return check_gateway(made)
+
+    def check(self) -> None:
+        """Refuse what does not go together, and a file without a key."""
+        super().check()
+        self.config()
+
+
 TABLES: dict[str, type[RoleOptions]] = {
     "controller": RoleOptions,
     "agent": AgentOptions,
     "worker": WorkerOptions,
     "reward": RewardOptions,
     "api": ApiOptions,
+    "gateway": GatewayOptions,
 }

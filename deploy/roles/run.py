@@ -25,16 +25,27 @@ from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.models import FoundModel, find_model
 from ...fabric.contract.records import WorkerInfo
-from ...fabric.host.helpers import Helpers
+from ...fabric.host.helpers import Helpers, end_all
 from ...fabric.opened import RedisFabric
 from ...workers.engines.base import Engine
 from ...workers.environments.confinement import hide, say_what_lacks
 from ..cli.exits import INTERRUPTED
 from ..cli.printing import Console
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, new_engine, patience_of
-from .options import AgentOptions, ApiOptions, ForeignOptions, RewardOptions, RoleOptions, WorkerOptions
+from .options import (
+    AgentOptions,
+    ApiOptions,
+    ForeignOptions,
+    GatewayOptions,
+    RewardOptions,
+    RoleOptions,
+    WorkerOptions,
+)
 
 if TYPE_CHECKING:
+    from ...workers.agent.desk import Desk
+    from ...workers.agent.keeper import AskReward
+    from ...workers.environments.confinement import Confinement
     from ...workers.environments.pool import PoolConfig
     from ...workers.rollout.config import RolloutConfig
     from ...workers.serving.options import ServingOptions
@@ -153,7 +164,7 @@ def run_agent(options: AgentOptions) -> None:
             environment_timeout_s=options.timeout_s,
             hub_names=options.hub_names,
         )
-        pool = PoolConfig(memory_bytes_max=options.memory_mib << 20, confinement=confinement)
+        pool = PoolConfig(memory_bytes_max=options.memory_mib << 20, confinement=confinement, play_s=options.play_s)
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
             make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
@@ -165,12 +176,90 @@ def run_agent(options: AgentOptions) -> None:
             ) as ports,
         ):
             asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
-            worker = AgentWorker(ports, registry, config, clock, ask_reward=asker.ask, elsewhere=elsewhere)
-            with watching():
-                await worker.run(stop)
+            async with _model_api(stop, confinement, options.play_count) as desk:
+                worker = AgentWorker(
+                    ports, registry, config, clock, ask_reward=asker.ask, elsewhere=elsewhere, desk=desk
+                )
+                with watching():
+                    await worker.run(stop)
 
     hide()
     say_what_lacks(confinement)
+    run_until_stopped(serve, options.url)
+
+
+@contextlib.asynccontextmanager
+async def _model_api(stop: asyncio.Event, confinement: Confinement, play_count: int | None) -> AsyncIterator[Desk]:
+    """Serve the agents of this process a model API on loopback, from the first that asks for it."""
+    from ...workers.agent.desk import Desk
+
+    async def listen() -> str:
+        if confinement.is_offline:
+            raise ConfigError(
+                "an agent reaches the model by this machine's 127.0.0.1, and --no-network gives it one of its own: "
+                "start the agent worker without --no-network"
+            )
+        from ...api.gateway.app import serve_sessions
+        from ...api.gateway.config import GatewayConfig
+
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        serving = serve_sessions(desk, GatewayConfig(port=0, may_open=False), stop, on_ready=ready.set_result)
+        helpers = await stack.enter_async_context(Helpers(serving))
+        watching = asyncio.create_task(helpers.watch())
+        await asyncio.wait((ready, watching), return_when=asyncio.FIRST_COMPLETED)
+        await end_all([watching])
+        helpers.check()
+        return await ready
+
+    async with contextlib.AsyncExitStack() as stack:
+        desk = Desk(listen) if play_count is None else Desk(listen, play_count)
+        yield desk
+
+
+def run_gateway(options: GatewayOptions) -> None:
+    """Serve sessions: a model API to whoever plays trajectories elsewhere."""
+    from ...api.gateway.app import serve_sessions
+    from ...workers.agent.desk import Desk, RemoteWorlds
+    from ...workers.agent.keeper import Elsewhere
+    from ...workers.agent.worker import AgentConfig, AgentWorker
+    from ...workers.rewards.jobs import RewardAsker, open_queue, queue_of
+
+    gateway = options.config()
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id, clock, desk = options.worker_id("gateway"), SystemClock(), Desk()
+        config = AgentConfig(worker_id=worker_id, environment_count=options.session_count, hub_names=options.hub_names)
+
+        def make_ask_reward() -> AskReward:
+            return RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask
+
+        elsewhere = Elsewhere(
+            open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id), make_ask_reward=make_ask_reward
+        )
+        async with await RedisFabric.open(
+            options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
+        ) as ports:
+            worker = AgentWorker(
+                ports,
+                RemoteWorlds(desk),
+                config,
+                clock,
+                ask_reward=make_ask_reward(),
+                elsewhere=elsewhere,
+                desk=desk,
+                takes_what_is_opened=True,
+            )
+            work = (
+                worker.run(stop),
+                serve_sessions(desk, gateway, stop, on_ready=lambda url: _say(f"model API at {url}v1")),
+            )
+            tasks = [asyncio.ensure_future(each) for each in work]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            stop.set()
+            for task in tasks:
+                await task
+
+    hide()
     run_until_stopped(serve, options.url)
 
 

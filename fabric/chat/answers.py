@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +32,10 @@ def to_message(reading: Reading, seed: str) -> Message:
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        written = [call.id for call in calls]
+        written = Counter(call.id for call in calls)
         message["tool_calls"] = [
             {
-                "id": call.id if _is_id(call.id) and written.count(call.id) == 1 else call_id(seed, index),
+                "id": call.id if _is_id(call.id) and written[call.id] == 1 else call_id(seed, index),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any
 
 MARK = "\ufdd0"
@@ -18,19 +20,22 @@ MARK = "\ufdd0"
 class ControlTokens:
     """A set of tokens' texts, of two characters or more: one alone cannot be broken up.
 
-    Looking at a text takes a step for each place where a token could begin, not one for each token: some vocabularies
-    have thousands of them.
+    Looking at a text takes time that grows with the text alone: some vocabularies have thousands of tokens, and a text
+    may be made of their beginnings.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        self._tokens = frozenset(token for token in tokens if len(token) > 1)
-        self._lengths = sorted({len(token) for token in self._tokens}, reverse=True)
-        firsts = "".join(sorted(re.escape(each) for each in {token[0] for token in self._tokens}))
-        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
+        by_first: dict[str, list[str]] = {}
+        for token in sorted({token for token in tokens if len(token) > 1}):
+            by_first.setdefault(token[0], []).append(token[1:])
+        # The first character alone is matched, so that a token that begins inside another one is found too.
+        ways = (f"{re.escape(first)}(?=({_pattern(rests)}))" for first, rests in by_first.items())
+        self._pattern = re.compile("|".join(ways) or "(?!)")
 
     def first_in(self, text: str) -> str | None:
         """Find the first token in a text, the longest where several begin."""
-        return next((token for _, token in self._found(text)), None)
+        found = self._pattern.search(text)
+        return None if found is None else found[0] + found[found.lastindex or 0]
 
     def broken_up(self, value: Any) -> Any:
         """Put MARK after the first character of each token in the texts and keys of a JSON value."""
@@ -41,17 +46,26 @@ class ControlTokens:
         return [self.broken_up(each) for each in value] if isinstance(value, list) else value
 
     def _broken_text(self, text: str) -> str:
-        places = [place + 1 for place, _ in self._found(text)]
-        ends = [*places, len(text)]
-        return MARK.join(text[start:end] for start, end in zip([0, *places], ends, strict=True))
+        return self._pattern.sub(_marked, text)
 
-    def _found(self, text: str) -> Iterable[tuple[int, str]]:
-        for found in self._first.finditer(text):
-            place = found.start()
-            pieces = (text[place : place + length] for length in self._lengths)
-            token = next((piece for piece in pieces if piece in self._tokens), None)
-            if token is not None:
-                yield place, token
+
+def _marked(found: re.Match[str]) -> str:
+    return found[0] + MARK
+
+
+def _pattern(texts: list[str]) -> str:
+    """Write a pattern for the longest of these texts, sorted, that stands at a place; it looks at no character twice.
+
+    None of them alone is empty.
+    """
+    start = "".join(
+        one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], texts[-1], strict=False))
+    )
+    rests = [text[len(start) :] for text in texts]
+    by_first = [_pattern(list(group)) for _, group in groupby(filter(None, rests), key=itemgetter(0))]
+    if not by_first:
+        return re.escape(start)
+    return f"{re.escape(start)}(?:{'|'.join(by_first)}){'' if rests[0] else '?'}"
 
 
 def without_marks(text: str) -> str:

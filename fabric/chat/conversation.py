@@ -3,7 +3,8 @@
     ask(messages) ──▶ Ask: context ids for the engine ──▶ answer(ask, ids, …) ──▶ nodes, message
 
 - A node is either what was asked (mask 0) or what the policy made of it (mask 1). Several answers to one ask share its
-  node. The ids along a path are exactly what the engine saw and made.
+  node, and asks share the nodes of what they both begin with, token for token. The ids along a path are exactly what
+  the engine saw and made.
 - **Nothing that the policy made is encoded again as if the policy had made it.** A path goes on only where the template
   appends: where it would write all that came before as it stands on the path. Where it rewrites history (drops earlier
   reasoning, moves tools, trims an edited message), a branch begins, from a less deep answer or from the root, and
@@ -16,22 +17,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from ..contract import records
 from ..contract.errors import InputError, PayloadTooLarge
 from ..contract.limits import MIB, NODE_COUNT_MAX
-from ..contract.records import NO_IDS, Float32, Int32, Span, UInt8
+from ..contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Span, UInt8
 from .answers import finish_of, to_message
 from .control import without_marks
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
 from .template import ChatTemplate
 
 TRIED_COUNT_MAX = 16  # paths that an ask tries where several read the same to its client; each costs two renderings
+TEXT = "text"  # the setting of nodes without messages; those of chat are digests
 CONVERSATION_BYTES_MAX = 48 * MIB  # of tokens and messages: a rollout may have 64 MiB, with spans and JSON
 
 
@@ -51,13 +54,20 @@ class Prompt(NamedTuple):
         return len(text) >= self.length and _digest(text[: self.length]) == self.digest
 
 
+NO_PROMPT = Prompt(0, 0)
+NO_MASK: UInt8 = np.zeros(0, dtype=np.uint8)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Node:
-    """A stretch of tokens after its parent's. Parents come before their children; -1: it begins a path.
+    """A stretch of tokens after its parent's; -1: it begins a path.
 
     ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is. mask: uint8 (T,), 1 where the policy made
-    the token. spans index this node's own tokens. messages: those that it adds. digest: of all messages on the path,
-    the tools and the options. prompt: of the answer. is_open: an answer after which the path may go on.
+    the token. spans index this node's own tokens. messages: those along a path are all that were said on it, in order.
+    What several asks share has the messages that they share; the last of them may be written behind it.
+
+    The rest is an answer's, whose own message is its last. setting: digest of tools and options. digest: of these and
+    all messages on the path. prompt: of the answer. is_open: the path may go on after it.
     """
 
     parent: int
@@ -66,16 +76,16 @@ class Node:
     mask: UInt8
     spans: tuple[Span, ...] = ()
     messages: tuple[Message, ...]
-    setting: str  # digest of tools and options
-    digest: str
-    prompt: Prompt
-    is_answer: bool
+    setting: str = ""
+    digest: str = ""
+    prompt: Prompt = NO_PROMPT
+    is_answer: bool = False
     is_open: bool = False
 
     @property
     def size_bytes(self) -> int:
         """About how much memory it takes."""
-        return 9 * len(self.ids) + sum(len(canonical(each)) for each in self.messages)
+        return 9 * len(self.ids) + sum(map(_size_bytes, self.messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +104,7 @@ class Ask:
     setting: str
     digest: str
     text: str = field(repr=False)  # rendered, with marks
+    is_text: bool = False  # no messages: the text stands for itself
 
     @property
     def is_continued(self) -> bool:
@@ -102,20 +113,50 @@ class Ask:
 
 
 class Answer(NamedTuple):
-    """A recorded answer: its node's index, and the message for the client. finish: stop, tool_calls or length."""
+    """A recorded answer: its node's index, and the message for the client. finish: stop, tool_calls or length.
+
+    text: all that was written, without the token that ended it; special tokens as their texts.
+    """
 
     node: int
     message: Message
+    text: str
     finish: str
 
 
+class _Match(NamedTuple):
+    """A path to an answer whose messages begin those of an ask. answers: its answers' nodes, the last one last."""
+
+    answers: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
+
+
+class _Place(NamedTuple):
+    """Where an ask hangs: behind a node, with the ids and messages that the nodes up to there lack.
+
+    within: the node behind `parent` that begins as the ask goes on, with so many ids and messages; -1: none does.
+    """
+
+    parent: int
+    ids: Int32
+    messages: tuple[Message, ...]
+    within: int = -1
+    id_count: int = 0
+    message_count: int = 0
+
+
 class Conversation:
-    """All that one trajectory asked and was answered, with sub-agents, retries and edits as further paths."""
+    """All that one trajectory asked and was answered, with sub-agents, retries and edits as further paths.
+
+    What a later ask has in common with half of a node moves to a new node before it, so the parent of a node may come
+    after it in the list; but a node keeps its index, and the ids up to its end. A thread may ask while another answers,
+    so the list is replaced where it does not merely grow.
+    """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self.nodes: list[Node] = []
-        self._asked: dict[str, int] = {}  # digest of an ask with its parent → its node
+        self._next: dict[tuple[int, int], int] = {}  # a node, and the id behind it → what was asked there
         self._bytes = 0
 
     def ask(self, messages: Any, tools: Any = None, options: Mapping[str, Any] | None = None) -> Ask:
@@ -135,20 +176,47 @@ class Conversation:
         setting = _hex(canonical([offered, check_options(options)]))
         tries: list[tuple[tuple[int, ...], tuple[Message, ...], str]] = []
         texts: dict[str, str] = {}  # by the digest of what was recorded
-        for path, count in self._matches(sent, setting):
-            whole = (*[message for index in path for message in self.nodes[index].messages], *sent[count:])
-            said = self.nodes[path[-1]].digest if path else ""
+        for answers, recorded in self._matches(sent, setting):
+            whole = (*recorded, *sent[len(recorded) :])
+            said = self.nodes[answers[-1]].digest if answers else ""
             if said not in texts:
                 texts[said] = self._template.render(whole, offered, answer=True, options=options)
-            tries.append((path, whole, texts[said]))
+            tries.append((answers, whole, texts[said]))
         for part in (slice(-1, None), slice(None, -1)):  # the deepest answers of all first
-            for path, whole, text in tries:
-                for index in reversed(path[part]):
+            for answers, whole, text in tries:
+                for index in reversed(answers[part]):
                     rest = self._rest_after(index, whole, offered, options, text)
                     if rest is not None:
                         return self._new_ask(index, whole, offered, setting, text, rest)
         _, whole, text = tries[0]
         return self._new_ask(-1, whole, offered, setting, text, None)
+
+    def ask_text(self, text: str, encode: Callable[[str], Int32]) -> Ask:
+        """Find where a plain text goes on: after the longest recorded text, with its answer, that it begins with.
+
+        encode: a text to ids. An answer that was cut by length may go on too: nothing is written after it.
+
+        Raises:
+            InputError: the text is empty.
+        """
+        if not text:
+            raise InputError("prompt: it is empty, and the policy needs a token to start from")
+        texts = [index for index, node in enumerate(self.nodes) if node.setting == TEXT and node.is_answer]
+        begun = [index for index in texts if self.nodes[index].prompt.begins(text)]
+        parent = max(begun, key=lambda index: (self.nodes[index].prompt.length, index), default=-1)
+        known = self.nodes[parent].prompt.length if begun else 0
+        added = encode(text[known:]) if text[known:] else NO_IDS
+        return Ask(
+            parent=parent,
+            added_ids=added,
+            context_ids=np.concatenate((self.ids(parent), added)),
+            messages=(),
+            tools=(),
+            setting=TEXT,
+            digest=_hex(text),
+            text=text,
+            is_text=True,
+        )
 
     def answer(
         self,
@@ -176,27 +244,50 @@ class Conversation:
         end = self._template.ends.get(int(ids[-1])) if len(ids) else None
         text = self._template.decode(ids[:-1] if end is not None else ids)
         seed = f"{ask.digest}/{xxhash.xxh3_64_hexdigest(ids.tobytes())}"
-        message = to_message(self._template.read(text, prompt=without_marks(ask.text), tools=ask.tools), seed)
-        place = self._asked.get(_place(ask))
-        added = [] if place is not None else [_asked_node(ask, self._known_count(ask))]
-        parent = len(self.nodes) if place is None else place
+        reading = None if ask.is_text else self._template.read(text, prompt=without_marks(ask.text), tools=ask.tools)
+        message = {"role": "assistant", "content": text} if reading is None else to_message(reading, seed)
+        place = self._place(ask)
+        asked = self._asked_nodes(place, is_needed=place.parent == ask.parent)
         node = Node(
-            parent=parent,
+            parent=len(self.nodes) + len(asked) - 1 if asked else place.parent,
             ids=ids,
             logprobs=np.asarray(logprobs, dtype=np.float32),
             mask=np.ones(len(ids), dtype=np.uint8),
             spans=tuple(spans),
-            messages=(message,),
+            messages=() if ask.is_text else (message,),
             setting=ask.setting,
             digest=_hex(f"{ask.digest} {canonical(message)}"),
-            prompt=Prompt.of(ask.text),
+            prompt=Prompt.of(ask.text + text if ask.is_text else ask.text),
             is_answer=True,
             is_open=finish_reason == "stop" and end is not None,
         )
-        self._add([*added, node])
-        if added:
-            self._asked[_place(ask)] = parent
-        return Answer(len(self.nodes) - 1, message, finish_of(message, finish_reason))
+        self._add([*asked, node])
+        self._share(place, asked)
+        return Answer(len(self.nodes) - 1, message, text, finish_of(message, finish_reason))
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of a Rollout that hold its tokens: a prompt only where all branches begin with it."""
+        order = _parents_first(self.nodes)
+        nodes = [self.nodes[index] for index in order]
+        places = {index: place for place, index in enumerate([-1, *order], -1)}
+        prompt = nodes[0].ids if nodes and all(node.parent >= 0 for node in nodes[1:]) else NO_IDS
+        ends = (np.cumsum([len(node.ids) for node in nodes]) - len(prompt)).tolist()
+        starts = [-len(prompt), *ends][: len(nodes)]
+        return {
+            "prompt_ids": prompt,
+            "completion_ids": np.concatenate([NO_IDS, *(node.ids for node in nodes)])[len(prompt) :],
+            "logprobs": np.concatenate([NO_LOGPROBS, *(node.logprobs for node in nodes)])[len(prompt) :],
+            "completion_mask": np.concatenate([NO_MASK, *(node.mask for node in nodes)])[len(prompt) :],
+            "spans": tuple(
+                records.Span(start + span.start, start + span.end, span.worker_id, span.policy_version)
+                for start, node in zip(starts, nodes, strict=True)
+                for span in node.spans
+            ),
+            "nodes": tuple(
+                records.Node(places[node.parent], end, list(node.messages))
+                for node, end in zip(nodes, ends, strict=True)
+            ),
+        }
 
     def paths(self) -> list[tuple[int, ...]]:
         """List the node indexes of each path from its root to its leaf, in the order of the leaves."""
@@ -205,35 +296,33 @@ class Conversation:
 
     def path(self, index: int) -> tuple[int, ...]:
         """List the node indexes from the root to this node."""
-        return tuple(self._upwards(index))[::-1]
+        return tuple(each for each, _ in _upwards(self.nodes, index))[::-1]
 
     def ids(self, index: int) -> Int32:
         """Join all ids from the root to the end of this node; none for -1."""
-        parts = [self.nodes[each].ids for each in self.path(index)]
+        parts = [node.ids for _, node in _upwards(self.nodes, index)][::-1]
         return np.concatenate(parts) if parts else NO_IDS
 
-    def _upwards(self, index: int) -> Iterator[int]:
-        while index >= 0:
-            yield index
-            index = self.nodes[index].parent
-
-    def _matches(self, sent: list[Message], setting: str) -> list[tuple[tuple[int, ...], int]]:
-        """Find the deepest paths whose messages begin the sent ones, each to an answer, and how many messages that is.
+    def _matches(self, sent: list[Message], setting: str) -> list[_Match]:
+        """Find the deepest paths whose messages begin the sent ones, each to an answer.
 
         There are several where answers read the same to the client, which may have dropped their reasoning: open ones
-        first, then newer ones. None matches: the empty path.
+        first, then newer ones. None matches: one without answers.
         """
-        counts = {-1: 0}
+        nodes = self.nodes
+        counts = {-1: 0}  # a node on a path that begins the sent ones → how many messages that is
         found: list[tuple[int, bool, int]] = []
-        for index, node in enumerate(self.nodes):
+        for index in _parents_first(nodes):
+            node = nodes[index]
             start = counts.get(node.parent)
-            if start is None or node.setting != setting or start + len(node.messages) > len(sent):
+            if start is None or (node.is_answer and node.setting != setting):
                 continue
-            if all(map(same, node.messages, sent[start:])):
-                counts[index] = start + len(node.messages)
-                found += [(counts[index], node.is_open, index)] if node.is_answer else []
+            end = start + len(node.messages)
+            if end <= len(sent) and all(map(same, node.messages, sent[start:end])):
+                counts[index] = end
+                found += [(end, node.is_open, index)] if node.is_answer else []
         first = sorted(found, reverse=True)[:TRIED_COUNT_MAX]
-        return [(self.path(index), count) for count, _, index in first if count == first[0][0]] or [((), 0)]
+        return [_match(nodes, index) for count, _, index in first if count == first[0][0]] or [_Match()]
 
     def _rest_after(
         self,
@@ -253,9 +342,8 @@ class Conversation:
         node = self.nodes[index]
         if not node.is_open or not node.prompt.begins(text):
             return None
-        count = sum(len(self.nodes[each].messages) for each in self.path(index))
         try:
-            before = self._template.render(whole[:count], tools, answer=False, options=options)
+            before = self._template.render(whole[: self._message_count(index)], tools, answer=False, options=options)
         except InputError:  # some templates want a user's message at the end
             return None
         end = self._template.ends[int(node.ids[-1])]
@@ -273,7 +361,7 @@ class Conversation:
         """
         prompt, body = kept[: node.prompt.length], kept[node.prompt.length :]
         again = to_message(self._template.read(body, prompt=without_marks(prompt), tools=tools), "")
-        return same(_stripped(node.messages[0]), _stripped(again))
+        return same(_stripped(node.messages[-1]), _stripped(again))
 
     def _new_ask(
         self,
@@ -296,8 +384,60 @@ class Conversation:
             text=text,
         )
 
-    def _known_count(self, ask: Ask) -> int:
-        return sum(len(self.nodes[each].messages) for each in self.path(ask.parent))
+    def _message_count(self, index: int) -> int:
+        return sum(len(node.messages) for _, node in _upwards(self.nodes, index))
+
+    def _place(self, ask: Ask) -> _Place:
+        """Find how far the asks before it, behind the same answer or at the root, begin as this one does."""
+        at, ids, messages = ask.parent, ask.added_ids, ask.messages[self._message_count(ask.parent) :]
+        while (index := self._next.get((at, _first(ids)))) is not None:
+            node = self.nodes[index]
+            counts = _common_count(node.ids, ids), _same_count(node.messages, messages)
+            if counts[0] < len(node.ids):
+                return _Place(at, ids, messages, index, *counts)
+            if counts[1] < len(node.messages):
+                self._hand_down(index, counts[1])
+            at, ids, messages = index, ids[counts[0] :], messages[counts[1] :]
+            if not len(ids) and not messages:
+                break
+        return _Place(at, ids, messages)
+
+    def _hand_down(self, index: int, count: int) -> None:
+        """Leave a node so many of its messages, and the others to those behind it: some ask has its tokens alone."""
+        nodes = self.nodes.copy()
+        kept, others = nodes[index].messages[:count], nodes[index].messages[count:]
+        behind = [each for each, node in enumerate(nodes) if node.parent == index]
+        for each in behind:
+            nodes[each] = replace(nodes[each], messages=(*others, *nodes[each].messages))
+        nodes[index] = replace(nodes[index], messages=kept)
+        self._bytes += (len(behind) - 1) * sum(map(_size_bytes, others))
+        self.nodes = nodes
+
+    def _asked_nodes(self, place: _Place, *, is_needed: bool) -> list[Node]:
+        """Make the nodes that an ask adds: what it shares with half of another one, and what is its own alone.
+
+        is_needed: nothing is shared with an earlier ask, so there must be a node, though it may be an empty one.
+        """
+        head, ids, messages = [], place.ids, place.messages
+        if place.within >= 0:
+            head = [_asked_node(place.parent, ids[: place.id_count], messages[: place.message_count])]
+            ids, messages = ids[place.id_count :], messages[place.message_count :]
+        if not (len(ids) or messages or (is_needed and not head)):
+            return head
+        return [*head, _asked_node(len(self.nodes) if head else place.parent, ids, messages)]
+
+    def _share(self, place: _Place, asked: list[Node]) -> None:
+        """Take note of the nodes of an ask, the last but its answer, and leave to the first what it shares."""
+        first = len(self.nodes) - 1 - len(asked)
+        if place.within >= 0:
+            nodes = self.nodes.copy()
+            old = nodes[place.within]
+            own = _asked_node(first, old.ids[place.id_count :], old.messages[place.message_count :])
+            nodes[place.within] = own
+            self.nodes = nodes
+            self._next[first, _first(own.ids)] = place.within
+        for index, node in enumerate(asked, first):
+            self._next[node.parent, _first(node.ids)] = index
 
     def _add(self, nodes: list[Node]) -> None:
         size = self._bytes + sum(node.size_bytes for node in nodes)
@@ -312,23 +452,57 @@ class Conversation:
         self.nodes += nodes
 
 
-def _asked_node(ask: Ask, known_count: int) -> Node:
-    """Make the node of an ask's own tokens."""
-    return Node(
-        parent=ask.parent,
-        ids=ask.added_ids,
-        logprobs=np.zeros(len(ask.added_ids), dtype=np.float32),
-        mask=np.zeros(len(ask.added_ids), dtype=np.uint8),
-        messages=ask.messages[known_count:],
-        setting=ask.setting,
-        digest=ask.digest,
-        prompt=Prompt.of(ask.text),
-        is_answer=False,
-    )
+def _asked_node(parent: int, ids: Int32, messages: tuple[Message, ...]) -> Node:
+    """Make a node of tokens that were asked."""
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return Node(parent=parent, ids=ids, logprobs=zeros, mask=zeros.astype(np.uint8), messages=messages)
 
 
-def _place(ask: Ask) -> str:
-    return f"{ask.parent} {ask.digest}"
+def _upwards(nodes: Sequence[Node], index: int) -> Iterator[tuple[int, Node]]:
+    """Go from a node to its root."""
+    while index >= 0:
+        node = nodes[index]
+        yield index, node
+        index = node.parent
+
+
+def _parents_first(nodes: Sequence[Node]) -> list[int]:
+    """List the nodes in the order in which they came, but parents before their children."""
+    order: dict[int, None] = {}
+    for index in range(len(nodes)):
+        way = []
+        while index >= 0 and index not in order:
+            way.append(index)
+            index = nodes[index].parent
+        order.update(dict.fromkeys(reversed(way)))
+    return list(order)
+
+
+def _match(nodes: Sequence[Node], index: int) -> _Match:
+    path = list(_upwards(nodes, index))[::-1]
+    answers = tuple(each for each, node in path if node.is_answer)
+    return _Match(answers, tuple(message for _, node in path for message in node.messages))
+
+
+def _size_bytes(message: Message) -> int:
+    return len(canonical(message))
+
+
+def _first(ids: Int32) -> int:
+    return int(ids[0]) if len(ids) else -1
+
+
+def _common_count(one: Int32, other: Int32) -> int:
+    """Count the ids with which both begin."""
+    count = min(len(one), len(other))
+    differing = np.flatnonzero(one[:count] != other[:count])
+    return int(differing[0]) if len(differing) else count
+
+
+def _same_count(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """Count the messages with which both begin."""
+    count = min(len(one), len(other))
+    return next((index for index in range(count) if one[index] != other[index]), count)
 
 
 def _stripped(message: Message) -> Message:

@@ -162,6 +162,7 @@ def _typed(text: str, schema: Any) -> Any:
     return wrapped["value"] if wrapped is not None and len(wrapped) == 1 else text
 
 
+PRESET_CALL = "<|preset_call|>"
 PYTHON_TAG = "<|python_tag|>"
 LLAMA_BUILT_IN = re.compile(r'([\w.-]+)\.call\(((?:[\w-]+="(?:[^"\\]|\\.)*"(?:,\s*)?)*)\)')
 LLAMA_ARGUMENT = re.compile(r'([\w-]+)=("(?:[^"\\]|\\.)*")')
@@ -250,6 +251,21 @@ def _read_harmony(text: str) -> Reading | None:
     return "\n".join(reasoning), "\n".join(content), calls
 
 
+def _read_preset(text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
+    """Read the calls of presets (workers/engines/preset_chat.py): a name, where several are offered, and arguments."""
+    head, *pieces = text.split(PRESET_CALL)
+    calls = []
+    for piece in pieces:
+        name, _, arguments = piece.strip().partition(" ")
+        if not name and len(schemas) == 1:
+            name = next(iter(schemas))
+        value = read_object(arguments or "{}")
+        if not name or value is None:
+            return None
+        calls.append(Call(name, _text_of(value)))
+    return head, calls
+
+
 THINK_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 FORMS = (
     Form(
@@ -289,6 +305,7 @@ FORMS = (
         opens=("{", PYTHON_TAG),
         read_calls=_read_llama,
     ),
+    Form("preset", signs=(PRESET_CALL,), opens=(PRESET_CALL,), writes=(PRESET_CALL,), read_calls=_read_preset),
     Form(
         "hermes",
         signs=("<tool_call>",),

@@ -161,7 +161,7 @@ def _check_message(value: Any, where: str) -> Message:
     unknown = [key for key in given if key not in KEYS[role]]
     if unknown:
         raise InputError(
-            f"{where}: {one_line(f'{unknown[0]:.60}')!r} is no key of role {role}: {', '.join(KEYS[role])} are"
+            f"{where}: {one_line(f'{unknown[0]!r:.60}')} is no key of role {role}: {', '.join(KEYS[role])} are"
         )
     message: Message = {"role": role}
     content = _check_content(given.get("content"), where)
@@ -234,8 +234,13 @@ def _check_tool(value: Any, where: str) -> str:
             f"{where}: {one_line(f'{min(map(str, unknown)):.60}')!r} is no key of a function: "
             "name, description, parameters and strict are"
         )
-    if not isinstance(function.get("parameters", {}), Mapping):
+    parameters = function.get("parameters", {})
+    if not isinstance(parameters, Mapping):
         raise InputError(f"{where}: parameters is no JSON schema")
+    if not isinstance(parameters.get("properties") or {}, Mapping):
+        raise InputError(
+            f"{where}: properties of its parameters is {type(parameters['properties']).__name__}, expected a dict"
+        )
     return _check_text(function.get("name"), f"{where}: name", NAME_BYTES_MAX)
 
 

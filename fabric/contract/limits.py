@@ -33,6 +33,7 @@ PENALTY_MAX = 2.0  # of presence and frequency, either way: OpenAI's and vLLM's 
 REPETITION_MIN, REPETITION_MAX = 0.01, 100.0
 STOP_COUNT_MAX, STOP_LENGTH_MAX = 64, 1024  # stop texts, and characters of each: all are looked for after every token
 STOP_ID_COUNT_MAX = 1024  # looked through for every token
+END_ID_COUNT_MAX = 64  # beside them: tokens that end a model's answers, which its agent adds
 LOGIT_BIAS_COUNT_MAX, LOGIT_BIAS_MAX = 1024, 100.0  # vLLM's kernels take so many; vLLM's server cuts at 100
 GUIDED_BYTES_MAX = 64 * KIB  # a JSON schema or regular expression as UTF-8: each worker compiles it
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import reprlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -155,7 +157,7 @@ class TokenLog(Record):
 @dataclass(frozen=True, kw_only=True)
 class TurnResult(Record):
     """A settled turn. `finish_reason`: stop, length, or error (then `error` says which), or refused: as an error, and
-    no other attempt would do better."""
+    no other attempt would do better; or cancelled: whoever asked for it gave it up."""
 
     KIND: ClassVar[int] = 5
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
@@ -178,7 +180,8 @@ class Node:
 
     Its tokens are those of the rollout's arrays from the end of the node before it to `end`. parent: the index of the
     node that it continues, below its own; -1: it continues the rollout's prompt_ids. messages: the chat messages that
-    it adds, as plain JSON; none where text was not chat.
+    it adds, as plain JSON; none where text was not chat. Those along a path are all that were said on it; the last ones
+    of a piece that several paths share may be written behind it.
     """
 
     parent: int
@@ -294,7 +297,7 @@ class Rollout(Record):
         )
 
     def _check(self) -> None:
-        """Require that nodes form a tree that covers all tokens."""
+        """Require that nodes form a tree that covers all tokens, and that its spans are in order."""
         ends = [0, *(node.end for node in self.nodes)]
         if self.nodes and (ends != sorted(ends) or ends[-1] != len(self.completion_ids)):
             raise WireError(f"Rollout.nodes: ends {ends[1:]!r:.60} do not cover {len(self.completion_ids)} tokens")
@@ -303,13 +306,22 @@ class Rollout(Record):
         for index, node in enumerate(self.nodes):
             if not -1 <= node.parent < index:
                 raise WireError(f"Rollout.nodes: node {index} continues {node.parent}, which does not come before it")
+        places = [place for span in self.spans for place in (span.start, span.end)]
+        if self.nodes and places != sorted(places):
+            raise WireError("Rollout.spans: they are not in order, or overlap")
 
 
 def _moved_spans(spans: Sequence[Span], pieces: Sequence[tuple[int, int]], first: int) -> Iterator[Span]:
-    """Find the spans of a branch's pieces, counted from its token `first`, which lies before them all."""
+    """Find the spans of a branch's pieces, counted from its token `first`, which lies before them all.
+
+    spans: in order. In steps for what is found, not for all of them: there are as many branches as pieces, and spans.
+    """
     before = -first
     for start, end in pieces:
-        for span in spans:
+        for index in range(bisect_right(spans, start, key=attrgetter("end")), len(spans)):
+            span = spans[index]
+            if span.start >= end:
+                break
             low, high = max(span.start, start), min(span.end, end)
             if low < high:
                 yield Span(before + low - start, before + high - start, span.worker_id, span.policy_version)

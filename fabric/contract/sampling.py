@@ -17,15 +17,16 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
 from .errors import InputError
-from .fields import Bound, check_types
+from .fields import WHOLE_MAX, Bound, check_types
 from .ids import turn_id
 from .limits import (
+    END_ID_COUNT_MAX,
     GUIDED_BYTES_MAX,
     LOGIT_BIAS_COUNT_MAX,
     LOGIT_BIAS_MAX,
@@ -42,6 +43,7 @@ from .text import did_you_mean
 
 SEED_MAX = (1 << 63) - 1  # a signed 64-bit number, as JSON readers, torch and vLLM take it; -1 means "none" to vLLM
 TOKEN_ID_MAX = (1 << 31) - 1
+TURN_STOP_ID_COUNT_MAX = STOP_ID_COUNT_MAX + END_ID_COUNT_MAX
 SHOWN_MAX = 80  # characters of a value that is refused
 GUIDED = frozenset({"guided_json", "guided_regex"})
 PENALTIES = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty"})
@@ -154,8 +156,8 @@ def _is_token(value: Any) -> bool:
     return is_whole(value) and 0 <= value <= TOKEN_ID_MAX
 
 
-def _is_stop_ids(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) <= STOP_ID_COUNT_MAX and all(map(_is_token, value))
+def _is_stop_ids(value: Any, count_max: int = STOP_ID_COUNT_MAX) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) <= count_max and all(map(_is_token, value))
 
 
 def _token_of(key: Any) -> Any:
@@ -196,7 +198,7 @@ def _is_regex(value: Any) -> bool:
     return isinstance(value, str) and _is_unicode(value) and 0 < len(value.encode()) <= GUIDED_BYTES_MAX
 
 
-_KIB = f"{GUIDED_BYTES_MAX >> 10} KiB"
+_KIB = f"{GUIDED_BYTES_MAX >> 10} KiB as UTF-8"
 _PENALTY = _between(-PENALTY_MAX, PENALTY_MAX)
 FIELDS: Mapping[str, Field] = {
     "temperature": Field(
@@ -209,9 +211,12 @@ FIELDS: Mapping[str, Field] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _between(REPETITION_MIN, REPETITION_MAX),
-    "max_tokens": Field("a whole number of at least 1", lambda value: is_whole(value) and value >= 1),
+    "max_tokens": Field(
+        f"a whole number from 1 to {WHOLE_MAX:,}", lambda value: is_whole(value) and 1 <= value <= WHOLE_MAX
+    ),
     "stop": Field(
-        f'a list of at most {STOP_COUNT_MAX} texts of 1 to {STOP_LENGTH_MAX:,} characters, such as ["\\n"]',
+        f"a list of at most {STOP_COUNT_MAX} texts of 1 to {STOP_LENGTH_MAX:,} characters, no lone surrogates, "
+        'such as ["\\n"]',
         _is_stop,
         list,
     ),
@@ -300,12 +305,29 @@ def sampling_from(row: dict[str, Any]) -> Sampling:
         WireError, InputError: a field is of another type or holds other than it may.
     """
     check_types(Sampling, tuple(row), tuple(row.values()), "TurnJob.sampling")
-    for name in MANY & row.keys():
-        check_field(name, row[name], "sampling")
+    for name, value in row.items():
+        if name != "stop_ids" or not _is_stop_ids(value, TURN_STOP_ID_COUNT_MAX):
+            check_field(name, value, "sampling")
     made: dict[str, Any] = row | {name: tuple(row[name]) for name in ("stop", "stop_ids") if name in row}
     if "logit_bias" in row:
         made["logit_bias"] = {int(key): bias for key, bias in row["logit_bias"].items()}
     return Sampling(**made)
+
+
+def with_ends(sampling: Sampling, ends: Iterable[int]) -> Sampling:
+    """Add the tokens that end the model's answers to those that end a turn, each once.
+
+    Raises:
+        InputError: they are more than a turn may have.
+    """
+    ids = tuple(dict.fromkeys((*sampling.stop_ids, *ends)))
+    if len(ids) > TURN_STOP_ID_COUNT_MAX:
+        raise InputError(
+            f"sampling: stop_ids has {len(ids):,} token ids with those that end the model's answers, the limit is "
+            f"{TURN_STOP_ID_COUNT_MAX:,}: leave some out",
+            name="stop_ids",
+        )
+    return replace(sampling, stop_ids=ids)
 
 
 def turn_seed(run_seed: int, trajectory_id: str, turn_index: int) -> int:

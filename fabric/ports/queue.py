@@ -326,6 +326,10 @@ class TurnQueue(Protocol):
         """Ask for turns; returns ids of turns whose trajectory claim is lost."""
         ...
 
+    async def cancel(self, agent_id: str, pushes: Sequence[TurnPush]) -> None:
+        """Give up turns that were asked for and are not settled: their results come as "cancelled"."""
+        ...
+
     async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
         """Return settled turns for this agent, each once per settling; waits up to `timeout_s` for the first."""
         ...

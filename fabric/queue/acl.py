@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..contract.errors import ConfigError
@@ -70,6 +70,15 @@ HOLD_KEYS = (
 # Not the addresses: they open the weights themselves.
 HELD_KEYS = "{weights}:head {weights}:manifests {weights}:holders {weights}:holding {weights}:clock"
 
+AGENT = Rights(
+    purpose="drives trajectories, asks for turns, asks for rewards",
+    scripts=f"{BEAT} claim renew settle_trajectory fail_trajectory release reap push_turns settle_turns "
+    "cancel_turns late_groups close_group",
+    commands=f"{LEAVE} blpop hget hmget xread xdel {RQ_ASK}",
+    reads="{rf}:runs {run}:leases",
+    writes=f"{BEAT_KEYS} {ENDING_KEYS} {{run}}:inbox:* {RQ_ASK_KEYS}",
+)
+
 RIGHTS: dict[str, Rights] = {
     "trainer": Rights(
         purpose="creates runs, pushes groups, takes completed ones, publishes weights",
@@ -82,14 +91,8 @@ RIGHTS: dict[str, Rights] = {
         "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
         "{run}:turn:* {weights}:*",
     ),
-    "agent": Rights(
-        purpose="drives trajectories, asks for turns, asks for rewards",
-        scripts=f"{BEAT} claim renew settle_trajectory fail_trajectory release reap push_turns settle_turns "
-        "late_groups close_group",
-        commands=f"{LEAVE} blpop hget hmget xread xdel {RQ_ASK}",
-        reads="{rf}:runs {run}:leases",
-        writes=f"{BEAT_KEYS} {ENDING_KEYS} {{run}}:inbox:* {RQ_ASK_KEYS}",
-    ),
+    "agent": AGENT,
+    "gateway": replace(AGENT, purpose="holds sessions: trajectories that agents play elsewhere"),
     "worker": Rights(
         purpose="dedicated or serving: generates turns under a lease, receives weights",
         scripts=f"{BEAT} read_lends set_sharing claim renew release settle_turns hold holders answer",

@@ -92,12 +92,8 @@ class RedisTrajectoryQueue:
 
     async def _settled_turns(self, keys: ShardKeys, trajectory_id: str) -> tuple[TurnResult, ...]:
         names = [turn_id(trajectory_id, index) for index in range(self._run.turn_count_max)]
-        found: list[TurnResult] = []
-        for raw in await self._client.hmget(keys.turn_result, names):
-            if raw is None:
-                break
-            found.append(TurnResult.decode(raw))
-        return tuple(found)
+        rows = await self._client.hmget(keys.turn_result, names)
+        return tuple(TurnResult.decode(raw) for raw in rows if raw is not None)
 
     async def _give_up(
         self, worker_id: str, keys: ShardKeys, raw_name: bytes, fence: int, raw: bytes | None, reason: str

@@ -66,6 +66,15 @@ class RedisTurnQueue:
             lost += [push.trajectory_id for push, code in zip(part, codes, strict=True) if code == 0]
         return lost
 
+    async def cancel(self, agent_id: str, pushes: Sequence[TurnPush]) -> None:
+        for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
+            keys = self._shards.all[shard]
+            args: list[Any] = [agent_id]
+            for push in part:
+                args += [push.trajectory_id, push.fence, push.job.turn_id, _cancelled(push.job).encode()]
+            with translate():
+                await self._scripts.call("cancel_turns", [keys, keys.inbox(agent_id)], args)
+
     async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
         parts = self._scripts.apart([keys.inbox(agent_id) for keys in self._shards.all])
         block = ("BLOCK", max(1, int(timeout_s * 1000)))
@@ -264,6 +273,17 @@ def _lost(raw_name: bytes, fence: int, raw: bytes | None, problem: str = "") -> 
         job = TurnJob(turn_id=name, agent_id="-", sampling=Sampling(), prompt_ids=NO_IDS)  # its agent is looked up
     result = _failed(name, problem)
     return TurnSettle(claim=TurnClaim(job=job, fence=fence, loss=BLAME_COUNT_MAX), result=result)
+
+
+def _cancelled(job: TurnJob) -> TurnResult:
+    return TurnResult(
+        turn_id=job.turn_id,
+        finish_reason="cancelled",
+        spans=(),
+        completion_ids=NO_IDS,
+        logprobs=NO_LOGPROBS,
+        context_digest=job.context_digest,
+    )
 
 
 def _failed(name: str, problem: str) -> TurnResult:

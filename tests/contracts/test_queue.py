@@ -180,6 +180,39 @@ async def test_settling_twice_with_one_fence_is_one_settling(world: World) -> No
     assert (await world.board.run_status("r1")).counters["turns_settled"] == 1
 
 
+async def test_a_cancelled_turn_is_nobody_s_and_says_so_to_its_agent(world: World) -> None:
+    # Given three turns of one trajectory: one settled, one that a worker makes, one that waits
+    claim, turn = await claimed_turn(world)
+    await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
+    pushes = [turn_of(claim, index) for index in range(3)]
+    await world.turns.push("a1", pushes[1:2])
+    (second,) = (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims
+    await world.turns.push("a1", pushes[2:])
+    assert [result.turn_id for result in await world.turns.results("a1", 0.5)] == ["g1.0.0"]
+    # When their agent cancels them, twice
+    for _ in range(2):
+        await world.turns.cancel("a1", pushes)
+    # Then the two that were not settled come back as cancelled, once; and the settled one is as it was
+    results = await world.turns.results("a1", 0.5)
+    assert [(each.turn_id, each.finish_reason) for each in results] == [
+        ("g1.0.1", "cancelled"),
+        ("g1.0.2", "cancelled"),
+    ]
+    # And no worker keeps, settles or gets one
+    late = TurnSettle(claim=second, result=result_of("g1.0.1"))
+    outcome = await world.turns.exchange("w1", progress=[TurnProgress(claim=second)], want=4, lease_epoch=1)
+    assert (outcome.lost, outcome.claims) == (["g1.0.1"], [])
+    assert (await world.turns.exchange("w1", settles=[late])).refused == ["g1.0.1"]
+    # And the next agent of the trajectory knows all three
+    await world.trajectories.release("a1", [claim])
+    (taken,) = await world.trajectories.claim("a2", 1)
+    assert [each.finish_reason for each in taken.turns] == ["stop", "cancelled", "cancelled"]
+    # And an agent that lost the trajectory cancels nothing
+    await world.turns.push("a2", [turn_of(taken, 3, "a2")])
+    await world.turns.cancel("a1", [turn_of(claim, 3)])
+    assert len((await world.turns.exchange("w1", want=4, lease_epoch=1)).claims) == 1
+
+
 async def test_a_late_worker_settles_nothing(world: World) -> None:
     # Given a worker that froze until its claim was taken back and given to another
     _, turn = await claimed_turn(world)

@@ -30,7 +30,8 @@ def test_a_test_function_that_is_named_exists(name: str) -> None:
 
 def test_everyone_who_may_be_bad_has_a_part() -> None:
     assert re.findall(r"^### (.+)", SECTION, re.MULTILINE) == [
-        *("Another user of the host", "An environment", "An agent", "A reward function", "A worker", "A trainer"),
+        *("Another user of the host", "An environment", "An agent that plays, and whoever holds a session's key"),
+        *("An agent", "A reward function", "A worker", "A trainer"),
         *("A serving engine", "The network"),
     ]
     for part in SECTION.split("\n### ")[1:]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from ...fabric.chat.conversation import Ask, Conversation
 from ...fabric.chat.messages import Message, check_messages
 from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.limits import KIB
-from ...fabric.contract.records import NO_IDS, Int32, Node, Span, TurnResult
+from ...fabric.contract.records import Int32, TurnResult
 from ...fabric.contract.wire import dump_json
 
 BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
@@ -35,7 +34,7 @@ class Dialogue:
         self._tools = tools
         self._messages: list[Message] = []
         self._said: list[list[Message]] = []  # by the world, at the beginning and after each turn
-        self._size = 0  # of all that, in bytes
+        self._size = 0  # of all that was said, also by the policy, in bytes
         self._ask: Ask | None = None
         self._digest = xxhash.xxh3_64(dump_json(tools))
         self._say(messages)
@@ -46,6 +45,7 @@ class Dialogue:
         reason = "stop" if result.finish_reason == "stop" else "length"
         answer = self._conversation.answer(ask, result.completion_ids, result.logprobs, result.spans, reason)
         self._digest.update(result.completion_ids.tobytes())
+        self._size += len(answer.text.encode(errors="replace"))
         self._messages = [*ask.messages, answer.message]
         return answer.message
 
@@ -68,13 +68,18 @@ class Dialogue:
         return self._asked().context_ids
 
     def digest(self) -> str:
-        """Return the digest of all so far, as 16 hexadecimal digits."""
-        return str(self._digest.hexdigest())
+        """Return the digest of all so far and of the context, as 16 hexadecimal digits.
+
+        The same messages may come to another context: a template may write today's date.
+        """
+        digest = self._digest.copy()
+        digest.update(self.context().tobytes())
+        return str(digest.hexdigest())
 
     @property
     def is_brief(self) -> bool:
-        """Whether all that was said is short enough to be rendered and tokenised at once."""
-        return self._size <= BRIEF
+        """Whether the context is known, or all that was said is short enough to be rendered and tokenised at once."""
+        return self._ask is not None or self._size <= BRIEF
 
     def state(self) -> dict[str, Any]:
         """Return what a snapshot keeps beside texts and rewards."""
@@ -82,22 +87,7 @@ class Dialogue:
 
     def record(self) -> dict[str, Any]:
         """Return the fields of a Rollout that hold its tokens: a prompt only where all branches begin with it."""
-        nodes = self._conversation.nodes
-        prompt = nodes[0].ids if all(node.parent >= 0 for node in nodes[1:]) else NO_IDS
-        ends = (np.cumsum([len(node.ids) for node in nodes]) - len(prompt)).tolist()
-        starts = [-len(prompt), *ends[:-1]]
-        return {
-            "prompt_ids": prompt,
-            "completion_ids": np.concatenate([node.ids for node in nodes])[len(prompt) :],
-            "logprobs": np.concatenate([node.logprobs for node in nodes])[len(prompt) :],
-            "completion_mask": np.concatenate([node.mask for node in nodes])[len(prompt) :],
-            "spans": tuple(
-                Span(start + span.start, start + span.end, span.worker_id, span.policy_version)
-                for start, node in zip(starts, nodes, strict=True)
-                for span in node.spans
-            ),
-            "nodes": tuple(Node(node.parent, end, list(node.messages)) for node, end in zip(nodes, ends, strict=True)),
-        }
+        return self._conversation.record()
 
     def _asked(self) -> Ask:
         if self._ask is None:

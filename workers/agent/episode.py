@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import (
     BrokerError,
     ClaimLost,
@@ -30,14 +32,11 @@ from ...fabric.contract.errors import (
     EnvironmentFailed,
     FabricError,
     InputError,
-    PayloadTooLarge,
     WireError,
 )
 from ...fabric.contract.ids import turn_id
 from ...fabric.contract.limits import (
     INFO_BYTES_MAX,
-    KIB,
-    OBSERVATION_BYTES_MAX,
     SNAPSHOT_BYTES_MAX,
     SNAPSHOTS_BYTES_MAX,
     check_prompt,
@@ -53,24 +52,34 @@ from ...fabric.contract.records import (
     check_reward,
     sum_rewards,
 )
-from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed
+from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.tokenizer import Tokenizer
-from ...fabric.contract.wire import check_size, dump_json, load_json
+from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
 from ..engines.model_tokenizer import chat_of
-from ..environments.base import Environment, Observation, Recovery, Step, TextSampling, as_error, show, time_limit
+from ..environments.answers import BRIEF, check_observation, check_step, dump_within, weigh
+from ..environments.base import (
+    Environment,
+    Recovery,
+    Step,
+    TextSampling,
+    as_error,
+    check_setting,
+    time_limit,
+)
 from ..environments.failures import reason_of, traceback_of
 from ..environments.isolated import IsolatedEnvironment
 from ..environments.registry import Registry
 from ..environments.room import Room
+from .desk import Desk
 from .dialogue import Dialogue
+from .session import AgentSession
 from .slots import Quarantine
 from .transcript import Transcript
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BRIEF = 16 * KIB  # characters, or values: a thread tokenises and encodes anything longer
 
 DIVERGED = {  # advice for people, by how the environment recovers
     "replay": 'Its answers do not follow from task, seed and actions: mend that, or set recovery = "restart" on it',
@@ -87,6 +96,9 @@ class Limits:
 
     agent_id: str
     call_timeout_s: float
+    desk: Desk = field(default_factory=Desk)
+    """Where agents that play by themselves reach their sessions."""
+    clock: Clock = field(default_factory=SystemClock)
     room: Room = field(default_factory=lambda: Room(SNAPSHOTS_BYTES_MAX))
     """Memory for snapshots, shared by all episodes of the agent."""
 
@@ -115,7 +127,7 @@ class TurnCaller:
         ask_again_s: float,
     ) -> None:
         """Make a caller; its owner must keep `push` and `receive` running as long as any episode asks."""
-        self._agent_id = agent_id
+        self.agent_id = agent_id
         self._turns = turns
         self._trajectories = trajectories
         self._quarantine = quarantine
@@ -123,6 +135,7 @@ class TurnCaller:
         self._waiting: dict[str, _Call] = {}  # by turn
         self._silent_since_s = 0.0  # on the event loop's clock; of use only while an episode waits
         self._asked: list[_Call] = []
+        self._cancelled: list[TurnPush] = []
         self._has_asked = asyncio.Event()
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
@@ -159,38 +172,46 @@ class TurnCaller:
     def _hear(self) -> None:
         self._silent_since_s = asyncio.get_running_loop().time()
 
+    def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None:
+        """Give up a turn that was asked for; whoever waits gets a result that says so, unless it has come before."""
+        self._cancelled.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
+        self._has_asked.set()
+
     async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
         """Keep a snapshot for the next agent. Raises ClaimLost."""
-        if not await self._trajectories.save(self._agent_id, claim, snapshot):
+        if not await self._trajectories.save(self.agent_id, claim, snapshot):
             raise _lost(claim)
 
     async def push(self) -> None:
-        """Push the turns that are asked for; for ever.
+        """Push the turns that are asked for, then cancel those that are given up; for ever.
 
         Raises:
-            BrokerError: the push failed; its turns stay asked for, and the next call pushes them.
+            BrokerError: that failed; its turns stay asked for, and the next call pushes them.
         """
         while True:
             await self._has_asked.wait()
             await asyncio.sleep(0)
             self._has_asked.clear()
             asked, self._asked = [call for call in self._asked if not call.answer.done()], []
-            if not asked:
-                continue
+            cancelled, self._cancelled = self._cancelled, []
             try:
-                lost = await self._turns.push(self._agent_id, [call.push for call in asked])
+                lost = await self._turns.push(self.agent_id, [call.push for call in asked]) if asked else []
+                for call in asked:
+                    if call.push.trajectory_id in lost and not call.answer.done():
+                        call.answer.set_result(None)
+                asked = []
+                if cancelled:
+                    await self._turns.cancel(self.agent_id, cancelled)
             except BrokerError:
                 self._asked = [*asked, *self._asked]
+                self._cancelled = [*cancelled, *self._cancelled]
                 self._has_asked.set()
                 raise
-            for call in asked:
-                if call.push.trajectory_id in lost and not call.answer.done():
-                    call.answer.set_result(None)
 
     async def receive(self) -> None:
         """Bring each result to the episode that waits for it; for ever."""
         while True:
-            for result in await self._turns.results(self._agent_id, 1.0):
+            for result in await self._turns.results(self.agent_id, 1.0):
                 self._hear()
                 call = self._waiting.get(result.turn_id)
                 if call is not None and not call.answer.done():
@@ -225,6 +246,7 @@ class Episode:
         self._recovery: Recovery = "replay"
         self._has_limit = True  # whether we limit the time of a call; known once the world is open
         self._stated: tuple[TextSampling, Sampling] | None = None  # the world's settings, and what came of them
+        self.session: AgentSession | None = None  # of an agent that plays by itself
 
     async def run(self) -> Rollout:
         """Play the trajectory to its end; return the rollout, scored unless the run has a reward function.
@@ -235,38 +257,69 @@ class Episode:
         """
         if (task := asyncio.current_task()) is not None:
             task.set_name(f"{self._name} of {self._claim.job.trajectory_id}")  # the watchdog names us so
-        world = await self._open()
-        try:
+        async with contextlib.AsyncExitStack() as held:
+            world = await self._open(held)
+            held.push_async_callback(self._close, world)
+            if world.is_agent:
+                return await self._play(world)
             step = await self._recover(world)
             while self._goes_on(world, step):
                 step = await self._turn(world)
-        finally:
-            await self._close(world)
         return await self._rollout(step)
 
+    async def _play(self, world: Environment) -> Rollout:
+        """Let an agent play by itself, in a session; what it asked for before it was lost answers its first calls."""
+        job, desk = self._claim.job, self._limits.desk
+        with self._told("play"):
+            chat = chat_of(self._tokenizer, self._run.model)
+        self.session = AgentSession(self._run, self._claim, chat, self._tokenizer, self._caller, self._limits.clock)
+        self._claim = replace(self._claim, turns=())
+        async with desk.admitted(self.session) as access:
+            played = await self._guard("play", lambda: world.play(load_json(dump_json(job.task)), job.seed, access))
+        with self._told("play"):
+            if played.reward is not None:
+                self.session.reward(played.reward)
+            record = self.session.record()
+        given = self.session.facts.reward
+        end = "truncated" if played.truncated else "terminated"
+        return await self._made(end, played.info, [] if given is None else [given], record)
+
     async def _rollout(self, last: Step) -> Rollout:
-        info = await self._dump("info", last.info, INFO_BYTES_MAX)
-        job, rewards = self._claim.job, self._transcript.rewards
+        rewards = self._transcript.rewards
+        reward = sum_rewards(rewards, self._name) if self._run.reward is None else None
+        record = {"reward": reward, "turn_count": len(rewards), **self._transcript.record()}
+        end = "terminated" if last.terminated else "truncated" if last.truncated else "turns"
+        return await self._made(end, last.info, rewards, record)
+
+    async def _made(self, end: str, info: dict[str, Any], rewards: list[float], record: dict[str, Any]) -> Rollout:
+        """Make the rollout of an episode that ended so; the record holds its tokens, turns and reward."""
+        dumped = await self._dump("info", info, INFO_BYTES_MAX)
+        job = self._claim.job
         return Rollout(
             trajectory_id=job.trajectory_id,
             group_id=job.group_id,
             task_id=job.task_id,
-            reward=sum_rewards(rewards, self._name) if self._run.reward is None else None,
-            finish_reason="terminated" if last.terminated else "truncated" if last.truncated else "turns",
-            turn_count=len(rewards),
+            finish_reason=end,
             attempt=self._claim.attempt,
             seed=job.seed,
-            info={**load_json(info), "rewards": rewards},
-            **self._transcript.record(),
+            info={**load_json(dumped), "rewards": rewards},
+            **record,
         )
 
     # ---- the world
 
-    async def _open(self) -> Environment:
-        """Open the world. A world with a process of its own keeps time itself; the wait for a process has no limit."""
-        name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
+    async def _open(self, held: contextlib.AsyncExitStack) -> Environment:
+        """Open the world; one that plays by itself waits for a place, which is held."""
+        name = self._run.environment
         self._has_limit = False
         self._has_limit = await self._guard("make", lambda: self._registry.is_inside(name))
+        if self._registry.plays(name):
+            await held.enter_async_context(self._limits.desk.places)
+        return await self._opened()
+
+    async def _opened(self) -> Environment:
+        """Open the world. A world with a process of its own keeps time itself; the wait for a process has no limit."""
+        name, options, limit_s = self._run.environment, self._run.environment_options, self._limits.call_timeout_s
         world = await self._guard(
             "make", lambda: self._registry.open(name, options, owner=self._run.run_id, timeout_s=limit_s)
         )
@@ -283,8 +336,8 @@ class Episode:
 
     async def _recover(self, world: Environment) -> Step:
         """Start the episode, or bring it to where an earlier claim left it."""
-        job, settled = self._claim.job, self._claim.turns
-        self._recovery = world.recovery
+        job, settled = self._claim.job, self._settled()
+        self._recovery = check_setting(self._name, "recovery", world.recovery)
         if settled and world.recovery == "restart":
             raise EnvironmentFailed(
                 f"environment {self._run.environment!r} cannot continue after a lost worker: a new attempt starts",
@@ -296,17 +349,19 @@ class Episode:
             with self._limits.room.share() as share:
                 if await share.take(len(snapshot)):
                     return await self._restore(world, snapshot)
-        observation = await self._guard("reset", lambda: world.reset(job.task, job.seed))
-        if not (isinstance(observation, Observation) and _is_said(observation)):
-            raise EnvironmentFailed(
-                f"{self._name}: reset gave {show(observation)}, expected an Observation with text or messages",
-                reason="reset",
-            )
+        observation = await self._guard("reset", lambda: world.reset(load_json(dump_json(job.task)), job.seed))
+        observation = await check_observation(observation, self._name)
         if observation.messages:
             self._transcript = self._dialogue(observation.messages, observation.tools)
         else:
             self._transcript = Transcript(self._tokenizer, await self._encode(observation.text, where="reset"))
         return await self._replay(world, Step(observation.text, 0.0), settled)
+
+    def _settled(self) -> tuple[TurnResult, ...]:
+        """Return the settled turns up to the first that is missing."""
+        job, turns = self._claim.job, self._claim.turns
+        names = (turn_id(job.trajectory_id, index) for index in itertools.count())
+        return tuple(turn for turn, name in zip(turns, names, strict=False) if turn.turn_id == name)
 
     async def _replay(self, world: Environment, step: Step, settled: Sequence[TurnResult]) -> Step:
         """Step the world through settled turns, from `step` on; return the last step."""
@@ -318,7 +373,7 @@ class Episode:
 
     async def _restore(self, world: Environment, snapshot: bytes) -> Step:
         """Load the state saved after some turn, then step through the turns settled since."""
-        settled = self._claim.turns
+        settled = self._settled()
         try:
             state = load_json(snapshot)
             if "messages" in state:
@@ -339,7 +394,7 @@ class Episode:
             raise self._diverged(f"its snapshot is of turn {len(known)}, and only {len(settled)} are known")
         await self._guard("restore", lambda: world.restore(state["world"]))
         for step, result in zip(known, settled, strict=False):
-            self._take(result)
+            await self._take(result)
             await self._add_step(step)
         return await self._replay(world, last, settled[len(known) :])
 
@@ -364,13 +419,9 @@ class Episode:
 
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and record its answer."""
-        action = self._take(result)
-        step = await self._guard("step", lambda: world.step(action))
-        if not (isinstance(step, Step) and _is_said(step) and isinstance(step.info, dict)):
-            raise EnvironmentFailed(
-                f"{self._name}: step gave {show(step)}, expected a Step with text or messages, and a dict of info",
-                reason="step",
-            )
+        action = await self._take(result)
+        step = await self._guard("step", lambda: world.step(copy.deepcopy(action)))  # the record keeps its own
+        step = await check_step(step, self._name, is_chat=isinstance(self._transcript, Dialogue))
         await self._add_step(step)
         return step
 
@@ -396,11 +447,13 @@ class Episode:
     def _turn_count(self) -> int:
         return len(self._transcript.rewards)
 
-    def _take(self, result: TurnResult) -> str | dict[str, Any]:
+    async def _take(self, result: TurnResult) -> str | dict[str, Any]:
         """Record a turn that was made in this context; return it as the world reads it.
 
         Workers that know no digests send an empty one.
         """
+        if isinstance(self._transcript, Dialogue):
+            await self._context()  # by a thread, if it is long: what comes next needs it
         if result.context_digest not in ("", self._transcript.digest()):
             raise self._diverged(f"turn {self._turn_count} was made in another context than the one it came to")
         return self._transcript.add_turn(result)
@@ -413,8 +466,9 @@ class Episode:
     async def _add_step(self, step: Step) -> None:
         reward = check_reward(step.reward, self._name)
         if isinstance(self._transcript, Dialogue):
+            said = [] if step.is_done else self._messages(step)
             with self._told("step"):
-                self._transcript.add_step(reward, [] if step.is_done else self._messages(step))
+                self._transcript.add_step(reward, said)
         else:
             is_read = step.text and not step.is_done
             self._transcript.add_step(reward, await self._encode(step.text, where="step") if is_read else NO_IDS)
@@ -429,7 +483,6 @@ class Episode:
         """Return what the world said after a turn: its messages, or its text as the user's."""
         if step.messages:
             return step.messages
-        self._check_text(step.text, where="step")
         if not step.text:
             raise EnvironmentFailed(
                 f"{self._name}: step gave no messages and no text, though it goes on: the policy needs something to "
@@ -455,7 +508,6 @@ class Episode:
             raise EnvironmentFailed(f"{self._name}: {where}: {error.message}", reason=where) from error
 
     async def _encode(self, text: str, where: str) -> Int32:
-        self._check_text(text, where)
         encode = self._tokenizer.encode
         ids = encode(text) if len(text) <= BRIEF else await asyncio.to_thread(encode, text)
         if where == "reset" and not len(ids):
@@ -464,21 +516,9 @@ class Episode:
             )
         return ids
 
-    def _check_text(self, text: str, where: str) -> None:
-        try:
-            size = len(text) if len(text) > OBSERVATION_BYTES_MAX else len(text.encode())
-        except UnicodeEncodeError as error:
-            raise EnvironmentFailed(f"{self._name}: {where}: its text is no Unicode: {error}", reason=where) from error
-        if size > OBSERVATION_BYTES_MAX:
-            raise EnvironmentFailed(
-                f"{self._name}: {where}: its text is {size:,} bytes as UTF-8, the limit is {OBSERVATION_BYTES_MAX:,}: "
-                "let it be shorter",
-                reason=where,
-            )
-
     def _sampling(self, world: Environment) -> Sampling:
         if self._stated is None or self._stated[0] is not world.sampling:
-            self._stated = world.sampling, self._settings(world.sampling)
+            self._stated = world.sampling, self._settings(check_setting(self._name, "sampling", world.sampling))
         base = self._stated[1]
         if base.seed is None:
             return base
@@ -491,12 +531,13 @@ class Episode:
         made = sampling_from(check_sampling({**stated, **wanted}, f"{self._name}: sampling"))
         eos_id = self._tokenizer.eos_id if own.ends_at_eos else None
         if isinstance(self._transcript, Dialogue):
-            return replace(made, stop_ids=(*made.stop_ids, *self._transcript.stop_ids))
-        return made if eos_id is None else replace(made, stop_ids=(*made.stop_ids, eos_id))
+            return with_ends(made, self._transcript.stop_ids)
+        return with_ends(made, [] if eos_id is None else [eos_id])
 
     def _goes_on(self, world: Environment, step: Step) -> bool:
         """Tell whether the episode asks for another turn."""
-        return not step.is_done and self._turn_count < min(world.turn_count_max, self._run.turn_count_max)
+        own = check_setting(self._name, "turn_count_max", world.turn_count_max)  # it may say so at its reset only
+        return not step.is_done and self._turn_count < min(own, self._run.turn_count_max)
 
     async def _guard(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """Call user code under its time limit, and translate any exception to EnvironmentFailed."""
@@ -531,7 +572,7 @@ class Episode:
         try:
             if weigh(value, BRIEF) <= BRIEF:
                 return dump_json(value)
-            return await asyncio.to_thread(_dump_within, f"{self._name}: its {what}", value, bytes_max)
+            return await asyncio.to_thread(dump_within, f"its {what}", value, bytes_max)
         except InputError as error:
             raise EnvironmentFailed(f"{self._name}: {what} cannot be sent: {error}", reason=what) from error
 
@@ -540,44 +581,14 @@ class Episode:
         return f"environment {self._run.environment!r}"
 
 
-def _is_said(answer: Observation | Step) -> bool:
-    """Whether it has a text, and messages that are a list."""
-    return isinstance(answer.text, str) and isinstance(answer.messages, list)
-
-
-def _dump_within(what: str, value: object, bytes_max: int) -> bytes:
-    """Encode a value as JSON of at most `bytes_max` bytes.
-
-    Raises:
-        InputError: the value cannot be JSON, or is too large.
-    """
-    if weigh(value, bytes_max) > bytes_max:
-        raise PayloadTooLarge(f"{what} is more than {bytes_max:,} bytes as JSON, the limit: say less in it")
-    return check_size(what, dump_json(value), bytes_max, next_step="say less in it")
-
-
-def weigh(value: object, limit: int) -> int:
-    """Count the bytes that plain values take as JSON at the least; stop once the count exceeds `limit`."""
-    total, left = 0, [value]
-    while left and total <= limit:
-        each = left.pop()
-        total += 2 + (len(each) if isinstance(each, (str, bytes)) else 0)
-        if isinstance(each, dict):
-            room = max(0, limit - total)
-            left += [part for pair in itertools.islice(dict.items(each), room) for part in pair]
-        elif isinstance(each, (list, tuple)):
-            left += each[: max(0, limit - total) + 1]
-    return total
-
-
 async def _contain(work: Callable[[], Awaitable[T]]) -> T:
-    """Call user code; turn an exit, or a cancellation that is not ours, into an error that ends this call only."""
+    """Call user code; turn all that would end more than this call, but our own cancellation, into an error."""
     try:
         return await work()
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise as_error(error) from error
-    except asyncio.CancelledError as error:
+    except Exception:  # ends its call alone as it is
+        raise
+    except BaseException as error:  # user code: whatever it raises becomes the error of its call
         task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         raise as_error(error) from error

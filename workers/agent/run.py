@@ -22,6 +22,7 @@ from ...fabric.rules.queue.runs import is_same_run
 from ..environments.failures import dead_letter
 from ..environments.registry import Registry
 from ..environments.room import Room
+from .desk import Desk, Untaken
 from .episode import Episode, Limits, TurnCaller
 from .keeper import AskReward, patiently
 from .slots import Places, Quarantine
@@ -71,6 +72,7 @@ class AgentParts:
     places: Places
     quarantine: Quarantine
     room: Room
+    desk: Desk
 
 
 class RunAgent:
@@ -119,10 +121,7 @@ class RunAgent:
         held = list(self.claims.values())
         await self._helpers.end()
         await end_all(self._episodes.values())
-        try:
-            await self._trajectories.release(self._worker_id, held)
-        except FabricError as error:
-            log.warning("agent.left_without_saying", extra={"error": str(error)})
+        await self._release(held)
 
     # ---- the loops
 
@@ -187,10 +186,13 @@ class RunAgent:
             return
         log.info("agent.places_given_back", extra={"run_id": self._run.run_id, "count": len(chosen)})
         await end_all([self._episodes[claim.job.trajectory_id] for claim in chosen])
+        await self._release(chosen)
+
+    async def _release(self, claims: list[TrajectoryClaim]) -> None:
         try:
-            await self._trajectories.release(self._worker_id, chosen)
+            await self._trajectories.release(self._worker_id, claims)
         except FabricError as error:  # their claims end by themselves
-            log.warning("agent.broker_lost", extra={"error": str(error)})
+            log.warning("agent.left_without_saying", extra={"error": str(error)})
 
     # ---- one trajectory
 
@@ -200,7 +202,13 @@ class RunAgent:
         if name in self._episodes:  # its earlier claim was lost, and the news has not come yet
             self._episodes[name].cancel()
         self.claims[name] = claim
-        limits = Limits(agent_id=self._worker_id, call_timeout_s=parts.config.environment_timeout_s, room=parts.room)
+        limits = Limits(
+            agent_id=self._worker_id,
+            call_timeout_s=parts.config.environment_timeout_s,
+            room=parts.room,
+            desk=parts.desk,
+            clock=parts.clock,
+        )
         episode = Episode(self._run, found, parts.registry, self._tokenizer, limits, self._caller)
         self._episodes[name] = asyncio.create_task(self._live(claim, episode))
         self._episodes[name].add_done_callback(lambda _: self._end(claim))
@@ -215,7 +223,7 @@ class RunAgent:
 
     async def _live(self, claim: TrajectoryClaim, episode: Episode) -> None:
         """Run a claimed trajectory to its end; settle it, or fail it."""
-        name = claim.job.trajectory_id
+        name, is_settled = claim.job.trajectory_id, False
         try:
             rollout = await episode.run()
             is_scored = self._run.reward is None
@@ -226,10 +234,14 @@ class RunAgent:
                 await self._parts.ask_reward(self._run.run_id, name, claim.fence)
         except ClaimLost:
             log.info("agent.claim_lost", extra={"job_id": name, "fence": claim.fence})
+        except Untaken:
+            await self._release([claim])
         except Exception as error:  # noqa: BLE001 - around a user's environment: its attempt fails, the agent goes on
             await self._fail(claim, error)
         finally:
             self._settling.discard((name, claim.fence))
+            if episode.session is not None:
+                episode.session.say_recorded(is_settled)
 
     async def _settle_patiently(self, settle: Callable[[], Awaitable[bool]]) -> bool:
         """Repeat settling, which is idempotent, until the broker answers or the claim is surely lost."""

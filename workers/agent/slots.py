@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.rules.queue.retries import is_suspect
@@ -20,8 +20,10 @@ from ...fabric.rules.queue.share import Sharer, more, owed
 class Places:
     """Counts how many of `total` places each run holds."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, wanted: Callable[[str], int] | None = None) -> None:
+        """wanted: the most places that a run may hold; None: all that are its share."""
         self._total = total
+        self._wanted = wanted
         self._runs: dict[str, Sharer] = {}
         self._changed = asyncio.Event()
 
@@ -40,15 +42,19 @@ class Places:
     def leave(self, run_id: str) -> None:
         """Remove a run; its places are for others."""
         self._runs.pop(run_id, None)
-        self._tell()
+        self.tell()
 
     def take(self, run_id: str) -> int:
         """Take as many places as the run may have now, and return how many; 0: wait for `changed`."""
         run = self._runs[run_id]
+        if self._wanted is not None and self._wanted(run_id) <= run.held:
+            return 0
         if not run.may_have_work:  # places that it did not want meanwhile are no debt to it
             run = dataclasses.replace(run, may_have_work=True, served=max(run.served, self._least_served()))
         self._runs[run_id] = run
         count = more(self._total, list(self._runs.values()), run_id)
+        if self._wanted is not None:
+            count = min(count, self._wanted(run_id) - run.held)
         self._runs[run_id] = dataclasses.replace(run, held=run.held + count)
         return count
 
@@ -68,14 +74,14 @@ class Places:
             served=run.served + used / run.weight,
         )
         if used < taken:
-            self._tell()
+            self.tell()
 
     def give(self, run_id: str) -> None:
         """Give back the place of a trajectory that has ended."""
         run = self._runs.get(run_id)
         if run is not None:
             self._runs[run_id] = dataclasses.replace(run, held=run.held - 1)
-        self._tell()
+        self.tell()
 
     async def changed(self, timeout_s: float) -> None:
         """Return when there may be places again, or after `timeout_s`."""
@@ -83,7 +89,8 @@ class Places:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Wake those who wait for `changed`."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -26,6 +26,7 @@ from ...fabric.contract.records import WorkerInfo
 from ...fabric.ports.queue import Fabric
 from ..environments.registry import Registry
 from ..environments.room import Room
+from .desk import REMOTE, Desk
 from .keeper import AskReward, Elsewhere, Keeper, KeeperConfig
 from .run import AgentConfig as AgentConfig
 from .run import AgentParts, RunAgent
@@ -47,9 +48,21 @@ class AgentWorker:
         *,
         ask_reward: AskReward,
         elsewhere: Elsewhere | None = None,
+        desk: Desk | None = None,
+        takes_what_is_opened: bool = False,
     ) -> None:
-        """elsewhere: lets the keeper work in a thread of its own; None: it shares this loop and `fabric`."""
-        self.places = Places(config.environment_count)  # shared between the runs
+        """Make an agent worker.
+
+        Args:
+            fabric, registry, config, clock: the broker, what is played here, the settings, the time.
+            ask_reward: asks for the rewards of trajectories whose run has a reward function.
+            elsewhere: lets the keeper work in a thread of its own; None: it shares this loop and `fabric`.
+            desk: where agents that play by themselves reach their sessions.
+            takes_what_is_opened: whether it claims a trajectory only where somebody opens a session for one.
+        """
+        desk = desk or Desk()
+        self.places = Places(config.environment_count, desk.wanted if takes_what_is_opened else None)
+        desk.on_asked = self.places.tell
         self._parts = AgentParts(
             fabric=fabric,
             registry=registry,
@@ -59,6 +72,7 @@ class AgentWorker:
             places=self.places,
             quarantine=Quarantine(),
             room=Room(SNAPSHOTS_BYTES_MAX),
+            desk=desk,
         )
         self._config = config
         self._clock = clock
@@ -92,6 +106,7 @@ class AgentWorker:
                 await self._agents.pop(name).close()
                 self.places.leave(name)
         self._tokenizers.keep(runs)
+        self._parts.desk.follow({name for name, config in runs.items() if config.environment == REMOTE})
         for name, config in runs.items():
             if config.environment not in self._parts.registry.offered():
                 continue

@@ -23,6 +23,8 @@ NOT_NUMBERS = (
     " infinity, or take a wider dtype"
 )
 
+OVER_CONTEXT = "tokens before its first new one"  # in the error of a prompt that leaves no room for an answer
+
 
 def context_of(
     request: GenerationRequest,
@@ -37,8 +39,9 @@ def context_of(
     cannot: fields of sampling that the engine has not, each with the reason.
 
     Raises:
-        EngineUnsupported: its sampling asks for one of these.
-        EngineError: nothing can follow them in this engine, they are not of its vocabulary, or its sampling is none.
+        EngineUnsupported: no other attempt would do better here: its sampling asks for one of these, or is none, or its
+            prompt fills the context.
+        EngineError: nothing can follow them in this engine, or they are not of its vocabulary.
     """
     _check_sampling(request, vocabulary_size)
     for name in request.sampling.row():
@@ -55,9 +58,12 @@ def context_of(
     prior = request.prior_ids
     ids = np.concatenate([request.prompt_ids, prior]) if prior.size else request.prompt_ids
     if not 0 < ids.size < context_tokens_max:
-        raise EngineError(
-            f"request {request.request_id!r} has {ids.size} tokens before its first new one, this engine takes 1 to"
-            f" {context_tokens_max - 1}: shorten the prompt or raise context_tokens_max",
+        # tokens that a wider engine made may fill it as well: another attempt makes others
+        error = EngineUnsupported if request.prompt_ids.size >= context_tokens_max else EngineError
+        raise error(
+            f"request {request.request_id!r} has {ids.size} {OVER_CONTEXT}, this engine takes 1 to"
+            f" {context_tokens_max - 1}: let the prompt be shorter, or start workers with a larger --context, as far as"
+            " the model goes",
             request_id=request.request_id,
             token_count=ids.size,
             context_tokens_max=context_tokens_max,
@@ -93,9 +99,9 @@ def _is_of(token: Any, vocabulary_size: int) -> bool:
     return is_whole(token) and token < vocabulary_size
 
 
-def _refused(request: GenerationRequest, name: str, value: Any, takes: str) -> EngineError:
+def _refused(request: GenerationRequest, name: str, value: Any, takes: str) -> EngineUnsupported:
     request_id = request.request_id
-    return EngineError(
+    return EngineUnsupported(
         f"request {request_id!r} has {name} {shown(value)}, this engine takes {takes}", request_id=request_id
     )
 

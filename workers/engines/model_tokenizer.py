@@ -17,6 +17,7 @@ from ...fabric.contract.models import TOKENIZER_FILES, is_path, is_preset
 from ...fabric.contract.records import Int32
 from ...fabric.contract.text import printable
 from ...fabric.contract.tokenizer import CharTokenizer, Tokenizer
+from .preset_chat import preset_chat
 
 REASON_LENGTH_MAX = 300
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # sentencepiece's name of a byte token
@@ -93,6 +94,8 @@ def chat_of(tokenizer: Tokenizer, model: str) -> ChatTemplate:
     """
     if isinstance(tokenizer, HubTokenizer):
         return tokenizer.chat
+    if isinstance(tokenizer, CharTokenizer):
+        return preset_chat()
     raise ConfigError(f"model {model!r} has no chat template: environments speak to it in plain text", model=model)
 
 

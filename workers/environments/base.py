@@ -21,10 +21,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from ...fabric.contract.errors import EnvironmentFailed
-from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, sampling_from
+from ...fabric.contract.errors import EnvironmentFailed, InputError, WireError
+from ...fabric.contract.limits import TURN_COUNT_MAX
+from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from, shown
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]
@@ -47,7 +48,9 @@ def make_sampling(stated: Mapping[str, Any]) -> TextSampling:
         InputError: a value or its name does not fit.
     """
     given = {name: value for name, value in stated.items() if value is not None}
-    ends_at_eos = bool(given.pop("ends_at_eos", True))
+    ends_at_eos = given.pop("ends_at_eos", True)
+    if not isinstance(ends_at_eos, bool):
+        raise InputError(f"sampling: ends_at_eos is {shown(ends_at_eos)}, expected True or False")
     made = sampling_from(check_sampling(given, "sampling", others=["ends_at_eos"]))
     return TextSampling(**{name: getattr(made, name) for name in FIELDS}, ends_at_eos=ends_at_eos)
 
@@ -82,6 +85,23 @@ class Step:
         return self.terminated or self.truncated
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What an agent gets to reach the model: an OpenAI-compatible API, and a key that ends with its trajectory."""
+
+    base_url: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What an agent says of an episode that it has played. reward: None: it gave none itself. info: as in a Step."""
+
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False
+
+
 class Environment(ABC):
     """One episode's world. Options arrive as keyword arguments of the constructor.
 
@@ -96,6 +116,7 @@ class Environment(ABC):
             "none": it runs in the agent's own process, which trusts it with all its other trajectories.
         memory_bytes_max: memory that such a process may write to, at most the agent's own limit.
         episode_count_max: episodes that such a process serves, one after the other; None: the pool's number.
+        is_agent: it is played, not reset and stepped: it asks the model by itself, as often as it likes.
     """
 
     name: str = ""
@@ -106,6 +127,7 @@ class Environment(ABC):
     isolation: ClassVar[Isolation] = "process"
     memory_bytes_max: ClassVar[int | None] = None
     episode_count_max: ClassVar[int | None] = None
+    is_agent: bool = False
 
     @abstractmethod
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
@@ -114,6 +136,10 @@ class Environment(ABC):
     @abstractmethod
     async def step(self, action: Any) -> Step:
         """Apply the policy's turn: its text, or the assistant's message where the observation had messages."""
+
+    async def play(self, task: dict[str, Any], seed: int, access: Access) -> Played:
+        """Play the whole episode, with the model at `access`; called only if `is_agent`, instead of reset and step."""
+        raise NotImplementedError(f"environment {self.name!r} is no agent")
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the state as plain JSON values; called only if `recovery` is "snapshot"."""
@@ -126,6 +152,50 @@ class Environment(ABC):
     async def close(self) -> None:
         """Free all resources. Called once, also after a failure."""
         return
+
+
+SETTINGS = ("recovery", "turn_count_max", "sampling")  # of every world, checked alike wherever it runs
+
+
+def check_settings(where: str, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all SETTINGS as a class or world states them, ours for those that it does not state. See check_setting."""
+    return {name: check_setting(where, name, stated.get(name)) for name in SETTINGS}
+
+
+def check_setting(where: str, name: str, value: Any) -> Any:
+    """Return the value of one of SETTINGS, as it is used; ours where it is None.
+
+    Raises:
+        EnvironmentFailed: it is none; the text names where, the setting, the value and what is expected.
+    """
+    if value is None:
+        return getattr(Environment, name)
+    if name == "sampling":
+        return _check_sampling(where, value)
+    if name == "recovery":
+        is_fine = isinstance(value, str) and value in get_args(Recovery)
+        expected = f"one of {', '.join(get_args(Recovery))}"
+    else:
+        is_fine = is_whole(value) and 1 <= value <= TURN_COUNT_MAX
+        expected = f"a whole number from 1 to {TURN_COUNT_MAX:,}"
+    if not is_fine:
+        raise EnvironmentFailed(f"{where}: {name} is {shown(value)}, expected {expected}", reason="make")
+    return value
+
+
+def _check_sampling(where: str, value: Any) -> TextSampling:
+    """Return sampling of a mapping, or of an object with such attributes, as foreign classes have them."""
+    names = (*FIELDS, "ends_at_eos")
+    is_mapping = isinstance(value, Mapping)
+    stated = value if is_mapping else {name: getattr(value, name) for name in names if hasattr(value, name)}
+    if not (stated or is_mapping):
+        raise EnvironmentFailed(
+            f"{where}: sampling is {shown(value)}, expected a dict or a TextSampling", reason="make"
+        )
+    try:
+        return make_sampling(stated)
+    except (InputError, WireError) as error:
+        raise EnvironmentFailed(f"{where}: {error.message}", reason="make") from error
 
 
 class GymEnvironment(Environment):

@@ -8,22 +8,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed, FabricError
 from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
-from .base import Environment, Observation, Recovery, Step, make_sampling, show
+from .base import Access, Environment, Observation, Played, Step, check_settings, show
 from .pool import ProcessPool
 from .process import EnvironmentProcess
 from .room import Share
 from .spawn import ANSWER_BYTES_MAX, Program
 
 OBSERVATION = ("text", "info", "messages", "tools")
+PLAYED = ("reward", "info", "truncated")
 STEP = ("text", "reward", "terminated", "truncated", "info", "messages")
 # process_main.py refuses texts and infos over their own limits, with advice; these bounds are for foreign code that
 # writes to the channel itself.
 BYTES_MAX = {"snapshot": ANSWER_BYTES_MAX}
-ROW_BYTES_MAX = OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB
+ROW_BYTES_MAX = 2 * OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB  # messages and tools, or a text with escapes
 
 
 class IsolatedEnvironment(Environment):
@@ -71,6 +72,12 @@ class IsolatedEnvironment(Environment):
         """Apply one action."""
         return Step(**self._fields("step", await self._call("step", {"action": action}), STEP))
 
+    async def play(self, task: dict[str, Any], seed: int, access: Access) -> Played:
+        """Let the agent in the process play the whole episode, for as long as the pool allows."""
+        arguments = {"task": task, "seed": seed, "base_url": access.base_url, "key": access.key}
+        answer = await self._call("play", arguments, timeout_s=self._pool.play_s)
+        return Played(**self._fields("play", answer, PLAYED))
+
     async def snapshot(self) -> dict[str, Any]:
         """Return the state as its process gave it."""
         return self._fields("snapshot", await self._call("snapshot", {}))
@@ -92,10 +99,12 @@ class IsolatedEnvironment(Environment):
         finally:
             self._pool.give_back(self._process)
 
-    async def _call(self, what: str, arguments: Mapping[str, Any], share: Share | None = None) -> Any:
+    async def _call(
+        self, what: str, arguments: Mapping[str, Any], share: Share | None = None, *, timeout_s: float | None = None
+    ) -> Any:
+        limit, timeout_s = BYTES_MAX.get(what, ROW_BYTES_MAX), timeout_s or self._timeout_s
         try:
-            limit = BYTES_MAX.get(what, ROW_BYTES_MAX)
-            return await self._process.call(what, arguments, self._timeout_s, bytes_max=limit, share=share)
+            return await self._process.call(what, arguments, timeout_s, bytes_max=limit, share=share)
         except FabricError as error:
             raise named(error, self.name) from error
 
@@ -108,19 +117,10 @@ class IsolatedEnvironment(Environment):
 
     def _take_settings(self, answer: Any) -> None:
         """Take the settings that the class in the process states; keep ours for the others."""
-        stated = {key: value for key, value in self._fields("make", answer).items() if value is not None}
-        try:
-            recovery = stated.get("recovery", self.recovery)
-            if recovery not in get_args(Recovery):
-                raise ValueError(f"recovery is one of {', '.join(get_args(Recovery))}")
-            self.recovery = recovery
-            self.turn_count_max = int(stated.get("turn_count_max", self.turn_count_max))
-            if "sampling" in stated:
-                self.sampling = make_sampling(stated["sampling"])
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFailed(
-                f"environment {self.name!r}: settings {show(stated)} do not fit: {error}", reason="make"
-            ) from error
+        stated = self._fields("make", answer)
+        for name, value in check_settings(f"environment {self.name!r}", stated).items():
+            setattr(self, name, value)
+        self.is_agent = stated.get("is_agent") is True
 
 
 def named(error: FabricError, name: str) -> FabricError:

@@ -47,6 +47,8 @@ class PoolConfig:
     """Processes of one program that may start at once."""
     start_s: float = 30.0
     """A start with all its imports may take this long."""
+    play_s: float = 1800.0
+    """A whole episode that an agent plays by itself may take this long."""
     memory_bytes_max: int = WORLD_MEMORY_BYTES_MAX
     """Memory that each may write to; a class may say that it needs less."""
     confinement: Confinement = UNASKED
@@ -71,6 +73,11 @@ class ProcessPool:
     def confinement(self) -> Confinement:
         """How the processes are held in."""
         return self._config.confinement
+
+    @property
+    def play_s(self) -> float:
+        """How long an agent may play one episode."""
+        return self._config.play_s
 
     async def take(self, program: Program) -> EnvironmentProcess:
         """Give out a process that has loaded its program, for one episode.

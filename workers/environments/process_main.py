@@ -8,7 +8,8 @@
 - If the environment raises, we report the error, and the process goes on. When the channel ends, so does the process.
 
 A world with `async def reset` is called like rollfab's Environment: reset(task, seed), step(action). Any other world is
-called like Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers.
+called like Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers. A coroutine function, or a
+command (a target that begins with COMMAND), is an agent: it plays a whole episode, and asks the model by itself.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import inspect
 import json
 import os
 import resource
+import shlex
 import struct
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 LENGTH = struct.Struct(">I")
 TEXT_LENGTH_MAX = 2000
+SHOWN_LENGTH_MAX = 200  # of a value within such a text
 LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more would fill the machine, call by call
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = (  # the fields of TextSampling: an interpreter that does not know rollfab runs this file too
@@ -35,6 +39,10 @@ SAMPLING = (  # the fields of TextSampling: an interpreter that does not know ro
 ).split()
 STEP = ("text", "reward", "terminated", "truncated", "info")
 CHAT = ("messages", "tools")
+COMMAND = "!"
+LINE_BYTES_MAX = 1 << 20
+GIVEN = ("task", "seed", "client", "base_url", "key")  # what an agent may take, by the names of its parameters
+PLAYED = ("reward", "info", "truncated")
 
 
 class Refused(Exception):
@@ -55,6 +63,7 @@ class Stage:
         self._world: Any = None
         self._is_async = False
         self._loop: Any = None
+        self._clients: dict[str, Any] = {}  # of the openai package, by base URL: making one takes as long as a call
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make a requested call; return {"answer": …}, or {"error": …}."""
@@ -82,23 +91,22 @@ class Stage:
             self._decode = find(decoder)
             check_function(self._factory)
             return {}
-        self._factory = find(target)
+        self._factory = Command(target[len(COMMAND) :]) if target.startswith(COMMAND) else find(target)
         limit_memory(getattr(self._factory, "memory_bytes_max", None))
         names = ("episode_count_max", "isolation", "inline")
-        return {name: getattr(self._factory, name, None) for name in names}
+        stated = {name: getattr(self._factory, name, None) for name in names}
+        return {**stated, "is_agent": is_agent(self._factory)}
 
     def score(self, task: dict[str, Any], data: bytes) -> float | str:
         """Compute a rollout's reward; if the result is no number, return its text, for the caller's error."""
         reward = self._finish(self._factory(task, self._decode(data)))
-        if isinstance(reward, str | bytes | bytearray):  # float() would accept a text of digits, which is no number
-            return show(reward)
-        try:
-            return float(reward)
-        except (TypeError, ValueError, OverflowError):
-            return show(reward)
+        return show(reward) if isinstance(reward, str) else number(reward)
 
     def make(self, options: dict[str, Any]) -> dict[str, Any]:
         """Make a new world; return its settings."""
+        if is_agent(self._factory):
+            self._world = Player(self._factory, options, self._clients)
+            return {"is_agent": True}
         try:
             self._world = self._factory(**options)
         except TypeError as error:
@@ -117,7 +125,7 @@ class Stage:
             if not hasattr(answer, "text"):
                 raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
             row = {"text": answer.text, "info": getattr(answer, "info", {})}
-            return self._fit("reset", {**row, **{name: getattr(answer, name, None) or [] for name in CHAT}})
+            return self._fit("reset", {**row, **{name: chat_of(answer, name) for name in CHAT}})
         answer = self._world.reset(seed=int(task.get("seed", seed)))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
@@ -130,7 +138,7 @@ class Stage:
             if not all(hasattr(answer, name) for name in STEP):
                 raise Refused("answer", f"step gave {show(answer)}, expected a Step with text and a dict of info")
             row = {name: getattr(answer, name) for name in STEP}
-            row["messages"] = getattr(answer, "messages", None) or []
+            row["messages"] = chat_of(answer, "messages")
         elif isinstance(answer, tuple) and len(answer) == len(STEP):
             row = dict(zip(STEP, answer))  # noqa: B905 - Python 3.8
             row["text"], row["info"], row["messages"] = str(row["text"]), dict(row["info"]), []
@@ -138,32 +146,26 @@ class Stage:
             form = "(observation, reward, terminated, truncated, info)"
             raise Refused("answer", f"step gave {show(answer)}, expected {form}")
         row["terminated"], row["truncated"] = bool(row["terminated"]), bool(row["truncated"])
-        try:
-            row["reward"] = float(row["reward"])
-        except (TypeError, ValueError, OverflowError):
-            row["reward"] = show(row["reward"])  # the agent's error shows it as no number
+        row["reward"] = number(row["reward"])
         return self._fit("step", row)
 
+    def play(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> dict[str, Any]:
+        """Let an agent play a whole episode; return its reward (None: it gave none) and info."""
+        answer = self._finish(self._world.play(task, seed, base_url, key))
+        if answer is None or isinstance(answer, (int, float)):
+            answer = {"reward": answer}
+        unknown = sorted(set(answer) - set(PLAYED)) if isinstance(answer, dict) else [type(answer).__name__]
+        if unknown:
+            raise Refused(
+                "answer", f"it gave {show(answer)}, expected a reward, None, or a dict of {', '.join(PLAYED)}"
+            )
+        reward = answer.get("reward")
+        reward = None if reward is None else number(reward)
+        row: dict[str, Any] = {"text": "", "reward": reward, "info": answer.get("info") or {}, "messages": []}
+        return self._fit("play", {**row, "truncated": bool(answer.get("truncated"))})
+
     def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row if it may travel; refuse it here, where it arose, before any other process has to carry it."""
-        sizes = (
-            ("text", self._text_bytes_max, "as UTF-8", "let it be shorter"),
-            ("info", self._info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
-            *((name, self._text_bytes_max, "as JSON", "let them be shorter") for name in CHAT if row.get(name)),
-        )
-        for name, limit, form, advice in sizes:
-            value = row[name]
-            try:
-                told = value if name == "text" else json.dumps(value, ensure_ascii=False)
-                size = len(told.encode()) if isinstance(told, str) else 0  # the agent refuses a text that is no str
-            except UnicodeEncodeError as error:
-                raise Refused("answer", f"{what}: its {name} is no Unicode: {describe(error)}") from error
-            except Exception as error:  # its keys and values are user code
-                raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}") from error
-            if size > limit:
-                text = f"{what}: its {name} is {size:,} bytes {form}, the limit is {limit:,}: {advice}"
-                raise Refused("answer", text)
-        return row
+        return fit(what, row, self._text_bytes_max, self._info_bytes_max)
 
     def snapshot(self) -> Any:
         """Return the world's state as plain JSON values."""
@@ -192,6 +194,128 @@ class Stage:
 
 async def _awaited(value: Any) -> Any:
     return await value
+
+
+def fit(what: str, row: dict[str, Any], text_bytes_max: int, info_bytes_max: int) -> dict[str, Any]:
+    """Return the row if it may travel; refuse it where it arose, before any other process has to carry it."""
+    sizes = (
+        ("text", "is", text_bytes_max, "as UTF-8", "let it be shorter"),
+        ("info", "is", info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
+        *((name, "are", text_bytes_max, "as JSON", "let them be shorter") for name in CHAT if row.get(name)),
+    )
+    for name, verb, limit, form, advice in sizes:
+        value = row[name]
+        try:
+            told = value if name == "text" else to_json(value)
+            size = len(told if len(told) > limit else told.encode()) if isinstance(told, str) else 0  # refused later
+        except UnicodeEncodeError as error:
+            raise Refused("answer", f"{what}: its {name} {verb} no Unicode: {describe(error)}") from error
+        except Exception as error:  # its keys and values are user code
+            raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}") from error
+        if size > limit:
+            text = f"{what}: its {name} {verb} {size:,} bytes {form}, the limit is {limit:,}: {advice}"
+            raise Refused("answer", text)
+    return row
+
+
+def chat_of(answer: Any, name: str) -> Any:
+    """Return the messages or tools of an answer; none where it says None, or has no such attribute."""
+    value = getattr(answer, name, None)
+    return [] if value is None else value
+
+
+def number(reward: Any) -> Any:
+    """Return a reward as a float; if it is no number, a text that shows it, for the agent's error."""
+    if isinstance(reward, (str, bytes, bytearray)):  # float() would accept a text of digits
+        return reward[:TEXT_LENGTH_MAX] if isinstance(reward, str) else show(reward)
+    try:
+        return float(reward)
+    except (TypeError, ValueError, OverflowError):
+        return show(reward)
+
+
+def to_json(value: Any) -> str:
+    """Write a value as JSON without spaces, as all that travels is written."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def is_agent(factory: Any) -> bool:
+    """Tell whether what was loaded plays by itself."""
+    return isinstance(factory, Command) or inspect.iscoroutinefunction(factory)
+
+
+class Player:
+    """An agent: a coroutine function, called with those of GIVEN that it takes, and with its options; or a command."""
+
+    def __init__(self, function: Any, options: dict[str, Any], clients: dict[str, Any]) -> None:
+        self._function = function
+        self._options = options
+        self._clients = clients
+        taken = inspect.signature(function).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        self._names = [name for name in GIVEN if name in taken]
+        wrong = sorted(name for name in options if name in GIVEN or not (takes_any or name in taken))
+        missing = [
+            name
+            for name, each in taken.items()
+            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+            if name not in GIVEN and name not in options
+        ]
+        if wrong or missing:
+            raise Refused("options", f"{(wrong or missing)[0]!r} is {'no option of it' if wrong else 'missing'}")
+
+    async def play(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> Any:
+        """Play one episode."""
+        given = {"task": task, "seed": seed, "base_url": base_url, "key": key}
+        if "client" not in self._names:
+            answer = self._function(**{name: given[name] for name in self._names}, **self._options)
+            return await answer if inspect.isawaitable(answer) else answer
+        try:
+            openai = importlib.import_module("openai")
+        except ImportError as error:
+            text = "it takes a client, and the package openai is not installed for its interpreter"
+            raise Refused("load", text + ": pip install openai") from error
+        if base_url not in self._clients:
+            self._clients[base_url] = openai.AsyncOpenAI(base_url=base_url, api_key=key)
+        given["client"] = self._clients[base_url].with_options(api_key=key)
+        return await self._function(**{name: given[name] for name in self._names}, **self._options)
+
+
+class Command:
+    """An agent that is a command, started where its agent worker was.
+
+    It finds the model in OPENAI_BASE_URL and OPENAI_API_KEY, the task in the JSON file that ROLLFAB_TASK names, the
+    trajectory's seed in ROLLFAB_SEED, and a directory of its own, which is removed afterwards, in ROLLFAB_DIRECTORY.
+    If the last line that it prints is a JSON object, that says the reward.
+    """
+
+    def __init__(self, line: str) -> None:
+        self._words = shlex.split(line)
+
+    def __call__(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> Any:
+        """Run the command to its end."""
+        import subprocess
+        import tempfile
+
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "ROLLFAB_SEED": str(seed)}
+        with tempfile.TemporaryDirectory() as directory:
+            place, scratch = os.path.join(directory, "task.json"), os.path.join(directory, "scratch")
+            os.mkdir(scratch)
+            with open(place, "w") as file:
+                json.dump(task, file)
+            variables = {**os.environ, **own, "ROLLFAB_TASK": place, "ROLLFAB_DIRECTORY": scratch}
+            none, pipe, last = subprocess.DEVNULL, subprocess.PIPE, b""
+            with subprocess.Popen(self._words, env=variables, stdin=none, stdout=pipe) as process:
+                while line := process.stdout.readline(LINE_BYTES_MAX):  # type: ignore[union-attr]
+                    last = line
+                    os.write(sys.stdout.fileno(), line)
+        if process.returncode:
+            raise RuntimeError(f"{self._words[0]} ended with code {process.returncode}")
+        try:
+            answer = json.loads(last)
+        except ValueError:
+            return None
+        return answer if isinstance(answer, dict) else None
 
 
 def find(target: str) -> Any:
@@ -246,15 +370,22 @@ def limit_memory(limit: Any) -> None:
 
 
 def settings(owner: Any) -> dict[str, Any]:
-    """Read the settings that a class or a world states; None for each that it does not state."""
-    sampling = getattr(owner, "sampling", None)
-    if sampling is not None and not isinstance(sampling, dict):
-        sampling = {name: getattr(sampling, name, None) for name in SAMPLING}
-    return {
-        "recovery": getattr(owner, "recovery", None),
-        "turn_count_max": getattr(owner, "turn_count_max", None),
-        "sampling": sampling,
-    }
+    """Read the settings that a class or a world states; None for each that it does not state. The agent checks them."""
+    stated = {name: getattr(owner, name, None) for name in ("recovery", "turn_count_max", "sampling")}
+    sampling = stated["sampling"]
+    if isinstance(sampling, Mapping):
+        stated["sampling"] = dict(sampling)
+    else:
+        named = {name: getattr(sampling, name) for name in SAMPLING if hasattr(sampling, name)}
+        stated["sampling"] = named or sampling
+    for name, value in stated.items():
+        try:
+            json.dumps(value)
+        except Exception as error:  # user code
+            raise Refused(
+                "answer", f"{name} is {show(value)}, expected plain JSON values: {describe(error)}"
+            ) from error
+    return stated
 
 
 def describe(error: BaseException) -> str:
@@ -268,9 +399,10 @@ def describe(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """Show a value in an error's text, even if its own repr raises."""
+    """Show a value in an error's text, cut, even if its own repr raises."""
     try:
-        return repr(value)[:TEXT_LENGTH_MAX]
+        text = repr(value)
+        return text if len(text) <= SHOWN_LENGTH_MAX else text[:SHOWN_LENGTH_MAX] + "…"
     except Exception:  # noqa: BLE001 - user code too
         return f"a {type(value).__name__} that cannot be shown"
 
@@ -305,7 +437,7 @@ def read_exactly(channel: int, size: int) -> bytes:
 def send(channel: int, what: str, head: dict[str, Any], reply: dict[str, Any], bytes_max: int) -> None:
     """Send a reply to a call, or an error if the reply cannot be sent; the head holds the number of the request."""
     try:
-        data = json.dumps({**head, **reply}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        data = to_json({**head, **reply}).encode("utf-8", "surrogatepass")
     except Exception as error:  # noqa: BLE001 - its keys and values are user code
         text = f"{what}: its answer cannot be sent: {describe(error)}; give plain JSON values"
         data = json.dumps({**head, "error": {"kind": "answer", "text": text}}).encode()

@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -24,28 +26,29 @@ from ...fabric.contract.errors import ConfigError, EnvironmentFailed, Environmen
 from ...fabric.contract.records import Rollout
 from ...fabric.contract.text import did_you_mean
 from ...fabric.host.entry_points import installed
-from .base import Environment, GymEnvironment, Isolation, in_thread, make_sampling, show
+from .base import SETTINGS, Environment, GymEnvironment, Isolation, check_settings, in_thread, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
-from .spawn import NICENESS, Program
+from .spawn import COMMAND, NICENESS, Program
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
+COMMAND_PREFIX = "command:"
 OURS = "rollfab."  # modules that this process may import without asking
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 OUR_REWARDS = "rollfab.workers.rewards.functions"  # the module of our own reward functions
 
 RewardFunction = Callable[[dict[str, Any], Rollout], float]
-CLASS_SETTINGS = ("recovery", "sampling", "turn_count_max", "inline")  # read off a plain class if it has them
 
 
 class Registry:
     """The environments and reward functions that this worker offers.
 
     Args:
-        environments: "NAME=module:attr" of an Environment, or of a class with Gymnasium's or GEM's `reset` and `step`;
-            with "NAME=python:module:attr" the interpreter `python` runs it, in processes of its own.
+        environments: "NAME=module:attr" of an Environment, of a class with Gymnasium's or GEM's `reset` and `step`, or
+            of a coroutine function, which is an agent that plays by itself; with "NAME=python:module:attr" the
+            interpreter `python` runs it, in processes of its own; "NAME=command:LINE" is an agent that is a command.
         rewards: "NAME=module:attr" of a function (task, rollout) → float.
         pool: settings of the processes.
 
@@ -64,6 +67,7 @@ class Registry:
         _check_interpreters(self._targets)
         self._programs: dict[tuple[str, str], Program] = {}
         self._inside: dict[str, bool] = {}
+        self._playing: set[str] = set()
         self._loaded: dict[tuple[str, str], Any] = {}
         self._offered = sorted({*self._targets[ENVIRONMENTS], *installed(ENVIRONMENTS)})
 
@@ -89,6 +93,10 @@ class Registry:
             self._inside[name] = await self._find_place(name)
         return self._inside[name]
 
+    def plays(self, name: str) -> bool:
+        """Tell whether an environment is an agent in a process of its own; known once `is_inside` has been asked."""
+        return name in self._playing
+
     async def _find_place(self, name: str) -> bool:
         program = self._program(ENVIRONMENTS, name)
         is_known = (ENVIRONMENTS, name) in self._loaded or program.target.startswith(OURS)
@@ -101,12 +109,17 @@ class Registry:
             except FabricError as error:
                 raise named(error, name) from error
             stated = dict(process.stated)
+            if stated.get("is_agent"):
+                self._playing.add(name)
             self._pool.give_back(process)
         isolation = stated.get("isolation") or "process"
         if isolation not in get_args(Isolation):
             raise ConfigError(f"environment {name!r}: isolation is {show(isolation)}, not one of {get_args(Isolation)}")
+        inline = stated.get("inline")
+        if not (inline is None or isinstance(inline, bool)):
+            raise ConfigError(f"environment {name!r}: inline is {show(inline)}, expected True or False")
         is_trusted = program.target.startswith(OURS) or not self._pool.confinement.is_strict
-        is_inside = is_trusted and program.python is None and (isolation == "none" or bool(stated.get("inline")))
+        is_inside = is_trusted and program.python is None and (isolation == "none" or inline is True)
         if is_inside:
             await self._load_aside(name)
         return is_inside
@@ -153,16 +166,21 @@ class Registry:
         Raises:
             EnvironmentUnknown: this worker does not offer it.
             ConfigError: it is offered, but cannot be imported, or does not take these options.
+            EnvironmentFailed: it states settings that are none, or what was made is no world.
         """
         factory = self._load(ENVIRONMENTS, name)
+        own = copy.deepcopy(dict(options))  # a world may change what it is given: the run's other worlds share the rest
         try:
-            world = factory(**options)
+            world = factory(**own)
         except TypeError as error:
             raise ConfigError(
                 f"environment {name!r} does not take the options {show(dict(options))}: {error}",
                 environment=name,
             ) from error
-        return world if isinstance(world, Environment) else _adapt(name, factory, world)
+        if not isinstance(world, Environment):
+            return _adapt(name, factory, world)
+        check_settings(f"environment {name!r}", {key: getattr(world, key) for key in SETTINGS})
+        return world
 
     def may_block(self, name: str) -> bool:
         """Tell whether a thread must make it: it is a plain synchronous class, and does not say `inline`.
@@ -232,11 +250,26 @@ def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
     targets: dict[str, Program] = {}
     for pair in pairs:
         name, _, rest = pair.partition("=")
+        if name and rest.startswith(COMMAND_PREFIX) and option == "--environment":
+            targets[name] = Program(COMMAND + _line(name, rest), niceness=NICENESS)
+            continue
         *python, module, attribute = rest.rsplit(":", 2) if ":" in rest else ("", "")
         if not (name and module and attribute.isidentifier() and python != [""]):
             raise ConfigError(f"{option} {pair!r} does not name code: write {option} NAME=module:attr", name=name)
         targets[name] = Program(f"{module}:{attribute}", python[0] if python else None, niceness=NICENESS)
     return targets
+
+
+def _line(name: str, rest: str) -> str:
+    """Return the command line of an agent. Raises ConfigError: its command cannot be run."""
+    line = rest.removeprefix(COMMAND_PREFIX)
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"environment {name!r}: {line!r:.200} is no command line: {error}", name=name) from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"environment {name!r}: {line!r:.200} cannot be run: there is no such command", name=name)
+    return line
 
 
 def _check_interpreters(targets: Mapping[str, Mapping[str, Program]]) -> None:
@@ -263,8 +296,8 @@ def _adapt(name: str, factory: Any, world: Any) -> Environment:
         raise EnvironmentFailed(
             f"environment {name!r} made a {type(world).__name__}, which has no reset and step", reason="make"
         )
-    settings = {key: getattr(factory, key) for key in CLASS_SETTINGS if hasattr(factory, key)}
-    if isinstance(settings.get("sampling"), dict):
-        settings["sampling"] = make_sampling(settings["sampling"])
-    adapted: type[GymEnvironment] = type("Adapted", (GymEnvironment,), {"name": name, **settings})
+    stated = {key: getattr(factory, key, None) for key in SETTINGS}
+    settings = {"name": name, "inline": bool(getattr(factory, "inline", False))}
+    settings |= check_settings(f"environment {name!r}", stated)
+    adapted: type[GymEnvironment] = type("Adapted", (GymEnvironment,), settings)
     return adapted(lambda: world)

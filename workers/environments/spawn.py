@@ -22,12 +22,14 @@ from .confinement import Confinement, holding, means
 MAIN = Path(__file__).with_name("process_main.py")
 NICENESS = 5  # for users' code, so that it gives way to all agents and workers
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+COMMAND = "!"  # begins the target of an agent that is a command (process_main.py)
 ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer; a longer one is not read
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The code that a process runs for a user: "module:attr", and its interpreter (None: our own)."""
+    """The code that a process runs for a user: "module:attr", or COMMAND and a command line; and its interpreter
+    (None: our own)."""
 
     target: str
     python: str | None = None

@@ -43,6 +43,7 @@ SUSPECT_S = 2.0
 KEEP_S = 2.0  # a worker that has not said for so long that it keeps a reward has lost it: it may be killed
 KEEP_EVERY_S = 0.5
 FOLLOW_S = 0.25
+SHOWN_MAX = 40  # characters of what should have been a number
 LOSSES = ("timeout", "crashed", "answer")  # reasons that cost the process, and not only the call
 ADVICE = {
     "timeout": "make it faster, or start the reward worker with a longer --timeout",
@@ -130,7 +131,8 @@ class RewardFunctions:
             slow.cancel()
             self._pool.give_back(process)
         if isinstance(reward, str):  # the text of an answer that is no number
-            raise RewardFailed(f"{where} gave reward {reward:.200}: not a number", reason="reward")
+            told = reward if len(reward) <= SHOWN_MAX else f"{reward[:SHOWN_MAX]}…"
+            raise RewardFailed(f"{where} gave reward {told}: not a number", reason="reward")
         return check_reward(reward, where, RewardFailed)
 
     async def _ask(self, process: EnvironmentProcess, task: Mapping[str, object], rollout: Rollout) -> object:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ...contract.errors import RunMismatch
 from ...contract.records import RunConfig, WorkerInfo
+from ...contract.sampling import sampling_from
 from ..lending.capacity_facts import is_same_model
 
 FIXED = ("model", "environment", "environment_options", "reward", "shard_count")  # the rest may change between starts
@@ -36,7 +37,8 @@ def undoable(config: RunConfig, workers: Iterable[WorkerInfo]) -> dict[str, list
     """Fields of the run's sampling that none of some workers can do, each with their engines; none where none are."""
     each = list(workers)
     engines = list(dict.fromkeys(info.engine or info.worker_id for info in each))
-    return {name: engines for name in config.sampling if each and all(name in info.cannot for info in each)}
+    wanted = sampling_from(dict(config.sampling)).row()  # without what has its default
+    return {name: engines for name in wanted if each and all(name in info.cannot for info in each)}
 
 
 def _differing(existing: RunConfig, wanted: RunConfig) -> list[str]:

@@ -561,6 +561,20 @@ async def test_a_request_that_outgrows_the_context_is_cut_there(engine: Engine) 
     assert cut.finish_reason == "length" and len(cut.completion_ids) == 5
 
 
+async def test_a_prompt_that_fills_the_context_is_refused_for_good_by_the_workers_option(engine: Engine) -> None:
+    prompt = np.resize(PROMPT, CONTEXT_TOKENS)
+    with pytest.raises(EngineUnsupported, match=rf"has {CONTEXT_TOKENS} tokens .* larger --context") as caught:
+        engine.generate(greedy("full", 1, prompt=prompt))
+    assert "context_tokens_max" not in str(caught.value)
+    # But tokens that another engine made are no fault of the prompt: another attempt may do better
+    resumed = GenerationRequest(
+        request_id="resumed", prompt_ids=prompt[:-4], sampling=Sampling(max_tokens=9), prior_ids=prompt[:4]
+    )
+    with pytest.raises(EngineError, match="larger --context") as late:
+        engine.generate(resumed)
+    assert not isinstance(late.value, EngineUnsupported)
+
+
 async def test_a_closed_engine_takes_no_requests(kind: str) -> None:
     engine = new_engine(kind)
     await engine.start()
@@ -844,14 +858,16 @@ async def test_a_hostile_request_fails_alone_with_a_sentence(engine: Engine) -> 
 
     # When every hostile one comes while it runs
     engine.generate(greedy("good", 200))
-    begun, refusals = [], {}
+    begun, refusals, is_final = [], {}, {}
     for name, values in HOSTILE.items():
         try:
             engine.generate(hostile(name, **values))
             begun.append(name)
         except EngineError as error:
-            refusals[name] = str(error)
+            refusals[name], is_final[name] = str(error), isinstance(error, EngineUnsupported)
         await asyncio.sleep(0)
+    assert all(final for name, final in is_final.items() if not name.startswith(("prompt", "prior")))
+    assert is_final["prompt of a million"] and not is_final["prior of a million"]
     assert all(repr(name) in told and len(told) < 500 for name, told in refusals.items())
     ended = await gather(engine, 1 + len(begun))
 

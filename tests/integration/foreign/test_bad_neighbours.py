@@ -14,7 +14,7 @@ MIB = 1 << 20
 LIMIT = "the limit is 1,048,576"
 # What is done at a step → what the dead letter's reason says.
 ATTACKS = {
-    "large_info": f"step: its info is 83,886,091 bytes as JSON, {LIMIT}: say less",
+    "large_info": f"step: its info is 83,886,090 bytes as JSON, {LIMIT}: say less",
     "large_text": f"step: its text is 5,242,880 bytes as UTF-8, {LIMIT}: let it be shorter",
     "many_strings": f"bytes as JSON, {LIMIT}",
     "deep": "step: its info cannot be sent: RecursionError",

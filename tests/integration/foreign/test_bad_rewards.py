@@ -50,7 +50,7 @@ FAILED = {  # it raised, or gave no number: the attempt failed
     "fills memory": "raised MemoryError",
     "huge text": "gave reward 'xxxx",
     "huge list": "gave reward [0.0",
-    "huge number": "not a number",
+    "huge number": f"gave reward 1{39 * '0'}…: not a number",
     "NaN": "gave reward nan: rewards must be finite",
     "infinite": "gave reward -inf: rewards must be finite",
     "None": "gave reward None: not a number",

@@ -39,6 +39,8 @@ PAIRS = [
     f"elsewhere={sys.executable}:{WORLDS}:Captive",
     f"countdown={sys.executable}:docs.examples.my_environment:Countdown",
     "countdown-here=docs.examples.my_environment:Countdown",
+    "inside=tests.support.worlds.twin_worlds:Inside",
+    "process=tests.support.worlds.twin_worlds:InAProcess",
 ]
 HANGS = {"spin": "do_spin", "spin_in_c": "do_spin_in_c", "sleep": "going to sleep", "stop": ""}
 CRASHES = {
@@ -311,6 +313,36 @@ async def test_none_is_started_that_cannot_be_held(captor: Captor, monkeypatch: 
 async def test_impossible_settings_are_named(captor: Captor) -> None:
     with pytest.raises(EnvironmentFailed, match=r"by magic.*replay, snapshot, restart"):
         await captor.open("mistyped")
+
+
+@pytest.mark.parametrize("name", ["inside", "process"])
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("recovery", "magic", "recovery is 'magic', expected one of replay, snapshot, restart"),
+        ("recovery", 1, "recovery is 1, expected one of"),
+        ("turn_count_max", 0, "turn_count_max is 0, expected a whole number from 1 to 65,536"),
+        ("turn_count_max", "many", "turn_count_max is 'many', expected a whole number"),
+        ("turn_count_max", 2.5, "turn_count_max is 2.5, expected a whole number"),
+        ("turn_count_max", 65_537, "turn_count_max is 65537, expected a whole number"),
+        ("sampling", "greedy", "sampling is 'greedy', expected a dict or a TextSampling"),
+        ("sampling", {"temprature": 1}, "sampling has no 'temprature': did you mean temperature"),
+        ("sampling", {"temperature": "hot"}, "sampling: temperature is 'hot', expected 0 .greedy. or a number"),
+        ("sampling", {"ends_at_eos": "no"}, "sampling: ends_at_eos is 'no', expected True or False"),
+    ],
+)
+async def test_impossible_settings_are_named_wherever_a_world_runs(
+    captor: Captor, name: str, setting: str, value: Any, says: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"environment '{name}': {says}") as caught:
+        await captor.open(name, **{setting: value})
+    assert caught.value.facts["reason"] == "make"
+
+
+@pytest.mark.parametrize("name", ["inside", "process"])
+async def test_settings_that_cannot_be_sent_are_refused_wherever_a_world_runs(captor: Captor, name: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"environment '{name}': .*turn_count_max is .*, expected"):
+        await captor.open(name, cannot_be_sent="turn_count_max")
 
 
 def test_an_interpreter_that_is_not_there_is_named_at_once() -> None:

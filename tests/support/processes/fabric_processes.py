@@ -65,10 +65,10 @@ class Processes:
         self.start("dedicated", "worker", *worker)
         self.wait_for_role("controller", "agent", "dedicated")
 
-    def wait_for_role(self, *names: str) -> None:
+    def wait_for_role(self, *names: str, timeout_s: float = 60.0) -> None:
         """Wait until these children, and not some earlier ones, are known to the broker and have loaded."""
         for name in names:
-            self.until(lambda name=name: self._is_up(name), 60.0, f"{name} is known to the broker, and up")
+            self.until(lambda name=name: self._is_up(name), timeout_s, f"{name} is known to the broker, and up")
 
     def _is_up(self, name: str) -> bool:
         info = self.worker_of(name)

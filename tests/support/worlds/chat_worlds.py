@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from rollfab.workers.environments.base import Environment, Observation, Step
@@ -59,3 +60,30 @@ class SumsBySnapshot(Sums):
 
 class SumsInAProcess(Sums):
     inline = False
+
+
+class Meddler(Sums):
+    """Inside the agent, it writes over all that it was handed, and over what it has said."""
+
+    def __init__(self, *, rules: list[str], meddles: bool = True) -> None:
+        super().__init__()
+        self._rules = rules
+        self._meddles = meddles
+        self._tools = [copy.deepcopy(ADD)]
+
+    async def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        first = await super().reset(task, seed)
+        first.messages[0]["content"] = self._rules[0]
+        if self._meddles:
+            task.clear()
+            self._rules[0] = "Say nothing."
+        return Observation(messages=first.messages, tools=self._tools)
+
+    async def step(self, action: Any) -> Step:
+        step = await super().step(action)
+        if self._meddles:
+            self._tools[0]["function"]["name"] = "subtract"
+            for call in action.get("tool_calls", []):
+                call["function"]["arguments"] = "{}"
+            action["content"] = "the world wrote this"
+        return step

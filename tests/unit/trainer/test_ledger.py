@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.ports.queue import Delivery
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.trainer import groups as module
+from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.groups import Ledger
 from rollfab.workers.environments.failures import dead_letter
@@ -223,3 +225,38 @@ async def test_groups_that_failed_as_a_whole_are_warned_of_once_and_counted(
     assert r"ValueError: no such\nworld\x1b." in record.getMessage()
     assert "rollfab dead ls --run r1" in record.getMessage()
     assert ledger.failed_group_count == 3
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("how", ["break", "Ctrl-C"])
+async def test_a_plain_loop_that_was_left_has_used_its_group_once_the_program_goes_on(
+    fabric: StandInFabric, how: str, goes_on: bool
+) -> None:
+    # Given a loop that is left with a group in hand
+    await fabric.rollouts(RUN).push(make_groups([{}], 1, ["g1"]))
+    await finish_all(fabric)
+    run = AsyncRun(fabric, RUN)  # type: ignore[arg-type]
+    with contextlib.suppress(KeyboardInterrupt):
+        async for _ in run.groups(timeout=0.01):
+            if how == "break":
+                break
+            raise KeyboardInterrupt
+    # When the program goes on, or ends and is started again
+    if goes_on:
+        await run.submit([{}], group_ids=["g2"])
+    # Then the group counts as used, or comes again
+    later = AsyncRun(fabric, RUN)  # type: ignore[arg-type]
+    assert [group.group_id async for group in later.groups(timeout=0.01)] == ([] if goes_on else ["g1"])
+
+
+async def test_a_block_that_an_interrupt_leaves_gives_all_its_groups_back(fabric: StandInFabric) -> None:
+    await fabric.rollouts(RUN).push(make_groups([{}] * 2, 1, ["g1", "g2"]))
+    await finish_all(fabric)
+    run = AsyncRun(fabric, RUN)  # type: ignore[arg-type]
+    with contextlib.suppress(KeyboardInterrupt):
+        async with run.groups(timeout=0.01) as groups:
+            async for group in groups:
+                if group.group_id == "g2":
+                    raise KeyboardInterrupt
+    await run.submit([{}], group_ids=["g3"])
+    assert [group.group_id async for group in run.groups(timeout=0.01)] == ["g1", "g2"]

@@ -184,7 +184,7 @@ class TransformersEngine:
         except (MemoryError, RuntimeError, ValueError) as error:
             raise EngineError(
                 f"model {config.model!r} with {config.slot_count} slots of {self._context_tokens_max} tokens does not"
-                f" fit on {config.device}: {error}. Lower slot_count or context_tokens_max"
+                f" fit on {config.device}: {error}. Lower --slots or --context"
             ) from error
 
     def generate(self, request: GenerationRequest) -> None:

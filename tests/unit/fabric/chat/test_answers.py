@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.chat.answers import call_id, finish_of, to_message
-from rollfab.fabric.chat.forms import FORMS, find_form, find_think_tags, read_answer
+from rollfab.fabric.chat.forms import FORMS, Call, find_form, find_think_tags, read_answer
 from rollfab.fabric.chat.template import ChatTemplate
 from tests.unit.fabric.chat.families import FAMILIES, Message, build_tokenizer, chat_template
 from tests.unit.fabric.chat.world import TOOLS
@@ -179,6 +179,22 @@ def test_ids_of_calls_follow_from_the_seed_unless_the_policy_wrote_fit_ones() ->
     assert [call["id"] for call in to_message(long, "seed")["tool_calls"]] == ["abcdefghi", derived[1]]
     assert len({*derived, call_id("other", 0)}) == 3
     assert all(len(each) == 9 and each.isalnum() for each in derived)
+
+
+def test_ids_of_many_calls_are_not_compared_each_with_each() -> None:
+    class Name(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    names = [Name(f"{index:09}") for index in range(1_000)]
+    message = to_message(("", "", [Call("look", "{}", name) for name in names]), "seed")
+    assert [call["id"] for call in message["tool_calls"]] == names
+    assert Name.compared < 10 * len(names)
 
 
 def test_reasoning_that_is_cut_or_was_opened_by_the_prompt_is_reasoning() -> None:

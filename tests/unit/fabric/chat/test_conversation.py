@@ -70,6 +70,15 @@ def test_a_thousand_histories_continue_wherever_they_could() -> None:
     assert total["continued"] == total["could continue"]
 
 
+def test_what_asks_begin_with_alike_is_stored_once() -> None:
+    """Tokens of the prefix tree of all lines to those stored; asks that share nothing but answers come to 0.4."""
+    total: Counter[str] = Counter()
+    for seed in range(200):
+        total += run_world(list(FAMILIES)[seed % len(FAMILIES)], seed)
+
+    assert total["needed"] >= 0.95 * total["stored"] > 0
+
+
 class StopTwice(Conversation):
     """The template's own end of an answer is added behind the policy's."""
 
@@ -134,8 +143,24 @@ class AddedTwice(Conversation):
 
     def answer(self, ask: Ask, *facts: Any) -> Answer:
         answer = super().answer(ask, *facts)
-        self._asked[module._place(ask)] = answer.node
+        asked = self.nodes[answer.node].parent
+        self._next = {key: answer.node if value == asked else value for key, value in self._next.items()}
         return answer
+
+
+class SharedTooMuch(Conversation):
+    """The token in which two asks part is taken for one that they share."""
+
+    def _place(self, ask: Ask) -> Any:
+        place = super()._place(ask)
+        return place._replace(id_count=place.id_count + 1)
+
+
+class SharedMessages(Conversation):
+    """Where two asks have the same tokens, they are taken to have the same messages."""
+
+    def _hand_down(self, *facts: Any) -> None:
+        return None
 
 
 BUGS = (
@@ -147,6 +172,8 @@ BUGS = (
     Timid,
     OneTooMany,
     AddedTwice,
+    SharedTooMuch,
+    SharedMessages,
 )
 
 
@@ -282,7 +309,7 @@ def test_of_answers_that_read_the_same_one_goes_on_that_can() -> None:
     assert not conversation.ask([USER, thought.message, MORE]).is_continued
 
 
-def test_sub_agents_are_roots_of_their_own() -> None:
+def test_sub_agents_share_no_more_than_their_beginning() -> None:
     conversation = Conversation(chat_template("qwen2.5"))
     main = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
     other = [{"role": "system", "content": "You summarise."}, USER]
@@ -290,7 +317,71 @@ def test_sub_agents_are_roots_of_their_own() -> None:
 
     assert conversation.ask([USER, main.message, MORE]).parent == main.node
     assert conversation.ask([*other, side.message, MORE]).parent == side.node
-    assert conversation.path(main.node)[0] != conversation.path(side.node)[0]
+    [shared] = set(conversation.path(main.node)) & set(conversation.path(side.node))
+    assert chat_template("qwen2.5").decode(conversation.ids(shared)) == "<|im_start|>system\nYou"
+
+
+def test_sub_agents_with_one_system_prompt_have_it_once() -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    system = {"role": "system", "content": "You summarise. " * 50}
+    ids = []
+    for question in ("one", "two", "three"):
+        ask = conversation.ask([system, {"role": "user", "content": question}])
+        ids.append(ask.context_ids)
+        answer = made(ask, conversation, "well<|im_end|>", family="qwen2.5")
+        assert np.array_equal(conversation.ids(conversation.nodes[answer.node].parent), ask.context_ids)
+
+    record = conversation.record()
+    assert len(record["prompt_ids"]) + len(record["completion_ids"]) < len(ids[0]) + 100
+    assert [each["content"] for node in record["nodes"] for each in node.messages] == [
+        system["content"],
+        "one",
+        "well",
+        "two",
+        "well",
+        "three",
+        "well",
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek-r1", "gpt-oss"])
+def test_a_template_that_rewrites_each_turn_stores_no_turn_twice(family: str) -> None:
+    """Nearly none: a history says in other tokens what the policy said, so an answer is there as made and as told."""
+    stored, message_counts = [], []
+    for turn_count in (20, 40):
+        conversation = Conversation(chat_template(family))
+        history: list[Message] = [{"role": "system", "content": "rules"}]
+        for turn in range(turn_count):
+            history.append({"role": "user", "content": f"question {turn}, and then one two three four five"})
+            answer = made(
+                conversation.ask(history, TOOLS),
+                conversation,
+                written(family, {"role": "assistant", "content": f"answer {turn}", "reasoning_content": "hmm"}),
+                family=family,
+            )
+            history.append(answer.message)
+        stored.append(sum(len(node.ids) for node in conversation.nodes))
+        message_counts.append(sum(len(node.messages) for node in conversation.nodes))
+
+    assert stored[1] < 2.1 * stored[0]
+    assert message_counts[1] < 2.1 * message_counts[0]
+
+
+def test_the_same_messages_in_other_tokens_are_another_ask() -> None:
+    """A template may write the date."""
+    family = FAMILIES["qwen2.5"]
+    days = ["Monday"]
+    tokenizer = build_tokenizer(dataclasses.replace(family, template="{{- today }}" + family.template))
+    apply = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *facts, **words: apply(*facts, **words, today=days[-1])
+    conversation = Conversation(ChatTemplate(tokenizer))
+    asks = [conversation.ask([USER])]
+    days.append("Tuesday")
+    asks.append(conversation.ask([USER]))
+
+    for ask in asks:
+        answer = made(ask, conversation, "one<|im_end|>", family="qwen2.5")
+        assert np.array_equal(conversation.ids(conversation.nodes[answer.node].parent), ask.context_ids)
 
 
 def test_other_tools_or_options_begin_a_path() -> None:
@@ -355,6 +446,14 @@ def test_a_template_that_writes_no_history_that_ends_with_an_answer_branches() -
     answer = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
 
     assert not conversation.ask([USER, answer.message, MORE]).is_continued
+
+
+def test_a_conversation_without_an_answer_is_recorded_as_nothing() -> None:
+    record = Conversation(chat_template("qwen2.5")).record()
+
+    assert {name: len(each) for name, each in record.items()} == dict.fromkeys(
+        ("prompt_ids", "completion_ids", "logprobs", "completion_mask", "spans", "nodes"), 0
+    )
 
 
 # ---------------------------------------------------------------- what is refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,33 @@ def test_each_token_is_broken_up_wherever_it_begins() -> None:
     }
     assert (tokens.first_in("<<s><t>"), tokens.first_in("x s")) == ("<s><t>", None)
     assert ControlTokens([]).broken_up("<s>") == "<s>"
+
+
+PIECES = st.text("<|s>.(", max_size=6)
+
+
+@given(tokens=st.lists(PIECES, max_size=8), text=st.text("<|s>.(", max_size=30))
+def test_tokens_are_found_as_if_each_were_looked_for_at_each_place(tokens: list[str], text: str) -> None:
+    places = {place for place in range(len(text)) for each in tokens if len(each) > 1 and text.startswith(each, place)}
+    broken = "".join(letter + MARK * (place in places) for place, letter in enumerate(text))
+    longest = max((each for each in tokens if places and text.startswith(each, min(places))), key=len, default=None)
+
+    assert ControlTokens(tokens).broken_up(text) == broken
+    assert ControlTokens(tokens).first_in(text) == longest
+
+
+def test_a_page_of_beginnings_is_looked_through_without_a_look_at_each_of_them() -> None:
+    """Tokens of many lengths; the Python steps are those at places where a token stands, of which there are none."""
+    tokens = ControlTokens(f"<|{'x' * length}|>" for length in range(60))
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        broken = tokens.broken_up("<|" * 100_000)
+    finally:
+        sys.setprofile(None)
+
+    assert broken == "<|" * 100_000
+    assert len(calls) < 100
 
 
 def test_a_page_of_marks_is_looked_through_once_however_many_tokens_there_are() -> None:

@@ -7,14 +7,17 @@ choice, sometimes badly, and is sometimes cut. After each answer the world check
 - the ids up to the answer are what the engine saw and made; mask 1 exactly on what it made, once for each token;
 - where every answer on a path was written as the template writes it, the path's text is the template's;
 - such a path goes on where its text begins the new one, and never where it does not;
-- whatever is added to a path, however its answers were written, is the end of the template's text.
+- whatever is added to a path, however its answers were written, is the end of the template's text;
+- the rollout's branches have all of it, and its tokens are hardly more than the prefix tree of all lines has.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import sys
 from collections import Counter
+from itertools import pairwise, takewhile
 from random import Random
 from typing import Any
 
@@ -23,7 +26,7 @@ import numpy as np
 from rollfab.fabric.chat.control import MARK
 from rollfab.fabric.chat.conversation import Answer, Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
-from rollfab.fabric.contract.records import Int32, Span
+from rollfab.fabric.contract.records import Int32, Rollout, Span
 from tests.unit.fabric.chat.families import FAMILIES, Family, Message, chat_template, token_text
 
 WORDS = "one two three mild hot Paris Rome look again Ünïcode 日本 🙂 {x} <b> </p> a/b".split()
@@ -54,6 +57,7 @@ class World:
         self.conversation = conversation(self.template)
         self.threads: list[tuple[list[Message], list[Any]]] = []
         self.made: dict[int, tuple[Int32, Int32]] = {}  # an answer's node → what the engine saw, what it made
+        self.said: dict[int, list[Message]] = {}  # an answer's node → the messages before it
         self.is_canonical: dict[int, bool] = {}  # an answer's node → whether it was written as templates write
         self.counts: Counter[str] = Counter()
         self.dropping = dice.random() < 0.5  # clients that hand no reasoning back
@@ -249,6 +253,7 @@ class World:
         span = Span(0, len(ids), "engine", self.dice.randint(0, 5))
         answer = self.conversation.answer(ask, ids, logprobs, [span], finish)
         self.made[answer.node] = (ask.context_ids, ids)
+        self.said[answer.node] = list(ask.messages)
         self.is_canonical[answer.node] = is_canonical
         node = self.conversation.nodes[answer.node]
         if not np.array_equal(node.logprobs, logprobs) or node.spans != (span,):
@@ -263,7 +268,7 @@ class World:
             if not np.array_equal(self.conversation.ids(nodes[index].parent), seen):
                 raise Wrong("the path up to an answer is not what the engine saw")
         for index, node in enumerate(nodes):
-            if not -1 <= node.parent < index or len({len(node.ids), len(node.logprobs), len(node.mask)}) != 1:
+            if len({len(node.ids), len(node.logprobs), len(node.mask)}) != 1:
                 raise Wrong("a node's shape")
             made = self.made[index][1] if index in self.made else node.ids[:0]
             if node.mask.sum() != len(made) or not np.array_equal(node.ids[node.mask == 1], made):
@@ -271,6 +276,33 @@ class World:
         leaves = [path[-1] for path in self.conversation.paths()]
         if not set(leaves) <= set(self.made) or len(set(leaves)) != len(leaves):
             raise Wrong("a leaf is no answer")
+        self._check_record()
+        self.counts["stored"] += sum(len(node.ids) for node in nodes)
+        self.counts["needed"] += distinct_count([self.conversation.ids(index) for index in self.made])
+
+    def _check_record(self) -> None:
+        """Some branch has what the engine saw and made; a branch has the messages that led to its answer."""
+        facts: dict[str, Any] = {
+            "trajectory_id": "t",
+            "group_id": "g",
+            "task_id": "k",
+            "reward": 0.0,
+            "finish_reason": "terminated",
+        }
+        record = self.conversation.record()
+        rollout = Rollout.decode(Rollout(**facts, turn_count=1, attempt=0, seed=0, **record).encode())
+        branches = rollout.branches()
+        lines = [np.concatenate((each.prompt_ids, each.completion_ids)).tobytes() for each in branches]
+        for seen, made in self.made.values():
+            if not any(line.startswith(np.concatenate((seen, made)).tobytes()) for line in lines):
+                raise Wrong("no branch is what the engine saw and made")
+        made_count = sum(len(made) for _, made in self.made.values())
+        if sum(int(each.completion_mask.sum()) for each in branches) != made_count:
+            raise Wrong("a token of the policy does not count once")
+        for index, said in self.said.items():
+            path = [each for node in self.conversation.path(index) for each in self.conversation.nodes[node].messages]
+            if path[:-1] != said:
+                raise Wrong("the messages on a path are others than those that were asked")
 
     def _text_of(self, ids: Int32) -> str:
         """The text of ids; where a tokenizer puts a space before each text, without those spaces."""
@@ -288,6 +320,13 @@ class World:
         return "".join(parts)
 
 
+def distinct_count(lines: list[Int32]) -> int:
+    """Count the tokens of the prefix tree of these lines: what must be stored, if each is stored once."""
+    ordered: list[list[int]] = sorted(line.tolist() for line in lines)
+    known: list[int] = [sum(takewhile(bool, map(operator.eq, *pair))) for pair in pairwise(ordered)]
+    return sum(map(len, ordered)) - sum(known)
+
+
 def run_world(name: str, seed: int, step_count: int = 12, **others: Any) -> Counter[str]:
     """The world of this family and seed."""
     return World(name, Random(seed), **others).run(step_count)
@@ -303,10 +342,13 @@ def main(history_count: int) -> None:
         total += counts
         print(f"{name:20}", *(f"{key} {counts[key]:>7,}" for key in REPORTED), flush=True)
     print(f"{'all':20}", *(f"{key} {total[key]:>7,}" for key in REPORTED))
-    print(f"merge ratio {total['continued'] / total['could continue']:.4f} over {history_count:,} histories")
+    print(
+        f"{history_count:,} histories: continued of what could {total['continued'] / total['could continue']:.4f}, "
+        f"tokens of the prefix tree to those stored {total['needed'] / total['stored']:.4f}"
+    )
 
 
-REPORTED = ("asks", "branches", "could continue", "continued", "continued otherwise")
+REPORTED = ("asks", "branches", "could continue", "continued", "continued otherwise", "needed", "stored")
 
 if __name__ == "__main__":  # PYTHONPATH=src python -m tests.unit.fabric.chat.world 10000
     main(int(sys.argv[1]))

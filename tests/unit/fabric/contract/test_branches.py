@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,6 +100,44 @@ def test_messages_travel_with_their_node() -> None:
 def test_nodes_that_are_no_tree_are_refused(nodes: tuple[Node, ...], fault: str) -> None:
     with pytest.raises(WireError, match=fault):
         Rollout.decode(new_rollout([4, 5], nodes=nodes).encode())
+
+
+@pytest.mark.parametrize("places", [((2, 3), (0, 1)), ((0, 2), (1, 3)), ((1, 0), (1, 2))])
+def test_spans_that_overlap_or_are_out_of_order_are_refused_where_it_branches(
+    places: tuple[tuple[int, int], ...],
+) -> None:
+    spans = tuple(Span(start, end, "w", 0) for start, end in places)
+    with pytest.raises(WireError, match="not in order"):
+        Rollout.decode(new_rollout([4, 5, 6], nodes=(Node(-1, 3),), spans=spans).encode())
+
+
+def test_a_branch_looks_at_its_own_spans_alone() -> None:
+    """Each of a chain of turns is asked twice, so there are about as many branches as nodes on the longest."""
+
+    class Counted(tuple[Span, ...]):
+        looked = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Counted.looked += 1
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[Span]:
+            for index in range(len(self)):
+                yield self[index]
+
+    turn_count = 64
+    nodes = [Node(-1, 0)]
+    for _ in range(turn_count):
+        parent = len(nodes) - 1
+        nodes += [Node(parent, nodes[-1].end + 4), Node(parent, nodes[-1].end + 8)]
+    spans = Counted(Span(node.end - 4, node.end, "w", index) for index, node in enumerate(nodes[1:]))
+    rollout = new_rollout(range(nodes[-1].end), nodes=tuple(nodes), spans=spans)
+
+    branches = rollout.branches()
+
+    assert [len(branch.spans) for branch in branches] == [*range(1, turn_count + 1), turn_count]
+    piece_count = sum(len(branch.pieces) for branch in branches)
+    assert Counted.looked <= piece_count * (2 + (2 * turn_count).bit_length() + 1)
 
 
 def test_rollouts_of_the_schema_before_are_read() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import InputError, WireError
 from rollfab.fabric.contract.records import Sampling, TurnJob
-from rollfab.fabric.contract.sampling import FIELDS, check_sampling, sampling_from
+from rollfab.fabric.contract.sampling import FIELDS, check_sampling, sampling_from, with_ends
 from rollfab.fabric.contract.wire import HEADER
 
 EVERY: dict[str, Any] = {
@@ -66,6 +66,15 @@ def test_what_is_asked_for_arrives_and_defaults_take_no_bytes() -> None:
     assert sent(job(Sampling(max_tokens=16, stop=()))) == {}
 
 
+def test_a_turn_has_room_for_the_models_ends_beside_all_that_may_be_asked_for() -> None:
+    asked = sampling_from(check_sampling({"stop_ids": list(range(1024))}, "s"))
+    ended = with_ends(asked, [7, *range(2000, 2064), 7])
+    assert ended.stop_ids == (*range(1024), *range(2000, 2064))
+    assert TurnJob.decode(job(ended).encode()).sampling == ended
+    with pytest.raises(InputError, match=r"stop_ids has 1,089 token ids with those that end the model's answers"):
+        with_ends(asked, range(2000, 2065))
+
+
 def test_rows_of_before_are_read() -> None:
     old = {"temperature": 1.0, "max_tokens": 32, "stop_ids": [4], "seed": None}
     assert TurnJob.decode(with_row(old)).sampling == Sampling(max_tokens=32, stop_ids=(4,))
@@ -79,7 +88,7 @@ BAD: dict[str, list[Any]] = {
     "presence_penalty": [2.1, -2.1, float("inf"), "1"],
     "frequency_penalty": [2.1, -2.1, float("nan")],
     "repetition_penalty": [0, 0.001, 101, float("nan")],
-    "max_tokens": [0, -1, 1.5, "16"],
+    "max_tokens": [0, -1, 1.5, "16", (1 << 53) + 1, 1 << 62],
     "stop": ["x", "", [""], [1], [None], ["x" * 1025], ["x"] * 65, {"x": 1}, 7, ["\ud800"], ["x" * (1 << 20)]],
     "stop_ids": ["7", [-1], [1.5], [True], [1 << 31], [1] * 1025, {1: 2}],
     "seed": [-1, 1 << 63, 1.0, "7", True],
@@ -106,13 +115,22 @@ def test_a_value_that_a_field_does_not_take_is_refused_with_what_it_would(name: 
         assert str(caught.value).endswith(f"expected {FIELDS[name].takes}") and len(str(caught.value)) < 300
 
 
+def test_half_a_character_is_refused_with_the_reason() -> None:
+    for given, reason in (({"stop": ["\ud800"]}, "no lone surrogates"), ({"guided_regex": "\ud800"}, "as UTF-8")):
+        with pytest.raises(InputError, match=reason):
+            check_sampling(given, "s")
+
+
 BAD_ROWS: dict[str, list[Any]] = {
-    "top_p": [-0.1, 1.1, "1", None],
+    "temperature": [-1, 0.001, 101, "1", None],
+    "top_p": [0, -0.1, 1.1, "1", None],
+    "max_tokens": [0, -1, (1 << 53) + 1, 1 << 62, None],
+    "seed": [-1, 1 << 63],
     "top_k": [-1, 1.5, 1 << 40],
     "presence_penalty": [3, "x"],
     "repetition_penalty": [0, 1e9],
     "stop": ["x", [""], [1], ["x" * 1025], ["x"] * 65, {"x": 1}, 7, None],
-    "stop_ids": ["7", [-1], [1.5], [1 << 31], [1] * 1025],
+    "stop_ids": ["7", [-1], [1.5], [1 << 31], [1] * (1024 + 64 + 1)],
     "logit_bias": [[1], {"1": 101}, {"-1": 1}, {"a": 1}, {"1": "x"}, {str(key): 1 for key in range(1025)}, None],
     "guided_json": ["{", "[]", 7, "[" * (1 << 20)],
     "guided_regex": [7, "x" * (1 << 17), ["a"]],

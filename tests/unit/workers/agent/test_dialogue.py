@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ import pytest
 
 from rollfab.fabric.contract.errors import EnvironmentFailed, FabricError
 from rollfab.fabric.contract.records import Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
-from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.workers.agent import dialogue
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.engines.model_tokenizer import HubTokenizer
 from rollfab.workers.environments.registry import Registry
 from tests.support.records import result_of
 from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer
 
-KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess"}
-REGISTRY = Registry([f"{kind}=tests.support.worlds.chat_worlds:{name}" for kind, name in KINDS.items()])
+KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess", "meddler": "Meddler"}
+TWINS = {"inside": "AnswersInside", "process": "AnswersInAProcess"}
+PAIRS = [f"{kind}=tests.support.worlds.chat_worlds:{name}" for kind, name in KINDS.items()]
+TWIN_PAIRS = [f"{kind}=tests.support.worlds.twin_worlds:{name}" for kind, name in TWINS.items()]
+REGISTRY = Registry(PAIRS)
 THOUGHT = "look at both"
 
 
@@ -63,6 +68,7 @@ class Broker:
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
         turn = int(job.turn_id.rsplit(".", 1)[1])
+        job = TurnJob.decode(job.encode())
         assert self.says(turn)[-1] in job.sampling.stop_ids
         if turn == len(self.settled):
             ids = self.says(turn)
@@ -78,17 +84,30 @@ class Broker:
         self.snapshot = snapshot
 
 
-def play(broker: Broker, kind: str = "replay", count: int = 2, tokenizer: Any = None, **options: Any) -> Rollout:
+def play(
+    broker: Broker,
+    kind: str = "replay",
+    count: int = 2,
+    tokenizer: Any = None,
+    sampling: dict[str, Any] | None = None,
+    task: Any = None,
+    **options: Any,
+) -> Rollout:
     """Live on, as often as it takes."""
-    job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={"count": count}, seed=7)
+    task = {"count": count} if task is None else task
+    job = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task=task, seed=7)
 
     async def live() -> Rollout:
-        config = RunConfig(run_id="r", model="m", environment=kind, environment_options=options)
+        config = RunConfig(
+            run_id="r", model="m", environment=kind, environment_options=options, sampling=sampling or {}
+        )
         claim = TrajectoryClaim(
             job=job, worker_id="a", fence=1, attempt=0, loss=0, snapshot=broker.snapshot, turns=tuple(broker.settled)
         )
         limits = Limits(agent_id="a", call_timeout_s=20.0)
-        return await Episode(config, claim, REGISTRY, tokenizer or broker.tokenizer, limits, broker).run()  # type: ignore[arg-type]
+        text = tokenizer or broker.tokenizer
+        async with Registry(TWIN_PAIRS) if kind in TWINS else contextlib.nullcontext(REGISTRY) as registry:
+            return await Episode(config, claim, registry, text, limits, broker).run()  # type: ignore[arg-type]
 
     while True:
         try:
@@ -134,7 +153,9 @@ def test_a_template_that_rewrites_makes_a_branch(family: str, thinks: bool) -> N
     rollout = play(broker)
     check_exact(broker, rollout)
     assert [len(branch.spans) for branch in rollout.branches()] == [2, 2]  # each with the tokens that its turns saw
-    assert len(rollout.prompt_ids) == 0
+    beginning = rollout.prompt_ids.tolist()  # what they share before they part
+    assert beginning
+    assert all(saw[: len(beginning)] == beginning for saw, _ in broker.seen)
 
 
 def test_what_was_thought_stays_in_the_record() -> None:
@@ -154,11 +175,116 @@ def test_another_agent_goes_on_with_the_same_dialogue(kind: str, kills: tuple[in
     assert rollout.encode() == undisturbed.encode()
 
 
+def test_a_world_that_writes_over_what_it_holds_changes_nothing_that_was_said() -> None:
+    # Given two trajectories with one run's options, whose worlds change task, options, tools and the policy's messages
+    options, calm = {"rules": ["You are a helpful assistant."]}, {"rules": ["You are a helpful assistant."]}
+    brokers = Broker("qwen2.5"), Broker("qwen2.5"), Broker("qwen2.5")
+    undisturbed = play(brokers[0], "meddler", **calm, meddles=False)
+    task: dict[str, Any] = {"count": 2}
+    # When both are played, Then each is the one that nobody changed
+    for broker in brokers[1:]:
+        rollout = play(broker, "meddler", task=task, **options)
+        check_exact(broker, rollout)
+        assert broker.seen == brokers[0].seen
+        assert rollout.encode() == undisturbed.encode()
+    assert task == {"count": 2}
+
+
+@pytest.mark.parametrize("kind", ["replay", "snapshot"])
+def test_a_template_that_writes_another_date_after_a_take_over_diverges(kind: str) -> None:
+    """The messages are the same, the context is not: what the policy made was made in another one."""
+    broker = Broker("qwen2.5", kills=(1,))
+    tokenizer = broker.tokenizer._tokenizer
+    tokenizer.chat_template = "{{- today }}" + tokenizer.chat_template
+    apply = tokenizer.apply_chat_template
+
+    def write(*facts: Any, **words: Any) -> Any:
+        return apply(*facts, **words, today="Monday" if broker.kills else "Tuesday")
+
+    tokenizer.apply_chat_template = write
+    with pytest.raises(EnvironmentFailed, match="turn 0 was made in another context") as refused:
+        play(broker, kind)
+    assert refused.value.facts["reason"] == "diverged"
+
+
+@pytest.mark.parametrize("kind", ["replay", "snapshot"])
+def test_a_take_over_renders_a_long_dialogue_in_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker("qwen2.5", kills=(3,))
+    tokenizer = broker.tokenizer._tokenizer
+    apply, threads = tokenizer.apply_chat_template, list[threading.Thread]()
+
+    def write(*facts: Any, **words: Any) -> Any:
+        threads.extend([threading.current_thread()] * words["add_generation_prompt"])
+        return apply(*facts, **words)
+
+    tokenizer.apply_chat_template = write
+    monkeypatch.setattr(dialogue, "BRIEF", 0)
+    check_exact(broker, play(broker, kind))
+    assert len(threads) >= 2 * 4  # four turns, twice
+    assert threading.current_thread() not in threads
+
+
+def test_what_the_policy_said_counts_for_how_long_a_dialogue_is() -> None:
+    broker = Broker("qwen2.5")
+    spoken = dialogue.Dialogue(broker.tokenizer.chat, [{"role": "user", "content": "hi"}], [])
+    ids = [*broker.tokenizer._tokenizer("one two three " * 2_000)["input_ids"], *broker.tokenizer.chat.stop_ids]
+    assert spoken.is_brief
+    spoken.context()
+    spoken.add_turn(result_of("g.0.0", ids))
+    spoken.add_step(0.0, [{"role": "user", "content": "and then?"}])
+    assert not spoken.is_brief
+
+
 def test_messages_cross_to_a_process_and_back() -> None:
     broker = Broker("qwen2.5")
     rollout = play(broker, "process", count=1)
     check_exact(broker, rollout)
     assert rollout.turn_count == 2
+
+
+@pytest.mark.parametrize("kind", TWINS)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, None),
+        ({"reset": "a tuple"}, None),
+        ({"reset": "None beside messages"}, None),
+        ({"reset": "a text and messages"}, "reset gave a text and messages, of which one is heard"),
+        ({"reset": "a text and tools"}, "reset gave tools without messages"),
+        ({"reset": "a text"}, "step gave messages, though the episode began with a text"),
+        ({"reset": "messages that are a text"}, "reset gave Observation.*, expected an Observation with text or"),
+        ({"reset": "messages that are 0"}, "reset gave Observation.*, expected an Observation with text or"),
+        ({"reset": "tools that are a text"}, "reset gave Observation.*, expected an Observation with text or"),
+        ({"reset": "bytes"}, "reset: its messages cannot be sent: TypeError"),
+        ({"reset": "a key that is a number"}, "reset: message 0: .*1.* is no key of role user"),
+        ({"reset": "info that is no JSON"}, "reset: its info cannot be sent: TypeError"),
+        ({"reset": "large messages"}, "reset: its messages are .* the limit"),
+        ({"reset": "large tools"}, "reset: its tools are .* the limit"),
+        ({"step": "a text"}, None),
+        ({"step": "a tuple"}, None),
+        ({"step": "None beside a text"}, None),
+        ({"step": "True"}, None),
+        ({"step": "a text and messages"}, "step gave a text and messages, of which one is heard"),
+        ({"step": "a text and messages at the end"}, "step gave a text and messages, of which one is heard"),
+        ({"step": "a reward in words"}, "gave reward '1': not a number"),
+        ({"step": "messages that are a text"}, "step gave Step.*, expected a Step with text or messages"),
+        ({"step": "no messages at the end"}, "step: message 0: .*role"),
+        ({"step": "large messages at the end"}, "step: its messages are .* the limit"),
+        ({"step": "a large text at the end"}, "step: its text is 5,242,880 bytes as UTF-8, the limit is"),
+        ({"step": "info that is no JSON"}, "step: its info cannot be sent: TypeError"),
+        ({"step": "nothing"}, "step gave no messages and no text"),
+    ],
+)
+def test_what_a_world_may_say_is_the_same_wherever_it_runs(
+    kind: str, options: dict[str, str], says: str | None
+) -> None:
+    broker = Broker("qwen2.5")
+    if says is None:
+        check_exact(broker, play(broker, kind, **options))
+        return
+    with pytest.raises(EnvironmentFailed, match=f"^environment '{kind}':? {says}") as caught:
+        play(broker, kind, **options)
+    assert str(caught.value).count("environment") == 1
 
 
 @pytest.mark.parametrize(
@@ -174,9 +300,19 @@ def test_what_is_no_message_fails_the_attempt_by_name(broken: str, says: str) ->
         play(Broker("qwen2.5"), broken=broken)
 
 
-def test_a_model_without_a_chat_template_is_named() -> None:
-    with pytest.raises(FabricError, match="'m' has no chat template"):
-        play(Broker("qwen2.5"), tokenizer=CharTokenizer())
+def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(FabricError, match=rf"{tmp_path} has no chat template: put chat_template.jinja beside"):
+        play(Broker("qwen2.5"), tokenizer=HubTokenizer(str(tmp_path)))
+
+
+def test_as_many_stop_ids_as_a_run_may_name_travel_with_the_models_ends() -> None:
+    broker = Broker("qwen2.5")
+    asked = list(range(1_000, 2_024))
+    check_exact(broker, play(broker, sampling={"stop_ids": asked}))
+    assert len(asked) == 1_024
 
 
 def test_a_turn_ends_with_any_id_that_the_model_names(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,10 @@ from tests.support.records import result_of
 
 TEXT = CharTokenizer()
 KINDS = {"replay": "Scripted", "snapshot": "ScriptedBySnapshot", "restart": "ScriptedByRestart"}
-REGISTRY = Registry([f"{kind}=tests.support.worlds.scripted_world:{name}" for kind, name in KINDS.items()])
+TWINS = {"inside": "Inside", "process": "InAProcess"}
+PAIRS = [f"{kind}=tests.support.worlds.scripted_world:{name}" for kind, name in KINDS.items()]
+PAIRS += [f"{kind}=tests.support.worlds.twin_worlds:{name}" for kind, name in TWINS.items()]
+REGISTRY = Registry(PAIRS)
 JOB = TrajectoryJob(trajectory_id="g.0", group_id="g", task_id="t", index=0, task={}, seed=7)
 LIFE_COUNT_MAX = 50
 RUN_SEED = 7
@@ -257,7 +261,7 @@ def test_every_turn_has_a_seed_of_its_own_that_follows_from_the_runs() -> None:
     run_through("replay", {"script": SCRIPT}, broker)
     assert seeds_of(broker) == {f"g.0.{index}": turn_seed(RUN_SEED, "g.0", index) for index in range(len(SCRIPT))}
     assert len(set(seeds_of(broker).values())) == len(SCRIPT)
-    _live_once(SCRIPT, unseeded)
+    _live_once(unseeded, script=SCRIPT)
     assert set(seeds_of(unseeded).values()) == {None}
 
 
@@ -267,12 +271,37 @@ def test_rewards_that_differ_in_their_last_digits_are_the_same() -> None:
     other = [["a", 0.3], ["b", 1.0], ["c", 1.0]]
     broker = Broker({6})
     with pytest.raises(Killed):
-        _live_once(script, broker)
-    assert _live_once(other, broker).turn_count == 3
+        _live_once(broker, script=script)
+    assert _live_once(broker, script=other).turn_count == 3
 
 
-def _live_once(script: list[list[Any]], broker: Broker) -> Rollout:
-    config = RunConfig(run_id="r", model="tiny", environment="replay", environment_options={"script": script})
-    limits = Limits(agent_id="a", call_timeout_s=5.0)
-    episode = Episode(config, broker.claim(), REGISTRY, TEXT, limits, broker)  # type: ignore[arg-type]
-    return asyncio.run(episode.run())
+def _live_once(broker: Broker, kind: str = "replay", task: dict[str, Any] | None = None, **options: Any) -> Rollout:
+    async def live() -> Rollout:
+        async with Registry(PAIRS) as registry:
+            config = RunConfig(run_id="r", model="tiny", environment=kind, environment_options=options)
+            claim = broker.claim()
+            claim = dataclasses.replace(claim, job=dataclasses.replace(claim.job, task=task or {}))
+            limits = Limits(agent_id="a", call_timeout_s=20.0)
+            return await Episode(config, claim, registry, TEXT, limits, broker).run()  # type: ignore[arg-type]
+
+    return asyncio.run(live())
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_sampling_may_be_a_dict_wherever_a_world_runs(kind: str) -> None:
+    broker = Broker()
+    rollout = _live_once(broker, kind, sampling={"max_tokens": 3, "stop": ["."]}, turn_count_max=2, recovery=None)
+    assert rollout.turn_count == 2
+    assert {(job.sampling.max_tokens, job.sampling.stop) for job in broker.asked.values()} == {(3, (".",))}
+
+
+@pytest.mark.parametrize(
+    ("late", "says"),
+    [
+        ({"turn_count_max": 0}, "turn_count_max is 0, expected a whole number from 1"),
+        ({"sampling": "greedy"}, "sampling is 'greedy', expected a dict"),
+    ],
+)
+def test_settings_that_a_world_states_at_its_reset_are_checked_too(late: dict[str, Any], says: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"environment 'inside': {says}"):
+        _live_once(Broker(), "inside", {"late": late})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from rollfab.fabric.contract.limits import INFO_BYTES_MAX, OBSERVATION_BYTES_MAX
 from rollfab.fabric.contract.records import Rollout, RunConfig, TrajectoryJob, TurnJob, TurnResult, check_reward
 from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
-from rollfab.workers.agent.episode import Episode, Limits, weigh
+from rollfab.workers.agent.episode import Episode, Limits
+from rollfab.workers.environments.answers import weigh
 from rollfab.workers.environments.base import Environment, Observation, Step
 from rollfab.workers.environments.failures import REASON_LENGTH_MAX, TRACEBACK_LENGTH_MAX, dead_letter
 from rollfab.workers.environments.pool import FREE_FAILURES, PAUSE_S_MAX, pause_s
@@ -41,6 +43,10 @@ class Inside(Environment):
         return SAYS["snapshot"]()  # type: ignore[no-any-return]
 
 
+class OddExit(BaseException):
+    """None of those that Python knows."""
+
+
 class Caller:
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
         return result_of(job.turn_id, (7,), finish_reason="length")
@@ -67,9 +73,9 @@ async def play(monkeypatch: pytest.MonkeyPatch, **says: Callable[[], Any]) -> Ro
         ("reset", lambda: "\ud800", "reset: its text is no Unicode"),
         ("info", lambda: {"log": "x" * (20 * MIB)}, "its info is more than 1,048,576 bytes as JSON"),
         ("info", lambda: dict.fromkeys(map(str, range(10**6)), ""), "its info is more than 1,048,576 bytes as JSON"),
-        ("info", lambda: {"log": "\0" * (MIB // 4)}, "its info is 1,572,8.. bytes, the limit is 1,048,576"),
+        ("info", lambda: {"log": "\0" * (MIB // 4)}, "its info is 1,572,8.. bytes as JSON, the limit is 1,048,576"),
         ("info", lambda: {"number": 10**100}, "info cannot be sent"),
-        ("info", lambda: {"name": "\udfff"}, "info cannot be sent"),
+        ("info", lambda: {"name": "\udfff"}, "its info is no Unicode"),
         ("snapshot", lambda: {"log": "x" * (20 * MIB)}, "its snapshot is more than 8,388,608 bytes as JSON"),
     ],
 )
@@ -98,6 +104,28 @@ async def test_an_error_of_any_size_that_cannot_be_read_makes_a_small_letter(mon
         letter = dead_letter(caught.value, JOB, run_id="r", worker_id="a", attempt=0)
         assert told in letter.reason and len(letter.reason) <= REASON_LENGTH_MAX
         assert "in fail" in letter.traceback and len(letter.traceback) <= TRACEBACK_LENGTH_MAX
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        GeneratorExit(),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        BaseExceptionGroup("a", [OddExit()]),
+    ],
+)
+async def test_whatever_a_world_raises_ends_its_call_alone(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    def leave() -> str:
+        raise raised
+
+    for is_inline in (False, True):
+        monkeypatch.setattr(Inside, "inline", is_inline)
+        with pytest.raises(EnvironmentFailed, match=f"reset raised RuntimeError: {type(raised).__name__}.* left the"):
+            await play(monkeypatch, reset=leave)
 
 
 def test_a_reward_of_any_size_is_named_briefly() -> None:

@@ -275,5 +275,29 @@ def test_a_plain_class_may_state_its_sampling_in_plain_values() -> None:
         make_sampling({"stop": "ab"})
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("sampling", "greedy", "sampling is 'greedy', expected a dict or a TextSampling"),
+        ("sampling", {"temprature": 1}, "sampling has no 'temprature'"),
+        ("turn_count_max", 0, "turn_count_max is 0, expected a whole number from 1"),
+        ("recovery", "magic", "recovery is 'magic', expected one of"),
+    ],
+)
+def test_a_plain_class_inside_the_agent_may_not_state_the_impossible(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, says: str
+) -> None:
+    monkeypatch.setattr(Saver, setting, value, raising=False)
+    with pytest.raises(EnvironmentFailed, match=f"environment 'saver': {says}"):
+        Registry([f"saver={__name__}:Saver"]).make("saver")
+
+
+def test_a_foreign_process_shows_values_cut() -> None:
+    for value in (10**400, "x" * 4000, b"x" * 4000, [0.0] * 4000):
+        assert len(process_main.show(value)) <= process_main.SHOWN_LENGTH_MAX + 1
+    assert len(process_main.number(10**400)) <= process_main.SHOWN_LENGTH_MAX + 1
+    assert process_main.number(True) == process_main.number(1) == 1.0 != process_main.number("1")
+
+
 def test_a_foreign_process_knows_every_field_of_sampling() -> None:
     assert [each.name for each in fields(TextSampling)] == process_main.SAMPLING

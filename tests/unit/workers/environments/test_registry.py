@@ -44,6 +44,16 @@ async def test_a_plain_class_is_adapted_and_keeps_its_settings() -> None:
     assert (await world.reset({}, 0)).text == "3"
 
 
+async def test_a_class_that_says_inline_in_other_words_is_asked_to_say_yes_or_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Countdown, "inline", "no")
+    registry = Registry([OURS])
+    registry.make("countdown")  # known, so that no process need be asked where it runs
+    with pytest.raises(ConfigError, match="environment 'countdown': inline is 'no', expected True or False"):
+        await registry.is_inside("countdown")
+
+
 def test_the_workers_own_environment_goes_before_an_installed_one() -> None:
     registry = Registry(["frozenlake=docs.examples.my_environment:Countdown"])
     assert isinstance(registry.make("frozenlake"), GymEnvironment)

@@ -1,0 +1,226 @@
+"""The gateway as an ASGI application: routes, and how each request passes through.
+
+A request's way: key → room → body → protocol → session → protocol. Every route under /v1 is also under /s/{session}/v1,
+for clients to which only a base URL can be given. Addresses are never built from what a request says of its host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...fabric.contract.clock import Clock, SystemClock
+from ...fabric.contract.errors import InputError
+from ...fabric.contract.sampling import shown
+from ...fabric.ports.sessions import SessionFacts, Sessions
+from ..access.connections import BodyLimit
+from ..access.problems import Refused
+from ..server import run
+from .body import Body, read_json
+from .chat import CHAT, TEXT
+from .config import GatewayConfig, check_gateway
+from .dialect import Answered, Dialect
+from .door import Door, unless_gone
+from .messages import MESSAGES
+from .problems import HEADERS, Shape, answer, openai_shape, problem_answer, problem_of
+from .responses import RESPONSES
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+DIALECTS = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSES, "/messages": MESSAGES}
+KEY_LENGTH_MAX = 256  # of Idempotency-Key
+WAIT_S_DEFAULT, WAIT_S_MAX = 10.0, 300.0
+
+
+async def serve_sessions(
+    sessions: Sessions,
+    config: GatewayConfig,
+    stop: asyncio.Event,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve sessions until `stop`. on_ready: told the address once the server answers.
+
+    Raises:
+        ConfigError: the settings are impossible or unsafe, or the address is taken or not ours.
+    """
+    await run(make_gateway(sessions, config), config, stop, on_ready=on_ready)
+
+
+def make_gateway(sessions: Sessions, config: GatewayConfig, *, clock: Clock | None = None) -> FastAPI:
+    """Make the application.
+
+    Raises:
+        ConfigError: the settings are impossible, or not safe.
+    """
+    check_gateway(config)
+    door = Door(sessions, config, clock or SystemClock())
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    model_routes = _model_routes(door)
+    app.include_router(model_routes, prefix="/v1")
+    app.include_router(model_routes, prefix="/s/{session}/v1")
+    app.include_router(_session_routes(door, sessions, config))
+    app.add_exception_handler(HTTPException, _unrouted)
+    app.add_middleware(BodyLimit)
+    return app
+
+
+def _model_routes(door: Door) -> APIRouter:
+    routes = APIRouter()
+    for path, dialect in DIALECTS.items():
+        _add(routes, "POST", path, _complete(door, dialect), dialect.shape)
+
+    async def models(request: Request) -> Response:
+        facts = door.session_of(request, may_be_key=True).facts
+        return answer({"object": "list", "data": [_model(facts)]})
+
+    async def model(request: Request) -> Response:
+        facts = door.session_of(request, may_be_key=True).facts
+        if request.path_params["model"] != facts.model:
+            raise Refused(404, "model_not_found", "this session has another model: GET /v1/models names it")
+        return answer(_model(facts))
+
+    _add(routes, "GET", "/models", models)
+    _add(routes, "GET", "/models/{model:path}", model)
+    return routes
+
+
+def _complete(door: Door, dialect: Dialect) -> Handler:
+    async def complete(request: Request) -> Response:
+        session = door.session_of(request, may_be_key=True)
+        with door.room():
+            body = Body(read_json(await request.body()))
+            asked = dialect.read(body)
+            body.close()
+            call = replace(asked.call, key=_repetition_key(request), is_repeated=_is_repeated(request))
+            reply = await unless_gone(request, session.ask(call))
+        answered = Answered(asked=asked, reply=reply, model=session.facts.model)
+        if asked.is_stream:
+            return Response(b"".join(dialect.stream(answered)), headers=HEADERS, media_type="text/event-stream")
+        return answer(dialect.whole(answered))
+
+    return complete
+
+
+def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> APIRouter:
+    routes = APIRouter()
+
+    async def health(_: Request) -> Response:
+        return answer({"status": "ok"})
+
+    async def open_one(request: Request) -> Response:
+        door.check_creator(request)
+        with door.room():
+            body = Body(read_json(await request.body()))
+            run_id, wait_s = body.required("run", str), _wait(body)
+            body.close()
+            opened = await unless_gone(request, sessions.open(run_id, wait_s=wait_s))
+        facts = opened.session.facts
+        paths = {"base_url_path": "/v1", "path": f"/s/{facts.session_id}/v1"}
+        return answer({**_facts(facts), "key": opened.key, **paths}, 201)
+
+    async def show(request: Request) -> Response:
+        return answer(_facts(door.session_of(request).facts))
+
+    async def reward(request: Request) -> Response:
+        session = door.session_of(request)
+        body = Body(read_json(await request.body()))
+        value = _reward(body)
+        if value is None:
+            raise InputError("the request: reward is missing, expected a number", name="reward")
+        body.close()
+        session.reward(value)
+        return answer(_facts(session.facts))
+
+    async def end(request: Request) -> Response:
+        session = door.session_of(request)
+        body = Body(read_json(await request.body()))
+        value, info, error = _reward(body), body.optional("info", dict), body.optional("error", str)
+        body.close()
+        if value is not None:
+            session.reward(value)
+        await session.end(info=info, error=error)  # also if the client leaves: what has ended has ended
+        return answer({**_facts(session.facts), "state": "over"})
+
+    _add(routes, "GET", "/healthz", health)
+    if config.may_open:
+        _add(routes, "POST", "/sessions", open_one)
+    _add(routes, "GET", "/sessions/{session}", show)
+    _add(routes, "POST", "/sessions/{session}/reward", reward)
+    _add(routes, "POST", "/sessions/{session}/end", end)
+    return routes
+
+
+def _add(routes: APIRouter, method: str, path: str, handler: Handler, shape: Shape = openai_shape) -> None:
+    """Add a route, which answers its errors, whatever they are, in its protocol's shape."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:  # noqa: BLE001  the top of a request: its text would go to the log, with prompts
+            return problem_answer(problem_of(error, path), shape)
+
+    routes.add_route(path, told, methods=[method])
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    response = problem_answer(problem_of(error, "none"))
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
+
+
+def _facts(facts: SessionFacts) -> dict[str, Any]:
+    return {
+        "session": facts.session_id,
+        "state": "open",
+        "run": facts.run_id,
+        "group": facts.group_id,
+        "model": facts.model,
+        "task": facts.task,
+        "seed": facts.seed,
+        "attempt": facts.attempt,
+        "calls": facts.call_count,
+        "calls_max": facts.call_count_max,
+        "reward": facts.reward,
+        "idle_s": facts.idle_s_max,
+    }
+
+
+def _model(facts: SessionFacts) -> dict[str, Any]:
+    return {"id": facts.model, "object": "model", "created": 0, "owned_by": "rollfab"}
+
+
+def _repetition_key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > KEY_LENGTH_MAX:
+        raise InputError(f"Idempotency-Key has {len(key):,} characters, the limit is {KEY_LENGTH_MAX}")
+    return key
+
+
+def _is_repeated(request: Request) -> bool:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdigit() and count.strip("0") != ""
+
+
+def _wait(body: Body) -> float:
+    value = body.take("wait_s")
+    if value is None:
+        return WAIT_S_DEFAULT
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= WAIT_S_MAX:
+        raise InputError(f"the request: wait_s is {shown(value)}, expected 0 to {WAIT_S_MAX:g}", name="wait_s")
+    return float(value)
+
+
+def _reward(body: Body) -> float | None:
+    value = body.take("reward")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise InputError(f"the request: reward is {shown(value)}, expected a number", name="reward")
+    return None if value is None else float(value)

@@ -1,0 +1,173 @@
+"""Reads the bodies of requests as closed forms: what nobody has taken at the end is refused by name.
+
+So nothing that a client asks for is silently left out. Fields with None count as absent, because clients write out
+every field that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import orjson
+
+from ...fabric.chat.messages import Tool, check_tools
+from ...fabric.contract.errors import InputError
+from ...fabric.contract.limits import PROMPT_TOKENS_MAX
+from ...fabric.contract.sampling import check_sampling, is_whole, shown
+from ...fabric.contract.text import did_you_mean, one_line
+
+T = TypeVar("T")
+
+SAMPLED = (  # fields of Sampling that all protocols take by these names, OpenAI's own and vLLM's
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "logit_bias",
+)
+EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
+COUNT_MAX = 128  # completions of one request, OpenAI's bound
+WORDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object", int: "a whole number"}
+
+
+class Body:
+    """The fields of a JSON object that are not taken yet. where: what it is, in refusals."""
+
+    def __init__(self, value: Any, where: str = "the request") -> None:
+        if not isinstance(value, dict):
+            raise InputError(f"{where} is {shown(value)}, expected an object")
+        self._left = {name: each for name, each in value.items() if each is not None}
+        self._known: set[str] = set()
+        self._where = where
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there."""
+        self._known.add(name)
+        return name in self._left
+
+    def take(self, name: str) -> Any:
+        """Take a field out, whatever it holds; None: it is absent."""
+        self._known.add(name)
+        return self._left.pop(name, None)
+
+    def optional(self, name: str, kind: type[T]) -> T | None:
+        """Take a field of a type; None: it is absent. Raises InputError: it is of another type."""
+        value = self.take(name)
+        if value is None or (isinstance(value, kind) and (kind is not int or is_whole(value))):
+            return value
+        raise InputError(f"{self._where}: {name} is {shown(value)}, expected {WORDS[kind]}", name=name)
+
+    def required(self, name: str, kind: type[T]) -> T:
+        """Take a field that must be there. Raises InputError."""
+        value = self.optional(name, kind)
+        if value is None:
+            raise InputError(f"{self._where}: {name} is missing, expected {WORDS[kind]}", name=name)
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Take a truth value, false where it is absent."""
+        return self.optional(name, bool) or False
+
+    def ignore(self, *names: str) -> None:
+        """Take fields whose meaning is of no use here."""
+        for name in names:
+            self.take(name)
+
+    def allow(self, name: str, *neutral: Any, advice: str) -> None:
+        """Take a field that may hold only what changes nothing. neutral: those values, or else empty ones.
+
+        Raises:
+            InputError: it holds more.
+        """
+        value = self.take(name)
+        if value is not None and value not in (neutral or EMPTY):
+            raise InputError(f"{self._where}: {name} is {shown(value)}, which is not offered: {advice}", name=name)
+
+    def close(self) -> None:
+        """Refuse what is left. Raises InputError: it names the field."""
+        if self._left:
+            name = one_line(f"{next(iter(self._left)):.60}")
+            near = did_you_mean(name, self._known)
+            raise InputError(f"{self._where}: {name!r} is not offered: leave it out; {near}", name=name)
+
+
+def read_json(data: bytes) -> Any:
+    """Read a request's body. Raises InputError: it is no JSON."""
+    try:
+        return orjson.loads(data or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"the request's body is no JSON in UTF-8: {error.msg} at {error.pos}") from error
+
+
+def take_sampling(body: Body, *, length: Iterable[str], stop: str) -> dict[str, Any]:
+    """Take the fields that say how to sample, as values of Sampling.
+
+    length: names of the field with the most tokens, of which one may be there. stop: name of the one with stop texts.
+    """
+    found: dict[str, Any] = {name: body.take(name) for name in SAMPLED if body.has(name)}
+    if found.get("top_k") == -1:  # vLLM's word for all
+        found["top_k"] = 0
+    for name in length:
+        if body.has(name):
+            if "max_tokens" in found:
+                raise InputError(f"the request has {' and '.join(length)}: leave one of them out", name=name)
+            found["max_tokens"] = _length(name, body.take(name))
+    stops = body.take(stop)
+    if stops is not None:
+        found["stop"] = [stops] if isinstance(stops, str) else stops
+    return check_sampling(found, "the request")
+
+
+def take_count(body: Body) -> int:
+    """Take n, how many completions there shall be."""
+    count = body.optional("n", int)
+    if count is not None and not 1 <= count <= COUNT_MAX:
+        raise InputError(f"the request: n is {count}, expected 1 to {COUNT_MAX}", name="n")
+    return count or 1
+
+
+def take_tools(body: Body) -> list[Tool]:
+    """Take tools in the form of chat completions, unless tool_choice puts them away."""
+    return chosen(check_tools(body.take("tools")), body.take("tool_choice"))
+
+
+def chosen(tools: list[Tool], choice: Any) -> list[Tool]:
+    """Return the tools that a tool_choice leaves. Raises InputError: it would force the policy."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    has_more = isinstance(choice, Mapping) and any(each for name, each in choice.items() if name != "type")
+    if kind not in (None, "auto", "none") or has_more:
+        text = (
+            f"the request: tool_choice is {shown(choice)}, expected auto or none: what is called is the policy's choice"
+        )
+        raise InputError(text, name="tool_choice")
+    return [] if kind == "none" else tools
+
+
+def guided(form: Any, name: str) -> dict[str, Any]:
+    """Return the setting of Sampling that a response format asks for. form: {"type": …, "schema": …}, or None."""
+    if form is None:
+        return {}
+    fields = Body(form, name)
+    kind = fields.required("type", str)
+    fields.ignore("name", "description", "strict")
+    if kind == "json_schema":
+        found = {"guided_json": fields.required("schema", dict)}
+    elif kind == "json_object":
+        found = {"guided_json": {"type": "object"}}
+    elif kind == "text":
+        found = {}
+    else:
+        raise InputError(f"{name}: type is {shown(kind)}, expected text, json_object or json_schema", name=name)
+    fields.close()
+    return check_sampling(found, "the request")
+
+
+def _length(name: str, value: Any) -> int:
+    if not is_whole(value) or not 1 <= value <= PROMPT_TOKENS_MAX:
+        raise InputError(f"the request: {name} is {shown(value)}, expected 1 to {PROMPT_TOKENS_MAX:,}", name=name)
+    return int(value)

@@ -1,0 +1,211 @@
+"""Anthropic's messages: blocks become chat messages, and answers blocks.
+
+A user's tool results are messages of their own, before or after its texts as they stand. Marks for caches are dropped;
+what thinking a client hands back is compared with what was recorded, and its signature is empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ...fabric.chat.messages import Message, Tool, check_messages, check_options, check_tools, read_object
+from ...fabric.contract.errors import InputError
+from ...fabric.contract.sampling import shown
+from ...fabric.ports.sessions import Call
+from .body import Body, chosen, guided, take_sampling
+from .dialect import Answered, Asked, Dialect, event, parts
+from .problems import anthropic_shape
+
+IGNORED = ("model", "metadata", "service_tier", "inference_geo")
+STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+
+# ---------------------------------------------------------------- requests
+
+
+def _read(body: Body) -> Asked:
+    messages = _messages(body.take("system"), body.required("messages", list))
+    if not body.has("max_tokens"):
+        raise InputError("the request: max_tokens is missing", name="max_tokens")
+    sampling = take_sampling(body, length=("max_tokens",), stop="stop_sequences")
+    form = Body(body.optional("output_config", dict) or {}, "output_config")
+    sampling |= guided(form.take("format"), "output_config.format")
+    form.allow("effort", advice="say it in chat_template_kwargs, where the model's template knows it")
+    form.close()
+    body.allow("thinking", {"type": "disabled"}, advice="say it in chat_template_kwargs, as the model's template does")
+    tools = body.optional("tools", list) or []
+    tools = chosen(
+        check_tools([_tool(each, f"tool {place}") for place, each in enumerate(tools)]), body.take("tool_choice")
+    )
+    options = check_options(body.take("chat_template_kwargs"))
+    body.ignore(*IGNORED)
+    call = Call(messages=messages, tools=tools, options=options, sampling=sampling)
+    return Asked(call=call, is_stream=body.flag("stream"))
+
+
+def _tool(value: Any, where: str) -> Tool:
+    fields = Body(value, where)
+    fields.allow("type", "custom", advice="none is run here, so offer tools of your own")
+    fields.ignore("cache_control", "input_examples", "eager_input_streaming")
+    fields.allow("defer_loading", advice="every tool is offered at once")
+    function = {name: each for name in ("name", "description", "strict") if (each := fields.take(name)) is not None}
+    parameters = fields.required("input_schema", dict)
+    fields.close()
+    return {"type": "function", "function": {**function, "parameters": parameters}}
+
+
+def _messages(system: Any, given: list[Any]) -> list[Message]:
+    messages: list[Message] = []
+    if system:
+        messages.append({"role": "system", "content": _texts(system, "system")})
+    for place, each in enumerate(given):
+        fields = Body(each, f"message {place}")
+        role, content = fields.required("role", str), fields.take("content")
+        fields.close()
+        if role not in ("user", "assistant"):
+            raise InputError(f"message {place}: role is {shown(role)}, expected user or assistant", name="messages")
+        if isinstance(content, str) or content is None:
+            messages.append({"role": role, "content": content})
+        elif role == "user":
+            messages += _of_user(content, f"message {place}")
+        else:
+            messages.append(_of_assistant(content, f"message {place}"))
+    return check_messages(messages)
+
+
+def _of_user(content: Any, where: str) -> list[Message]:
+    """Make messages of a user's blocks: each tool result is one, and each row of texts."""
+    messages: list[Message] = []
+    for fields, kind, place in _blocks(content, where):
+        if kind == "text":
+            part = {"type": "text", "text": fields.required("text", str)}
+            if not messages or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": []})
+            messages[-1]["content"].append(part)
+        elif kind == "tool_result":
+            fields.flag("is_error")  # the result says so itself: chat templates have no word for it
+            identifier = fields.required("tool_use_id", str)
+            text = _texts(fields.take("content") or "", place)
+            messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+        else:
+            raise InputError(f"{place} is {shown(kind)}, expected text or tool_result", name="messages")
+        fields.close()
+    return messages
+
+
+def _of_assistant(content: Any, where: str) -> Message:
+    message: Message = {"role": "assistant", "content": [], "tool_calls": []}
+    for fields, kind, place in _blocks(content, where):
+        if kind == "text":
+            message["content"].append({"type": "text", "text": fields.required("text", str)})
+            fields.ignore("citations")
+        elif kind == "tool_use":
+            arguments = json.dumps(fields.required("input", dict), ensure_ascii=False)
+            function = {"name": fields.required("name", str), "arguments": arguments}
+            message["tool_calls"].append({"id": fields.required("id", str), "type": "function", "function": function})
+            fields.ignore("caller")
+        elif kind == "thinking":
+            if thinking := fields.required("thinking", str):
+                message["reasoning_content"] = message.get("reasoning_content", "") + thinking
+            fields.ignore("signature")
+        else:
+            raise InputError(f"{place} is {shown(kind)}, expected text, tool_use or thinking", name="messages")
+        fields.close()
+    return message
+
+
+def _blocks(content: Any, where: str) -> Iterator[tuple[Body, Any, str]]:
+    """Give each block's fields, its type and its place."""
+    if not isinstance(content, list):
+        raise InputError(f"{where}: content is {shown(content)}, expected a text or a list of blocks", name="messages")
+    for index, block in enumerate(content):
+        place = f"{where}: block {index}"
+        fields = Body(block, place)
+        fields.ignore("cache_control")
+        yield fields, fields.take("type"), place
+
+
+def _texts(content: Any, where: str) -> Any:
+    """Return text blocks as text parts; a text as it is."""
+    if isinstance(content, str):
+        return content
+    found = []
+    for fields, kind, place in _blocks(content, where):
+        if kind != "text":
+            raise InputError(f"{place} is {shown(kind)}, expected text", name="messages")
+        found.append({"type": "text", "text": fields.required("text", str)})
+        fields.ignore("citations")
+        fields.close()
+    return found
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _whole(answered: Answered) -> dict[str, Any]:
+    completion = answered.reply.completions[0]
+    message = completion.message
+    stop = None
+    if completion.finish == "stop":
+        stop = next((each for each in answered.asked.call.sampling.get("stop", ()) if each in completion.text), None)
+    blocks: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+    if text := message.get("content"):
+        blocks.append({"type": "text", "text": text})
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = read_object(function["arguments"]) or {}
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+    return {
+        **_begun(answered),
+        "content": blocks,
+        "stop_reason": STOPS[completion.finish] if stop is None else "stop_sequence",
+        "stop_sequence": stop,
+        "usage": {"input_tokens": answered.prompt_token_count, "output_tokens": answered.completion_token_count},
+    }
+
+
+def _begun(answered: Answered) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answered.reply.call_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answered.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": answered.prompt_token_count, "output_tokens": 0},
+    }
+
+
+def _stream(answered: Answered) -> Iterator[bytes]:
+    for name, data in _events(answered):
+        yield event({"type": name, **data}, name)
+
+
+def _events(answered: Answered) -> Iterator[tuple[str, dict[str, Any]]]:
+    whole = _whole(answered)
+    yield "message_start", {"message": _begun(answered)}
+    for index, block in enumerate(whole["content"]):
+        empty, deltas = _deltas(block)
+        yield "content_block_start", {"index": index, "content_block": empty}
+        yield from (("content_block_delta", {"index": index, "delta": delta}) for delta in deltas)
+        yield "content_block_stop", {"index": index}
+    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    yield "message_delta", {"delta": delta, "usage": whole["usage"]}
+    yield "message_stop", {}
+
+
+def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block as it begins, and the parts that fill it."""
+    if block["type"] == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": part} for part in parts(text)]
+    kind = block["type"]
+    return {**block, kind: ""}, [{"type": f"{kind}_delta", kind: part} for part in parts(block[kind])]
+
+
+MESSAGES = Dialect(read=_read, whole=_whole, stream=_stream, shape=anthropic_shape)

@@ -1,0 +1,132 @@
+"""The port between a model API (api/gateway) and the trajectories whose agents call it (workers/agent).
+
+A session is one claimed trajectory. Its agent asks for completions through the model API, as often and as many at once
+as it likes; each is a turn, or several. A session lives as long as its claim, and its key with it.
+
+Errors of all calls: InputError (PayloadTooLarge among them) and ConfigError, what was asked for cannot be (facts:
+is_over_context, the prompt is longer than the model's context); EngineUnsupported, the engine cannot do it; QueueFull,
+too many calls at once, or no turns left (facts: is_final); ClaimLost, the session is over; BrokerError and EngineError,
+try again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request for completions, of whatever protocol.
+
+    messages: OpenAI's form; None: `text` is to be continued, as it stands. tools: likewise in OpenAI's form. options:
+    further variables of the chat template. sampling: fields of Sampling by name, the client's wishes: the run's own
+    settings win. count: how many completions. key: equal in repetitions of one request, or empty. is_repeated: the
+    client says that it has sent this before: it gets the answer that it did not receive, not another one.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    text: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    count: int = 1
+    key: str = ""
+    is_repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token that the policy made: its text alone (a part of a character shows as U+FFFD), natural log-probability."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer. message: as an assistant's message in OpenAI's form, with reasoning_content where there is some.
+
+    text: all that was written, without the token that ended it. finish: stop, tool_calls or length.
+    """
+
+    message: Mapping[str, Any]
+    text: str
+    finish: str
+    tokens: Sequence[Token] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The answer to a call. call_id: equal for repetitions. created_s: Unix time. policy_version: the newest."""
+
+    call_id: str
+    created_s: int
+    prompt_token_count: int
+    policy_version: int
+    completions: Sequence[Completion]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFacts:
+    """What a session's client may know of it. state: open or over. reward: given so far, None: none."""
+
+    session_id: str
+    run_id: str
+    group_id: str
+    model: str
+    task: Mapping[str, Any] = field(repr=False)
+    seed: int
+    attempt: int
+    call_count: int
+    call_count_max: int
+    reward: float | None
+    idle_s_max: float
+
+
+class Session(Protocol):
+    """A session, as its client reaches it by its key."""
+
+    @property
+    def facts(self) -> SessionFacts: ...
+
+    async def ask(self, call: Call) -> Reply:
+        """Return completions, each of which is a turn. Cancelling it gives up the turns unless it is soon repeated."""
+        ...
+
+    def reward(self, reward: float) -> None:
+        """Set the trajectory's reward. Raises InputError: it is no number."""
+        ...
+
+    async def end(self, *, info: Mapping[str, Any] | None = None, error: str | None = None) -> None:
+        """End the session, and wait until its rollout is recorded.
+
+        error: why the attempt failed, instead of having ended; it is tried again where the run says so.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A new session and its key, which is shown this once."""
+
+    session: Session
+    key: str = field(repr=False)
+
+
+class Sessions(Protocol):
+    """All sessions of one process."""
+
+    def find(self, key: str) -> Session | None:
+        """Return the session of a key, as long as it is not over."""
+        ...
+
+    async def open(self, run_id: str, *, wait_s: float) -> Opened:
+        """Open a session on the next trajectory of a run.
+
+        Raises:
+            RunUnknown: there is no such run, or its trajectories are no matter of this process.
+            QueueFull: none came within `wait_s` seconds.
+        """
+        ...

@@ -1,0 +1,33 @@
+"""A gateway over fake sessions, served by uvicorn on loopback in the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollfab.api.gateway.app import serve_sessions
+from rollfab.api.gateway.config import GatewayConfig
+from tests.support.fake_sessions import FakeSessions
+
+CREATOR_KEY = "a-key-that-opens-sessions"
+
+
+@pytest.fixture
+def sessions() -> FakeSessions:
+    return FakeSessions()
+
+
+@pytest.fixture
+async def base(sessions: FakeSessions) -> AsyncIterator[str]:
+    """The gateway's address, with a slash at its end."""
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    config = GatewayConfig(port=0, creator_keys=(CREATOR_KEY,))
+    serving = asyncio.create_task(serve_sessions(sessions, config, stop, on_ready=ready.set_result))
+    await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        await serving
+    yield await ready
+    stop.set()
+    await serving

@@ -1,0 +1,107 @@
+"""The gateway's small rules: settings, counts of wrong keys, room for calls, and how a text is cut for a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+
+from rollfab.api.access.problems import Refused
+from rollfab.api.gateway.config import GatewayConfig, check_gateway
+from rollfab.api.gateway.dialect import PART_COUNT, parts
+from rollfab.api.gateway.door import ADDRESS_COUNT_MAX, Door, Failures
+from rollfab.api.gateway.problems import ClientGone, anthropic_shape, openai_shape, problem_of
+from rollfab.fabric.contract.clock import SystemClock
+from rollfab.fabric.contract.errors import ConfigError
+from tests.support.fake_sessions import FakeSessions
+
+CREATOR_KEY = "a-key-that-opens-sessions"
+
+
+@dataclass
+class SetClock(SystemClock):
+    """A clock that stands until it is set."""
+
+    at_s: float = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GatewayConfig(), "creator key"),
+        (GatewayConfig(may_open=False, port=70_000), "gateway port 70000"),
+        (GatewayConfig(may_open=False, host="0.0.0.0"), "without TLS"),
+        (GatewayConfig(may_open=False, host=""), "every address"),
+        (GatewayConfig(may_open=False, call_count_max=0), "call_count_max"),
+        (GatewayConfig(may_open=False, failed_key_count_max=0), "failed_key_count_max"),
+        (GatewayConfig(may_open=False, tls_key="x.pem"), "without a certificate"),
+    ],
+)
+def test_settings_that_are_unsafe_or_impossible_are_refused(config: GatewayConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_gateway(config)
+
+
+def test_settings_that_are_safe_pass() -> None:
+    check_gateway(GatewayConfig(may_open=False))
+    check_gateway(GatewayConfig(may_open=False, host="0.0.0.0", tls_certificate="x.pem"))
+    check_gateway(GatewayConfig(may_open=False, host="0.0.0.0", may_be_plain=True))
+
+
+def test_creators_keys_are_held_as_hashes() -> None:
+    config = GatewayConfig(creator_keys=(CREATOR_KEY,))
+    assert all(key.startswith("sha256:") for key in config.creator_keys)
+    assert CREATOR_KEY not in repr(config)
+    with pytest.raises(ConfigError):
+        GatewayConfig(creator_keys=("short",))
+
+
+def test_wrong_keys_are_counted_for_each_address_and_forgotten_after_a_minute() -> None:
+    clock = SetClock()
+    failures = Failures(2, clock)
+    assert [failures.count("a") for _ in range(3)] == [0, 0, 61]
+    clock.at_s = 50.0
+    assert (failures.count("a"), failures.count("b")) == (11, 0)
+    clock.at_s = 60.0
+    assert failures.count("a") == 0
+
+
+def test_addresses_beyond_their_number_are_forgotten() -> None:
+    failures = Failures(1, SetClock())
+    failures.count("first")
+    for number in range(ADDRESS_COUNT_MAX):
+        failures.count(str(number))
+    assert failures.count("first") == 0
+
+
+def test_calls_beyond_their_number_are_told_to_come_again() -> None:
+    door = Door(FakeSessions(), GatewayConfig(may_open=False, call_count_max=1), SystemClock())
+    with door.room():
+        with pytest.raises(Refused) as caught, door.room():
+            raise AssertionError("there is no room")
+        problem = problem_of(caught.value, "/x")
+        assert (problem.status, problem.code, problem.retry_s) == (429, "rate_limit_exceeded", 1)
+    with door.room():
+        pass
+
+
+@given(st.text())
+def test_parts_of_a_text_make_up_the_text(text: str) -> None:
+    cut = list(parts(text))
+    assert "".join(cut) == text
+    assert len(cut) <= PART_COUNT and all(cut)
+    assert all(part[-1].isspace() or after[0].isspace() for part, after in pairwise(cut))
+
+
+def test_problems_that_no_client_reads_or_that_http_has_still_have_a_shape() -> None:
+    for error in (ClientGone(), HTTPException(405), HTTPException(418, "a teapot")):
+        problem = problem_of(error, "/x")
+        assert openai_shape(problem)["error"]["type"] == "invalid_request_error"
+        assert anthropic_shape(problem)["error"]["type"] == "invalid_request_error"

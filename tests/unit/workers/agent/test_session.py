@@ -1,0 +1,414 @@
+"""Sessions over the ports: real broker scripts, turns answered by the test in place of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.contract.clock import SystemClock
+from rollfab.fabric.contract.errors import ClaimLost, EngineError, EngineUnsupported, InputError, QueueFull, RunUnknown
+from rollfab.fabric.contract.records import Group, Lease, Rollout, RunConfig, TurnJob
+from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
+from rollfab.fabric.ports.sessions import Call, Opened, Reply
+from rollfab.trainer.aio import make_groups
+from rollfab.workers.agent import session as session_module
+from rollfab.workers.agent.desk import Desk, RemoteWorlds
+from rollfab.workers.agent.worker import AgentConfig, AgentWorker
+from rollfab.workers.engines.preset_chat import CALL_ID
+from tests.standin.fabric import StandInFabric
+from tests.support.leases import set_lease
+from tests.support.records import made_of, result_of
+from tests.support.until import until
+
+TEXT = CharTokenizer()
+END = TEXT.eos_id
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+Policy = Callable[[TurnJob], Sequence[int]]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> Policy:
+    return lambda job: [*TEXT.encode(text).tolist(), END]
+
+
+def echo(job: TurnJob) -> Sequence[int]:
+    """Answer with the last user's line, and the turn's number."""
+    ids = job.prompt_ids[:-1].tolist()
+    line = TEXT.decode(ids[len(ids) - ids[::-1].index(END) :] if END in ids else ids).splitlines()[-1]
+    return said(f"{line[1:]}/{job.turn_id.rsplit('.', 1)[1]}")(job)
+
+
+class Gateway:
+    """A fabric with one run that is played through sessions; turns are answered by `policy` as they come."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.fabric = StandInFabric()
+        self.run = RunConfig(run_id="r1", model="tiny", environment="gateway", **settings)
+        self.policy: Policy | None = echo
+        self.jobs: list[TurnJob] = []
+        self.lost: list[str] = []
+        self.held: list[TurnClaim] = []
+
+    async def begin(self, group_size: int = 1) -> None:
+        await self.fabric.board.create_run(self.run)
+        lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=64, lease_until_ms=None)
+        await set_lease(self.fabric.board, lease, None)
+        self.fabric.tables_of("r1").head_version = 4
+        (group,) = make_groups([{"word": "cat"}], group_size, ["g"])
+        await self.fabric.rollouts(self.run).push([group])
+
+    @contextlib.asynccontextmanager
+    async def up(self, name: str = "a1") -> AsyncIterator[Desk]:
+        async def ask_reward(run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None:
+            await self.fabric.trajectories(self.run).score(trajectory_id, fence, 0.25)
+
+        desk = Desk()
+        config = AgentConfig(worker_id=name, runs_s=0.01, renew_s=0.05)
+        worker = AgentWorker(
+            self.fabric,
+            RemoteWorlds(desk),
+            config,
+            SystemClock(),
+            ask_reward=ask_reward,
+            desk=desk,
+            takes_what_is_opened=True,
+        )
+        stop = asyncio.Event()
+        tasks = [asyncio.create_task(worker.run(stop)), asyncio.create_task(self._work())]
+        try:
+            await until(lambda: bool(desk._runs))
+            yield desk
+        finally:
+            stop.set()
+            await tasks[0]
+            tasks[1].cancel()
+            await asyncio.gather(tasks[1], return_exceptions=True)
+
+    async def _work(self) -> None:
+        turns = self.fabric.turns(self.run)
+        while True:
+            kept = [TurnProgress(claim=claim) for claim in self.held]
+            exchange = await turns.exchange("w", progress=kept, want=64, lease_epoch=1, active_version=4)
+            self.lost += exchange.lost
+            self.held = [each for each in [*self.held, *exchange.claims] if each.job.turn_id not in exchange.lost]
+            self.jobs += [claim.job for claim in exchange.claims]
+            if self.policy is not None:
+                ready, self.held = self.held, []
+                await turns.exchange("w", settles=[self._settled(claim) for claim in ready])
+            await asyncio.sleep(0.002)
+
+    def _settled(self, claim: TurnClaim) -> TurnSettle:
+        assert self.policy is not None
+        ids = np.array(self.policy(claim.job), np.int32)
+        reason = "stop" if len(ids) and ids[-1] == END else "length"
+        made = made_of(ids, "w", 4)
+        result = result_of(claim.job.turn_id, finish_reason=reason, context_digest=claim.job.context_digest, **made)
+        return TurnSettle(claim=claim, result=result)
+
+    async def group(self) -> Group:
+        (delivery,) = await self.fabric.rollouts(self.run).receive("trainer", 1, 5.0)
+        return delivery.group
+
+
+async def opened(desk: Desk) -> Opened:
+    return await desk.open("r1", wait_s=5.0)
+
+
+def content(reply: Reply) -> list[Any]:
+    return [each.message.get("content") for each in reply.completions]
+
+
+def branches(rollout: Rollout) -> list[str]:
+    """Each branch's text, what the policy made in brackets."""
+    shown = []
+    for branch in rollout.branches():
+        ids = np.concatenate((branch.prompt_ids, branch.completion_ids))
+        mask = np.concatenate((np.zeros(len(branch.prompt_ids), np.uint8), branch.completion_mask))
+        parts = [
+            f"[{TEXT.decode([each])}]" if made else TEXT.decode([each]) for each, made in zip(ids, mask, strict=True)
+        ]
+        shown.append("".join(parts).replace("][", ""))
+    return shown
+
+
+async def test_a_session_s_calls_become_a_token_exact_rollout() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        # When an agent opens a session, and goes on with what it was answered
+        session = (await opened(desk)).session
+        assert (session.facts.task, session.facts.model, session.facts.attempt) == ({"word": "cat"}, "tiny", 0)
+        first = await session.ask(Call(messages=[user("hi")]))
+        second = await session.ask(Call(messages=[user("hi"), first.completions[0].message, user("on")]))
+        session.reward(0.5)
+        await session.end(info={"won": True})
+        # Then the rollout is in the broker by the time that `end` returns
+        (rollout,) = (await gateway.group()).rollouts
+    assert (content(first), content(second)) == (["hi/0"], ["on/1"])
+    assert [each.text for each in first.completions[0].tokens] == ["h", "i", "/", "0", "</s>"]
+    assert first.completions[0].finish == "stop" and first.prompt_token_count == 5
+    assert (rollout.reward, rollout.turn_count, rollout.finish_reason) == (0.5, 2, "terminated")
+    assert rollout.info == {"won": True, "rewards": [0.5]}
+    assert branches(rollout) == ["uhi\na[hi/0]uon\na[on/1]"]
+    assert {(span.worker_id, span.policy_version) for span in rollout.spans} == {("w", 4)}
+
+
+async def test_tools_samples_edits_and_text_are_branches_of_one_rollout() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        gateway.policy = lambda job: [CALL_ID, END]
+        call = (await session.ask(Call(messages=[user("q")], tools=[LOOK]))).completions[0]
+        assert call.finish == "tool_calls"
+        result = {"role": "tool", "content": "7", "tool_call_id": call.message["tool_calls"][0]["id"]}
+        gateway.policy = said("7")
+        await session.ask(Call(messages=[user("q"), call.message, result], tools=[LOOK]))
+        gateway.policy = lambda job: said(job.turn_id[-1])(job)
+        two = await session.ask(Call(messages=[user("n")], count=2))
+        assert sorted(map(str, content(two))) == ["2", "3"]
+        edited = {**two.completions[0].message, "content": "x"}
+        await session.ask(Call(messages=[user("n"), edited, user("m")]))
+        gateway.policy = lambda job: TEXT.encode("bc").tolist()
+        text = await session.ask(Call(text="a"))
+        assert (text.completions[0].text, text.completions[0].finish) == ("bc", "length")
+        await session.ask(Call(text="abcd"))  # a text that was cut goes on
+        session.reward(1)
+        await session.end()
+        (rollout,) = (await gateway.group()).rollouts
+    assert rollout.turn_count == 7
+    assert branches(rollout) == [
+        "flook uq\na[�]t7\na[7]",
+        "un\na[2]",
+        "un\na[3]",
+        "un\naxum\na[4]",
+        "a[bc]d[bc]",
+    ]
+
+
+async def test_who_comes_back_gets_the_answer_and_who_asks_again_another_one() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    gateway.policy = None
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        call = Call(messages=[user("hi")])
+        # Given a call whose client goes away before the answer is there
+        asking = asyncio.create_task(session.ask(call))
+        await until(lambda: bool(gateway.jobs))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        # When it asks again, as clients do, then it gets that turn's answer
+        asking = asyncio.create_task(session.ask(call))
+        await asyncio.sleep(0)
+        gateway.policy = echo
+        assert content(await asking) == ["hi/0"]
+        # And when it says that it repeats, the same, though that was received; else another sample
+        assert content(await session.ask(dataclasses.replace(call, is_repeated=True))) == ["hi/0"]
+        assert content(await session.ask(call)) == ["hi/1"]
+        keyed = [await session.ask(dataclasses.replace(call, key=key)) for key in ("k", "k", "l")]
+        assert list(map(content, keyed)) == [["hi/2"], ["hi/2"], ["hi/3"]]
+        assert keyed[0].call_id == keyed[1].call_id != keyed[2].call_id
+        session.reward(0)
+        await session.end()
+        (rollout,) = (await gateway.group()).rollouts
+    assert rollout.turn_count == len(gateway.jobs) == 4
+
+
+async def test_a_call_that_nobody_waits_for_frees_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "RETURN_S", 0.01)
+    gateway = Gateway()
+    await gateway.begin()
+    gateway.policy = None
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        call = Call(messages=[user("hi")], count=2)
+        asking = asyncio.create_task(session.ask(call))
+        await until(lambda: len(gateway.jobs) == 2)
+        asking.cancel()
+        # Then the worker that makes its turns loses them
+        await until(lambda: sorted(gateway.lost) == ["g.0.0", "g.0.1"])
+        # And the same call is made anew
+        gateway.policy = echo
+        assert sorted(map(str, content(await session.ask(call)))) == ["hi/2", "hi/3"]
+        session.reward(0)
+        await session.end()
+        assert (await gateway.group()).rollouts[0].turn_count == 2
+
+
+async def test_an_agent_that_does_the_same_again_gets_the_same_after_its_worker_was_lost() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up("a1") as desk:
+        session = (await opened(desk)).session
+        first = await session.ask(Call(messages=[user("hi")]))
+        await session.ask(Call(messages=[user("other")]))
+        gateway.policy = None
+        asking = asyncio.create_task(session.ask(Call(messages=[user("late")])))
+        await until(lambda: len(gateway.jobs) == 3)
+    # Given an agent worker that left in the middle of a call
+    assert isinstance((await asyncio.gather(asking, return_exceptions=True))[0], (ClaimLost, asyncio.CancelledError))
+    gateway.policy = echo
+    async with gateway.up("a2") as desk:
+        # When the agent begins again, elsewhere, and in another order
+        session = (await opened(desk)).session
+        fresh = await session.ask(Call(messages=[user("new")]))
+        again = await session.ask(Call(messages=[user("hi")]))
+        late = await session.ask(Call(messages=[user("late")]))
+        session.reward(1)
+        await session.end()
+        (rollout,) = (await gateway.group()).rollouts
+    # Then what was made before is not made again, and what it did not ask for again is no part of the rollout
+    assert (content(again), content(late)) == (content(first), ["late/2"])
+    assert content(fresh) == ["new/3"]
+    assert len(gateway.jobs) == 4
+    assert branches(rollout) == ["unew\na[new/3]", "uhi\na[hi/0]", "ulate\na[late/2]"]
+
+
+async def test_a_lost_claim_ends_the_session_and_its_key() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        one = await opened(desk)
+        assert desk.find(one.key) is one.session
+        assert desk.find(one.key + "x") is None
+        asking = asyncio.create_task(one.session.ask(Call(messages=[user("hi")])))
+        gateway.policy = None
+        await gateway.fabric.rollouts(gateway.run).cancel("g")
+        await until(lambda: desk.find(one.key) is None)
+        await asyncio.gather(asking, return_exceptions=True)
+        with pytest.raises(ClaimLost, match=r"session g\.0 is over"):
+            await one.session.ask(Call(messages=[user("hi")]))
+        with pytest.raises(ClaimLost):
+            await one.session.end(error="never mind")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "told"),
+    [
+        (Call(messages=[]), InputError, "at least one message"),
+        (Call(messages=[{"role": "u"}]), InputError, "message 0"),
+        (Call(messages=[user("x")], count=0), InputError, "n is 0"),
+        (Call(messages=[user("x")], count=65), InputError, "n is 65"),
+        (Call(messages=[user("x")], sampling={"temperature": -1}), InputError, "temperature"),
+        (Call(messages=[user("x")], sampling={"temprature": 1}), InputError, "temprature"),
+        (Call(messages=[user("x"), {"role": "assistant", "content": "y"}]), InputError, "the assistant's"),
+        (Call(text=""), InputError, "prompt"),
+    ],
+)
+async def test_what_cannot_be_asked_for_is_refused_and_costs_nothing(
+    call: Call, error: type[Exception], told: str
+) -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        with pytest.raises(error, match=told):
+            await session.ask(call)
+        assert content(await session.ask(Call(messages=[user("hi")]))) == ["hi/0"]
+
+
+async def test_turns_are_bounded_and_so_are_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CALL_COUNT_MAX", 2)
+    gateway = Gateway(turn_count_max=3)
+    await gateway.begin()
+    gateway.policy = None
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        asking = [asyncio.create_task(session.ask(Call(messages=[user(text)]))) for text in "ab"]
+        await until(lambda: len(gateway.jobs) == 2)
+        with pytest.raises(QueueFull, match="2 calls under way") as busy:
+            await session.ask(Call(messages=[user("c")]))
+        assert busy.value.facts["is_final"] is False
+        gateway.policy = echo
+        await asyncio.gather(*asking)
+        with pytest.raises(QueueFull, match="turn_count_max") as over:
+            await session.ask(Call(messages=[user("c")], count=2))
+        assert over.value.facts["is_final"] is True
+        assert content(await session.ask(Call(messages=[user("c")]))) == ["c/2"]
+
+
+async def test_an_engine_that_refuses_or_fails_is_told_of_and_may_be_asked_again() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    gateway.policy = None
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        for reason, error in (("refused", EngineUnsupported), ("error", EngineError)):
+            asking = asyncio.create_task(session.ask(Call(messages=[user("hi")])))
+            await until(lambda: bool(gateway.held))
+            (claim,), gateway.held = gateway.held, []
+            result = result_of(
+                claim.job.turn_id, finish_reason=reason, error="it cannot", context_digest=claim.job.context_digest
+            )
+            await gateway.fabric.turns(gateway.run).exchange("w", settles=[TurnSettle(claim=claim, result=result)])
+            with pytest.raises(error, match="it cannot"):
+                await asking
+        gateway.policy = echo
+        assert content(await session.ask(Call(messages=[user("hi")]))) == ["hi/2"]
+
+
+async def test_a_session_ends_with_calls_and_a_reward_or_says_why_it_failed() -> None:
+    gateway = Gateway(attempt_count_max=1)
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        with pytest.raises(InputError, match="no call to the model"):
+            await session.end()
+        await session.ask(Call(messages=[user("hi")]))
+        with pytest.raises(InputError, match="no reward"):
+            await session.end()
+        with pytest.raises(InputError, match="finite"):
+            session.reward(float("nan"))
+        await session.end(error="the task's files are missing")
+        (failure,) = (await gateway.group()).failures
+    assert "its client says: the task's files are missing" in failure.reason
+
+
+async def test_a_reward_function_scores_what_sessions_made() -> None:
+    gateway = Gateway(reward="success")
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        await session.ask(Call(messages=[user("hi")]))
+        await session.end()
+        (rollout,) = (await gateway.group()).rollouts
+    assert rollout.reward == 0.25
+
+
+async def test_a_silent_session_fails_and_its_trajectory_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    monkeypatch.setattr(session_module.AgentSession.__init__, "__kwdefaults__", {"idle_s_max": 0.05})
+    async with gateway.up() as desk:
+        one = await opened(desk)
+        await until(lambda: desk.find(one.key) is None)
+        again = await opened(desk)
+    assert (again.session.facts.session_id, again.session.facts.attempt) == ("g.0", 1)
+
+
+async def test_a_trajectory_is_claimed_only_where_somebody_opens_a_session() -> None:
+    gateway = Gateway()
+    await gateway.begin(group_size=3)
+    trajectories = gateway.fabric.tables_of("r1").trajectories
+    async with gateway.up() as desk:
+        assert trajectories.held == {}
+        two = [await opened(desk) for _ in range(2)]
+        assert trajectories.held == {"a1": 2}
+        assert {each.session.facts.session_id for each in two} == {"g.0", "g.1"}
+        assert two[0].key != two[1].key
+        await opened(desk)
+        with pytest.raises(QueueFull, match="no trajectory of run r1 came within"):
+            await desk.open("r1", wait_s=0.05)
+        with pytest.raises(RunUnknown, match="no run 'r2'"):
+            await desk.open("r2", wait_s=0.05)

@@ -1,0 +1,213 @@
+"""The desk: all sessions of one process, by their keys, and who waits for one.
+
+- A key has 256 random bits. It is shown once, kept as a hash, and forgotten as the session's claim ends.
+- `open` hands out sessions of trajectories that are played elsewhere (RemoteWorlds): this process claims a trajectory
+  of a run where somebody waits for one, and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from ...fabric.contract.errors import EnvironmentFailed, FabricError, QueueFull, RunUnknown
+from ...fabric.ports.sessions import Opened
+from ..environments.base import Access, Environment, Observation, Played, Step
+from ..environments.registry import NO_OPTIONS, Registry
+from .session import AgentSession
+
+KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know one
+KEY_BYTES = 32
+NEW_RUN_S = 2.0  # within which a run that was just made is known to this process
+PLAY_COUNT_MAX = max(8, 8 * (os.cpu_count() or 1))  # a process with the openai package holds 80 MB
+UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone
+REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
+
+
+class Untaken(FabricError):
+    """Nobody opened a session on a claimed trajectory: its claim is given back unharmed."""
+
+
+class Desk:
+    """See ports/sessions.py, Sessions."""
+
+    def __init__(
+        self, listen: Callable[[], Awaitable[str]] | None = None, play_count_max: int = PLAY_COUNT_MAX
+    ) -> None:
+        """Make a desk.
+
+        Args:
+            listen: begins to serve the model API, and returns its address; called once, before the first agent plays.
+                None: agents that play have their own way to it.
+            play_count_max: agents that may play in processes of this machine at once; others wait.
+        """
+        self.places = asyncio.Semaphore(play_count_max)
+        self._listen = listen
+        self._listening = asyncio.Lock()
+        self._address = ""
+        self.on_asked: Callable[[], None] = lambda: None  # is called as somebody begins to wait in `open`
+        self._sessions: dict[str, AgentSession] = {}  # by the key's hash
+        self._runs: set[str] = set()
+        self._followed = asyncio.Event()
+        self._asking: Counter[str] = Counter()  # by run: who waits in `open`
+        self._taken: Counter[str] = Counter()
+        self._untaken: dict[str, deque[_Offer]] = defaultdict(deque)
+        self._offered: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def find(self, key: str) -> AgentSession | None:
+        """Return the session of a key, as long as its claim lasts."""
+        return self._sessions.get(_hashed(key))
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, session: AgentSession) -> AsyncIterator[Access]:
+        """Know a session while the block runs; what it is asked afterwards is refused.
+
+        Raises:
+            ConfigError: the model API cannot be served.
+        """
+        async with self._listening:
+            if self._listen is not None and not self._address:
+                self._address = await self._listen()
+        key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+        self._sessions[_hashed(key)] = session
+        try:
+            yield Access(base_url=f"{self._address}v1", key=key)
+        finally:
+            del self._sessions[_hashed(key)]
+            await session.close()
+
+    # ---- sessions that are played elsewhere
+
+    def follow(self, run_ids: set[str]) -> None:
+        """Take note of the runs that there are."""
+        self._runs = run_ids
+        self._followed.set()
+
+    def wanted(self, run_id: str) -> int:
+        """Count the trajectories of a run that this process should hold: those in work, and one for each who waits."""
+        return self._taken[run_id] + self._asking[run_id]
+
+    async def open(self, run_id: str, *, wait_s: float) -> Opened:
+        """Open a session on the next trajectory of a run; see ports/sessions.py."""
+        await self._known(run_id, min(wait_s, NEW_RUN_S))
+        self._asking[run_id] += 1
+        self.on_asked()
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._untaken[run_id]:
+                    self._offered[run_id].clear()
+                    await self._offered[run_id].wait()
+        except TimeoutError:
+            raise QueueFull(
+                f"no trajectory of run {run_id} came within {wait_s:g} s: all that its trainer has pushed are in work "
+                "or done; ask again later",
+                run_id=run_id,
+            ) from None
+        finally:
+            self._asking[run_id] -= 1
+        return self._untaken[run_id].popleft().take()
+
+    async def _known(self, run_id: str, wait_s: float) -> None:
+        """Wait until a run is known here: one that was just made may not be yet. Raises RunUnknown."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while run_id not in self._runs:
+                    self._followed.clear()
+                    await self._followed.wait()
+        if run_id not in self._runs:
+            raise RunUnknown(
+                f"there is no run {run_id!r:.80} whose environment is {REMOTE!r}: its trainer creates it so",
+                run_id=run_id,
+            )
+
+    async def host(self, key: str) -> Played:
+        """Offer a session, and wait until whoever takes it has ended it.
+
+        Raises:
+            Untaken: nobody took it for UNTAKEN_S; it is for other processes.
+            EnvironmentFailed: its client says that the attempt failed, or was silent for too long.
+        """
+        session = self._sessions[_hashed(key)]
+        run_id, offer = session.facts.run_id, _Offer(session, key)
+        self._untaken[run_id].append(offer)
+        self._offered[run_id].set()
+        try:
+            while not offer.is_taken.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(UNTAKEN_S):
+                        await offer.is_taken.wait()
+                if not offer.is_taken.is_set() and not self._asking[run_id]:
+                    raise Untaken(f"nobody opened a session on trajectory {session.facts.session_id}")
+        finally:
+            with contextlib.suppress(ValueError):
+                self._untaken[run_id].remove(offer)
+        self._taken[run_id] += 1
+        try:
+            ending = await session.ended()
+        finally:
+            self._taken[run_id] -= 1
+        if ending.error is not None:
+            raise EnvironmentFailed(f"its client says: {ending.error:.2000}", reason="play")
+        return Played(info=dict(ending.info))
+
+
+class _Offer:
+    """A session that waits to be taken."""
+
+    def __init__(self, session: AgentSession, key: str) -> None:
+        self._opened = Opened(session=session, key=key)
+        self.is_taken = asyncio.Event()
+
+    def take(self) -> Opened:
+        self.is_taken.set()
+        return self._opened
+
+
+class RemoteWorld(Environment):
+    """A trajectory that is played by whoever opens a session on it."""
+
+    name = REMOTE
+    inline = True
+    is_agent = True
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        raise NotImplementedError("it is played")
+
+    async def step(self, action: Any) -> Step:
+        raise NotImplementedError("it is played")
+
+    async def play(self, task: dict[str, Any], seed: int, access: Access) -> Played:
+        """Wait until whoever opens the session has ended it."""
+        return await self._desk.host(access.key)
+
+
+class RemoteWorlds(Registry):
+    """The environments of a gateway: the one that is played elsewhere."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__()
+        self._desk = desk
+
+    def offered(self) -> list[str]:
+        return [REMOTE]
+
+    async def is_inside(self, name: str) -> bool:
+        return False  # what plays cannot end this process
+
+    async def open(
+        self, name: str, options: Mapping[str, Any] = NO_OPTIONS, *, owner: str = "", timeout_s: float = 30.0
+    ) -> Environment:
+        return RemoteWorld(self._desk)
+
+
+def _hashed(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

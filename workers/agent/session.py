@@ -1,0 +1,431 @@
+"""A session: one claimed trajectory whose agent asks for completions by itself, many at once if it likes.
+
+    ask ──▶ repetition of an earlier call? its answer
+       └──▶ conversation (fabric/chat): what continues, what branches ──▶ turns ──▶ answers ──▶ reply
+
+- Each completion is a turn. A turn of an earlier life of the agent, which another agent worker may have held, answers
+  the first call that comes to the same context with the same settings: an agent that does the same again gets the same.
+- A call whose client has gone goes on for RETURN_S, as clients repeat what broke off; then its turns are cancelled.
+- An answer that nobody received goes to the next call like it. One that was received is given again only where the
+  client says that it repeats a call: else it wants another sample.
+- The run's own settings of sampling win over the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, overload
+
+import xxhash
+
+from ...fabric.chat.conversation import Answer, Ask, Conversation
+from ...fabric.chat.template import ChatTemplate
+from ...fabric.contract.clock import Clock
+from ...fabric.contract.errors import (
+    ClaimLost,
+    EngineError,
+    EngineUnsupported,
+    EnvironmentFailed,
+    InputError,
+    QueueFull,
+)
+from ...fabric.contract.ids import turn_id
+from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, check_prompt
+from ...fabric.contract.records import Float32, Int32, RunConfig, Sampling, TurnJob, TurnResult, check_reward
+from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
+from ...fabric.contract.tokenizer import Tokenizer
+from ...fabric.contract.wire import check_size, dump_json
+from ...fabric.host.helpers import end_all
+from ...fabric.ports.queue import TrajectoryClaim
+from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
+from ..engines.admission import OVER_CONTEXT
+
+CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
+COMPLETION_COUNT_MAX = 64  # of one call
+RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
+BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
+IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
+
+
+class Caller(Protocol):
+    """What a session needs to have turns made: episode.py's TurnCaller."""
+
+    @property
+    def agent_id(self) -> str: ...
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult: ...
+    def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Given:
+    """A call as it was first made, and its answer. digest: equal for calls that ask for the same."""
+
+    digest: str
+    key: str
+    turns: list[TurnJob] = field(default_factory=list)
+    task: asyncio.Task[Reply] | None = None
+    taker_count: int = 0
+    is_received: bool = False
+    is_given_up: bool = False
+
+    @property
+    def reply(self) -> asyncio.Task[Reply]:
+        assert self.task is not None, "begun with its task"
+        return self.task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a session's client ended it. error: why the attempt failed."""
+
+    info: Mapping[str, Any]
+    error: str | None
+
+
+class AgentSession:
+    """See ports/sessions.py, Session. Its owner awaits `ended`, and closes it."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        claim: TrajectoryClaim,
+        chat: ChatTemplate,
+        tokenizer: Tokenizer,
+        caller: Caller,
+        clock: Clock,
+        *,
+        idle_s_max: float = IDLE_S_MAX,
+    ) -> None:
+        self._run = run
+        self._claim = claim
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._caller = caller
+        self._clock = clock
+        self._idle_s_max = idle_s_max
+        self._conversation = Conversation(chat)
+        self._given: dict[str, list[_Given]] = defaultdict(list)  # by digest, the newest last
+        self._earlier: dict[str, deque[TurnResult]] = defaultdict(deque)  # settled in earlier lives, by context digest
+        for result in claim.turns:
+            self._earlier[result.context_digest].append(result)
+        self._turn_count = len(claim.turns)  # asked for, in all lives
+        self._answer_count = 0
+        self._reward: float | None = None
+        self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._used_s = asyncio.get_running_loop().time()
+
+    # ---- the client's side
+
+    @property
+    def facts(self) -> SessionFacts:
+        """What the client may know."""
+        job = self._claim.job
+        return SessionFacts(
+            session_id=job.trajectory_id,
+            run_id=self._run.run_id,
+            group_id=job.group_id,
+            model=self._run.model,
+            task=job.task,
+            seed=job.seed,
+            attempt=self._claim.attempt,
+            call_count=self._answer_count,
+            call_count_max=self._run.turn_count_max,
+            reward=self._reward,
+            idle_s_max=self._idle_s_max,
+        )
+
+    async def ask(self, call: Call) -> Reply:
+        """Return completions; see ports/sessions.py."""
+        self._check_open()
+        if not 1 <= call.count <= COMPLETION_COUNT_MAX:
+            raise InputError(f"n is {call.count}, expected 1 to {COMPLETION_COUNT_MAX}", name="n")
+        sampling = self._sampling(call.sampling)
+        ask = await self._ask(call)
+        self._check_open()
+        check_prompt(f"of session {self._claim.job.trajectory_id}", len(ask.context_ids))
+        digest = _digest(ask, sampling, call.count)
+        given = self._repeated(digest, call) or self._begin(digest, call, ask, sampling)
+        return await self._deliver(given)
+
+    def reward(self, reward: float) -> None:
+        """Set the trajectory's reward; the last one counts."""
+        self._reward = check_reward(reward, "the agent", InputError)
+        self._used_s = asyncio.get_running_loop().time()
+
+    async def end(self, *, info: Mapping[str, Any] | None = None, error: str | None = None) -> None:
+        """End the session, and wait until its rollout is recorded, or its attempt has failed as it says."""
+        self._check_open()
+        check_size("info", dump_json(dict(info or {})), INFO_BYTES_MAX, next_step="say less in it")
+        if error is None and not self._answer_count:
+            raise InputError("the session made no call to the model: there is nothing to learn from")
+        if error is None and self._reward is None and self._run.reward is None:
+            raise InputError(
+                f"the session has no reward, and run {self._run.run_id} has no reward function: give one, or say the "
+                "error for which the attempt failed",
+                name="reward",
+            )
+        self._ending.set_result(Ending(info=dict(info or {}), error=error))
+        if not await asyncio.shield(self._recorded) and error is None:
+            raise self._over()
+
+    # ---- the owner's side
+
+    async def ended(self) -> Ending:
+        """Wait until the client has ended it.
+
+        Raises:
+            EnvironmentFailed: nothing was heard from the client for too long.
+        """
+        loop = asyncio.get_running_loop()
+        while not self._ending.done():
+            left_s = self._used_s + self._idle_s_max - loop.time()
+            if self._is_asked:
+                left_s = self._idle_s_max
+            elif left_s <= 0:
+                raise EnvironmentFailed(
+                    f"its agent made no call, gave no reward and did not end it for {self._idle_s_max:g} s",
+                    reason="timeout",
+                )
+            await asyncio.wait([self._ending], timeout=min(left_s, self._idle_s_max / 4))
+        return self._ending.result()
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of a Rollout that come of the calls.
+
+        Raises:
+            EnvironmentFailed: there was no call, or there is no reward though one is needed.
+        """
+        if not self._answer_count:
+            raise EnvironmentFailed("it ended without a call to the model", reason="play")
+        if self._reward is None and self._run.reward is None:
+            raise EnvironmentFailed(
+                f"it ended without a reward, and run {self._run.run_id} has no reward function: return a number, or "
+                "give the session one",
+                reason="play",
+            )
+        return {
+            "turn_count": self._answer_count,
+            "reward": None if self._run.reward is not None else self._reward,
+            **self._conversation.record(),
+        }
+
+    async def close(self) -> None:
+        """End what is under way: nothing is asked for any more."""
+        if not self._ending.done():
+            self._ending.cancel()
+        tasks = [given.reply for calls in self._given.values() for given in calls]
+        await end_all(tasks)
+
+    def say_recorded(self, is_recorded: bool) -> None:
+        """Tell the client that waits for it whether its rollout is in the broker."""
+        if not self._recorded.done():
+            self._recorded.set_result(is_recorded)
+
+    # ---- one call
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether a client waits for an answer."""
+        return any(given.taker_count and not given.reply.done() for each in self._given.values() for given in each)
+
+    def _check_open(self) -> None:
+        if self._ending.done():
+            raise self._over()
+
+    def _over(self) -> ClaimLost:
+        name = self._claim.job.trajectory_id
+        return ClaimLost(f"session {name} is over", job_id=name, fence=self._claim.fence)
+
+    def _sampling(self, wished: Mapping[str, Any]) -> Sampling:
+        """Return the run's settings, and the client's where the run has none. Raises InputError."""
+        wanted = self._run.sampling
+        stated = {key: each for key, each in wished.items() if not (key in GUIDED and GUIDED & wanted.keys())}
+        return sampling_from(check_sampling({**stated, **wanted}, "the request"))
+
+    async def _ask(self, call: Call) -> Ask:
+        if call.messages is None:
+            return self._conversation.ask_text(call.text, self._tokenizer.encode)
+        messages, tools = list(call.messages), list(call.tools)
+        if sum(len(str(each.get("content") or "")) for each in messages if isinstance(each, Mapping)) <= BRIEF:
+            return self._conversation.ask(messages, tools, call.options)
+        return await asyncio.to_thread(self._conversation.ask, messages, tools, call.options)
+
+    def _repeated(self, digest: str, call: Call) -> _Given | None:
+        """Find the call that this one repeats."""
+        like = [given for given in self._given[digest] if not given.is_given_up and not _has_failed(given)]
+        if call.key:
+            return next((given for given in like if given.key == call.key), None)
+        lonely = next((given for given in like if not given.taker_count and not given.is_received), None)
+        return lonely or (like[-1] if like and call.is_repeated else None)
+
+    def _begin(self, digest: str, call: Call, ask: Ask, sampling: Sampling) -> _Given:
+        """Begin the turns of a call.
+
+        Raises:
+            QueueFull: there are too many calls under way, or the session has no turns left (facts: is_final).
+        """
+        running = sum(not given.reply.done() for each in self._given.values() for given in each)
+        if running >= CALL_COUNT_MAX:
+            raise QueueFull(
+                f"the session has {running} calls under way, the limit: wait for one of them", is_final=False
+            )
+        known = min(call.count, len(self._earlier[_digest(ask, sampling)]))
+        if self._turn_count + call.count - known > self._run.turn_count_max:
+            raise QueueFull(
+                f"the session has asked for {self._turn_count} completions, and may ask for {self._run.turn_count_max} "
+                "in all: end it, or create the run with a larger turn_count_max",
+                is_final=True,
+            )
+        given = _Given(digest, call.key)
+        chosen = [self._earlier_turn(ask, sampling) or self._new_turn(given, ask, sampling) for _ in range(call.count)]
+        given.task = asyncio.create_task(self._reply(given, ask, chosen))
+        self._given[digest].append(given)
+        return given
+
+    async def _deliver(self, given: _Given) -> Reply:
+        """Wait for the answer; give the call up if the last who waits leaves, and nobody comes back."""
+        loop = asyncio.get_running_loop()
+        given.taker_count += 1
+        try:
+            reply = await asyncio.shield(given.reply)
+        except asyncio.CancelledError:
+            if given.reply.cancelled():
+                raise self._over() from None
+            raise
+        finally:
+            given.taker_count -= 1
+            self._used_s = loop.time()
+            if not given.taker_count and not given.reply.done():
+                loop.call_later(RETURN_S, self._give_up, given)
+        given.is_received = True
+        return reply
+
+    def _give_up(self, given: _Given) -> None:
+        if given.taker_count or given.reply.done() or given.is_given_up:
+            return
+        given.is_given_up = True
+        for job in given.turns:
+            self._caller.cancel(self._claim, job)
+
+    async def _reply(self, given: _Given, ask: Ask, turns: list[TurnResult | TurnJob]) -> Reply:
+        results = await asyncio.gather(*(self._turn(given, turn) for turn in turns), return_exceptions=True)
+        errors = [each for each in results if isinstance(each, BaseException)]
+        made = [each for each in results if isinstance(each, TurnResult)]
+        if errors:
+            for result in made:  # what the others made answers the next call like this one
+                self._earlier[result.context_digest].append(result)
+            raise errors[0]
+        answers = [self._answer(ask, result) for result in made]
+        completions = [_completion(self._chat, *pair) for pair in zip(answers, made, strict=True)]
+        version = max((span.policy_version for result in made for span in result.spans), default=-1)
+        return Reply(
+            call_id=f"{self._claim.job.trajectory_id}.{answers[0].node}",
+            created_s=self._clock.wall_ms() // 1000,
+            prompt_token_count=len(ask.context_ids),
+            policy_version=version,
+            completions=completions,
+        )
+
+    def _answer(self, ask: Ask, result: TurnResult) -> Answer:
+        self._answer_count += 1
+        reason = "stop" if result.finish_reason == "stop" else "length"
+        return self._conversation.answer(ask, result.completion_ids, result.logprobs, result.spans, reason)
+
+    # ---- one turn
+
+    def _earlier_turn(self, ask: Ask, sampling: Sampling) -> TurnResult | None:
+        """Take a turn that was made in this context before, and that no call has had."""
+        kept = self._earlier[_digest(ask, sampling)]
+        while kept:
+            result = kept.popleft()
+            if result.finish_reason in ("stop", "length"):
+                return result
+        return None
+
+    def _new_turn(self, given: _Given, ask: Ask, sampling: Sampling) -> TurnJob:
+        """Make the next turn of the trajectory; asked for at once, so that the broker never sees one number skipped."""
+        trajectory, index = self._claim.job.trajectory_id, self._turn_count
+        self._turn_count += 1
+        seed = None if sampling.seed is None else turn_seed(sampling.seed, trajectory, index)
+        eos_id = self._tokenizer.eos_id
+        ends = self._chat.stop_ids if not ask.is_text else () if eos_id is None else (eos_id,)
+        job = TurnJob(
+            turn_id=turn_id(trajectory, index),
+            agent_id=self._caller.agent_id,
+            sampling=with_ends(replace(sampling, seed=seed), ends),
+            prompt_ids=ask.context_ids,
+            context_digest=_digest(ask, sampling),
+        )
+        given.turns.append(job)
+        return job
+
+    async def _turn(self, given: _Given, turn: TurnResult | TurnJob) -> TurnResult:
+        """Wait for a turn's result.
+
+        Raises:
+            EngineUnsupported, EngineError: no worker could make it, or one failed.
+            ClaimLost: the session is over.
+        """
+        if isinstance(turn, TurnResult):
+            return turn
+        while True:
+            result = await self._caller.ask(self._claim, turn)
+            is_own = result.context_digest in ("", turn.context_digest)
+            if is_own and (result.finish_reason != "cancelled" or given.is_given_up):
+                break
+            # An earlier life asked for another turn under this number: it was not known to be under way.
+            if not is_own:
+                self._earlier[result.context_digest].append(result)
+            given.turns.remove(turn)
+            turn = replace(turn, turn_id=turn_id(self._claim.job.trajectory_id, self._turn_count))
+            self._turn_count += 1
+            given.turns.append(turn)
+        if result.finish_reason == "cancelled":
+            raise EngineError("the call was given up: its client had gone")
+        if result.finish_reason == "refused":
+            is_over = OVER_CONTEXT in (result.error or "")
+            raise EngineUnsupported(f"the engine refused the request: {result.error}", is_over_context=is_over)
+        if result.finish_reason == "error":
+            raise EngineError(f"the engine failed: {result.error}")
+        return result
+
+
+def _has_failed(given: _Given) -> bool:
+    return given.reply.done() and (given.reply.cancelled() or given.reply.exception() is not None)
+
+
+def _digest(ask: Ask, sampling: Sampling, count: int = 0) -> str:
+    """Return 16 hexadecimal digits that are equal for calls that ask for the same."""
+    hashed = xxhash.xxh3_64(ask.context_ids.tobytes())
+    hashed.update(dump_json([ask.digest, sampling.row(), count]))
+    return str(hashed.hexdigest())
+
+
+def _completion(chat: ChatTemplate, answer: Answer, result: TurnResult) -> Completion:
+    tokens = _Tokens(chat, result.completion_ids, result.logprobs)
+    return Completion(message=answer.message, text=answer.text, finish=answer.finish, tokens=tokens)
+
+
+class _Tokens(Sequence[Token]):
+    """The tokens of an answer, each decoded only where it is looked at: few clients ask for log-probabilities."""
+
+    def __init__(self, chat: ChatTemplate, ids: Int32, logprobs: Float32) -> None:
+        self._chat = chat
+        self._ids = ids
+        self._logprobs = logprobs
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Token: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Token]: ...
+    def __getitem__(self, index: int | slice) -> Token | Sequence[Token]:
+        if isinstance(index, slice):
+            return _Tokens(self._chat, self._ids[index], self._logprobs[index])
+        return Token(text=self._chat.decode([int(self._ids[index])]), logprob=float(self._logprobs[index]))
