@@ -283,6 +283,7 @@ class AgentSession:
         given = _Given(digest, call.key)
         chosen = [self._earlier_turn(ask, sampling) or self._new_turn(given, ask, sampling) for _ in range(call.count)]
         given.task = asyncio.create_task(self._reply(given, ask, chosen))
+        given.task.add_done_callback(_has_failed_unseen)
         self._given[digest].append(given)
         return given
 
@@ -392,6 +393,12 @@ class AgentSession:
         if result.finish_reason == "error":
             raise EngineError(f"the engine failed: {result.error}")
         return result
+
+
+def _has_failed_unseen(task: asyncio.Task[Reply]) -> None:
+    """Look at the error of a call that nobody may wait for any more: else the loop would log it as forgotten."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _has_failed(given: _Given) -> bool:
