@@ -78,8 +78,8 @@ sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim 
 fuzz: $(VENV)/.dev ## bad rows in every table that a role may write; TOGETHER=12 TABLES="runs"
 	@$(BIN)/python -m tests.fuzz.fuzz_tables $(if $(SECONDS_A_TABLE),--seconds $(SECONDS_A_TABLE)) $(if $(TOGETHER),--together $(TOGETHER)) $(TABLES)
 
-bench: $(if $(filter engine coserve,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
-	@$(if $(filter engine coserve,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)
+bench: $(if $(filter engine coserve gateway,$(BENCH)),$(VLLM)/.done,$(VENV)/.dev .venv-arq/.done) ## rollfab bench $(BENCH), beside its peers
+	@$(if $(filter engine coserve gateway,$(BENCH)),$(VLLM)/bin,$(BIN))/rollfab bench $(BENCH) $(ARGS)
 
 audit: $(AUDIT)/.done ## known faults of all that deploy/lock/ names, where PyPI can be reached
 	@$(AUDIT)/bin/python deploy/lock/audit.py

@@ -40,6 +40,14 @@ def engine(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_engine(quick=quick, json_output=json))
 
 
+@app.command("gateway")
+def gateway(quick: Quick = False, json: AsJson = False) -> None:
+    """Chat completions through the gateway, over the same vLLM server asked directly: milliseconds and tokens."""
+    from .gateway.main import bench_gateway
+
+    raise typer.Exit(bench_gateway(quick=quick, json_output=json))
+
+
 @app.command("weights")
 def weights(
     quick: Quick = False,

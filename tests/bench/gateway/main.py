@@ -1,0 +1,187 @@
+"""`rollfab bench gateway`: what a call costs more through the gateway than at the vLLM server behind it.
+
+- Rounds alternate, direct then through the gateway, after one of each that does not count. An overhead is what two
+  neighbours differ by, a ratio their tokens per second; reported are medians of the rounds, with lowest and highest.
+- The P99 is that of all calls of an arm, as a round has too few.
+- Answers of one token, one at a time, show the way alone. With longer ones, steps of the engine on a CPU vary by more
+  than the way costs; they are also somewhat faster where more processes keep the machine awake.
+- The floor is what the way takes that does nothing: one more HTTP hop, and the round trips to the broker that wait for
+  one another (push, claim, settle, result).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rollfab.deploy.replay.figures import Report, number, percentile, show
+from rollfab.fabric.contract.errors import EngineUnsupported, FabricError
+from tests.bench.measure import Figure, alternate, run_bench
+
+from .arms import SLOT_COUNT, Load, Round, Stage
+
+BROKER_TRIPS = 4
+FLOOR_COUNT = 300
+AGREE = Load(concurrency=4, calls_each=2, completion_tokens=16, prompt_letters=60)
+AGREE_FRACTION_MIN = 0.75  # a near tie may go either way where batches differ
+GOALS = {"overhead_p50_ms": 10.0, "overhead_p99_ms": 30.0, "tokens_ratio": 0.95}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured. way: the answers of one token."""
+
+    loads: tuple[Load, ...]
+    way: Load
+    round_count: int
+
+
+def _load(concurrency: int, calls_each: int, completion_tokens: int = 64) -> Load:
+    return Load(concurrency=concurrency, calls_each=calls_each, completion_tokens=completion_tokens, prompt_letters=120)
+
+
+FULL = Settings(loads=(_load(1, 24), _load(8, 8), _load(64, 4)), way=_load(1, 60, 1), round_count=7)
+QUICK = Settings(loads=(_load(1, 4), _load(8, 2), _load(64, 1)), way=_load(1, 10, 1), round_count=2)
+
+
+def bench_gateway(*, quick: bool, json_output: bool) -> int:
+    """Measure and print; returns the exit code: 1 when an arm did not do its work, or there is no vLLM."""
+    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
+
+
+def measure(settings: Settings) -> Report:
+    """Measure every load.
+
+    Raises:
+        EngineUnsupported: vLLM is not installed.
+        FabricError: a process ended, a call failed, or an arm made other tokens than it should.
+    """
+    if find_spec("vllm") is None:
+        raise EngineUnsupported("vLLM is not installed here: in a clone of rollfab type `make bench BENCH=gateway`")
+    with (
+        tempfile.TemporaryDirectory(prefix="rollfab-bench-") as directory,
+        Stage(Path(directory), [*settings.loads, settings.way]) as stage,
+    ):
+        fraction = _agreement(stage)
+        rows = [_measure(stage, load, settings.round_count) for load in settings.loads]
+        way = _measure(stage, settings.way, settings.round_count)
+        trips = stage.floor_ms(FLOOR_COUNT)
+        engine_has_a_core = stage.engine_has_a_core
+    names = ("overhead_p50_ms", "overhead_p99_ms", "tokens_ratio")
+    figures = {f"gateway_{name}_{row['concurrency']}": row[name] for name in names for row in rows}
+    return Report(
+        name="gateway",
+        params={"settings": asdict(settings), "slot_count": SLOT_COUNT, "engine_has_a_core": engine_has_a_core},
+        results={
+            **figures,
+            "gateway_way_p50_ms": way["overhead_p50_ms"],
+            "gateway_way_p99_ms": way["overhead_p99_ms"],
+            "floor_ms": trips["gateway"] + BROKER_TRIPS * trips["broker"],
+            "broker_trip_ms": trips["broker"],
+            "gateway_hop_ms": trips["gateway"],
+            "same_texts_fraction": fraction,
+            "goals": GOALS,
+            "rows": rows,
+            "way": way,
+        },
+        baselines={f"vLLM server, {row['concurrency']}": row["direct"] for row in rows},
+        ratio={str(row["concurrency"]): row["tokens_ratio"] for row in rows},
+    )
+
+
+def _agreement(stage: Stage) -> float:
+    """Return the fraction of greedy answers that are the same in both arms. Raises FabricError: too few are."""
+    prompts = stage.prompts.take(AGREE)
+    through, direct = (arm(AGREE, prompts).texts for arm in (stage.through, stage.direct))
+    fraction = sum(_ended(through[prompt]) == _ended(direct[prompt]) for prompt in prompts) / len(prompts)
+    if fraction < AGREE_FRACTION_MIN:
+        raise FabricError(f"{fraction:.0%} of greedy answers are the same in both arms: they do not do the same work")
+    return fraction
+
+
+def _ended(text: str) -> str:
+    """Leave out half a character at the end, which vLLM's text does not have."""
+    return text.rstrip("\ufffd")
+
+
+def _measure(stage: Stage, load: Load, round_count: int) -> dict[str, Any]:
+    arms = {name: lambda arm=arm: arm(load, stage.prompts.take(load)) for name, arm in _arms(stage).items()}
+    alternate(arms, 1)  # connections, caches
+    rounds = alternate(arms, round_count)
+    return row(load, rounds["direct"], rounds["through"])
+
+
+def _arms(stage: Stage) -> dict[str, Any]:
+    return {"direct": stage.direct, "through": stage.through}
+
+
+def row(load: Load, direct: list[Round], through: list[Round]) -> dict[str, Any]:
+    """Compute the figures of one load from the rounds of its arms, which are neighbours pair by pair."""
+    pairs = list(zip(direct, through, strict=True))
+    p50 = Figure(tuple(_latency(ours, 0.5) - _latency(theirs, 0.5) for theirs, ours in pairs))
+    ratio = Figure(tuple(_rate(ours) / _rate(theirs) for theirs, ours in pairs))
+    arms = {"direct": _arm(direct), "through": _arm(through)}
+    return {
+        "concurrency": load.concurrency,
+        "overhead_p50_ms": p50.median,
+        "overhead_p50_spread": p50.spread,
+        "overhead_p99_ms": arms["through"]["latency_p99_ms"] - arms["direct"]["latency_p99_ms"],
+        "tokens_ratio": ratio.median,
+        "tokens_ratio_spread": ratio.spread,
+        **arms,
+    }
+
+
+def _arm(rounds: list[Round]) -> dict[str, Any]:
+    rate = Figure(tuple(map(_rate, rounds)))
+    latencies_ms = [each for one in rounds for each in one.latencies_ms]
+    return {
+        "tokens_per_s": rate.median,
+        "tokens_per_s_spread": rate.spread,
+        "call_count": len(latencies_ms),
+        "latency_p50_ms": percentile(latencies_ms, 0.5),
+        "latency_p99_ms": percentile(latencies_ms, 0.99),
+        "cpu_ms_per_call": {
+            name: 1000 * sum(each.cpu_s[name] for each in rounds) / len(latencies_ms) for name in rounds[0].cpu_s
+        },
+    }
+
+
+def _latency(one: Round, fraction: float) -> float:
+    return percentile(one.latencies_ms, fraction)
+
+
+def _rate(one: Round) -> float:
+    return one.token_count / one.duration_s
+
+
+def _print_table(report: Report) -> None:
+    found = json.loads(report.json())["results"]
+    rows, notes = [], []
+    for each in [*found["rows"], found["way"]]:
+        low, high = each["overhead_p50_spread"]
+        ratio_low, ratio_high = each["tokens_ratio_spread"]
+        rows.append(
+            [
+                f"{each['concurrency']}{', one token' if each is found['way'] else ''}",
+                number(each["direct"]["latency_p50_ms"]),
+                number(each["through"]["latency_p50_ms"]),
+                f"{number(each['overhead_p50_ms'])}  ({number(low)} to {number(high)})",
+                number(each["overhead_p99_ms"]),
+                f"{each['tokens_ratio']:.2f}  ({ratio_low:.2f} to {ratio_high:.2f})",
+            ]
+        )
+        for name in () if each is found["way"] else ("direct", "through"):
+            shares = ", ".join(f"{process} {ms:.1f}" for process, ms in each[name]["cpu_ms_per_call"].items())
+            notes.append(f"{each['concurrency']} at once, {name}: CPU ms per call {shares}")
+    notes.append(
+        f"floor {number(found['floor_ms'])} ms: a hop of {number(found['gateway_hop_ms'])} ms, and {BROKER_TRIPS} "
+        f"round trips to the broker of {number(found['broker_trip_ms'])} ms; goals: overhead under "
+        f"{GOALS['overhead_p50_ms']:g} ms (P99 {GOALS['overhead_p99_ms']:g}), ratio {GOALS['tokens_ratio']:g}"
+    )
+    columns = ["calls at once", "direct, ms", "gateway, ms", "overhead, ms", "overhead P99, ms", "tokens/s ÷ direct"]
+    show("rollfab bench gateway", columns, rows, [*notes, f"machine: {report.machine}"])
