@@ -285,7 +285,7 @@ def test_a_submit_that_waits_says_for_what(fabric: Watched, caplog: pytest.LogCa
 def test_work_that_moves_is_not_blamed_and_ends_a_wait_quietly(
     fabric: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fabric.run("slow", environment_options={"turns": 1_000, "pace_s": 0.05}) as run:
+    with fabric.run("slow", environment_options={"turns": 1_000, "pace_s": 0.2}) as run:
         run.publish(tiny_weights(), version=0)
         run.submit(TASKS)
         fabric.processes.until(lambda: run.status().counters.get("turns_settled", 0) > 2, 30.0, "turns are settled")

@@ -117,7 +117,8 @@ def settled_but_not_recorded() -> list[Patch]:
 @plant
 def result_delivered_once_only() -> list[Patch]:
     """A result that was lost on its way to the agent is not sent again."""
-    return [in_lua(("      redis.call('XADD', inbox, '*', 'id', id, 'result', result)\n", ""))]
+    sent = "      answer[n] = 3\n"
+    return [in_lua((sent + "      redis.call('XADD', inbox, '*', 'id', id, 'result', result)\n", sent))]
 
 
 # ---- claims

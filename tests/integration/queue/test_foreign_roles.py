@@ -32,11 +32,11 @@ WORK: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "write a manifest": (("HSET", key_of("r1.w:manifests"), "0:keyframe", "x"), {"trainer", "operator"}),
     "publish a collective": (("SET", key_of("r1.w:offer"), "x"), {"trainer", "operator"}),
     "read where weights are served": (("HGET", key_of("r1.w:addresses"), "w"), {"trainer", "worker", "operator"}),
-    "hand in a rollout": (("HSET", key_of("r1.0:rollouts:g"), "g.0", "x"), {"trainer", "agent", "reward", "operator"}),
-    "read a rollout": (("HGETALL", key_of("r1.0:rollouts:g")), {"trainer", "agent", "reward", "operator"}),
-    "read a task": (("HGET", key_of("r1.0:trajectory:job"), "g.0"), {"trainer", "agent", "reward", "operator"}),
-    "read a prompt": (("HGET", key_of("r1.0:turn:job"), "g.0.0"), {"trainer", "agent", "worker", "reward", "operator"}),
-    "put a job on rq's queue": (("RPUSH", f"rq:queue:{QUEUE_NAME}", "x"), {"agent", "reward"}),
+    "hand in a rollout": (("HSET", key_of("r1.0:rollouts:g"), "g.0", "x"), {"trainer", "agent", "gateway", "reward", "operator"}),
+    "read a rollout": (("HGETALL", key_of("r1.0:rollouts:g")), {"trainer", "agent", "gateway", "reward", "operator"}),
+    "read a task": (("HGET", key_of("r1.0:trajectory:job"), "g.0"), {"trainer", "agent", "gateway", "reward", "operator"}),
+    "read a prompt": (("HGET", key_of("r1.0:turn:job"), "g.0.0"), {"trainer", "agent", "gateway", "worker", "reward", "operator"}),
+    "put a job on rq's queue": (("RPUSH", f"rq:queue:{QUEUE_NAME}", "x"), {"agent", "gateway", "reward"}),
     "write another program's key": (("SET", "session:1", "x"), set()),
     "empty the broker": (("FLUSHALL",), set()),
     "list all keys": (("KEYS", "*"), set()),
@@ -89,7 +89,7 @@ def test_no_role_s_job_makes_the_reward_worker_ask_anybody_for_anything(broker: 
                 planted.add(role)
             except exceptions.NoPermissionError:
                 continue
-    assert planted == {"agent", "reward"}
+    assert planted == {"agent", "gateway", "reward"}
 
     # When a reward worker with its own user takes all of it
     ran: list[str] = []
