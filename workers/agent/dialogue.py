@@ -16,11 +16,9 @@ import xxhash
 from ...fabric.chat.conversation import Ask, Conversation
 from ...fabric.chat.messages import Message, check_messages
 from ...fabric.chat.template import ChatTemplate
-from ...fabric.contract.limits import KIB
 from ...fabric.contract.records import Int32, TurnResult
 from ...fabric.contract.wire import dump_json
-
-BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
+from ..environments.answers import BRIEF
 
 
 class Dialogue:

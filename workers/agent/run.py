@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from ...fabric.contract.clock import Clock
-from ...fabric.contract.errors import BrokerError, ClaimLost, EngineUnsupported, FabricError
+from ...fabric.contract.errors import BrokerError, ClaimLost, EngineUnsupported, FabricError, PayloadTooLarge
 from ...fabric.contract.records import RunConfig
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.host.helpers import Helpers, end_all
@@ -257,7 +257,7 @@ class RunAgent:
         who = {"run_id": self._run.run_id, "worker_id": self._worker_id}
         letter = dead_letter(error, claim.job, attempt=claim.attempt, **who)
         try:
-            is_final = isinstance(error, EngineUnsupported)  # it would be refused again
+            is_final = isinstance(error, EngineUnsupported | PayloadTooLarge)  # it would be refused again
             outcome = await self._trajectories.fail(claim.job.trajectory_id, claim.fence, letter, is_final=is_final)
         except FabricError as trouble:
             log.error("agent.fail_failed", extra={"job_id": claim.job.trajectory_id, "error": str(trouble)})

@@ -33,7 +33,7 @@ from ...fabric.contract.errors import (
     QueueFull,
 )
 from ...fabric.contract.ids import turn_id
-from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, check_prompt
+from ...fabric.contract.limits import INFO_BYTES_MAX, check_prompt
 from ...fabric.contract.records import Float32, Int32, RunConfig, Sampling, TurnJob, TurnResult, check_reward
 from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.tokenizer import Tokenizer
@@ -42,11 +42,11 @@ from ...fabric.host.helpers import end_all
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
 from ..engines.admission import OVER_CONTEXT
+from ..environments.answers import BRIEF, weigh
 
 CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
 COMPLETION_COUNT_MAX = 64  # of one call
 RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
-BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
 IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
 
 
@@ -250,7 +250,7 @@ class AgentSession:
         if call.messages is None:
             return self._conversation.ask_text(call.text, self._tokenizer.encode)
         messages, tools = list(call.messages), list(call.tools)
-        if sum(len(str(each.get("content") or "")) for each in messages if isinstance(each, Mapping)) <= BRIEF:
+        if weigh([messages, tools], BRIEF) <= BRIEF:
             return self._conversation.ask(messages, tools, call.options)
         return await asyncio.to_thread(self._conversation.ask, messages, tools, call.options)
 

@@ -32,10 +32,19 @@ WORK: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "write a manifest": (("HSET", key_of("r1.w:manifests"), "0:keyframe", "x"), {"trainer", "operator"}),
     "publish a collective": (("SET", key_of("r1.w:offer"), "x"), {"trainer", "operator"}),
     "read where weights are served": (("HGET", key_of("r1.w:addresses"), "w"), {"trainer", "worker", "operator"}),
-    "hand in a rollout": (("HSET", key_of("r1.0:rollouts:g"), "g.0", "x"), {"trainer", "agent", "gateway", "reward", "operator"}),
+    "hand in a rollout": (
+        ("HSET", key_of("r1.0:rollouts:g"), "g.0", "x"),
+        {"trainer", "agent", "gateway", "reward", "operator"},
+    ),
     "read a rollout": (("HGETALL", key_of("r1.0:rollouts:g")), {"trainer", "agent", "gateway", "reward", "operator"}),
-    "read a task": (("HGET", key_of("r1.0:trajectory:job"), "g.0"), {"trainer", "agent", "gateway", "reward", "operator"}),
-    "read a prompt": (("HGET", key_of("r1.0:turn:job"), "g.0.0"), {"trainer", "agent", "gateway", "worker", "reward", "operator"}),
+    "read a task": (
+        ("HGET", key_of("r1.0:trajectory:job"), "g.0"),
+        {"trainer", "agent", "gateway", "reward", "operator"},
+    ),
+    "read a prompt": (
+        ("HGET", key_of("r1.0:turn:job"), "g.0.0"),
+        {"trainer", "agent", "gateway", "worker", "reward", "operator"},
+    ),
     "put a job on rq's queue": (("RPUSH", f"rq:queue:{QUEUE_NAME}", "x"), {"agent", "gateway", "reward"}),
     "write another program's key": (("SET", "session:1", "x"), set()),
     "empty the broker": (("FLUSHALL",), set()),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollfab.fabric.contract import limits
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, WireError
 from rollfab.fabric.contract.records import Group, Lease, RunConfig, TurnResult
@@ -351,6 +352,20 @@ async def test_a_changed_number_of_attempts_counts() -> None:
         await setting.push()
         # Then there is one
         await setting.group()
+    assert setting.fabric.tables_of("r1").counters["attempts_failed"] == 1
+
+
+async def test_a_context_over_the_limit_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a prompt of more tokens than a turn may have, which every attempt would come to
+    monkeypatch.setattr(limits, "PROMPT_TOKENS_MAX", 0)
+    setting = await Setting().begin()
+    # When an agent plays it
+    async with setting.agent():
+        await setting.push()
+        await until(lambda: setting.fabric.tables_of("r1").counters.get("attempts_failed"))
+        # Then one attempt has failed, of the three that the run allows
+        (failure,) = (await setting.group()).failures
+    assert "tokens, the limit is 0" in failure.reason
     assert setting.fabric.tables_of("r1").counters["attempts_failed"] == 1
 
 
