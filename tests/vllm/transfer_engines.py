@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from rollfab.fabric.format.layout import Layout
 from rollfab.workers.engines.base import Bits, Writes
@@ -167,8 +168,14 @@ class Vllm:
         return kind.from_vllm_config(settings, disable_log_stats=True)
 
     def close(self) -> None:
-        self.llm.shutdown(timeout=2.0)
-        self._runner.close()
+        processes = list(self.llm.engine_core.resources.engine_manager.processes)
+        try:
+            with suppress(psutil.NoSuchProcess):  # vLLM names a process that has just gone
+                self.llm.shutdown(timeout=2.0)
+        finally:
+            for process in processes:
+                process.kill()
+            self._runner.close()
 
     def call(self, method: str, *args: Any) -> Any:
         return self._runner.run(getattr(self.llm, method)(*args))

@@ -401,11 +401,15 @@ class LocalDoor:
 
 def _end(vllm: _Vllm) -> None:
     """End vLLM's processes. On a CPU there is nothing that the system does not take back: no second for tidying up."""
-    core = vllm.llm.engine_core
+    processes = list(vllm.llm.engine_core.resources.engine_manager.processes)
     if vllm.is_on_cpu and vllm.llm.vllm_config.parallel_config.world_size == 1:
-        for process in core.resources.engine_manager.processes:
+        for process in processes:
             process.kill()
-    vllm.llm.shutdown(timeout=CLOSE_S)
+    try:
+        vllm.llm.shutdown(timeout=CLOSE_S)
+    finally:  # its own killing stops half-way where it comes to a process that has just gone (psutil.NoSuchProcess)
+        for process in processes:
+            process.kill()
 
 
 @contextlib.contextmanager
