@@ -28,8 +28,8 @@ from .chat import CHAT, TEXT
 from .config import GatewayConfig, check_gateway
 from .dialect import Answered, Dialect
 from .door import Door, unless_gone
-from .messages import MESSAGES
-from .problems import HEADERS, Shape, answer, openai_shape, problem_answer, problem_of
+from .messages import MESSAGES, read_count
+from .problems import HEADERS, Shape, answer, anthropic_shape, openai_shape, problem_answer, problem_of
 from .responses import RESPONSES
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -77,6 +77,14 @@ def _model_routes(door: Door) -> APIRouter:
     for path, dialect in DIALECTS.items():
         _add(routes, "POST", path, _complete(door, dialect), dialect.shape)
 
+    async def count_tokens(request: Request) -> Response:
+        session = door.session_of(request, may_be_key=True)
+        with door.room():
+            body = Body(read_json(await request.body()))
+            call = read_count(body)
+            body.close()
+            return answer({"input_tokens": await session.count(call)})
+
     async def models(request: Request) -> Response:
         facts = door.session_of(request, may_be_key=True).facts
         return answer({"object": "list", "data": [_model(facts)]})
@@ -87,6 +95,7 @@ def _model_routes(door: Door) -> APIRouter:
             raise Refused(404, "model_not_found", "this session has another model: GET /v1/models names it")
         return answer(_model(facts))
 
+    _add(routes, "POST", "/messages/count_tokens", count_tokens, anthropic_shape)
     _add(routes, "GET", "/models", models)
     _add(routes, "GET", "/models/{model:path}", model)
     return routes

@@ -26,12 +26,21 @@ STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
 def _read(body: Body) -> Asked:
-    messages = _messages(body.take("system"), body.required("messages", list))
     if not body.has("max_tokens"):
         raise InputError("the request: max_tokens is missing", name="max_tokens")
     sampling = take_sampling(body, length=("max_tokens",), stop="stop_sequences")
+    return Asked(call=_call(body, sampling), is_stream=body.flag("stream"))
+
+
+def read_count(body: Body) -> Call:
+    """Read a request to count the tokens of a prompt."""
+    return _call(body, {})
+
+
+def _call(body: Body, sampling: dict[str, Any]) -> Call:
+    messages = _messages(body.take("system"), body.required("messages", list))
     form = Body(body.optional("output_config", dict) or {}, "output_config")
-    sampling |= guided(form.take("format"), "output_config.format")
+    sampling = {**sampling, **guided(form.take("format"), "output_config.format")}
     form.allow("effort", advice="say it in chat_template_kwargs, where the model's template knows it")
     form.close()
     body.allow("thinking", {"type": "disabled"}, advice="say it in chat_template_kwargs, as the model's template does")
@@ -41,8 +50,7 @@ def _read(body: Body) -> Asked:
     )
     options = check_options(body.take("chat_template_kwargs"))
     body.ignore(*IGNORED)
-    call = Call(messages=messages, tools=tools, options=options, sampling=sampling)
-    return Asked(call=call, is_stream=body.flag("stream"))
+    return Call(messages=messages, tools=tools, options=options, sampling=sampling)
 
 
 def _tool(value: Any, where: str) -> Tool:

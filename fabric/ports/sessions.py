@@ -95,6 +95,10 @@ class Session(Protocol):
         """Return completions, each of which is a turn. Cancelling it gives up the turns unless it is soon repeated."""
         ...
 
+    async def count(self, call: Call) -> int:
+        """Count the tokens of a call's prompt; nothing is asked for."""
+        ...
+
     def reward(self, reward: float) -> None:
         """Set the trajectory's reward. Raises InputError: it is no number."""
         ...

@@ -72,6 +72,11 @@ class FakeSession:
             completions=step,
         )
 
+    async def count(self, call: Call) -> int:
+        """As many as there are messages."""
+        self.calls.append(call)
+        return len(call.messages or ())
+
     def reward(self, reward: float) -> None:
         """Take a finite reward."""
         if reward != reward or abs(reward) == float("inf"):

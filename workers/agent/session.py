@@ -151,6 +151,11 @@ class AgentSession:
         given = self._repeated(digest, call) or self._begin(digest, call, ask, sampling)
         return await self._deliver(given)
 
+    async def count(self, call: Call) -> int:
+        """Count the tokens of a call's prompt; nothing is asked for."""
+        self._check_open()
+        return len((await self._ask(call)).context_ids)
+
     def reward(self, reward: float) -> None:
         """Set the trajectory's reward; the last one counts."""
         self._reward = check_reward(reward, "the agent", InputError)

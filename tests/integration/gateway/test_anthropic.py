@@ -168,6 +168,12 @@ async def test_what_is_not_offered_is_refused_by_name(
     assert words in str(caught.value.body) and not sessions.session.calls
 
 
-async def test_tokens_are_not_counted_ahead(client: anthropic.AsyncAnthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError):
-        await client.messages.count_tokens(model="m", messages=ASK)
+async def test_tokens_are_counted_ahead_and_nothing_is_asked_for(
+    sessions: FakeSessions, client: anthropic.AsyncAnthropic
+) -> None:
+    counted = await client.messages.count_tokens(model="m", system="be brief", messages=ASK, tools=[TOOL])
+    (call,) = sessions.session.calls
+    assert counted.input_tokens == 2
+    assert (call.messages, call.tools) == ([{"role": "system", "content": "be brief"}, *ASK], [CHAT_TOOL])
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        await client.messages.count_tokens(model="m", messages=ASK, extra_body={"max_tokens": 9})

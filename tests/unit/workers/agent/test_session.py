@@ -149,7 +149,9 @@ async def test_a_session_s_calls_become_a_token_exact_rollout() -> None:
         session = (await opened(desk)).session
         assert (session.facts.task, session.facts.model, session.facts.attempt) == ({"word": "cat"}, "tiny", 0)
         first = await session.ask(Call(messages=[user("hi")]))
-        second = await session.ask(Call(messages=[user("hi"), first.completions[0].message, user("on")]))
+        going_on = Call(messages=[user("hi"), first.completions[0].message, user("on")])
+        counted = await session.count(going_on)  # which asks for nothing
+        second = await session.ask(going_on)
         session.reward(0.5)
         await session.end(info={"won": True})
         # Then the rollout is in the broker by the time that `end` returns
@@ -157,6 +159,7 @@ async def test_a_session_s_calls_become_a_token_exact_rollout() -> None:
     assert (content(first), content(second)) == (["hi/0"], ["on/1"])
     assert [each.text for each in first.completions[0].tokens] == ["h", "i", "/", "0", "</s>"]
     assert first.completions[0].finish == "stop" and first.prompt_token_count == 5
+    assert counted == second.prompt_token_count == 5 + 5 + 5
     assert (rollout.reward, rollout.turn_count, rollout.finish_reason) == (0.5, 2, "terminated")
     assert rollout.info == {"won": True, "rewards": [0.5]}
     assert branches(rollout) == ["uhi\na[hi/0]uon\na[on/1]"]
