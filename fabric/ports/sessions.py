@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
