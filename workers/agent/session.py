@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, overload
 
 import xxhash
@@ -33,7 +35,7 @@ from ...fabric.contract.errors import (
     QueueFull,
 )
 from ...fabric.contract.ids import turn_id
-from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, check_prompt
+from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, MIB, check_prompt
 from ...fabric.contract.records import Float32, Int32, RunConfig, Sampling, TurnJob, TurnResult, check_reward
 from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.tokenizer import Tokenizer
@@ -44,10 +46,16 @@ from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Toke
 from ..engines.admission import OVER_CONTEXT
 
 CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
-COMPLETION_COUNT_MAX = 64  # of one call
+COMPLETION_COUNT_MAX = 128  # of one call, OpenAI's bound
 RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
-BRIEF = 16 * KIB  # bytes of messages: a thread renders and tokenises more
+BRIEF = 16 * KIB  # of a request: a thread renders and tokenises more
+HUGE = MIB  # of a request: more waits for the one thread that all sessions of the process have for it
 IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
+
+
+# A request of 8 MiB takes up to half a minute and, while it is tokenised, a GiB or two; nothing can break that off. One
+# at a time, as many as somebody sends, take neither the process's memory nor the threads that other sessions need.
+HUGE_ASKS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-ask")
 
 
 class Caller(Protocol):
@@ -247,12 +255,15 @@ class AgentSession:
         return sampling_from(check_sampling({**stated, **wanted}, "the request"))
 
     async def _ask(self, call: Call) -> Ask:
+        """Find where a call goes on. Whatever makes it large (a text, tools, arguments), the loop does not stand."""
         if call.messages is None:
-            return self._conversation.ask_text(call.text, self._tokenizer.encode)
-        messages, tools = list(call.messages), list(call.tools)
-        if sum(len(str(each.get("content") or "")) for each in messages if isinstance(each, Mapping)) <= BRIEF:
-            return self._conversation.ask(messages, tools, call.options)
-        return await asyncio.to_thread(self._conversation.ask, messages, tools, call.options)
+            find = partial(self._conversation.ask_text, call.text, self._tokenizer.encode)
+        else:
+            find = partial(self._conversation.ask, list(call.messages), list(call.tools), call.options)
+        if call.size_bytes <= BRIEF:
+            return find()
+        threads = None if call.size_bytes <= HUGE else HUGE_ASKS
+        return await asyncio.get_running_loop().run_in_executor(threads, find)
 
     def _repeated(self, digest: str, call: Call) -> _Given | None:
         """Find the call that this one repeats."""
