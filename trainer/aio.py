@@ -39,6 +39,7 @@ from ..fabric.host.forks import Home
 from ..fabric.inspect.diagnosis import ROLLOUT_ROLES, SILENT_MS
 from ..fabric.opened import RedisFabric
 from ..fabric.ports.queue import RunStatus
+from ..fabric.ports.sessions import REMOTE
 from ..fabric.rules.lending.capacity_facts import is_same_model
 from ..fabric.rules.queue.runs import undoable
 from ..fabric.versions.reader import Weights, fetch_weights
@@ -131,6 +132,8 @@ class AsyncFabric:
             offered.update(getattr(info, f"{kind}s"))
         if name not in offered:
             advice = f"If it is your own, start {start} {name}=module:attr` (`rollfab up` takes the same option)"
+            if (kind, name) == ("environment", REMOTE):
+                advice = "Start `rollfab gateway` first: its sessions play such runs"
             text = f"{what} {name!r} is offered by no {who} and not installed here: "
             raise error(text + did_you_mean(name, offered, advice), **{kind: name})
 

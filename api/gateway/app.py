@@ -80,8 +80,9 @@ def _model_routes(door: Door) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         session = door.session_of(request, may_be_key=True)
         with door.room():
-            body = Body(read_json(await request.body()))
-            call = read_count(body)
+            sent = await request.body()
+            body = Body(read_json(sent))
+            call = replace(read_count(body), size_bytes=len(sent))
             body.close()
             return answer({"input_tokens": await session.count(call)})
 
@@ -105,10 +106,12 @@ def _complete(door: Door, dialect: Dialect) -> Handler:
     async def complete(request: Request) -> Response:
         session = door.session_of(request, may_be_key=True)
         with door.room():
-            body = Body(read_json(await request.body()))
+            sent = await request.body()
+            body = Body(read_json(sent))
             asked = dialect.read(body)
             body.close()
-            call = replace(asked.call, key=_repetition_key(request), is_repeated=_is_repeated(request))
+            key, is_repeated = _repetition_key(request), _is_repeated(request)
+            call = replace(asked.call, key=key, is_repeated=is_repeated, size_bytes=len(sent))
             reply = await unless_gone(request, session.ask(call))
         answered = Answered(asked=asked, reply=reply, model=session.facts.model)
         if asked.is_stream:

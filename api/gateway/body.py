@@ -30,6 +30,7 @@ SAMPLED = (  # fields of Sampling that all protocols take by these names, OpenAI
     "seed",
     "logit_bias",
 )
+DEPTH_MAX = 254  # of JSON: orjson's bound where it writes
 EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 COUNT_MAX = 128  # completions of one request, OpenAI's bound
 WORDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object", int: "a whole number"}
@@ -97,11 +98,16 @@ class Body:
 
 
 def read_json(data: bytes) -> Any:
-    """Read a request's body. Raises InputError: it is no JSON."""
+    """Read a request's body. Raises InputError: it is no JSON, or nested too deeply for who walks through it."""
     try:
-        return orjson.loads(data or b"{}")
+        value = orjson.loads(data or b"{}")
     except orjson.JSONDecodeError as error:
         raise InputError(f"the request's body is no JSON in UTF-8: {error.msg} at {error.pos}") from error
+    try:
+        orjson.dumps(value)  # goes less deep than it reads; a walk of our own would hold the loop
+    except orjson.JSONEncodeError as error:
+        raise InputError(f"the request's body is nested more than {DEPTH_MAX} deep: send it flatter") from error
+    return value
 
 
 def take_sampling(body: Body, *, length: Iterable[str], stop: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ MESSAGES_BYTES_MAX = 8 * MIB  # of all their texts, as UTF-8: a context of a mil
 TOOL_COUNT_MAX = 512  # the largest agents known offer about a hundred
 TOOLS_BYTES_MAX = MIB  # as JSON; they stand in every prompt
 NAME_BYTES_MAX = KIB  # of a tool, a call's id, or a speaker
+DEPTH_MAX = 200  # of arguments: rendering and comparing them takes some frames of the stack for each level
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = {
     **dict.fromkeys(("system", "developer", "user"), ("role", "content", "name")),
@@ -126,7 +127,8 @@ def canonical(value: Any) -> str:
 def read_object(text: str) -> dict[str, Any] | None:
     """Read the JSON object that a text is; None: it is something else, or would not survive being written again.
 
-    That is so for numbers beyond a float's, NaN, halves of characters, and keys that stand twice.
+    That is so for numbers beyond a float's, NaN, halves of characters, keys that stand twice, and values nested so
+    deeply that who walks through them would run out of stack.
     """
     try:
         value = json.loads(
@@ -135,7 +137,21 @@ def read_object(text: str) -> dict[str, Any] | None:
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and not _is_deep(value) else None
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        level = [
+            part
+            for each in level
+            for part in (each.values() if isinstance(each, dict) else each)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _same_call(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:

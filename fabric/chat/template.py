@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ..contract.errors import ConfigError, InputError
+from ..contract.errors import ConfigError, InputError, PayloadTooLarge
+from ..contract.limits import PROMPT_TOKENS_MAX
 from ..contract.records import Int32
 from ..contract.text import one_line
 from .answers import read_text
@@ -140,11 +141,20 @@ class ChatTemplate:
         Args:
             after: the text of one of `ends`, which stands before `text` and has its id already: the first ids are
                 those that the text has there, not those at the start of a text.
+
+        Raises:
+            PayloadTooLarge: a text with marks has more tokens than any prompt; the rest of it is not encoded.
         """
         first, *others = text.split(MARK)
         ids = self._ids_of(after + first)[1 if after else 0 :]
         for piece in others:
             ids += self._ids_inside(piece)
+            if len(ids) > PROMPT_TOKENS_MAX:
+                raise PayloadTooLarge(
+                    f"the messages have more than {PROMPT_TOKENS_MAX:,} tokens, the limit: send less",
+                    size_bytes=4 * len(ids),
+                    limit_bytes=4 * PROMPT_TOKENS_MAX,
+                )
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:

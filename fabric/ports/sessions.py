@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -23,7 +25,8 @@ class Call:
     messages: OpenAI's form; None: `text` is to be continued, as it stands. tools: likewise in OpenAI's form. options:
     further variables of the chat template. sampling: fields of Sampling by name, the client's wishes: the run's own
     settings win. count: how many completions. key: equal in repetitions of one request, or empty. is_repeated: the
-    client says that it has sent this before: it gets the answer that it did not receive, not another one.
+    client says that it has sent this before: it gets the answer that it did not receive, not another one. size_bytes:
+    of the request, whatever fills it: a large one is rendered and tokenised where it stops nobody else.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -34,6 +37,7 @@ class Call:
     count: int = 1
     key: str = ""
     is_repeated: bool = False
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

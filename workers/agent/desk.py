@@ -14,10 +14,11 @@ import os
 import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed, FabricError, QueueFull, RunUnknown
-from ...fabric.ports.sessions import Opened
+from ...fabric.ports.sessions import REMOTE, Opened
 from ..environments.base import Access, Environment, Observation, Played, Step
 from ..environments.registry import NO_OPTIONS, Registry
 from .session import AgentSession
@@ -27,7 +28,6 @@ KEY_BYTES = 32
 NEW_RUN_S = 2.0  # within which a run that was just made is known to this process
 PLAY_COUNT_MAX = max(8, 8 * (os.cpu_count() or 1))  # a process with the openai package holds 80 MB
 UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone
-REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
 
 
 class Untaken(FabricError):
@@ -48,6 +48,9 @@ class Desk:
             play_count_max: agents that may play in processes of this machine at once; others wait.
         """
         self.places = asyncio.Semaphore(play_count_max)
+        # A request of 8 MiB takes up to half a minute and, while it is tokenised, a GiB or two; nothing can break that
+        # off. One at a time, as many as somebody sends, take neither the memory nor the threads that others need.
+        self.huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-ask")
         self._listen = listen
         self._listening = asyncio.Lock()
         self._address = ""

@@ -272,7 +272,8 @@ class Episode:
         job, desk = self._claim.job, self._limits.desk
         with self._told("play"):
             chat = chat_of(self._tokenizer, self._run.model)
-        self.session = AgentSession(self._run, self._claim, chat, self._tokenizer, self._caller, self._limits.clock)
+        parts = (self._tokenizer, self._caller, self._limits.clock, desk.huge)
+        self.session = AgentSession(self._run, self._claim, chat, *parts)
         self._claim = replace(self._claim, turns=())
         async with desk.admitted(self.session) as access:
             played = await self._guard("play", lambda: world.play(load_json(dump_json(job.task)), job.seed, access))

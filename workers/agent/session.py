@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, overload
 
 import xxhash
@@ -33,7 +35,7 @@ from ...fabric.contract.errors import (
     QueueFull,
 )
 from ...fabric.contract.ids import turn_id
-from ...fabric.contract.limits import INFO_BYTES_MAX, check_prompt
+from ...fabric.contract.limits import INFO_BYTES_MAX, MIB, check_prompt
 from ...fabric.contract.records import Float32, Int32, RunConfig, Sampling, TurnJob, TurnResult, check_reward
 from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.tokenizer import Tokenizer
@@ -42,11 +44,12 @@ from ...fabric.host.helpers import end_all
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
 from ..engines.admission import OVER_CONTEXT
-from ..environments.answers import BRIEF, weigh
+from ..environments.answers import BRIEF
 
 CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
-COMPLETION_COUNT_MAX = 64  # of one call
+COMPLETION_COUNT_MAX = 128  # of one call, OpenAI's bound
 RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
+HUGE = MIB  # bytes of a request: more waits for the one thread that all sessions of the process have for it
 IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
 
 
@@ -96,15 +99,18 @@ class AgentSession:
         tokenizer: Tokenizer,
         caller: Caller,
         clock: Clock,
+        huge: Executor,
         *,
         idle_s_max: float = IDLE_S_MAX,
     ) -> None:
+        """huge: where requests above HUGE are rendered and tokenised."""
         self._run = run
         self._claim = claim
         self._chat = chat
         self._tokenizer = tokenizer
         self._caller = caller
         self._clock = clock
+        self._huge = huge
         self._idle_s_max = idle_s_max
         self._conversation = Conversation(chat)
         self._given: dict[str, list[_Given]] = defaultdict(list)  # by digest, the newest last
@@ -252,12 +258,15 @@ class AgentSession:
         return sampling_from(check_sampling({**stated, **wanted}, "the request"))
 
     async def _ask(self, call: Call) -> Ask:
+        """Find where a call goes on. Whatever makes it large (a text, tools, arguments), the loop does not stand."""
         if call.messages is None:
-            return self._conversation.ask_text(call.text, self._tokenizer.encode)
-        messages, tools = list(call.messages), list(call.tools)
-        if weigh([messages, tools], BRIEF) <= BRIEF:
-            return self._conversation.ask(messages, tools, call.options)
-        return await asyncio.to_thread(self._conversation.ask, messages, tools, call.options)
+            find = partial(self._conversation.ask_text, call.text, self._tokenizer.encode)
+        else:
+            find = partial(self._conversation.ask, list(call.messages), list(call.tools), call.options)
+        if call.size_bytes <= BRIEF:
+            return find()
+        threads = None if call.size_bytes <= HUGE else self._huge
+        return await asyncio.get_running_loop().run_in_executor(threads, find)
 
     def _repeated(self, digest: str, call: Call) -> _Given | None:
         """Find the call that this one repeats."""

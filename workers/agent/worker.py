@@ -24,9 +24,10 @@ from ...fabric.contract.errors import BrokerError, WireError
 from ...fabric.contract.limits import SNAPSHOTS_BYTES_MAX
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.ports.queue import Fabric
+from ...fabric.ports.sessions import REMOTE
 from ..environments.registry import Registry
 from ..environments.room import Room
-from .desk import REMOTE, Desk
+from .desk import Desk
 from .keeper import AskReward, Elsewhere, Keeper, KeeperConfig
 from .run import AgentConfig as AgentConfig
 from .run import AgentParts, RunAgent

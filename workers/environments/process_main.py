@@ -42,6 +42,7 @@ CHAT = ("messages", "tools")
 COMMAND = "!"
 LINE_BYTES_MAX = 1 << 20
 GIVEN = ("task", "seed", "client", "base_url", "key")  # what an agent may take, by the names of its parameters
+AGENT_ADVICE = "; if it is an agent, write `async def`: others are made with the run's options, and have reset and step"
 PLAYED = ("reward", "info", "truncated")
 
 
@@ -112,7 +113,8 @@ class Stage:
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 raise  # the constructor itself raised it
-            raise Refused("options", str(error)) from error
+            advice = "" if inspect.isclass(self._factory) else AGENT_ADVICE
+            raise Refused("options", str(error) + advice) from error
         if not (hasattr(self._world, "reset") and hasattr(self._world, "step")):
             raise Refused("answer", f"a {type(self._world).__name__} was made, which has no reset and step")
         self._is_async = inspect.iscoroutinefunction(self._world.reset)
@@ -261,8 +263,14 @@ class Player:
             if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
             if name not in GIVEN and name not in options
         ]
-        if wrong or missing:
-            raise Refused("options", f"{(wrong or missing)[0]!r} is {'no option of it' if wrong else 'missing'}")
+        if wrong:
+            raise Refused("options", f"{wrong[0]!r} is no option of it")
+        if missing:
+            raise Refused(
+                "options",
+                f"{missing[0]!r} is missing: it is given {', '.join(GIVEN)}, "
+                "whatever else it takes are options of the run (environment_options)",
+            )
 
     async def play(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> Any:
         """Play one episode."""

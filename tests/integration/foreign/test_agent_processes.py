@@ -22,7 +22,9 @@ COMMAND = shlex.join([sys.executable, "-m", HERE])
 
 @pytest.fixture
 async def registry() -> AsyncIterator[Registry]:
-    named = [f"{name}={HERE}:{name}" for name in ("chat", "told", "odd")] + [f"line=command:{COMMAND}"]
+    named = [f"{name}={HERE}:{name}" for name in ("chat", "told", "odd", "plain", "misspelt")] + [
+        f"line=command:{COMMAND}"
+    ]
     async with Registry(named, pool=PoolConfig(play_s=5.0)) as registry:
         yield registry
 
@@ -70,6 +72,18 @@ async def test_options_are_arguments_and_wrong_ones_are_refused(registry: Regist
         with pytest.raises(ConfigError, match="no option of it"):
             await registry.open("chat", options)
     await (await registry.open("chat", {"words": "x"})).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("plain", "if it is an agent, write `async def`"),
+        ("misspelt", "'tsk' is missing: it is given task, seed, client"),
+    ],
+)
+async def test_a_function_that_is_no_agent_is_told_how_to_be_one(registry: Registry, name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        await registry.open(name, {})
 
 
 async def test_a_command_is_an_agent(registry: Registry) -> None:

@@ -83,6 +83,12 @@ BAD_RUNS: dict[str, tuple[str, dict[str, Any], type[FabricError], list[str]]] = 
             "--environment frozenlace=module:attr",
         ],
     ),
+    "a gateway's, without one": (
+        "r",
+        {**RUN, "environment": "gateway"},
+        EnvironmentUnknown,
+        ["'gateway' is offered by no agent", "Start `rollfab gateway` first"],
+    ),
     "dotted environment": ("r", {**RUN, "environment": "os.system"}, EnvironmentUnknown, ["'os.system'"]),
     "bad name": ("a run", RUN, ConfigError, ["run 'a run' is not a valid name", "1 to 63 letters, digits"]),
     "empty name": ("", RUN, ConfigError, ["run '' is not a valid name"]),

@@ -54,6 +54,16 @@ async def odd(task: dict[str, Any]) -> Any:
     return {"nan": float("nan"), "object": object()}.get(value, value) if isinstance(value, str) else value
 
 
+def plain(task: dict[str, Any], client: Any) -> float:
+    """Be no agent: `async` was forgotten."""
+    return 1.0
+
+
+async def misspelt(tsk: dict[str, Any]) -> float:
+    """Name a parameter that nobody gives."""
+    return 1.0
+
+
 def main() -> None:
     """As a command: answer the task without the model, in the way that it names."""
     task = json.loads(Path(os.environ["ROLLFAB_TASK"]).read_text())

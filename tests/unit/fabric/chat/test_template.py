@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from rollfab.fabric.chat import template as template_module
 from rollfab.fabric.chat.control import MARK, ControlTokens, without_marks
 from rollfab.fabric.chat.template import ChatTemplate
-from rollfab.fabric.contract.errors import ConfigError, InputError
+from rollfab.fabric.contract.errors import ConfigError, InputError, PayloadTooLarge
 from tests.unit.fabric.chat.families import FAMILIES, Message, build_tokenizer, chat_template, token_text
 from tests.unit.fabric.chat.world import TOOLS
 
@@ -83,6 +84,20 @@ def test_a_hostile_text_stays_readable_and_keeps_its_bytes() -> None:
 
     assert "a<|im_end|>b\ufffdc" in template.decode(ids)
     assert template.decode(ids) == without_marks(text)
+
+
+def test_a_text_of_quoted_tokens_is_not_encoded_beyond_the_longest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given
+    chat, pieces = chat_template("qwen2.5"), []
+    inside = ChatTemplate._ids_inside
+    monkeypatch.setattr(template_module, "PROMPT_TOKENS_MAX", 100)
+    monkeypatch.setattr(ChatTemplate, "_ids_inside", lambda chat, text: pieces.append(text) or inside(chat, text))
+    text = chat.render([{"role": "user", "content": "<|im_end|>" * 1000}], answer=True)
+    # When
+    with pytest.raises(PayloadTooLarge, match="more than 100 tokens"):
+        chat.encode(text)
+    # Then
+    assert 0 < len(pieces) <= 100
 
 
 def test_an_assistants_own_marks_stay_tokens_and_its_forged_turns_do_not() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollfab.fabric.chat.conversation import Ask, Conversation
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import ClaimLost, EngineError, EngineUnsupported, InputError, QueueFull, RunUnknown
 from rollfab.fabric.contract.records import Group, Lease, Rollout, RunConfig, TurnJob
@@ -302,7 +305,7 @@ async def test_a_lost_claim_ends_the_session_and_its_key() -> None:
         (Call(messages=[]), InputError, "at least one message"),
         (Call(messages=[{"role": "u"}]), InputError, "message 0"),
         (Call(messages=[user("x")], count=0), InputError, "n is 0"),
-        (Call(messages=[user("x")], count=65), InputError, "n is 65"),
+        (Call(messages=[user("x")], count=129), InputError, "n is 129"),
         (Call(messages=[user("x")], sampling={"temperature": -1}), InputError, "temperature"),
         (Call(messages=[user("x")], sampling={"temprature": 1}), InputError, "temprature"),
         (Call(messages=[user("x"), {"role": "assistant", "content": "y"}]), InputError, "the assistant's"),
@@ -319,6 +322,94 @@ async def test_what_cannot_be_asked_for_is_refused_and_costs_nothing(
         with pytest.raises(error, match=told):
             await session.ask(call)
         assert content(await session.ask(Call(messages=[user("hi")]))) == ["hi/0"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        value = {"a": value}
+    return value
+
+
+async def test_values_nested_as_deeply_as_a_request_may_be_are_rendered_or_refused() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        await session.ask(Call(messages=[user("x")], options=nested(250)))
+        for depth, is_taken in ((150, True), (450, False)):  # a text's depth is bounded by no reader of requests
+            function = {"name": "look", "arguments": json.dumps(nested(depth))}
+            asked = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+            told = {"role": "tool", "tool_call_id": "c", "content": "x"}
+            call = Call(messages=[user("x"), asked, told], tools=[LOOK])
+            with contextlib.nullcontext() if is_taken else pytest.raises(InputError, match="no text of a JSON object"):
+                await session.ask(call)
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        (Call(text="t" * 20_000, size_bytes=session_module.BRIEF + 1), "asyncio"),
+        (Call(messages=[user("x")], tools=[LOOK], size_bytes=session_module.BRIEF + 1), "asyncio"),
+        (Call(messages=[user("x")], size_bytes=session_module.BRIEF), "MainThread"),
+        (Call(text="t", size_bytes=session_module.HUGE + 1), "huge-ask"),
+        (Call(messages=[user("x")], size_bytes=session_module.HUGE + 1), "huge-ask"),
+    ],
+)
+async def test_a_large_request_is_rendered_where_the_loop_goes_on(
+    call: Call, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given: whatever makes the request large, its size is what counts
+    places: list[str] = []
+
+    def seen(work: Callable[..., Ask]) -> Callable[..., Ask]:
+        def work_there(*values: Any) -> Ask:
+            places.append(threading.current_thread().name)
+            return work(*values)
+
+        return work_there
+
+    monkeypatch.setattr(Conversation, "ask", seen(Conversation.ask))
+    monkeypatch.setattr(Conversation, "ask_text", seen(Conversation.ask_text))
+    gateway = Gateway()
+    gateway.policy = said("a")
+    await gateway.begin()
+    async with gateway.up() as desk:
+        # When
+        await (await opened(desk)).session.ask(call)
+    # Then
+    assert [each.startswith(place) for each in places] == [True]
+
+
+async def test_huge_requests_of_all_sessions_are_rendered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given: rendering that ends when the test says so
+    begun, ended, is_free = [], [], threading.Event()
+    work = Conversation.ask
+
+    def ask(conversation: Conversation, messages: Any, *others: Any) -> Ask:
+        begun.append(messages[0]["content"])
+        is_free.wait(20)
+        ended.append(messages[0]["content"])
+        return work(conversation, messages, *others)
+
+    gateway = Gateway()
+    await gateway.begin(group_size=2)
+    async with gateway.up() as desk:
+        one, two = [(await opened(desk)).session for _ in range(2)]
+        monkeypatch.setattr(Conversation, "ask", ask)
+        size = session_module.HUGE + 1
+        asking = [
+            asyncio.create_task(session.ask(Call(messages=[user(text)], size_bytes=size)))
+            for session, text in ((one, "a"), (one, "b"), (two, "c"))
+        ]
+        await until(lambda: len(begun) == 1)
+        # When: one whose turn has not come is left by its client
+        asking[1].cancel()
+        await asyncio.wait([asking[1]])
+        is_free.set()
+        await asyncio.gather(asking[0], asking[2])
+    # Then: it is never rendered; and none began before the other's end
+    assert begun == ended == ["a", "c"]
 
 
 async def test_turns_are_bounded_and_so_are_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
