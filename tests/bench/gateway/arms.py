@@ -1,7 +1,8 @@
 """The two arms of `rollfab bench gateway`: a vLLM OpenAI server asked directly, and the same server behind the fabric.
 
-- The server is vLLM's own, as anybody starts it. Behind the fabric it is attached to a worker by its URL; broker,
-  controller, worker and gateway are processes of their own, and every call under way has a session of its own.
+- The server is vLLM's own, started as a worker that is attached to it advises (--enable-scale-out). Behind the fabric
+  it is attached to a worker by its URL; broker, controller, worker and gateway are processes of their own, and every
+  call under way has a session of its own.
 - Both get chat messages by /v1/chat/completions from the same client, and make as many tokens of each: a token that
   ends answers is never the likeliest. Lengths are checked in every round.
 - Every call has a connection of its own, in both arms.
@@ -46,6 +47,7 @@ CALL_S = 120.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 SERVER_WORDS = (
     f"--max-num-seqs {SLOT_COUNT} --max-model-len 512 --kv-cache-memory-bytes 268435456 --no-skip-tokenizer-init"
+    " --enable-scale-out"
 ).split()
 
 
