@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -102,6 +101,7 @@ def serve() -> None:
 
 def serve_forked() -> None:
     """vLLM's own entry point, but that the EngineCore is forked on a CPU."""
+    import uvloop
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -117,7 +117,7 @@ def serve_forked() -> None:
         return settings
 
     AsyncEngineArgs.create_engine_config = create_and_fork
-    asyncio.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args()))
+    uvloop.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args()))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The two arms of `rollfab bench gateway`: a vLLM OpenAI server asked directly, and the same server behind the fabric.
 
-- The server is vLLM's own, as anybody starts it. Behind the fabric it is attached to a worker by its URL; broker,
-  controller, worker and gateway are processes of their own, and every call under way has a session of its own.
+- The server is vLLM's own, started as a worker that is attached to it advises (--enable-scale-out). Behind the fabric
+  it is attached to a worker by its URL; broker, controller, worker and gateway are processes of their own, and every
+  call under way has a session of its own.
 - Both get chat messages by /v1/chat/completions from the same client, and make as many tokens of each: a token that
   ends answers is never the likeliest. Lengths are checked in every round.
-- Every call has a connection of its own: on one that is kept, vLLM's server sends head and body apart, and the body
-  waits 40 ms for the kernel's delayed ACK. Direct calls would look slower than they need be.
+- Every call has a connection of its own, in both arms.
 - No prompt comes twice to the server, so prefix caching helps neither arm.
 - Where there are two cores, vLLM's EngineCore has one for itself, as an engine on a GPU computes beside all others.
 """
@@ -47,6 +47,7 @@ CALL_S = 120.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 SERVER_WORDS = (
     f"--max-num-seqs {SLOT_COUNT} --max-model-len 512 --kv-cache-memory-bytes 268435456 --no-skip-tokenizer-init"
+    " --enable-scale-out"
 ).split()
 
 
@@ -187,7 +188,8 @@ class Stage:
     @asynccontextmanager
     async def _sessions(self, count: int) -> AsyncIterator[list[Place]]:
         await asyncio.to_thread(self._run.submit, [{}], group_size=count)
-        async with aiohttp.ClientSession() as client:
+        # A round may take longer than a connection is kept: on one that the gateway is closing a request would be lost.
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
 
             async def open_one() -> dict[str, Any]:
                 body = {"run": self._run.run_id, "wait_s": 60}

@@ -15,6 +15,7 @@ from rollfab.fabric.contract.errors import ConfigError, EngineError, EngineUnsup
 from rollfab.fabric.contract.models import model_config
 from rollfab.fabric.contract.records import Sampling
 from rollfab.workers.engines.base import EngineLimits, GenerationRequest
+from rollfab.workers.engines.vllm.attached import streams
 from rollfab.workers.engines.vllm.attached.backend import ServerDoor
 from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Ask
@@ -129,6 +130,21 @@ async def test_tokens_and_logprobs_are_those_of_vllm_and_of_torch(
         assert each.finish_reason == "length"
     assert (expected[0].argmax(axis=1) == told[0].token_ids).all()
     assert told[0].token_ids != told[1].token_ids
+
+
+async def test_tokens_come_in_pieces_and_are_the_same(
+    door: ServerDoor, model: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a server whose pace is known, and is quick enough whatever else this machine does
+    monkeypatch.setattr(streams, "PIECE_S", 60.0)
+    await tell(door, new_ask("pace", 60))
+    count = door.pulse().step_count
+    # When 60 tokens are asked for
+    ask = new_ask("pieces", 60, temperature=1.0, seed=7)
+    told = await tell(door, ask)
+    # Then they are those that come of it asked directly, in no more pieces than 1 + 16 + 16 + 16 + 11
+    assert (told.token_ids, told.logprobs) == await asked_directly(server, str(model), ask)
+    assert len(told.token_ids) == 60 and door.pulse().step_count - count <= 5
 
 
 async def asked_directly(server: Server, model: str, ask: Ask) -> tuple[list[int], list[float]]:

@@ -49,11 +49,13 @@ class Piece:
 
 
 class Route(Protocol):
-    """A way to ask for tokens."""
+    """A way to ask for tokens. stream_interval: tokens that make an event; the first and the last make one at once."""
 
     path: str
 
-    def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]: ...
+    def body(
+        self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
+    ) -> dict[str, Any]: ...
 
     def piece(self, event: Mapping[str, Any]) -> Piece: ...
 
@@ -63,9 +65,11 @@ class GenerateRoute:
 
     path = "/inference/v1/generate"
 
-    def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]:
+    def body(
+        self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
+    ) -> dict[str, Any]:
         """Make the body to send."""
-        parameters = {**_parameters(ask, token_count_max, seed), "detokenize": False}
+        parameters = {**_parameters(ask, token_count_max, seed, stream_interval), "detokenize": False}
         return {"token_ids": input_ids, "sampling_params": parameters, **_STREAMED}
 
     def piece(self, event: Mapping[str, Any]) -> Piece:
@@ -86,10 +90,12 @@ class CompletionsRoute:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def body(self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None) -> dict[str, Any]:
+    def body(
+        self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
+    ) -> dict[str, Any]:
         """Make the body to send."""
         own = {"model": self._model, "prompt": input_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {**own, **_parameters(ask, token_count_max, seed), **_STREAMED}
+        return {**own, **_parameters(ask, token_count_max, seed, stream_interval), **_STREAMED}
 
     def piece(self, event: Mapping[str, Any]) -> Piece:
         """Read an event."""
@@ -103,7 +109,7 @@ class CompletionsRoute:
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def _parameters(ask: Ask, token_count_max: int, seed: int | None) -> dict[str, Any]:
+def _parameters(ask: Ask, token_count_max: int, seed: int | None, stream_interval: int) -> dict[str, Any]:
     row = ask.sampling.row()
     given = {
         "temperature": ask.sampling.temperature,
@@ -111,6 +117,7 @@ def _parameters(ask: Ask, token_count_max: int, seed: int | None) -> dict[str, A
         "max_tokens": token_count_max,
         "stop_token_ids": list(ask.stop_ids),
         "logprobs": 0,
+        "stream_interval": stream_interval,
     }
     return {**NEUTRAL, **given, **({} if seed is None else {"seed": seed})}
 
@@ -122,8 +129,8 @@ def _cached_token_count(event: Mapping[str, Any]) -> int | None:
 
 
 async def find_route(client: Client, model: str) -> Route:
-    """Choose the better of the routes that this server has."""
-    parameters = {**NEUTRAL, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    """Choose the better of the routes that this server has, and that knows all that is sent to it."""
+    parameters = {**NEUTRAL, "max_tokens": 1, "temperature": 0.0, "detokenize": False, "stream_interval": 1}
     reply = await client.call("POST", GenerateRoute.path, {"token_ids": PROBE_IDS, "sampling_params": parameters})
     return GenerateRoute() if reply.is_ok else CompletionsRoute(model)
 

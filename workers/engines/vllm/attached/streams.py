@@ -7,12 +7,15 @@
 - A stop is one of the request's own stop tokens: where the server's own configuration ends one earlier, or somebody
   else aborts it, it is asked again.
 - No stream waits for a server that is gone: it is asked for its health all the time.
+- An event costs the server and us more than a token does, so tokens come in pieces of about PIECE_S, as fast as the
+  server was last. What is held or lost in the middle of a piece is made again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from .....fabric.contract.errors import EngineError
@@ -26,6 +29,9 @@ HEALTH_EVERY_S = 2.0
 HEALTH_S = 20.0  # a server that computes on a busy machine may take seconds to answer
 HEALTH_PATIENCE = 2  # answers in a row that do not come
 EMPTY_MAX = 3  # attempts in a row that made no token
+PIECE_S = 0.25  # well below the time between two savings of a turn's tokens, and that after which it counts as stalled
+PIECE_TOKENS_MAX = 16  # larger pieces save little, and a server may become slower while it makes one
+PACE_TOKENS_MIN = 8  # fewer may have come all at once
 
 
 class Streams:
@@ -43,6 +49,8 @@ class Streams:
         self.turns = turns
         self.failure: EngineError | None = None
         self.event_count = 0
+        self._loop = asyncio.get_running_loop()
+        self._token_s: float | None = None  # time per token, as some request showed last
         self._watch = asyncio.create_task(self._watch_health())
 
     async def close(self) -> None:
@@ -114,6 +122,7 @@ class Streams:
             ask.input_ids + turn.made,
             ask.token_count_max - made_count,
             None if seed is None else resumed_seed(seed, ask.prior_count + made_count),
+            stream_interval=1 if ask.sampling.stop else piece_tokens(self._token_s),  # stop texts are found on our side
         )
         return Attempt(self._client, self._route.path, body)
 
@@ -125,11 +134,14 @@ class Streams:
         is_first = not turn.made
         last: Piece | None = None
         cached_token_count = 0
+        pace = Pace()
         try:
             async for event in attempt.events():
                 piece = self._piece(event)
                 if piece.cached_token_count is not None:
                     cached_token_count = piece.cached_token_count
+                if piece.token_ids:
+                    self._token_s = pace.note(len(piece.token_ids), self._loop.time()) or self._token_s
                 if piece.finish_reason:
                     last = piece  # usage follows it
                 elif piece.token_ids:
@@ -166,6 +178,27 @@ class Streams:
             return True
         await self._check_health()
         return self.failure is not None
+
+
+@dataclass(slots=True)
+class Pace:
+    """The pace of an attempt. first_s: when its first tokens came. token_count: those that came after them."""
+
+    first_s: float | None = None
+    token_count: int = 0
+
+    def note(self, token_count: int, now_s: float) -> float | None:
+        """Note that tokens came; return the seconds per token so far, or None while too few have come."""
+        if self.first_s is None:
+            self.first_s = now_s
+            return None
+        self.token_count += token_count
+        return (now_s - self.first_s) / self.token_count if self.token_count >= PACE_TOKENS_MIN else None
+
+
+def piece_tokens(token_s: float | None) -> int:
+    """Choose how many tokens come at once. token_s: time per token, above 0; None: not known, so each comes alone."""
+    return 1 if token_s is None else max(1, min(PIECE_TOKENS_MAX, int(PIECE_S / token_s)))
 
 
 def _finish_reason(turn: Turn, last: Piece) -> str:
