@@ -319,3 +319,25 @@ def test_a_turn_ends_with_any_id_that_the_model_names(tmp_path: Path) -> None:
     build_tokenizer(FAMILIES["qwen2.5"]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert {7, 8} < set(HubTokenizer(str(tmp_path)).chat.stop_ids)
+
+
+class Loading(Tiny):
+    """A tokenizer that tells which threads made its chat template."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family)
+        self.threads: list[threading.Thread] = []
+
+    @property
+    def chat(self) -> Any:  # type: ignore[override]
+        self.threads.append(threading.current_thread())
+        return super().chat
+
+
+@pytest.mark.parametrize("kills", [(), (0,)])
+def test_a_chat_template_is_made_beside_the_loop_that_serves_all_other_trajectories(kills: tuple[int, ...]) -> None:
+    for kind in ("replay", "snapshot"):
+        broker, tokenizer = Broker("qwen2.5", kills=kills), Loading("qwen2.5")
+        play(broker, kind, tokenizer=tokenizer)
+        assert len(tokenizer.threads) == 1 + len(kills)
+        assert threading.main_thread() not in tokenizer.threads
