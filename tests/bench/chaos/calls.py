@@ -28,7 +28,6 @@ from .journal import Journal, Line, Verdict, read_journal
 CALM = "calm"
 KIND_COUNT = 6  # of tasks: each is played undisturbed first
 AT_ONCE_COUNT = 2  # calls that sub-agents make side by side, before the others come one after the other
-RETRY_COUNT = 10  # of the client elsewhere: a gateway that was killed takes seconds to come back
 OPEN_S = 2.0  # for which a gateway waits for a trajectory
 PAUSE_S = 0.3
 END_TRY_COUNT = 60
@@ -165,14 +164,15 @@ class Players:
                 await asyncio.sleep(PAUSE_S)
                 return
             journal, key, end = new_journal(self._directory), opened["key"], f"/sessions/{opened['session']}/end"
-            async with openai.AsyncOpenAI(
-                base_url=url + opened["path"], api_key=key, max_retries=RETRY_COUNT, http_client=Counted(journal)
-            ) as client:
+            base_url, http_client = url + opened["path"], Counted(journal)
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=key, http_client=http_client) as client:
                 said: dict[str, Any] = {"reward": float(self._settings.turn_count)}
                 try:
                     await talk(client, journal, opened["task"], self._settings)
-                except openai.OpenAIError as error:
-                    if getattr(error, "status_code", 0) in OVER:
+                except openai.APIConnectionError:  # its process has died, and the session with it
+                    return
+                except openai.APIStatusError as error:
+                    if error.status_code in OVER:
                         return
                     said = {"error": str(error)[:300]}
             for _ in range(END_TRY_COUNT):
@@ -218,10 +218,11 @@ def judge_calls(lines: Iterable[Line], verdict: Verdict, calm: Mapping[int, str]
 
     Returns:
         calls, calls_completed, calls_lost: by trajectory and index. calls_again: asked for once more, by a later life.
+        calls_given_up: by their client, after its own retries; a later session asks again.
         errors_retryable: tries by status, or by the error of a broken connection. errors_final: tries that no
-        repetition helps. sessions_over: tries that met the end of their session. calls_given_up: by their client, after
-        all its retries. turns_doubled: turns in the record beyond one for each call. answers_differing: answers, and
-        rollouts, that are not those of the undisturbed run.
+        repetition helps. sessions_over: tries that met the end of their session.
+        turns_doubled: turns in the record beyond one for each call. answers_differing: answers, and rollouts, that are
+        not those of the undisturbed run.
     """
     known: dict[tuple[int, int], str] = {}
     asked: Counter[tuple[str, int]] = Counter()
