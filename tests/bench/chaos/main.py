@@ -295,15 +295,14 @@ async def _start_trainers(cast: Cast) -> None:
 
 def _open_run(cast: Cast, load: Workload) -> None:
     pace = {"turn_count": load.turn_count, "completion_tokens": load.completion_tokens, "pace_s": load.pace_s}
-    what: dict[str, Any] = {
+    worlds: dict[str, dict[str, Any]] = {
         "": {"environment": "stroll", "environment_options": pace, "reward": "count-turns"},
         "agents": {"environment": "talk", "environment_options": {**pace, "directory": str(cast.directory)}},
         "gateway": {"environment": "gateway"},
-    }[load.calls]
-    if load.calls:
-        what["sampling"] = {"temperature": 0.0}
+    }
+    sampling = {"temperature": 0.0} if load.calls else {}
     # Any staleness will do: every version holds the same weights
-    config = RunConfig(run_id=RUN_ID, model="tiny", staleness=1_000_000, **what)
+    config = RunConfig(run_id=RUN_ID, model="tiny", staleness=1_000_000, sampling=sampling, **worlds[load.calls])
 
     async def create() -> None:
         async with await RedisFabric.open(cast.broker.url, client_name="chaos") as ports:
