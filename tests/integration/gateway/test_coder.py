@@ -109,7 +109,8 @@ async def test_a_model_that_looks_mends_and_tests_is_paid_in_full() -> None:
 
 
 async def test_a_model_that_does_nothing_is_paid_for_what_passes_already_and_one_that_never_ends_is_cut_off() -> None:
-    idle, endless = ScriptedModel(), ScriptedModel(*([("list_files", {})] for _ in range(100)))
+    look: list[tuple[str, dict[str, Any]]] = [("list_files", {})]
+    idle, endless = ScriptedModel(), ScriptedModel(*[look] * 100)
     assert (await play(LEAP, idle))["reward"] == pytest.approx(2 / 3)
     assert (await play(LEAP, endless))["reward"] == pytest.approx(2 / 3)
     assert (len(idle.asked), len(endless.asked)) == (1, CALL_COUNT_MAX)
