@@ -4,6 +4,8 @@
   there are.
 - Who sends wrong keys is told to wait; a right key is always let in, so that a stranger behind the same address (a
   proxy's, a container host's) locks nobody out.
+- What has the form of a session's key is no guess, for nobody guesses 256 bits. As a gateway dies all its sessions end
+  at once, and each of their clients is to hear it, not to wait.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from starlette.requests import Request
 
 from ...fabric.contract.clock import Clock
 from ...fabric.host.helpers import end_all
-from ...fabric.ports.sessions import Session, Sessions
+from ...fabric.ports.sessions import KEY_FORM, Session, Sessions
 from ..access.auth import bearer
 from ..access.keys import place_among
 from ..access.problems import Refused
@@ -54,13 +56,14 @@ class Door:
         key = named if is_key else sent
         session = self._sessions.find(key) if 0 < len(key) <= KEY_LENGTH_MAX else None
         if session is None or not (is_key or named in ("", session.facts.session_id)):
-            raise self._refusal(request)
+            raise self._refusal(request, key)
         return session
 
     def check_creator(self, request: Request) -> None:
         """Require a creator's key. Raises Refused."""
-        if place_among(_key_of(request), self._config.creator_keys) is None:
-            raise self._refusal(request)
+        key = _key_of(request)
+        if place_among(key, self._config.creator_keys) is None:
+            raise self._refusal(request, key)
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -74,8 +77,9 @@ class Door:
         finally:
             self._call_count -= 1
 
-    def _refusal(self, request: Request) -> Refused:
-        wait_s = self._failures.count(request.client.host if request.client else "")
+    def _refusal(self, request: Request, key: str) -> Refused:
+        is_guess = not KEY_FORM.fullmatch(key)
+        wait_s = self._failures.count(request.client.host if request.client else "") if is_guess else 0
         if wait_s:
             return Refused(429, "rate_limit_exceeded", "too many wrong keys from this address: wait", retry_s=wait_s)
         text = "the key is missing, wrong, or its session is over: send the header Authorization: Bearer <key>"

@@ -11,10 +11,14 @@ try again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know a session's key
+KEY_BYTES = 32  # random ones
+KEY_FORM = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")  # such bytes as URL-safe base64
 REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
 
 

@@ -69,11 +69,18 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the faults: the same seed, the same faults.")] = 0,
     duration: Annotated[float | None, typer.Option(help="Seconds of faults; default 600, quick 22.", min=1)] = None,
     kill_agents: Annotated[int, typer.Option(help="Kill agents so many times, and do nothing else.", min=0)] = 0,
+    calls: Annotated[
+        str, typer.Option(help="Chat calls in place of trajectories, of: agents (environments), gateway (sessions).")
+    ] = "",
 ) -> None:
     """A real workload under kills, freezes and cuts of every role and the broker: what is lost, what comes twice."""
-    from .chaos.main import bench_chaos
+    from .chaos.main import CALLS, bench_chaos
 
-    code = bench_chaos(quick=quick, json_output=json, seed=seed, duration_s=duration, agent_kill_count=kill_agents)
+    if calls not in ("", *CALLS):
+        raise typer.BadParameter(f"expected {' or '.join(CALLS)}", param_hint="--calls")
+    code = bench_chaos(
+        quick=quick, json_output=json, seed=seed, duration_s=duration, agent_kill_count=kill_agents, calls=calls
+    )
     raise typer.Exit(code)
 
 

@@ -18,13 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed, FabricError, QueueFull, RunUnknown
-from ...fabric.ports.sessions import REMOTE, Opened
+from ...fabric.ports.sessions import KEY_BYTES, KEY_PREFIX, REMOTE, Opened
 from ..environments.base import Access, Environment, Observation, Played, Step
 from ..environments.registry import NO_OPTIONS, Registry
 from .session import AgentSession
 
-KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know one
-KEY_BYTES = 32
 NEW_RUN_S = 2.0  # within which a run that was just made is known to this process
 PLAY_COUNT_MAX = max(8, 8 * (os.cpu_count() or 1))  # a process with the openai package holds 80 MB
 UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone

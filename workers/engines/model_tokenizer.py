@@ -17,7 +17,7 @@ from ...fabric.contract.models import TOKENIZER_FILES, is_path, is_preset
 from ...fabric.contract.records import Int32
 from ...fabric.contract.text import printable
 from ...fabric.contract.tokenizer import CharTokenizer, Tokenizer
-from .preset_chat import preset_chat
+from .preset_chat import IMPORTING, preset_chat
 
 REASON_LENGTH_MAX = 300
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # sentencepiece's name of a byte token
@@ -30,7 +30,8 @@ class HubTokenizer:
     """
 
     def __init__(self, model: str, *, may_download: bool = False) -> None:
-        from transformers import AutoTokenizer
+        with IMPORTING:
+            from transformers import AutoTokenizer
 
         is_here = is_path(model) or os.path.isdir(model)
         try:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 from ...fabric.chat.template import ChatTemplate
@@ -28,11 +29,16 @@ TEMPLATE = (
 )
 
 
+IMPORTING = threading.Lock()  # while transformers is imported: a second thread would find half of it
+
+
 @cache
 def preset_chat() -> ChatTemplate:
     """Make the chat template that goes with CharTokenizer: the same ids, and CALL_ID beside them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+
+    with IMPORTING:
+        from transformers import PreTrainedTokenizerFast
 
     known = CharTokenizer()
     names = {"<pad>": known.pad_id, "<s>": known.bos_id, "</s>": known.eos_id, "\ufffd": known.unknown_id}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from rollfab.api.access.keys import add_key
 from rollfab.deploy.local.supervisor import Child, Supervisor
 from rollfab.deploy.local.up import free_port
 from rollfab.fabric.broker.embedded import EmbeddedBroker
@@ -28,6 +29,8 @@ from .schedule import BROKER
 from .trainer import RUN_ID, journal_path
 
 STROLL = "stroll=tests.bench.chaos.worlds:Stroll"
+TALK = "talk=tests.bench.chaos.calls:play"
+KEYS = "gateway.keys"
 COUNT_TURNS = "count-turns=tests.bench.chaos.worlds:count_turns"
 HEARTBEAT_AGE_MS_MAX = 1_500  # agents beat once a second: one that is older is not known to serve
 LOOK_S = 0.1
@@ -37,7 +40,8 @@ POLL_S = 0.02
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What the processes do. counts: processes by role; slots: turns that a worker runs at once, by role; depth:
-    trajectories under way at once.
+    trajectories under way at once. calls: whose chat calls make up a trajectory: "agents" that are environments, or
+    agents elsewhere, by "gateway"; empty: it is an ordinary one.
     """
 
     counts: Mapping[str, int]
@@ -47,6 +51,7 @@ class Workload:
     turn_count: int
     completion_tokens: int
     pace_s: float
+    calls: str = ""
 
 
 class Cast:
@@ -62,6 +67,8 @@ class Cast:
         self._killed: set[str] = set()
         self._infos: dict[int, WorkerInfo] = {}
         self._ports: dict[str, int] = {}
+        self.gateways: list[str] = []  # their addresses
+        self.gateway_key = ""  # opens sessions
         self._ready_apis: set[str] = set()
         self._looking: list[asyncio.Task[None]] = []
 
@@ -85,8 +92,13 @@ class Cast:
         if role == "api":
             self._ports[f"{role}-{index}"] = port = free_port()
             return ["api", "--port", str(port)]
+        if role == "gateway":
+            self.gateway_key = self.gateway_key or add_key(self.directory / KEYS, "players", "control")
+            port = free_port()
+            self.gateways.append(f"http://127.0.0.1:{port}")
+            return ["gateway", "--port", str(port), "--keys", str(self.directory / KEYS)]
         named = ["--name", f"controller-{index}"] if role == "controller" else []
-        offers = {"agent": ["--environment", STROLL], "reward": ["--reward", COUNT_TURNS]}
+        offers = {"agent": ["--environment", TALK if load.calls else STROLL], "reward": ["--reward", COUNT_TURNS]}
         return [role, *named, *offers.get(role, [])]
 
     def watch(self) -> None:

@@ -25,7 +25,7 @@ from .schedule import BROKER, CUT, FREEZE, HOLD, KILL, Fault, faults
 
 RECOVERY_TIMEOUT_S = 60.0
 KILLS_RECOVERY_TIMEOUT_S = 300.0  # where agents die all the time: who is suspected waits to run alone, one at a time
-SERVING_TIMEOUT_S = 60.0
+SERVING_TIMEOUT_S = 240.0  # importing torch on a busy machine
 SETTLE_S = 0.01  # what a process had sent before its fault reaches the broker within this time
 
 

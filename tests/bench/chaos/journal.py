@@ -64,6 +64,9 @@ class Verdict:
     redelivered_count: int = 0
     resubmitted_count: int = 0
     token_count: int = 0
+    turn_count: int = 0
+    rollouts: list[tuple[str, int, str]] = field(default_factory=list)
+    """Of every rollout: its group, its seed, the digest of its tokens."""
 
     @property
     def is_clean(self) -> bool:
@@ -82,6 +85,7 @@ class _Fate:
     may_be_acknowledged: bool = False
     digests: list[tuple[int, str]] = field(default_factory=list)
     token_count: int = 0
+    turn_count: int = 0
 
 
 def judge(journals: Iterable[Sequence[Line]]) -> Verdict:
@@ -100,6 +104,8 @@ def judge(journals: Iterable[Sequence[Line]]) -> Verdict:
                 verdict.lost.append(name)
         verdict.rollout_count += len(fate.digests)
         verdict.token_count += fate.token_count
+        verdict.turn_count += fate.turn_count
+        verdict.rollouts += [(name, seed, digest) for seed, digest in fate.digests]
     verdict.diverged_rollout_count = _diverged(fates.values())
     return verdict
 
@@ -125,6 +131,7 @@ def _receive(line: Line, fate: _Fate, verdict: Verdict) -> None:
     fate.may_be_acknowledged = False  # it is here again, so the acknowledgement in doubt was none
     fate.digests = [(line["seed"], digest) for digest in line["digests"]]
     fate.token_count = line["token_count"]
+    fate.turn_count = line["turn_count"]
 
 
 def _diverged(fates: Iterable[_Fate]) -> int:

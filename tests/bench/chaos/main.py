@@ -14,36 +14,50 @@ What it counts, over one run with a seeded schedule (schedule.py) and real proce
   every trajectory that waited for its reward at that moment had it.
 - `dead`: dead letters; there must be none.
 
-Exit code 1 when anything was lost, duplicated, malformed, diverged, dead, left over or did not recover.
+With `--calls` a trajectory is the chat calls of an agent that is written against `openai` alone (calls.py): by agents
+that are environments, or by agents elsewhere, in sessions at gateways, which are harmed in place of agent workers. Each
+kind of talk is played once before the first fault; every answer afterwards is measured by it. It adds:
+
+- `calls`, `calls_completed`, `calls_lost`, `errors_retryable`, `errors_final`, `sessions_over`, `turns_doubled`,
+  `answers_differing`: see calls.py, judge_calls.
+- `turns_unused`: turns that were settled and are in no record.
+
+Exit code 1 when anything was lost, duplicated, malformed, diverged, dead, left over or did not recover, a call was lost
+or had a final error, a turn was doubled in the record, or an answer differs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rollfab.deploy.replay.figures import Report
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.host.helpers import Helpers
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import RunStatus
 from rollfab.trainer.client import connect
 
 from ..lively import lively_weights
 from ..witness import POOL, token_count
+from .calls import CALM, KIND_COUNT, Players, Talk, judge_calls, read_calls
 from .cast import Cast, Workload
 from .claims import ClaimWatch
 from .director import Director
-from .journal import judge, read_journal
+from .journal import Verdict, judge, read_journal
 from .report import complain, count_fates, count_faults, count_tokens, print_table, time_recoveries
 from .schedule import BROKER
-from .trainer import RUN_ID, journal_path
+from .trainer import RUN_ID, digest, flaw, journal_path
 
 START_TIMEOUT_S = 120.0  # importing torch several times on a busy machine
 DRAIN_S = 90.0  # longer than the longest safety net: a turn without a result is asked for again after a minute
@@ -93,6 +107,8 @@ QUICK = Settings(
 )
 
 
+CALLS = {"agents": "agent", "gateway": "gateway"}  # whose calls → the role that holds their sessions
+
 KILLS = Settings(  # trajectories that outlive several agents each
     workload=replace(
         QUICK.workload,
@@ -105,11 +121,37 @@ KILLS = Settings(  # trajectories that outlive several agents each
 )
 
 
+def calls_of(settings: Settings, calls: str) -> Settings:
+    """Return settings whose trajectories are chat calls. calls: one of CALLS."""
+    role = CALLS[calls]
+    workload = replace(
+        settings.workload,
+        calls=calls,
+        counts={"worker": 2, role: 2, "controller": 2, "trainer": 2},
+        slots={"worker": 16},
+        depth=8,
+        group_size=1,
+        turn_count=5,
+        completion_tokens=32,
+        pace_s=0.3,
+    )
+    # An agent's processes take seconds to load `openai` on a busy machine: what is killed before never makes a call.
+    return replace(settings, workload=workload, pauses={**settings.pauses, role: (2.0, 5.0)})
+
+
 def bench_chaos(
-    *, quick: bool, json_output: bool, seed: int, duration_s: float | None, agent_kill_count: int = 0
+    *,
+    quick: bool,
+    json_output: bool,
+    seed: int,
+    duration_s: float | None,
+    agent_kill_count: int = 0,
+    calls: str = "",
 ) -> int:
     """Run and print; returns the exit code."""
     settings = QUICK if quick else FULL
+    if calls:
+        settings = calls_of(settings, calls)
     if agent_kill_count:
         settings = replace(KILLS, agent_kill_count=agent_kill_count)
     if duration_s is not None:
@@ -126,6 +168,7 @@ def bench_chaos(
     else:
         print_table(report)
     again = f"rollfab bench chaos --seed {seed}" + (f" --kill-agents {agent_kill_count}" if agent_kill_count else "")
+    again += f" --calls {calls}" if calls else ""
     if complaint := complain(report.results, again):
         print(f"{complaint}\n{where}", file=sys.stderr)
         return 1
@@ -147,20 +190,15 @@ async def measure(settings: Settings, seed: int, directory: Path) -> Report:
     started_s = time.monotonic()
     cast = Cast(directory, settings.workload)
     try:
-        await _start(cast, settings)
-        watch = ClaimWatch(cast.broker.url, RUN_ID)
-        director = Director(cast, watch, seed, settings.pauses)
-        most = f"{settings.agent_kill_count} kills" if settings.agent_kill_count else f"{settings.duration_s:.0f} s"
-        progress = asyncio.create_task(_show_progress(director, most))
-        try:
-            if settings.agent_kill_count:
-                await director.kill_agents(settings.agent_kill_count)
-            else:
-                await director.run(settings.duration_s)
-        finally:
-            progress.cancel()
-        drain_s = await _drain(cast)
-        await watch.close()
+        await _start_roles(cast, settings.workload)
+        async with _playing_elsewhere(cast, settings.workload):
+            calm = await asyncio.to_thread(_play_calmly, cast, settings.workload) if settings.workload.calls else {}
+            await _start_trainers(cast)
+            watch = ClaimWatch(cast.broker.url, RUN_ID)
+            director = Director(cast, watch, seed, settings.pauses)
+            await _harm(director, settings)
+            drain_s = await _drain(cast)
+            await watch.close()
         status = await _status(cast)
     finally:
         await cast.close()
@@ -172,6 +210,7 @@ async def measure(settings: Settings, seed: int, directory: Path) -> Report:
         **count_fates(verdict, status),
         **count_tokens(made, status, verdict),
         **time_recoveries(director.injected),
+        **(_judge_calls(directory, settings.workload, verdict, calm, status) if calm else {}),
         "crashes": cast.crashes,
         "drain_s": drain_s,
         "wall_s": time.monotonic() - started_s,
@@ -180,13 +219,71 @@ async def measure(settings: Settings, seed: int, directory: Path) -> Report:
     return Report(name="chaos", params=params, results=results, baselines={}, ratio={})
 
 
-async def _start(cast: Cast, settings: Settings) -> None:
-    """Everything up, with a run and its first weights, and every process at work."""
-    for role in settings.workload.counts:
+async def _harm(director: Director, settings: Settings) -> None:
+    most = f"{settings.agent_kill_count} kills" if settings.agent_kill_count else f"{settings.duration_s:.0f} s"
+    progress = asyncio.create_task(_show_progress(director, most))
+    try:
+        if settings.agent_kill_count:
+            await director.kill_agents(settings.agent_kill_count)
+        else:
+            await director.run(settings.duration_s)
+    finally:
+        progress.cancel()
+
+
+async def _start_roles(cast: Cast, load: Workload) -> None:
+    """Everything but trainers up, with a run and its first weights."""
+    for role in load.counts:
         if role != "trainer":
             await cast.start(role)
     cast.watch()
-    await asyncio.to_thread(_open_run, cast, settings.workload)
+    await asyncio.to_thread(_open_run, cast, load)
+
+
+@contextlib.asynccontextmanager
+async def _playing_elsewhere(cast: Cast, load: Workload) -> AsyncIterator[None]:
+    """Agents of this process play at the gateways, where the workload has gateways, as long as the block lasts."""
+    if load.calls != "gateway":
+        yield
+        return
+    talk = Talk(turn_count=load.turn_count, completion_tokens=load.completion_tokens, pace_s=load.pace_s)
+    players = Players(cast.gateways, cast.gateway_key, RUN_ID, cast.directory, talk)
+    async with Helpers(players.play(load.depth)):
+        yield
+
+
+def _play_calmly(cast: Cast, load: Workload) -> dict[int, str]:
+    """Have every kind of talk played before anything is harmed; returns the digest of each."""
+    names = {f"{CALM}-{kind}": kind for kind in range(KIND_COUNT)}
+    found: dict[int, str] = {}
+    until_s = time.monotonic() + START_TIMEOUT_S
+    with connect(cast.broker.url) as fabric:
+        run = fabric.run(RUN_ID)
+        tasks = [{"seed": kind, "name": name} for name, kind in names.items()]
+        run.submit(tasks, group_size=load.group_size, group_ids=list(names))
+        while len(found) < len(names):
+            if time.monotonic() >= until_s:
+                raise FabricError(f"of {len(names)} undisturbed trajectories {len(found)} have ended in time")
+            with run.groups(timeout=0.25, consumer=CALM) as groups:
+                for group in groups:
+                    if wrong := flaw(group, load.group_size, load.turn_count):
+                        raise FabricError(f"the undisturbed {group.group_id} is {wrong}")
+                    found[names[group.group_id]] = digest(group.rollouts[0])
+    return found
+
+
+def _judge_calls(
+    directory: Path, load: Workload, verdict: Verdict, calm: dict[int, str], status: RunStatus
+) -> dict[str, Any]:
+    settled = status.counters.get("turns_settled", 0)
+    return {
+        **judge_calls(read_calls(directory), verdict, calm, load.turn_count),
+        "turns_unused": settled - verdict.turn_count - len(calm) * load.turn_count,
+    }
+
+
+async def _start_trainers(cast: Cast) -> None:
+    """Trainers up, and every process at work."""
     await cast.start("trainer")
     until_s = time.monotonic() + START_TIMEOUT_S
     while not all(cast.is_serving(name) for name in cast.relays):
@@ -197,18 +294,15 @@ async def _start(cast: Cast, settings: Settings) -> None:
 
 
 def _open_run(cast: Cast, load: Workload) -> None:
-    config = RunConfig(
-        run_id=RUN_ID,
-        model="tiny",
-        environment="stroll",
-        environment_options={
-            "turn_count": load.turn_count,
-            "completion_tokens": load.completion_tokens,
-            "pace_s": load.pace_s,
-        },
-        reward="count-turns",
-        staleness=1_000_000,  # every version holds the same weights
-    )
+    pace = {"turn_count": load.turn_count, "completion_tokens": load.completion_tokens, "pace_s": load.pace_s}
+    worlds: dict[str, dict[str, Any]] = {
+        "": {"environment": "stroll", "environment_options": pace, "reward": "count-turns"},
+        "agents": {"environment": "talk", "environment_options": {**pace, "directory": str(cast.directory)}},
+        "gateway": {"environment": "gateway"},
+    }
+    sampling = {"temperature": 0.0} if load.calls else {}
+    # Any staleness will do: every version holds the same weights
+    config = RunConfig(run_id=RUN_ID, model="tiny", staleness=1_000_000, sampling=sampling, **worlds[load.calls])
 
     async def create() -> None:
         async with await RedisFabric.open(cast.broker.url, client_name="chaos") as ports:

@@ -16,7 +16,8 @@ from .director import Injected
 from .journal import Verdict
 from .schedule import BROKER, KINDS
 
-CLAIM_ROLES = ("worker", "serving", "agent", BROKER)
+CLAIM_ROLES = ("worker", "serving", "agent", "gateway", BROKER)
+CALL_PROMISES = ("calls_lost", "errors_final", "turns_doubled", "answers_differing")
 PROMISES = ("lost", "duplicated", "malformed", "diverged", "dead", "left", "unrecovered")
 
 
@@ -81,10 +82,10 @@ def time_recoveries(injected: list[Injected]) -> dict[str, Any]:
 
 def complain(results: dict[str, Any], again: str) -> str:
     """What broke a promise, in words, and the command for the same again; empty when nothing did."""
-    broken = [f"{results[name]} {name}" for name in PROMISES if results[name]]
+    broken = [f"{results[name]} {name}" for name in (*PROMISES, *CALL_PROMISES) if results.get(name)]
     if not broken:
         return ""
-    examples = "; ".join(results["examples"])
+    examples = "; ".join([*results["examples"], *results.get("call_examples", [])])
     return f"chaos broke promises: {', '.join(broken)}. {examples}\nTo have the same faults again: {again}"
 
 
@@ -103,7 +104,20 @@ def print_table(report: Report) -> None:
         f" p50 {found['recovery_ms_p50'] or 0:.0f} ms, p99 {found['recovery_ms_p99'] or 0:.0f} ms",
         f"{found['wall_s']:.0f} s in all, drained in {found['drain_s']:.1f} s; machine: {report.machine}",
     ]
+    if "calls" in found:
+        notes[1:1] = _call_notes(found)
     show("rollfab bench chaos", columns, rows, notes)
+
+
+def _call_notes(found: dict[str, Any]) -> list[str]:
+    errors = ", ".join(f"{count} {status}" for status, count in sorted(found["errors_retryable"].items())) or "none"
+    return [
+        f"{found['calls']} calls: {found['calls_completed']} completed, {found['calls_lost']} lost;"
+        f" {found['calls_again']} asked for again by a later life, {found['calls_given_up']} given up by their client",
+        f"errors: retryable {errors}; {found['sessions_over']} at the end of a session; {found['errors_final']} final",
+        f"{found['turns_doubled']} turns doubled in the record, {found['turns_unused']} made and in no record;"
+        f" {found['answers_differing']} answers differ from the undisturbed run's",
+    ]
 
 
 def _recovery_cells(found: dict[str, Any], role: str) -> list[str]:

@@ -27,6 +27,7 @@ BAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "worker": _DEAR,
         "serving": _DEAR,
         "agent": _EVEN,
+        "gateway": _EVEN,
         "controller": _EVEN,
         "reward": _EVEN,
         "trainer": _EVEN,

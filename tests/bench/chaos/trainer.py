@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from rollfab.fabric.contract.errors import VersionConflict
-from rollfab.fabric.contract.records import Group
+from rollfab.fabric.contract.records import Group, Rollout
 from rollfab.trainer.client import Run, connect
 
 from .journal import Journal, Line, read_journal
@@ -86,7 +86,7 @@ class _Trainer:
 
     def submit(self, names: list[str]) -> None:
         """Push groups under these names, once or again."""
-        tasks = [{"seed": _seed(name)} for name in names]
+        tasks = [{"seed": _seed(name), "name": name} for name in names]
         self._journal.write("submitting", groups=names)
         self._run.submit(tasks, group_size=self._options.group_size, group_ids=names)
         self._journal.write("submitted", groups=names)
@@ -111,7 +111,8 @@ class _Trainer:
             "flaw": flaw(group, self._options.group_size, self._options.turn_count),
             "seed": _seed(group.group_id),
             "token_count": sum(int(rollout.completion_mask.sum()) for rollout in group.rollouts),
-            "digests": [xxhash.xxh64_hexdigest(rollout.completion_ids.tobytes()) for rollout in group.rollouts],
+            "turn_count": sum(rollout.turn_count for rollout in group.rollouts),
+            "digests": [digest(rollout) for rollout in group.rollouts],
         }
 
     def _publish(self) -> None:
@@ -122,6 +123,12 @@ class _Trainer:
         except VersionConflict:  # what was interrupted had gone through after all
             self._journal.write("conflict")
         self._publish_at_s = time.monotonic() + PUBLISH_S
+
+
+def digest(rollout: Rollout) -> str:
+    """Return 16 hexadecimal digits that are equal for the same tokens, in whatever order branches were made."""
+    branches = sorted(branch.completion_ids.tobytes() for branch in rollout.branches())
+    return str(xxhash.xxh64_hexdigest(b"|".join(branches)))
 
 
 def flaw(group: Group, group_size: int, turn_count: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bench.chaos.main import QUICK as CHAOS
-from tests.bench.chaos.report import PROMISES
+from tests.bench.chaos.report import CALL_PROMISES, PROMISES
 from tests.bench.resume.main import QUICK as RESUME
 from tests.bench.resume.main import TURNS_TOGETHER
 
@@ -40,6 +40,16 @@ def check_chaos(results: dict[str, Any]) -> None:
     assert results["recovery_ms_p99"] >= results["recovery_ms_p50"] > 0
 
 
+def check_calls(results: dict[str, Any]) -> None:
+    """Those who hold the sessions were harmed with all others, and every call was answered, once, as undisturbed."""
+    promises = (*PROMISES, *CALL_PROMISES)
+    assert {name: results[name] for name in promises} == dict.fromkeys(promises, 0), results
+    assert {"worker", "controller", "trainer", "broker"} < set(results["faults_by_role"])
+    assert {"agent", "gateway"} & set(results["faults_by_role"])
+    assert results["calls"] == results["calls_completed"] > 0
+    assert results["groups"] == results["rollouts"] > 0
+
+
 def check_resume(results: dict[str, Any]) -> None:
     """Turns went from one worker to another in their middle, with their tokens, and ended with the very same ones."""
     assert (results["exact"], results["inexact_turns"]) == (True, 0)
@@ -60,7 +70,12 @@ def check_resume(results: dict[str, Any]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "words", "check"),
-    [("chaos", ["--seed", "11"], check_chaos), ("resume", [], check_resume)],
+    [
+        ("chaos", ["--seed", "11"], check_chaos),
+        ("chaos", ["--seed", "11", "--calls", "agents"], check_calls),
+        ("chaos", ["--seed", "11", "--calls", "gateway"], check_calls),
+        ("resume", [], check_resume),
+    ],
 )
 def test_a_quick_run_breaks_no_promise(name: str, words: list[str], check: Any) -> None:
     check(results_of(name, *words))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import QueueFull, RunUnknown
 from rollfab.fabric.contract.limits import HTTP_BODY_BYTES_MAX
-from rollfab.fabric.ports.sessions import Opened
+from rollfab.fabric.ports.sessions import KEY_BYTES, KEY_PREFIX, Opened
 from tests.integration.gateway.conftest import CREATOR_KEY
 from tests.support.fake_sessions import KEY, FakeSession, FakeSessions
 from tests.support.until import until
@@ -93,6 +94,17 @@ async def test_an_address_with_many_wrong_keys_is_told_to_wait_and_a_right_key_s
     spoofed = await http.get("v1/models", headers={**bearer("guess"), "x-forwarded-for": "1.2.3.4"})
     assert spoofed.status_code == 429
     assert (await http.get("v1/models", headers=ALLOWED)).status_code == 200
+
+
+async def test_clients_of_sessions_that_ended_together_are_all_told_so_at_once(http: httpx.AsyncClient) -> None:
+    # Given more sessions behind one address than it may send wrong keys, none of which this gateway knows any more
+    keys = [KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES) for _ in range(30)]
+    # When their clients go on: then none of them is to wait
+    answers = [await http.get("v1/models", headers=bearer(key)) for key in keys]
+    assert {answer.status_code for answer in answers} == {401}
+    # And guesses are counted all the same
+    guesses = [await http.get("v1/models", headers=bearer(key[:-1])) for key in keys]
+    assert [guess.status_code for guess in guesses] == [401] * 20 + [429] * 10
 
 
 async def test_authority_comes_from_the_key_alone(http: httpx.AsyncClient, sessions: FakeSessions) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from rollfab.fabric.contract.records import Failure, Group, Rollout
+from tests.bench.chaos.calls import KIND_COUNT, judge_calls
 from tests.bench.chaos.claims import HeldClaim, is_over
 from tests.bench.chaos.journal import Journal, judge, read_journal
 from tests.bench.chaos.relay import Relay
-from tests.bench.chaos.report import PROMISES, complain
+from tests.bench.chaos.report import CALL_PROMISES, PROMISES, complain
 from tests.bench.chaos.schedule import BAGS, BROKER, LONG_S, ROLES, faults
 from tests.bench.chaos.trainer import flaw
 from tests.support.records import new_rollout
@@ -215,7 +216,14 @@ class Story:
         return self
 
     def receive(self, group: str, *, again: bool = False, digest: str = "d", flaw: str = "") -> Story:
-        facts = {"is_redelivered": again, "flaw": flaw, "seed": 1, "token_count": 5, "digests": [digest]}
+        facts = {
+            "is_redelivered": again,
+            "flaw": flaw,
+            "seed": 1,
+            "token_count": 5,
+            "turn_count": 3,
+            "digests": [digest],
+        }
         self.lines.append({"at_ns": len(self.lines), "event": "received", "group": group, **facts})
         return self
 
@@ -227,6 +235,7 @@ def test_a_group_that_came_once_is_neither_lost_nor_duplicated() -> None:
     verdict = judge([Story().once("a").once("b").lines])
     assert verdict.is_clean
     assert (verdict.submitted, verdict.token_count, verdict.rollout_count) == ({"a", "b"}, 10, 2)
+    assert (verdict.turn_count, verdict.rollouts) == (6, [("a", 1, "d"), ("b", 1, "d")])
 
 
 @pytest.mark.parametrize(
@@ -276,10 +285,89 @@ def test_rollouts_of_one_seed_that_differ_have_diverged() -> None:
     assert judge([story.lines]).diverged_rollout_count == 1
 
 
+# ---------------------------------------------------------------- chat calls
+
+
+CALM_DIGESTS = dict.fromkeys(range(KIND_COUNT), "d")
+
+
+class Life:
+    """An agent's journal, written by hand. seed: says which kind of talk it is."""
+
+    def __init__(self, trajectory: str, seed: int = 1) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._who = {"trajectory": trajectory, "kind": seed}
+
+    def tell(self, event: str, **facts: Any) -> Life:
+        who = {} if event == "error" else self._who
+        self.lines.append({"event": event, **who, **facts})
+        return self
+
+    def call(self, index: int, answer: str = "") -> Life:
+        """A call, and what it was answered; nothing: its client died before."""
+        self.tell("call", index=index)
+        return self.tell("answer", index=index, answer=answer) if answer else self
+
+
+def count_calls(*lives: Life, story: Story | None = None) -> dict[str, Any]:
+    """What is found where kind 1 was answered "x" and "y" before the first fault, and its rollout has the digest d."""
+    lines = [line for life in (Life("calm-1").call(0, "x").call(1, "y"), *lives) for line in life.lines]
+    return judge_calls(lines, judge([(story or Story()).lines]), CALM_DIGESTS, turn_count=3)
+
+
+def test_calls_that_a_later_life_asks_again_are_the_same_calls() -> None:
+    found = count_calls(Life("a").call(0, "x").call(1), Life("a").call(0, "x").call(1, "y"))
+    assert (found["calls"], found["calls_completed"], found["calls_lost"], found["calls_again"]) == (2, 2, 0, 2)
+    assert found["answers_differing"] == found["errors_final"] == 0
+
+
+def test_a_call_that_no_life_got_an_answer_to_is_lost() -> None:
+    found = count_calls(Life("a").call(0, "x").call(1), Life("a").call(0, "x"))
+    assert (found["calls_lost"], found["call_examples"]) == (1, ["call 1 of a has no answer"])
+
+
+def test_answers_and_rollouts_other_than_undisturbed_ones_are_counted() -> None:
+    story = Story().once("a").once("b", digest="other")
+    found = count_calls(Life("a").call(0, "x").call(1, "x"), Life("b").call(0, "x").call(1, "y"), story=story)
+    assert found["answers_differing"] == 2
+    assert found["call_examples"] == ["call 1 of a has another answer", "the rollout of b is another"]
+    assert found["turns_doubled"] == 0
+
+
+def test_turns_beyond_one_for_each_call_are_doubled() -> None:
+    assert judge_calls([], judge([Story().once("a").once("b").lines]), CALM_DIGESTS, turn_count=2)["turns_doubled"] == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "sort"),
+    [
+        ("ConnectError", "retryable"),
+        (0, "retryable"),
+        (429, "retryable"),
+        (503, "retryable"),
+        (401, "over"),
+        (410, "over"),
+        (400, "final"),
+        (404, "final"),
+    ],
+)
+def test_errors_are_told_apart_by_what_a_client_may_do(status: int | str, sort: str) -> None:
+    life = Life("a").tell("error", status=status).call(0).tell("failed", index=0, status=status, error="!")
+    found = count_calls(life)
+    assert found["errors_retryable"] == ({str(status): 1} if sort == "retryable" else {})
+    assert (found["sessions_over"], found["errors_final"]) == (sort == "over", sort == "final")
+    assert found["calls_given_up"] == (sort == "retryable")
+    assert ("!" in str(found["call_examples"])) == (sort == "final")
+
+
+# ---------------------------------------------------------------- journals, groups, complaints
+
+
 def test_a_broken_promise_is_told_with_the_seed() -> None:
-    clean = dict.fromkeys(PROMISES, 0)
+    clean = dict.fromkeys((*PROMISES, *CALL_PROMISES), 0)
     assert complain({**clean, "examples": []}, "again") == ""
-    for name in PROMISES:
+    assert complain({**dict.fromkeys(PROMISES, 0), "examples": []}, "again") == ""  # a run without chat calls
+    for name in clean:
         text = complain({**clean, name: 2, "examples": ["t0-7"]}, "rollfab bench chaos --seed 3")
         assert f"2 {name}" in text
         assert "--seed 3" in text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -319,3 +321,40 @@ def test_a_turn_ends_with_any_id_that_the_model_names(tmp_path: Path) -> None:
     build_tokenizer(FAMILIES["qwen2.5"]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert {7, 8} < set(HubTokenizer(str(tmp_path)).chat.stop_ids)
+
+
+class Loading(Tiny):
+    """A tokenizer that tells which threads made its chat template."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family)
+        self.threads: list[threading.Thread] = []
+
+    @property
+    def chat(self) -> Any:  # type: ignore[override]
+        self.threads.append(threading.current_thread())
+        return super().chat
+
+
+@pytest.mark.parametrize("kills", [(), (0,)])
+def test_a_chat_template_is_made_beside_the_loop_that_serves_all_other_trajectories(kills: tuple[int, ...]) -> None:
+    for kind in ("replay", "snapshot"):
+        broker, tokenizer = Broker("qwen2.5", kills=kills), Loading("qwen2.5")
+        play(broker, kind, tokenizer=tokenizer)
+        assert len(tokenizer.threads) == 1 + len(kills)
+        assert threading.main_thread() not in tokenizer.threads
+
+
+AT_ONCE = """
+from concurrent.futures import ThreadPoolExecutor
+from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.workers.engines.model_tokenizer import chat_of
+with ThreadPoolExecutor(8) as threads:
+    print({type(each).__name__ for each in threads.map(lambda _: chat_of(CharTokenizer(), "tiny"), range(8))})
+"""
+
+
+@pytest.mark.timeout(60)
+def test_trajectories_that_begin_together_in_a_new_process_all_get_their_chat_template() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("{'ChatTemplate'}\n", 0), done.stderr[-2000:]
