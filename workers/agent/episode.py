@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import (
     BrokerError,
@@ -271,7 +272,7 @@ class Episode:
         """Let an agent play by itself, in a session; what it asked for before it was lost answers its first calls."""
         job, desk = self._claim.job, self._limits.desk
         with self._told("play"):
-            chat = chat_of(self._tokenizer, self._run.model)
+            chat = await self._chat()
         self.session = AgentSession(self._run, self._claim, chat, self._tokenizer, self._caller, self._limits.clock)
         self._claim = replace(self._claim, turns=())
         async with desk.admitted(self.session) as access:
@@ -352,7 +353,7 @@ class Episode:
         observation = await self._guard("reset", lambda: world.reset(load_json(dump_json(job.task)), job.seed))
         observation = await check_observation(observation, self._name)
         if observation.messages:
-            self._transcript = self._dialogue(observation.messages, observation.tools)
+            self._transcript = await self._dialogue(observation.messages, observation.tools)
         else:
             self._transcript = Transcript(self._tokenizer, await self._encode(observation.text, where="reset"))
         return await self._replay(world, Step(observation.text, 0.0), settled)
@@ -377,7 +378,7 @@ class Episode:
         try:
             state = load_json(snapshot)
             if "messages" in state:
-                self._transcript = self._dialogue(state["messages"], state["tools"])
+                self._transcript = await self._dialogue(state["messages"], state["tools"])
             else:
                 self._transcript = Transcript(self._tokenizer, np.array(state["prompt_ids"], np.int32))
             said = state.get("said") or [[] for _ in state["texts"]]
@@ -474,10 +475,14 @@ class Episode:
             self._transcript.add_step(reward, await self._encode(step.text, where="step") if is_read else NO_IDS)
         self._texts.append(step.text)
 
-    def _dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Dialogue:
+    async def _dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Dialogue:
         """Begin a conversation by the model's own chat template."""
         with self._told("reset"):
-            return Dialogue(chat_of(self._tokenizer, self._run.model), messages, tools)
+            return Dialogue(await self._chat(), messages, tools)
+
+    async def _chat(self) -> ChatTemplate:
+        """Return the model's chat template. A process's first loads a library for seconds: not on the loop."""
+        return await asyncio.to_thread(chat_of, self._tokenizer, self._run.model)
 
     def _messages(self, step: Step) -> list[dict[str, Any]]:
         """Return what the world said after a turn: its messages, or its text as the user's."""
