@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.chat.conversation import Ask, Conversation
+from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import ClaimLost, EngineError, EngineUnsupported, InputError, QueueFull, RunUnknown
 from rollfab.fabric.contract.records import Group, Lease, Rollout, RunConfig, TurnJob
@@ -21,9 +22,11 @@ from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
 from rollfab.fabric.ports.sessions import Call, Opened, Reply
 from rollfab.trainer.aio import make_groups
+from rollfab.workers.agent import episode as episode_module
 from rollfab.workers.agent import session as session_module
 from rollfab.workers.agent.desk import Desk, RemoteWorlds
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
+from rollfab.workers.engines.model_tokenizer import chat_of
 from rollfab.workers.engines.preset_chat import CALL_ID
 from tests.standin.fabric import StandInFabric
 from tests.support.leases import set_lease
@@ -379,6 +382,21 @@ async def test_a_large_request_is_rendered_where_the_loop_goes_on(
         await (await opened(desk)).session.ask(call)
     # Then
     assert [each.startswith(place) for each in places] == [True]
+
+
+async def test_a_chat_template_is_loaded_where_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[str] = []
+
+    def chat_there(*values: Any) -> ChatTemplate:
+        places.append(threading.current_thread().name)
+        return chat_of(*values)
+
+    monkeypatch.setattr(episode_module, "chat_of", chat_there)
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        await opened(desk)
+    assert places and "MainThread" not in places
 
 
 async def test_huge_requests_of_all_sessions_are_rendered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
