@@ -94,7 +94,8 @@ def chat_of(tokenizer: Tokenizer, model: str) -> ChatTemplate:
         ConfigError: it has none.
     """
     if isinstance(tokenizer, HubTokenizer):
-        return tokenizer.chat
+        with IMPORTING:  # made once, though several trajectories begin together
+            return tokenizer.chat
     if isinstance(tokenizer, CharTokenizer):
         return preset_chat()
     raise ConfigError(f"model {model!r} has no chat template: environments speak to it in plain text", model=model)

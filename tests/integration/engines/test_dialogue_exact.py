@@ -49,7 +49,7 @@ def test_every_branch_is_what_the_engine_saw(tmp_path: Path, family: str) -> Non
         run.submit([{"count": 4}], group_size=GROUP_SIZE)
         [group] = fabric.collect(run, 1, 120.0)
     # Then the model, asked for each branch as a whole, gives every token the log-probability that the rollout tells
-    assert len(group.rollouts) == GROUP_SIZE
+    assert len(group.rollouts) == GROUP_SIZE, group.failures
     counts: list[int] = []
     for rollout in group.rollouts:
         assert rollout.nodes and rollout.turn_count >= 4
