@@ -152,6 +152,8 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
         return answer(_facts(session.facts))
 
     async def end(request: Request) -> Response:
+        if (facts := await door.recorded(request)) is not None:  # the answer to its end was lost on the way
+            return answer({**_facts(facts), "state": "over"})
         session = door.session_of(request)
         body = Body(read_json(await request.body()))
         value, info, error = _reward(body), body.optional("info", dict), body.optional("error", str)
@@ -183,7 +185,11 @@ def _add(routes: APIRouter, method: str, path: str, handler: Handler, shape: Sha
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    response = problem_answer(problem_of(error, "none"))
+    problem = problem_of(error, "none")
+    if problem.status == 404:
+        text = f"there is no route {request.method} {shown(request.url.path)}: a base URL ends with /v1 for OpenAI's "
+        problem = replace(problem, message=f"{text}clients, and before it for Anthropic's")
+    response = problem_answer(problem)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
     return response

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from ...fabric.contract.clock import Clock
 from ...fabric.host.helpers import end_all
-from ...fabric.ports.sessions import KEY_FORM, Session, Sessions
+from ...fabric.ports.sessions import KEY_FORM, Session, SessionFacts, Sessions
 from ..access.auth import bearer
 from ..access.keys import place_among
 from ..access.problems import Refused
@@ -58,6 +58,11 @@ class Door:
         if session is None or not (is_key or named in ("", session.facts.session_id)):
             raise self._refusal(request, key)
         return session
+
+    async def recorded(self, request: Request) -> SessionFacts | None:
+        """Return what is known of the session whose key a request has, if it has ended and is recorded."""
+        facts = await self._sessions.find_recorded(_key_of(request)[:KEY_LENGTH_MAX])
+        return facts if facts is not None and facts.session_id == request.path_params["session"] else None
 
     def check_creator(self, request: Request) -> None:
         """Require a creator's key. Raises Refused."""

@@ -111,7 +111,7 @@ def problem_of(error: Exception, where: str) -> Problem:
 
 def _of_http(error: HTTPException) -> Problem:
     codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
-    texts = {404: "there is no such route", 405: "this route does not take this method"}
+    texts = {405: "this route does not take this method"}
     text = texts.get(error.status_code, error.detail)
     return Problem(status=error.status_code, code=codes.get(error.status_code, "invalid_request"), message=text)
 

@@ -134,6 +134,13 @@ class Sessions(Protocol):
         """Return the session of a key, as long as it is not over."""
         ...
 
+    async def find_recorded(self, key: str) -> SessionFacts | None:
+        """Return what is known of a session that its client has ended, once its rollout is recorded.
+
+        None: there is no such session, it was another end, or others have ended since that are as many as are kept.
+        """
+        ...
+
     async def open(self, run_id: str, *, wait_s: float) -> Opened:
         """Open a session on the next trajectory of a run.
 

@@ -89,10 +89,11 @@ class FakeSession:
 
 
 class FakeSessions:
-    """Sessions by key. opening: what `open` gives or raises."""
+    """Sessions by key. recorded: of those that are over. opening: what `open` gives or raises."""
 
     def __init__(self) -> None:
         self.by_key = {KEY: FakeSession()}
+        self.recorded: dict[str, SessionFacts] = {}
         self.opening: Opened | FabricError | asyncio.Event | None = None
         self.cancelled_count = 0
         self.waits: list[float] = []
@@ -105,6 +106,10 @@ class FakeSessions:
     def find(self, key: str) -> FakeSession | None:
         """Find a session."""
         return self.by_key.get(key)
+
+    async def find_recorded(self, key: str) -> SessionFacts | None:
+        """Find a session that was ended and recorded."""
+        return self.recorded.get(key)
 
     async def open(self, run_id: str, *, wait_s: float) -> Opened:
         """Open what was laid out."""

@@ -12,19 +12,20 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed, FabricError, QueueFull, RunUnknown
-from ...fabric.ports.sessions import KEY_BYTES, KEY_PREFIX, REMOTE, Opened
+from ...fabric.ports.sessions import KEY_BYTES, KEY_PREFIX, REMOTE, Opened, SessionFacts
 from ..environments.base import Access, Environment, Observation, Played, Step
 from ..environments.registry import NO_OPTIONS, Registry
 from .session import AgentSession
 
 NEW_RUN_S = 2.0  # within which a run that was just made is known to this process
 PLAY_COUNT_MAX = max(8, 8 * (os.cpu_count() or 1))  # a process with the openai package holds 80 MB
+OVER_COUNT_MAX = 256  # sessions that were ended, and whose clients may ask again how
 UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone
 
 
@@ -54,6 +55,7 @@ class Desk:
         self._address = ""
         self.on_asked: Callable[[], None] = lambda: None  # is called as somebody begins to wait in `open`
         self._sessions: dict[str, AgentSession] = {}  # by the key's hash
+        self._over: OrderedDict[str, Callable[[], Awaitable[SessionFacts | None]]] = OrderedDict()  # the last ones
         self._runs: set[str] = set()
         self._followed = asyncio.Event()
         self._asking: Counter[str] = Counter()  # by run: who waits in `open`
@@ -64,6 +66,11 @@ class Desk:
     def find(self, key: str) -> AgentSession | None:
         """Return the session of a key, as long as its claim lasts."""
         return self._sessions.get(_hashed(key))
+
+    async def find_recorded(self, key: str) -> SessionFacts | None:
+        """See ports/sessions.py: who lost the answer to its end hears so whether the rollout is there."""
+        ask = self._over.get(_hashed(key))
+        return None if ask is None else await ask()
 
     @contextlib.asynccontextmanager
     async def admitted(self, session: AgentSession) -> AsyncIterator[Access]:
@@ -81,6 +88,10 @@ class Desk:
             yield Access(base_url=f"{self._address}v1", key=key)
         finally:
             del self._sessions[_hashed(key)]
+            if (ask := session.conclusion()) is not None:
+                self._over[_hashed(key)] = ask
+                if len(self._over) > OVER_COUNT_MAX:
+                    self._over.popitem(last=False)
             await session.close()
 
     # ---- sessions that are played elsewhere

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -230,6 +230,20 @@ class AgentSession:
             self._ending.cancel()
         tasks = [given.reply for calls in self._given.values() for given in calls]
         await end_all(tasks)
+
+    def conclusion(self) -> Callable[[], Awaitable[SessionFacts | None]] | None:
+        """Return what tells, without the conversation, how a session that its client ended came out; None: it did not.
+
+        It waits until that is known; None: the rollout is not recorded, though its client did not wish it away.
+        """
+        if not self._ending.done() or self._ending.cancelled():
+            return None
+        facts, recorded, is_void = self.facts, self._recorded, self._ending.result().error is not None
+
+        async def ask() -> SessionFacts | None:
+            return facts if await asyncio.shield(recorded) or is_void else None
+
+        return ask
 
     def say_recorded(self, is_recorded: bool) -> None:
         """Tell the client that waits for it whether its rollout is in the broker."""

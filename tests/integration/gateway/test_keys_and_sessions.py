@@ -7,6 +7,7 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -229,6 +230,26 @@ async def test_a_session_is_ended_without_a_body_or_with_an_error(
     assert (await http.post("sessions/group.0/end", headers=ALLOWED)).status_code == 200
     assert (await http.post("sessions/group.0/end", json={"error": "fell"}, headers=ALLOWED)).status_code == 200
     assert sessions.session.ended == [(None, None), (None, "fell")]
+
+
+async def test_a_base_url_that_is_not_this_client_s_is_told_what_it_is(http: httpx.AsyncClient) -> None:
+    answer = await http.post("v1/v1/messages", json=ASK, headers=ALLOWED)
+    said = answer.json()["error"]
+    assert (answer.status_code, said["code"]) == (404, "not_found")
+    assert said["message"].startswith("there is no route POST '/v1/v1/messages': a base URL ends with /v1")
+
+
+async def test_an_end_whose_answer_was_lost_may_be_asked_for_again(
+    http: httpx.AsyncClient, sessions: FakeSessions
+) -> None:
+    # Given a session that was ended and recorded
+    sessions.recorded["old-key"] = replace(FakeSession("group.3").facts, reward=0.5)
+    # When its client asks again, it hears so; about another session it does not
+    again = await http.post("sessions/group.3/end", json={"reward": 0.5}, headers=bearer("old-key"))
+    assert (again.status_code, again.json()["state"], again.json()["reward"]) == (200, "over", 0.5)
+    assert (await http.post("sessions/group.0/end", headers=bearer("old-key"))).status_code == 401
+    assert (await http.post("v1/chat/completions", json=ASK, headers=bearer("old-key"))).status_code == 401
+    assert not sessions.session.ended
 
 
 @pytest.mark.parametrize(

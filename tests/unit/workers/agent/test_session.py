@@ -22,6 +22,7 @@ from rollfab.fabric.contract.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
 from rollfab.fabric.ports.sessions import Call, Opened, Reply
 from rollfab.trainer.aio import make_groups
+from rollfab.workers.agent import desk as desk_module
 from rollfab.workers.agent import episode as episode_module
 from rollfab.workers.agent import session as session_module
 from rollfab.workers.agent.desk import Desk, RemoteWorlds
@@ -485,6 +486,48 @@ async def test_a_session_ends_with_calls_and_a_reward_or_says_why_it_failed() ->
         await session.end(error="the task's files are missing")
         (failure,) = (await gateway.group()).failures
     assert "its client says: the task's files are missing" in failure.reason
+
+
+async def test_who_lost_the_answer_to_its_end_may_ask_again_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given three sessions: ended with a reward, ended with an error, and lost without an end
+    gateway = Gateway()
+    await gateway.begin(group_size=3)
+    async with gateway.up() as desk:
+        good, void, lost = [await opened(desk) for _ in range(3)]
+        for each in (good, void):
+            await each.session.ask(Call(messages=[user("hi")]))
+        good.session.reward(0.5)
+        # When both ends are asked for, and one of them is asked about before it is recorded
+        first = asyncio.create_task(good.session.end())
+        await until(lambda: desk.find(good.key) is None)
+        facts = await desk.find_recorded(good.key)
+        await first
+        await void.session.end(error="never mind")
+        # Then they are known to have ended, and others not
+        assert facts is not None and (facts.session_id, facts.reward, facts.call_count) == ("g.0", 0.5, 1)
+        found = await desk.find_recorded(void.key)
+        assert found is not None and found.session_id == void.session.facts.session_id
+        assert await desk.find_recorded(lost.key) is None and desk.find(lost.key) is not None
+        assert await desk.find_recorded("rfs-unknown") is None
+        # And only the last ones are kept
+        monkeypatch.setattr(desk_module, "OVER_COUNT_MAX", 2)
+        await lost.session.ask(Call(messages=[user("hi")]))
+        await lost.session.end(error="as well")
+        assert await desk.find_recorded(lost.key) is not None and await desk.find_recorded(good.key) is None
+
+
+async def test_an_end_that_was_not_recorded_is_not_said_to_be() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        one = await opened(desk)
+        await one.session.ask(Call(messages=[user("hi")]))
+        one.session.reward(0.5)
+        # Given that its claim is lost before its rollout is taken
+        await gateway.fabric.rollouts(gateway.run).cancel("g")
+        with pytest.raises(ClaimLost):
+            await one.session.end()
+        assert await desk.find_recorded(one.key) is None
 
 
 async def test_a_reward_function_scores_what_sessions_made() -> None:
