@@ -27,7 +27,8 @@ import xxhash
 from ..contract import records
 from ..contract.errors import InputError, PayloadTooLarge
 from ..contract.limits import MIB, NODE_COUNT_MAX
-from ..contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Span, UInt8
+from ..contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Side, Span, UInt8
+from ..contract.sides import joined, parts
 from .answers import finish_of, to_message
 from .control import without_marks
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
@@ -63,8 +64,8 @@ class Node:
     """A stretch of tokens after its parent's; -1: it begins a path.
 
     ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is. mask: uint8 (T,), 1 where the policy made
-    the token. spans index this node's own tokens. messages: those along a path are all that were said on it, in order.
-    What several asks share has the messages that they share; the last of them may be written behind it.
+    the token. spans and sides index this node's own tokens. messages: those along a path are all that were said on it,
+    in order. What several asks share has the messages that they share; the last of them may be written behind it.
 
     The rest is an answer's, whose own message is its last. setting: digest of tools and options. digest: of these and
     all messages on the path. prompt: of the answer. is_open: the path may go on after it.
@@ -75,6 +76,7 @@ class Node:
     logprobs: Float32
     mask: UInt8
     spans: tuple[Span, ...] = ()
+    sides: tuple[Side, ...] = ()
     messages: tuple[Message, ...]
     setting: str = ""
     digest: str = ""
@@ -85,7 +87,8 @@ class Node:
     @property
     def size_bytes(self) -> int:
         """About how much memory it takes."""
-        return 9 * len(self.ids) + sum(map(_size_bytes, self.messages))
+        sides_bytes = sum(side.size_bytes for side in self.sides)
+        return 9 * len(self.ids) + sides_bytes + sum(map(_size_bytes, self.messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -225,6 +228,8 @@ class Conversation:
         logprobs: Float32,
         spans: Sequence[Span] = (),
         finish_reason: str = "stop",
+        *,
+        sides: Sequence[Side] = (),
     ) -> Answer:
         """Record what the engine made of an ask; several answers to one ask are siblings.
 
@@ -233,6 +238,7 @@ class Conversation:
             logprobs: float32 (T,), natural log.
             spans: index completion_ids.
             finish_reason: stop or length, as the engine said.
+            sides: index completion_ids; below 0 the ask's context.
 
         Raises:
             PayloadTooLarge: the conversation has as many nodes or bytes as it may.
@@ -247,13 +253,14 @@ class Conversation:
         reading = None if ask.is_text else self._template.read(text, prompt=without_marks(ask.text), tools=ask.tools)
         message = {"role": "assistant", "content": text} if reading is None else to_message(reading, seed)
         place = self._place(ask)
-        asked = self._asked_nodes(place, is_needed=place.parent == ask.parent)
+        asked = self._asked_nodes(place, parts(sides, -len(place.ids), 0), is_needed=place.parent == ask.parent)
         node = Node(
             parent=len(self.nodes) + len(asked) - 1 if asked else place.parent,
             ids=ids,
             logprobs=np.asarray(logprobs, dtype=np.float32),
             mask=np.ones(len(ids), dtype=np.uint8),
             spans=tuple(spans),
+            sides=parts(sides, 0, len(ids)),
             messages=() if ask.is_text else (message,),
             setting=ask.setting,
             digest=_hex(f"{ask.digest} {canonical(message)}"),
@@ -282,6 +289,11 @@ class Conversation:
                 records.Span(start + span.start, start + span.end, span.worker_id, span.policy_version)
                 for start, node in zip(starts, nodes, strict=True)
                 for span in node.spans
+            ),
+            "sides": joined(
+                side
+                for start, node in zip(starts, nodes, strict=True)
+                for side in parts(node.sides, 0, len(node.ids), start)
             ),
             "nodes": tuple(
                 records.Node(places[node.parent], end, list(node.messages))
@@ -413,18 +425,21 @@ class Conversation:
         self._bytes += (len(behind) - 1) * sum(map(_size_bytes, others))
         self.nodes = nodes
 
-    def _asked_nodes(self, place: _Place, *, is_needed: bool) -> list[Node]:
+    def _asked_nodes(self, place: _Place, sides: Sequence[Side], *, is_needed: bool) -> list[Node]:
         """Make the nodes that an ask adds: what it shares with half of another one, and what is its own alone.
 
+        sides: of the place's ids, counted back from their end. What is shared has those of the ask that came first.
         is_needed: nothing is shared with an earlier ask, so there must be a node, though it may be an empty one.
         """
         head, ids, messages = [], place.ids, place.messages
         if place.within >= 0:
-            head = [_asked_node(place.parent, ids[: place.id_count], messages[: place.message_count])]
+            first = parts(self.nodes[place.within].sides, 0, place.id_count)
+            head = [_asked_node(place.parent, ids[: place.id_count], messages[: place.message_count], first)]
             ids, messages = ids[place.id_count :], messages[place.message_count :]
         if not (len(ids) or messages or (is_needed and not head)):
             return head
-        return [*head, _asked_node(len(self.nodes) if head else place.parent, ids, messages)]
+        own = parts(sides, -len(ids), 0, len(ids))
+        return [*head, _asked_node(len(self.nodes) if head else place.parent, ids, messages, own)]
 
     def _share(self, place: _Place, asked: list[Node]) -> None:
         """Take note of the nodes of an ask, the last but its answer, and leave to the first what it shares."""
@@ -432,7 +447,8 @@ class Conversation:
         if place.within >= 0:
             nodes = self.nodes.copy()
             old = nodes[place.within]
-            own = _asked_node(first, old.ids[place.id_count :], old.messages[place.message_count :])
+            rest = parts(old.sides, place.id_count, len(old.ids), -place.id_count)
+            own = _asked_node(first, old.ids[place.id_count :], old.messages[place.message_count :], rest)
             nodes[place.within] = own
             self.nodes = nodes
             self._next[first, _first(own.ids)] = place.within
@@ -452,10 +468,10 @@ class Conversation:
         self.nodes += nodes
 
 
-def _asked_node(parent: int, ids: Int32, messages: tuple[Message, ...]) -> Node:
+def _asked_node(parent: int, ids: Int32, messages: tuple[Message, ...], sides: tuple[Side, ...]) -> Node:
     """Make a node of tokens that were asked."""
     zeros = np.zeros(len(ids), dtype=np.float32)
-    return Node(parent=parent, ids=ids, logprobs=zeros, mask=zeros.astype(np.uint8), messages=messages)
+    return Node(parent=parent, ids=ids, logprobs=zeros, mask=zeros.astype(np.uint8), messages=messages, sides=sides)
 
 
 def _upwards(nodes: Sequence[Node], index: int) -> Iterator[tuple[int, Node]]:

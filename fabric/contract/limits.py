@@ -27,6 +27,8 @@ KEYS_FILE_BYTES_MAX = MIB  # some thousand keys of the api
 SHARD_COUNT_MAX = 1024  # of a run: the controller asks every shard of every run at each tick
 TURN_COUNT_MAX = 65_536  # of a trajectory: an agent that takes it over asks for the results of all of them
 SLOT_COUNT_MAX = 1_000_000  # of a worker or a lease
+SIDE_COUNT_MAX = 65_536  # stretches of side arrays of a record
+LOGPROB_COUNT_MAX = 20  # likeliest tokens that are told beside each one: OpenAI's bound, and vLLM's by default
 NODE_COUNT_MAX = 4096  # of a rollout that branches: putting its branches together takes up to their product in steps
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # of sampling, beside 0 (greedy); vLLM raises what is lower to 0.01
 PENALTY_MAX = 2.0  # of presence and frequency, either way: OpenAI's and vLLM's bounds
@@ -61,7 +63,8 @@ OTHER_RECORD_BYTES_MAX = MIB
 RECORD_ADVICE = {
     "RunConfig": "put large environment options into a file that agents can read, and its path into the options",
     "TurnJob": "end the episode earlier, or let its observations be shorter",
-    "Rollout": "lower turn_count_max or max_tokens, or say less in the environment's info",
+    "TurnResult": "ask for fewer tokens, or for less beside them (logprobs, kept_tokens)",
+    "Rollout": "lower turn_count_max or max_tokens, say less in the environment's info, or ask for less beside tokens",
     "WorkerInfo": "offer fewer environments or reward functions on one worker",
 }
 

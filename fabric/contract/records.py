@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import reprlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,6 +27,8 @@ from .fields import WHOLE_MAX, Bound
 from .limits import NODE_COUNT_MAX, SHARD_COUNT_MAX, SLOT_COUNT_MAX, TURN_COUNT_MAX
 from .sampling import Sampling as Sampling
 from .sampling import sampling_from
+from .sides import Side as Side
+from .sides import check_within, dense, parts
 from .wire import Record
 
 Int32 = NDArray[np.int32]
@@ -141,10 +144,13 @@ class TurnJob(Record):
 class TokenLog(Record):
     """A running turn's tokens so far, saved as they are made.
 
-    completion_ids: int32, shape (T,). logprobs: float32, shape (T,), natural log. spans cover [0, T).
+    completion_ids: int32, shape (T,). logprobs: float32, shape (T,), natural log. spans cover [0, T). sides: of these
+    tokens, and of the turn's context before them.
     """
 
     KIND: ClassVar[int] = 4
+    SCHEMA: ClassVar[int] = 2  # 1: without sides
+    HAS_SIDES: ClassVar[bool] = True
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs")
     NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
@@ -152,14 +158,20 @@ class TokenLog(Record):
     spans: tuple[Span, ...] = ()
     completion_ids: Int32 = field(default_factory=lambda: NO_IDS)
     logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
+    sides: tuple[Side, ...] = ()
+
+    def _check(self) -> None:
+        check_within(self.sides, -WHOLE_MAX, len(self.completion_ids), "TokenLog")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnResult(Record):
     """A settled turn. `finish_reason`: stop, length, or error (then `error` says which), or refused: as an error, and
-    no other attempt would do better; or cancelled: whoever asked for it gave it up."""
+    no other attempt would do better; or cancelled: whoever asked for it gave it up. Sides as in TokenLog."""
 
     KIND: ClassVar[int] = 5
+    SCHEMA: ClassVar[int] = 2  # 1: without sides
+    HAS_SIDES: ClassVar[bool] = True
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs")
     NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from}
@@ -172,6 +184,10 @@ class TurnResult(Record):
     resumed: bool = False  # its tokens were made in more than one claim
     error: str | None = None
     context_digest: str = ""  # its job's, so that a replay which comes to another context is noticed
+    sides: tuple[Side, ...] = ()
+
+    def _check(self) -> None:
+        check_within(self.sides, -WHOLE_MAX, len(self.completion_ids), "TurnResult")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +215,8 @@ class Branch:
     """One way through a rollout, from its beginning to an end: a row to train on. Arrays as in Rollout.
 
     prompt_ids: all before the policy's first token. completion_mask: 1 where the policy made the token, and no earlier
-    branch has it: each token counts once. pieces: where completion_ids lie in the rollout's, as [start, end).
+    branch has it: each token counts once. pieces: where completion_ids lie in the rollout's, as [start, end). sides: of
+    completion_ids, and below 0 of prompt_ids.
     """
 
     prompt_ids: Int32
@@ -208,6 +225,12 @@ class Branch:
     completion_mask: UInt8
     spans: tuple[Span, ...]
     pieces: tuple[tuple[int, int], ...]
+    sides: tuple[Side, ...] = ()
+
+    def side(self, name: str, *, of_prompt: bool = False) -> NDArray[Any] | None:
+        """Return a side array, (T, …), or of the prompt, (P, …); filled up as sides.dense says. None: not recorded."""
+        places = (-len(self.prompt_ids), 0) if of_prompt else (0, len(self.completion_ids))
+        return dense(self.sides, name, *places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,11 +240,12 @@ class Rollout(Record):
     prompt_ids: int32 (P,). completion_ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is 0.
     completion_mask: uint8 (T,), 1 where the policy made the token. Spans index completion_ids.
     nodes: none, as a rule: all continues in one line. Else the trajectory branches, the arrays hold the tokens of all
-    nodes, each once, and `branches` puts the lines together.
+    nodes, each once, and `branches` puts the lines together. sides: as a Branch's, by name and place.
     """
 
     KIND: ClassVar[int] = 6
-    SCHEMA: ClassVar[int] = 2  # 1: without nodes
+    SCHEMA: ClassVar[int] = 3  # 1: without nodes; 2: without sides
+    HAS_SIDES: ClassVar[bool] = True
     ARRAYS: ClassVar[dict[str, str]] = {
         "prompt_ids": "i4",
         "completion_ids": "i4",
@@ -246,6 +270,7 @@ class Rollout(Record):
     completion_mask: UInt8
     info: dict[str, Any] = field(default_factory=dict)  # what the environment said last, and its rewards by turn
     nodes: tuple[Node, ...] = ()
+    sides: tuple[Side, ...] = ()
 
     @property
     def policy_version(self) -> int:
@@ -264,14 +289,16 @@ class Rollout(Record):
                     completion_mask=self.completion_mask,
                     spans=self.spans,
                     pieces=whole,
+                    sides=self.sides,
                 ),
             )
         seen: set[int] = set()
         parents = {node.parent for node in self.nodes}
-        return tuple(self._branch(index, seen) for index in range(len(self.nodes)) if index not in parents)
+        names = sorted({side.name for side in self.sides})
+        return tuple(self._branch(index, seen, names) for index in range(len(self.nodes)) if index not in parents)
 
-    def _branch(self, leaf: int, seen: set[int]) -> Branch:
-        """Put together the way to a leaf. seen: nodes of earlier branches; those of this one are added."""
+    def _branch(self, leaf: int, seen: set[int], names: Sequence[str]) -> Branch:
+        """Put together the way to a leaf. seen: nodes of earlier branches; its own are added. names: of sides."""
         way: list[int] = []
         while leaf >= 0:
             way.append(leaf)
@@ -294,6 +321,7 @@ class Rollout(Record):
             completion_mask=(mask * np.concatenate(counts))[first:].astype(np.uint8),
             spans=tuple(_moved_spans(self.spans, pieces, first)),
             pieces=tuple(_without_first(pieces, first)),
+            sides=tuple(_moved_sides(self.sides, names, [(-len(self.prompt_ids), 0), *pieces], first)),
         )
 
     def _check(self) -> None:
@@ -306,6 +334,10 @@ class Rollout(Record):
         for index, node in enumerate(self.nodes):
             if not -1 <= node.parent < index:
                 raise WireError(f"Rollout.nodes: node {index} continues {node.parent}, which does not come before it")
+        check_within(self.sides, -len(self.prompt_ids), len(self.completion_ids), "Rollout")
+        for last, side in pairwise(self.sides):
+            if (last.name, last.end) > (side.name, side.start):
+                raise WireError(f"Rollout.sides: {last.name} and {side.name} are not in order, or overlap")
         places = [place for span in self.spans for place in (span.start, span.end)]
         if self.nodes and places != sorted(places):
             raise WireError("Rollout.spans: they are not in order, or overlap")
@@ -326,6 +358,22 @@ def _moved_spans(spans: Sequence[Span], pieces: Sequence[tuple[int, int]], first
             if low < high:
                 yield Span(before + low - start, before + high - start, span.worker_id, span.policy_version)
         before += end - start
+
+
+def _moved_sides(
+    sides: Sequence[Side], names: Sequence[str], pieces: Sequence[tuple[int, int]], first: int
+) -> Iterator[Side]:
+    """Find the side arrays of a branch's pieces, of which the first is the prompt, counted from its token `first`.
+
+    sides: in order; names: all that they have. In steps for what is found, as `_moved_spans`.
+    """
+    for name in names:
+        before = pieces[0][0] - first
+        for start, end in pieces:
+            low = bisect_right(sides, (name, start), key=lambda side: (side.name, side.end))
+            high = bisect_left(sides, (name, end), key=lambda side: (side.name, side.start))
+            yield from parts(sides[low:high], start, end, before - start)
+            before += end - start
 
 
 def _without_first(pieces: Sequence[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:

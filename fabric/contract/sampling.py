@@ -4,6 +4,7 @@
   temperature, min_p, top_k, top_p; what is left is renormalised. Log-probabilities are of that distribution.
 - FIELDS is the one table: checks of input, of environments' own settings and of rows, engines' refusals and
   docs/environments.md follow from it.
+- Fields of RECORDED change no token: they ask for side arrays (sides.py).
 - A stop text ends a turn with the first token after which the turn's decoded text contains it; the token is kept.
 - A turn's seed follows from the run's seed and the turn's name alone. An attempt that starts anew, an agent that takes
   over, and another run that pushes the same group names under the same seed all ask for the same dice. The run's own
@@ -30,6 +31,7 @@ from .limits import (
     GUIDED_BYTES_MAX,
     LOGIT_BIAS_COUNT_MAX,
     LOGIT_BIAS_MAX,
+    LOGPROB_COUNT_MAX,
     PENALTY_MAX,
     REPETITION_MAX,
     REPETITION_MIN,
@@ -48,6 +50,7 @@ SHOWN_MAX = 80  # characters of a value that is refused
 GUIDED = frozenset({"guided_json", "guided_regex"})
 PENALTIES = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty"})
 CUTS = frozenset({"top_p", "top_k", "min_p"})
+RECORDED = frozenset({"logprobs", "prompt_logprobs", "kept_tokens", "routed_experts"})
 EVERYWHERE = frozenset({"temperature", "max_tokens", "stop_ids", "seed"})  # what every engine can do
 MANY = GUIDED | {"stop", "stop_ids", "logit_bias"}
 RENAMED = {"stop_texts": "stop"}  # words of others, and of older environments
@@ -65,6 +68,8 @@ class Sampling:
         "presence_penalty": (-PENALTY_MAX, PENALTY_MAX),
         "frequency_penalty": (-PENALTY_MAX, PENALTY_MAX),
         "repetition_penalty": (REPETITION_MIN, REPETITION_MAX),
+        "logprobs": (0, LOGPROB_COUNT_MAX),
+        "prompt_logprobs": (0, LOGPROB_COUNT_MAX),
     }
 
     temperature: float = 1.0
@@ -95,6 +100,14 @@ class Sampling:
     """JSON schema, as a dict or as text: the turn's text is JSON that fits it, then the model's end of sequence."""
     guided_regex: str = ""
     """Regular expression that the turn's whole text matches, then the model's end of sequence."""
+    logprobs: int = 0
+    """Records so many of the likeliest tokens beside each token that is made (top_ids, top_logprobs)."""
+    prompt_logprobs: int | None = None
+    """Records each prompt token's log-probability, and so many likeliest ones (prompt_logprobs, prompt_top_ids, …)."""
+    kept_tokens: bool = False
+    """Records, for each token that is made, all that top_p, top_k and min_p left to draw from (kept_ids)."""
+    routed_experts: bool = False
+    """Records which experts each layer chose, for the tokens of prompt and turn (routed_experts)."""
 
     def row(self) -> dict[str, Any]:
         """Return the fields that are not at their defaults, as plain values that JSON carries."""
@@ -200,6 +213,10 @@ def _is_regex(value: Any) -> bool:
 
 _KIB = f"{GUIDED_BYTES_MAX >> 10} KiB as UTF-8"
 _PENALTY = _between(-PENALTY_MAX, PENALTY_MAX)
+_FLAG = Field("true or false", lambda value: isinstance(value, bool))
+_COUNT = Field(
+    f"a whole number from 0 to {LOGPROB_COUNT_MAX}", lambda value: is_whole(value) and 0 <= value <= LOGPROB_COUNT_MAX
+)
 FIELDS: Mapping[str, Field] = {
     "temperature": Field(
         f"0 (greedy) or a number from {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}",
@@ -230,6 +247,10 @@ FIELDS: Mapping[str, Field] = {
     ),
     "guided_json": Field(f"a JSON schema as a dict or as text, of at most {_KIB}", _is_schema, _schema_text),
     "guided_regex": Field(f"a regular expression of at most {_KIB}", _is_regex),
+    "logprobs": _COUNT,
+    "prompt_logprobs": _COUNT,
+    "kept_tokens": _FLAG,
+    "routed_experts": _FLAG,
 }
 """Every field: what it takes. That token ids are the model's, its engine looks at."""
 

@@ -6,7 +6,8 @@
     3       1     record kind (one per class, see records.py)
     4       4     length of the metadata, little-endian
     8       m     metadata: JSON object (orjson); arrays appear as [dtype, length]
-    8+m     …     the arrays in the order of their fields, little-endian, each padded to 8 bytes
+    8+m     …     the arrays in the order of their fields, then those of `sides` (sides.py), little-endian, each padded
+                  to 8 bytes
 
 - Token ids, log-probabilities and masks travel as ids and floats in raw arrays, never as text, so they are exact;
   decoding makes read-only views, no copies (measured: 7 us against 1.5 ms for JSON lists of 4,096).
@@ -33,10 +34,10 @@ import orjson
 from .errors import InputError, PayloadTooLarge, SchemaUnknown, WireError
 from .fields import check_parts, check_types, field_names
 from .limits import OTHER_RECORD_BYTES_MAX, RECORD_ADVICE, RECORD_BYTES_MAX
+from .sides import ALIGNMENT, packed, unpacked
 
 MAGIC = b"rf"
 HEADER = struct.Struct("<2sBBI")
-ALIGNMENT = 8  # numpy views need aligned starts; 8 covers every dtype we send
 NEXT_STEP = "send a reference instead, or raise the limit"
 PADDING = [b"\0" * count for count in range(ALIGNMENT)]
 SPACES = [b" " * count for count in range(ALIGNMENT)]
@@ -55,6 +56,7 @@ class Record:
         NESTED: field name → decoder for fields that hold other plain dataclasses (spans, sampling).
         ROWS: field name → encoder, for those of NESTED that leave defaults out; their decoders check what was sent.
         SAME_LENGTH: names of arrays that must be equally long.
+        HAS_SIDES: whether it has a field `sides`, a tuple of Side.
         IGNORES_UNKNOWN: whether fields that a newer sender added are passed over; else the record is refused.
     """
 
@@ -64,6 +66,7 @@ class Record:
     NESTED: ClassVar[dict[str, Callable[[Any], Any]]] = {}
     ROWS: ClassVar[dict[str, Callable[[Any], Any]]] = {}
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ()
+    HAS_SIDES: ClassVar[bool] = False
     IGNORES_UNKNOWN: ClassVar[bool] = False
 
     @classmethod
@@ -95,6 +98,10 @@ class Record:
             array = np.asarray(meta[name], ARRAY_DTYPES[code])
             meta[name] = (code, array.size)
             parts += (array.tobytes(), PADDING[-array.nbytes % ALIGNMENT])
+        if self.HAS_SIDES and meta["sides"]:
+            meta["sides"], found = packed(meta["sides"])
+            for each in found:
+                parts += (each, PADDING[-len(each) % ALIGNMENT])
         head = dump_json(meta)
         head += SPACES[-(HEADER.size + len(head)) % ALIGNMENT]
         data = b"".join((HEADER.pack(MAGIC, self.SCHEMA, self.KIND, len(head)), head, *parts))
@@ -117,6 +124,8 @@ class Record:
         try:
             for name in cls.ARRAYS:
                 meta[name], offset = _view(cls, name, meta[name], data, offset)
+            if cls.HAS_SIDES:
+                meta["sides"], offset = unpacked(meta.get("sides", []), data, offset)
             if offset != len(data):
                 raise WireError(f"{cls.__name__}: {len(data) - offset} bytes too many after the last array")
             for name, make in cls.NESTED.items():

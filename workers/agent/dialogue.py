@@ -41,7 +41,8 @@ class Dialogue:
         """Add a turn's tokens, written by the policy; return them as a message."""
         ask, self._ask = self._asked(), None
         reason = "stop" if result.finish_reason == "stop" else "length"
-        answer = self._conversation.answer(ask, result.completion_ids, result.logprobs, result.spans, reason)
+        made = result.completion_ids, result.logprobs, result.spans, reason
+        answer = self._conversation.answer(ask, *made, sides=result.sides)
         self._digest.update(result.completion_ids.tobytes())
         self._size += len(answer.text.encode(errors="replace"))
         self._messages = [*ask.messages, answer.message]

@@ -362,7 +362,8 @@ class AgentSession:
     def _answer(self, ask: Ask, result: TurnResult) -> Answer:
         self._answer_count += 1
         reason = "stop" if result.finish_reason == "stop" else "length"
-        return self._conversation.answer(ask, result.completion_ids, result.logprobs, result.spans, reason)
+        made = result.completion_ids, result.logprobs, result.spans, reason
+        return self._conversation.answer(ask, *made, sides=result.sides)
 
     # ---- one turn
 

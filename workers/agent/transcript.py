@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ...fabric.contract.records import Float32, Int32, Span, TurnResult, UInt8
+from ...fabric.contract.records import Float32, Int32, Side, Span, TurnResult, UInt8
+from ...fabric.contract.sides import joined, parts
 from ...fabric.contract.tokenizer import Tokenizer
 
 
@@ -30,6 +31,8 @@ class Transcript:
         self._logprobs: list[Float32] = []
         self._mask: list[UInt8] = []
         self._length = 0
+        self._sides: list[Side] = []
+        self._told = -len(prompt_ids)  # the end of the last turn: what follows was read by the next one
         self._known_ids: Int32 | None = None  # the prompt and the first `_known_count` parts of `_ids`
         self._known_count = 0
         self._digest = xxhash.xxh3_64(prompt_ids.tobytes())
@@ -39,6 +42,8 @@ class Transcript:
         start = self._length
         self._add(result.completion_ids, result.logprobs, 1)
         self.spans += [Span(start + s.start, start + s.end, s.worker_id, s.policy_version) for s in result.spans]
+        self._sides += parts(result.sides, self._told - start, self._length - start, start)
+        self._told = self._length
         return self._tokenizer.decode(result.completion_ids)
 
     def add_step(self, reward: float, ids: Int32) -> None:
@@ -72,6 +77,7 @@ class Transcript:
             "logprobs": _joined(self._logprobs, np.float32),
             "completion_mask": _joined(self._mask, np.uint8),
             "spans": tuple(self.spans),
+            "sides": joined(self._sides),
         }
 
     def _add(self, ids: Int32, logprobs: Float32, mask: int) -> None:

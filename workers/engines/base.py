@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling
+from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling, Side
 from ...fabric.format.codec import Bits as Bits
 from ...fabric.format.layout import Layout
 from ...fabric.versions.commit import Staged
@@ -42,7 +42,8 @@ class Generation:
 
     completion_ids: int32 (T,). logprobs: float32 (T,), natural log under the distribution sampled from.
     versions: (start, end, policy_version) stretches that cover [0, T). finish_reason: "" while it runs, then
-    stop, length, abort or error.
+    stop, length, abort or error. sides: what sampling asks to have recorded, of these tokens, and below 0 of those that
+    were continued.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Generation:
     logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
     versions: tuple[tuple[int, int, int], ...] = ()
     error: str | None = None
+    sides: tuple[Side, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

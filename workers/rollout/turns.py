@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...fabric.contract import sides
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError, EngineUnsupported
-from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Span, TokenLog, TurnResult
+from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Side, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
 from ...fabric.rules.queue.retries import is_suspect
@@ -362,6 +363,7 @@ class RunningTurn:
             resumed=prior is not None and len(prior.completion_ids) > 0,
             error=generation.error,
             context_digest=self.claim.job.context_digest,
+            sides=() if is_error else made.sides,
         )
         return TurnSettle(claim=self.claim, result=result)
 
@@ -401,13 +403,35 @@ def merge(prior: TokenLog | None, made: Generation | None, worker_id: str) -> To
     offset = len(before.completion_ids)
     if not offset:  # almost always: nothing to put before it
         spans = [Span(s, e, worker_id, version) for s, e, version in made.versions]
-        return TokenLog(spans=tuple(joined(spans)), completion_ids=made.completion_ids, logprobs=made.logprobs)
+        return TokenLog(
+            spans=tuple(joined(spans)), completion_ids=made.completion_ids, logprobs=made.logprobs, sides=made.sides
+        )
     spans = [*before.spans, *(Span(offset + s, offset + e, worker_id, version) for s, e, version in made.versions)]
     return TokenLog(
         spans=tuple(joined(spans)),
         completion_ids=np.concatenate((before.completion_ids, made.completion_ids)),
         logprobs=np.concatenate((before.logprobs, made.logprobs)),
+        sides=joined_sides(before.sides, made.sides, offset),
     )
+
+
+def joined_sides(before: tuple[Side, ...], made: tuple[Side, ...], offset: int) -> tuple[Side, ...]:
+    """Join side arrays of earlier claims, which made `offset` tokens, with those of now.
+
+    What both tell of, earlier claims told first: it was made there.
+    """
+    known = {name: min(side.start for side in before if side.name == name) for name in {side.name for side in before}}
+    told = [part for side in made for part in _untold(side, known.get(side.name), offset)]
+    return sides.joined([*before, *told])
+
+
+def _untold(side: Side, known_from: int | None, offset: int) -> Iterator[Side]:
+    """Leave out of a side array, counted from token `offset`, what earlier claims told: all from `known_from` on."""
+    places = [(side.start, side.end)] if known_from is None else [(side.start, known_from - offset), (0, side.end)]
+    for start, end in places:
+        part = side.part(start, end, offset)
+        if part is not None:
+            yield part
 
 
 def joined(spans: list[Span]) -> list[Span]:
