@@ -13,7 +13,7 @@ import orjson
 
 from ...fabric.chat.messages import Tool, check_tools
 from ...fabric.contract.errors import InputError
-from ...fabric.contract.limits import PROMPT_TOKENS_MAX
+from ...fabric.contract.limits import LOGPROB_COUNT_MAX, PROMPT_TOKENS_MAX
 from ...fabric.contract.sampling import check_sampling, is_whole, shown
 from ...fabric.contract.text import did_you_mean, one_line
 
@@ -127,6 +127,18 @@ def take_sampling(body: Body, *, length: Iterable[str], stop: str) -> dict[str, 
     if stops is not None:
         found["stop"] = [stops] if isinstance(stops, str) else stops
     return check_sampling(found, "the request")
+
+
+def take_top(body: Body, name: str, sampling: dict[str, Any]) -> int | None:
+    """Take how many of the likeliest tokens to tell beside each one, and ask for them; None: it is absent."""
+    count = body.take(name)
+    if count is None:
+        return None
+    if not is_whole(count) or not 0 <= count <= LOGPROB_COUNT_MAX:
+        raise InputError(f"the request: {name} is {shown(count)}, expected 0 to {LOGPROB_COUNT_MAX}", name=name)
+    if count:
+        sampling["logprobs"] = count
+    return int(count)
 
 
 def take_count(body: Body) -> int:

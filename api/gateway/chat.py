@@ -10,7 +10,7 @@ from ...fabric.chat.messages import check_messages, check_options
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
 from ...fabric.ports.sessions import Call, Completion, Token
-from .body import Body, guided, take_count, take_sampling, take_tools
+from .body import Body, guided, take_count, take_sampling, take_tools, take_top
 from .dialect import Answered, Asked, Dialect, event, parts
 from .problems import openai_shape
 
@@ -30,8 +30,9 @@ def _read_chat(body: Body) -> Asked:
     messages = check_messages(body.take("messages"))
     sampling = take_sampling(body, length=("max_completion_tokens", "max_tokens"), stop="stop")
     sampling |= guided(_flat_format(body.take("response_format")), "response_format")
-    wants_logprobs = body.flag("logprobs")
-    body.allow("top_logprobs", advice="logprobs gives those of the tokens that were chosen")
+    wants_logprobs, top_count = body.flag("logprobs"), take_top(body, "top_logprobs", sampling)
+    if top_count and not wants_logprobs:
+        raise InputError("the request: top_logprobs is there without logprobs: true", name="top_logprobs")
     body.allow("parallel_tool_calls", True, advice="how many tools are called is the policy's choice")
     body.allow("store", advice="nothing is stored")
     body.allow("modalities", ["text"], advice="there is text alone")
@@ -42,7 +43,7 @@ def _read_chat(body: Body) -> Asked:
     tools = take_tools(body)
     options = check_options(body.take("chat_template_kwargs"))
     call = Call(messages=messages, tools=tools, options=options, sampling=sampling, count=take_count(body))
-    return replace(_asked(body, call), wants_logprobs=wants_logprobs)
+    return replace(_asked(body, call), wants_logprobs=wants_logprobs, top_count=top_count or 0)
 
 
 def _read_text(body: Body) -> Asked:
@@ -54,13 +55,10 @@ def _read_text(body: Body) -> Asked:
     body.allow("best_of", count, advice="ask for n completions and choose")
     body.allow("echo", advice="put the prompt before the answer yourself")
     body.allow("suffix", advice="only what follows a text is made")
-    logprobs = body.optional("logprobs", int)
-    if logprobs:
-        text = f"the request: logprobs is {logprobs}, expected 0: those of the tokens that were chosen"
-        raise InputError(text, name="logprobs")
     sampling = take_sampling(body, length=("max_tokens",), stop="stop")
+    top_count = take_top(body, "logprobs", sampling)
     asked = _asked(body, Call(text=prompt, sampling=sampling, count=count))
-    return replace(asked, wants_logprobs=logprobs is not None)
+    return replace(asked, wants_logprobs=top_count is not None, top_count=top_count or 0)
 
 
 def _asked(body: Body, call: Call) -> Asked:
@@ -86,7 +84,7 @@ def _whole_chat(answered: Answered) -> dict[str, Any]:
         {
             "index": index,
             "message": {"content": None, "refusal": None, **each.message, "role": "assistant"},
-            "logprobs": {"content": _logprobs(each.tokens), "refusal": None} if answered.asked.wants_logprobs else None,
+            "logprobs": _logprobs(answered.asked, each),
             "finish_reason": each.finish,
         }
         for index, each in enumerate(answered.reply.completions)
@@ -99,7 +97,7 @@ def _whole_text(answered: Answered) -> dict[str, Any]:
         {
             "index": index,
             "text": each.text,
-            "logprobs": _text_logprobs(each.tokens) if answered.asked.wants_logprobs else None,
+            "logprobs": _text_logprobs(answered.asked, each),
             "finish_reason": _text_finish(each),
         }
         for index, each in enumerate(answered.reply.completions)
@@ -124,7 +122,7 @@ def _chat_chunks(answered: Answered, index: int, completion: Completion) -> Iter
     deltas += [{"tool_calls": [{"index": place, **each}]} for place, each in enumerate(message.get("tool_calls") or ())]
     chunk = {"index": index, "logprobs": None, "finish_reason": None}
     yield from ({**chunk, "delta": delta} for delta in deltas)
-    logprobs = {"content": _logprobs(completion.tokens), "refusal": None} if answered.asked.wants_logprobs else None
+    logprobs = _logprobs(answered.asked, completion)
     yield {"index": index, "delta": {}, "logprobs": logprobs, "finish_reason": completion.finish}
 
 
@@ -134,7 +132,7 @@ def _stream_text(answered: Answered) -> Iterator[bytes]:
         for part in parts(completion.text):
             choice = {"index": index, "text": part, "logprobs": None, "finish_reason": None}
             yield event({**head, "choices": [choice]})
-        logprobs = _text_logprobs(completion.tokens) if answered.asked.wants_logprobs else None
+        logprobs = _text_logprobs(answered.asked, completion)
         last = {"index": index, "text": "", "logprobs": logprobs, "finish_reason": _text_finish(completion)}
         yield event({**head, "choices": [last]})
     if answered.asked.wants_usage:
@@ -157,8 +155,18 @@ def _usage(answered: Answered) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _logprobs(tokens: Any) -> list[dict[str, Any]]:
-    return [{"token": each.text, "logprob": each.logprob, "bytes": _bytes(each), "top_logprobs": []} for each in tokens]
+def _logprobs(asked: Asked, completion: Completion) -> dict[str, Any] | None:
+    if not asked.wants_logprobs:
+        return None
+    content = [
+        {**_logprob(each), "top_logprobs": [_logprob(top) for top in each.top[: asked.top_count]]}
+        for each in completion.tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _logprob(token: Token) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": _bytes(token)}
 
 
 def _bytes(token: Token) -> list[int] | None:
@@ -166,15 +174,18 @@ def _bytes(token: Token) -> list[int] | None:
     return None if "\ufffd" in token.text else list(token.text.encode())
 
 
-def _text_logprobs(tokens: Any) -> dict[str, Any]:
-    offsets, offset = [], 0
+def _text_logprobs(asked: Asked, completion: Completion) -> dict[str, Any] | None:
+    if not asked.wants_logprobs:
+        return None
+    tokens, offsets, offset = list(completion.tokens), [], 0
     for each in tokens:
         offsets.append(offset)
         offset += len(each.text)
+    tops = [{top.text: top.logprob for top in reversed((*each.top[: asked.top_count], each))} for each in tokens]
     return {
         "tokens": [each.text for each in tokens],
         "token_logprobs": [each.logprob for each in tokens],
-        "top_logprobs": None,
+        "top_logprobs": tops if asked.top_count else None,
         "text_offset": offsets,
     }
 

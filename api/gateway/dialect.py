@@ -23,11 +23,15 @@ WORD = re.compile(r"\s*\S+|\s+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, understood. wants_usage: a stream tells at its end how many tokens there were."""
+    """A request, understood.
+
+    top_count: likeliest tokens to tell beside each one. wants_usage: a stream tells at its end how many tokens it has.
+    """
 
     call: Call
     is_stream: bool = False
     wants_logprobs: bool = False
+    top_count: int = 0
     wants_usage: bool = False
 
 

@@ -6,11 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from ...fabric.contract.errors import InputError, WireError
 from ...fabric.contract.ids import new_group_id, trajectory_id
-from ...fabric.contract.records import DeadLetter, Group, RunConfig, TrajectoryJob
+from ...fabric.contract.records import DeadLetter, Group, RunConfig, Side, TrajectoryJob
+from ...fabric.contract.sides import rows
 from ...fabric.contract.text import counted, one_line
 from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.opened import RedisFabric
@@ -22,6 +24,8 @@ from .options import AsJson, Url, need_url
 from .printing import show, show_json
 from .speech import say_nothing
 from .status import with_ports
+
+NULL: Any = None
 
 
 def register(app: typer.Typer) -> None:
@@ -98,8 +102,15 @@ def _task(line: bytes, number: int) -> dict[str, Any]:
     return task
 
 
+def _side_row(side: Side) -> dict[str, Any]:
+    """Write a side array as plain rows, one a token; what is no finite number is null, as JSON has no word for it."""
+    found = [] if side.start == side.end else rows([side], side.name, side.start, side.end)
+    plain = [row if row is None else np.where(np.isfinite(row), row.astype(object), NULL).tolist() for row in found]
+    return {"name": side.name, "start": side.start, "end": side.end, "rows": plain}
+
+
 def _group_row(group: Group) -> dict[str, Any]:
-    rows = [
+    rollouts = [
         {
             "trajectory_id": each.trajectory_id,
             "reward": each.reward,
@@ -110,6 +121,7 @@ def _group_row(group: Group) -> dict[str, Any]:
             "logprobs": each.logprobs.tolist(),
             "completion_mask": each.completion_mask.tolist(),
             **({"nodes": [asdict(node) for node in each.nodes]} if each.nodes else {}),
+            **({"sides": [_side_row(side) for side in each.sides]} if each.sides else {}),
         }
         for each in group.rollouts
     ]
@@ -120,7 +132,7 @@ def _group_row(group: Group) -> dict[str, Any]:
         "cancelled": list(group.cancelled),
         "ended_by": group.ended_by,
         "redelivered": group.redelivered,
-        "rollouts": rows,
+        "rollouts": rollouts,
     }
 
 

@@ -28,7 +28,7 @@ from .limits import NODE_COUNT_MAX, SHARD_COUNT_MAX, SLOT_COUNT_MAX, TURN_COUNT_
 from .sampling import Sampling as Sampling
 from .sampling import sampling_from
 from .sides import Side as Side
-from .sides import check_within, dense, parts
+from .sides import check_within, dense, parts, rows
 from .wire import Record
 
 Int32 = NDArray[np.int32]
@@ -231,6 +231,10 @@ class Branch:
         """Return a side array, (T, …), or of the prompt, (P, …); filled up as sides.dense says. None: not recorded."""
         places = (-len(self.prompt_ids), 0) if of_prompt else (0, len(self.completion_ids))
         return dense(self.sides, name, *places)
+
+    def rows(self, name: str) -> list[NDArray[Any] | None]:
+        """Return the rows of a side array for each of completion_ids, which may be ragged; None: not recorded."""
+        return rows(self.sides, name, 0, len(self.completion_ids))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,12 @@ class Sampling:
         """Whether a grammar decides which tokens may come."""
         return bool(self.guided_json or self.guided_regex)
 
+    @property
+    def keeps_some(self) -> bool:
+        """Whether tokens are cut off, and those that are left recorded: where none is, there is nothing to say."""
+        is_cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.kept_tokens and self.temperature > 0 and is_cut
+
 
 DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
     (each.name, each.default if each.default is not MISSING else {}) for each in fields(Sampling)

@@ -46,10 +46,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token that the policy made: its text alone (a part of a character shows as U+FFFD), natural log-probability."""
+    """A token that the policy made: its text alone (a part of a character shows as U+FFFD), natural log-probability.
+
+    top: the likeliest tokens in its place, likeliest first, where they were asked for.
+    """
 
     text: str
     logprob: float
+    top: Sequence[Token] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

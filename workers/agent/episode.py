@@ -356,7 +356,9 @@ class Episode:
         if observation.messages:
             self._transcript = await self._dialogue(observation.messages, observation.tools)
         else:
-            self._transcript = Transcript(self._tokenizer, await self._encode(observation.text, where="reset"))
+            ids = np.array(observation.ids, np.int32) if observation.ids else None
+            ids = await self._encode(observation.text, where="reset") if ids is None else ids
+            self._transcript = Transcript(self._tokenizer, ids)
         return await self._replay(world, Step(observation.text, 0.0), settled)
 
     def _settled(self) -> tuple[TurnResult, ...]:

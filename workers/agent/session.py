@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ from ...fabric.contract.ids import turn_id
 from ...fabric.contract.limits import INFO_BYTES_MAX, MIB, check_prompt
 from ...fabric.contract.records import Float32, Int32, RunConfig, Sampling, TurnJob, TurnResult, check_reward
 from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
+from ...fabric.contract.sides import dense
 from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import check_size, dump_json
 from ...fabric.host.helpers import end_all
@@ -442,17 +443,24 @@ def _digest(ask: Ask, sampling: Sampling, count: int = 0) -> str:
 
 
 def _completion(chat: ChatTemplate, answer: Answer, result: TurnResult) -> Completion:
-    tokens = _Tokens(chat, result.completion_ids, result.logprobs)
+    count = len(result.completion_ids)
+    top = [dense(result.sides, name, 0, count) for name in ("top_ids", "top_logprobs")]
+    tokens = _Tokens(chat, result.completion_ids, result.logprobs, *top)
     return Completion(message=answer.message, text=answer.text, finish=answer.finish, tokens=tokens)
 
 
 class _Tokens(Sequence[Token]):
     """The tokens of an answer, each decoded only where it is looked at: few clients ask for log-probabilities."""
 
-    def __init__(self, chat: ChatTemplate, ids: Int32, logprobs: Float32) -> None:
+    def __init__(
+        self, chat: ChatTemplate, ids: Int32, logprobs: Float32, top_ids: Int32 | None, top_logprobs: Float32 | None
+    ) -> None:
+        """top_ids, top_logprobs: the likeliest in place of each, int32 and float32 (T, k); None: nobody asked."""
         self._chat = chat
         self._ids = ids
         self._logprobs = logprobs
+        self._top_ids = top_ids
+        self._top_logprobs = top_logprobs
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -463,5 +471,17 @@ class _Tokens(Sequence[Token]):
     def __getitem__(self, index: slice) -> Sequence[Token]: ...
     def __getitem__(self, index: int | slice) -> Token | Sequence[Token]:
         if isinstance(index, slice):
-            return _Tokens(self._chat, self._ids[index], self._logprobs[index])
-        return Token(text=self._chat.decode([int(self._ids[index])]), logprob=float(self._logprobs[index]))
+            top_ids = None if self._top_ids is None else self._top_ids[index]
+            top_logprobs = None if self._top_logprobs is None else self._top_logprobs[index]
+            return _Tokens(self._chat, self._ids[index], self._logprobs[index], top_ids, top_logprobs)
+        top = tuple(self._likeliest(index))
+        return Token(text=self._text(self._ids[index]), logprob=float(self._logprobs[index]), top=top)
+
+    def _likeliest(self, index: int) -> Iterator[Token]:
+        if self._top_ids is not None and self._top_logprobs is not None:
+            for each, logprob in zip(self._top_ids[index], self._top_logprobs[index], strict=True):
+                if each >= 0:
+                    yield Token(text=self._text(each), logprob=float(logprob))
+
+    def _text(self, token: Any) -> str:
+        return self._chat.decode([int(token)])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...fabric.contract.errors import EngineError, EngineUnsupported
+from ...fabric.contract.limits import KEPT_ID_COUNT_MAX
 from ...fabric.contract.records import Int32
 from ...fabric.contract.sampling import FIELDS, is_field, is_whole, shown
 from .base import GenerationRequest
@@ -22,7 +23,10 @@ NOT_NUMBERS = (
     "its logits are not numbers: these weights cannot continue this prompt. Look at the published weights for NaN and"
     " infinity, or take a wider dtype"
 )
-
+KEEPS_TOO_MANY = (
+    f"kept_tokens: top_p, top_k and min_p left it more than {KEPT_ID_COUNT_MAX:,} ids in all to draw from, the most"
+    " that a turn may record: cut more, or let max_tokens be smaller"
+)
 OVER_CONTEXT = "tokens before its first new one"  # in the error of a prompt that leaves no room for an answer
 
 

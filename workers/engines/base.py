@@ -42,8 +42,8 @@ class Generation:
 
     completion_ids: int32 (T,). logprobs: float32 (T,), natural log under the distribution sampled from.
     versions: (start, end, policy_version) stretches that cover [0, T). finish_reason: "" while it runs, then
-    stop, length, abort or error. sides: what sampling asks to have recorded, of these tokens, and below 0 of those that
-    were continued.
+    stop, length, abort, error, or refused: as an error that no attempt mends. sides: what sampling asks to have
+    recorded, of these tokens, and below 0 of those that were continued.
     """
 
     request_id: str

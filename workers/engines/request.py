@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ...fabric.contract.records import Sampling
+from ...fabric.contract.limits import KEPT_ID_COUNT_MAX
+from ...fabric.contract.records import Float32, Int32, Sampling, Side
+from ...fabric.contract.sampling import RECORDED
 from .base import Generation
 from .stops import StopMatcher
 
@@ -22,7 +25,7 @@ class Admission:
     tokens, and `fed_count` new ones. arrived_at_s: when it was handed over. asked: fields of sampling that are not at
     their defaults.
     marks: which version began at which of its tokens; replaced as a whole, never changed in place, so that another
-    thread may read it.
+    thread may read it. told: what is recorded beside tokens; None: nothing is asked for.
     """
 
     request_id: str
@@ -36,9 +39,20 @@ class Admission:
     arrived_at_s: float = 0.0
     marks: Marks = field(default_factory=list)
     asked: frozenset[str] = frozenset()
+    told: Told | None = None
 
     def __post_init__(self) -> None:
         self.asked = frozenset(self.sampling.row())
+        self.begin_anew()
+
+    @property
+    def keeps_too_many(self) -> bool:
+        """Whether what is left to draw from is more than a turn may record."""
+        return self.told is not None and self.told.kept_count > KEPT_ID_COUNT_MAX
+
+    def begin_anew(self) -> None:
+        """Forget what was noted beside tokens: they are made from the first one on."""
+        self.told = None if RECORDED.isdisjoint(self.asked) else Told(self.sampling, len(self.input_ids))
 
     @property
     def context_tokens(self) -> int:
@@ -64,7 +78,56 @@ class Admission:
             logprobs=np.array(logprobs, dtype=np.float32),
             versions=stretches(self.marks, len(tokens)),
             error=error,
+            sides=() if self.told is None else self.told.sides(len(tokens)),
         )
+
+
+class Told:
+    """What was noted beside the tokens of one request (fabric/contract/sides.py).
+
+    kept_count: ids in all that were left to draw from.
+    """
+
+    def __init__(self, sampling: Sampling, input_count: int) -> None:
+        """input_count: prompt and prior tokens."""
+        self.kept_count = 0
+        self._input_count = input_count
+        self._top: list[tuple[Int32, Float32]] = []
+        self._kept: list[Int32] = []
+        self._prompt: dict[str, Any] = {}
+        count = sampling.prompt_logprobs
+        if count is not None:
+            self._prompt["prompt_logprobs"] = np.full(input_count, np.nan, np.float32)
+        if count:
+            self._prompt["prompt_top_ids"] = np.full((input_count, count), -1, np.int32)
+            self._prompt["prompt_top_logprobs"] = np.full((input_count, count), -np.inf, np.float32)
+
+    def note_top(self, place: int, ids: Int32, logprobs: Float32) -> None:
+        """Note the likeliest tokens beside the made one at `place`: int32 and float32 (k,)."""
+        self._top[place:] = [(ids, logprobs)]
+
+    def note_kept(self, place: int, ids: Int32) -> None:
+        """Note all tokens that could be drawn at `place`: int32 (n,)."""
+        self.kept_count += len(ids) - sum(map(len, self._kept[place:]))
+        self._kept[place:] = [ids]
+
+    def note_prompt(self, start: int, own: Float32, ids: Int32, logprobs: Float32) -> None:
+        """Note tokens of the input from `start` on: float32 (n,), and the likeliest, int32 and float32 (n, k)."""
+        for name, rows in zip(self._prompt, (own, ids, logprobs), strict=False):
+            self._prompt[name][start : start + len(rows)] = rows
+
+    def sides(self, count: int) -> tuple[Side, ...]:
+        """Return it for the first `count` tokens made, and the input before them."""
+        top, kept, found = self._top[:count], self._kept[:count], list[Side]()
+        if top:
+            ids, logprobs = (np.stack(column) for column in zip(*top, strict=True))
+            found += [Side(name="top_ids", start=0, end=count, array=ids)]
+            found += [Side(name="top_logprobs", start=0, end=count, array=logprobs)]
+        if kept:
+            counts = np.array(list(map(len, kept)), np.int32)
+            found += [Side(name="kept_ids", start=0, end=count, array=np.concatenate(kept), counts=counts)]
+        rows = self._prompt.items()
+        return (*found, *(Side(name=name, start=-self._input_count, end=0, array=each) for name, each in rows))
 
 
 def stretches(marks: Marks, token_count: int) -> tuple[tuple[int, int, int], ...]:

@@ -15,6 +15,7 @@ from typing import Any
 from ...fabric.chat.messages import check_messages, check_tools
 from ...fabric.contract.errors import EnvironmentFailed, InputError, PayloadTooLarge
 from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
+from ...fabric.contract.sampling import TOKEN_ID_MAX, is_whole
 from ...fabric.contract.wire import check_size, dump_json
 from .base import Observation, Step, show
 from .process_main import Refused, fit
@@ -28,13 +29,15 @@ async def check_observation(answer: Any, where: str) -> Observation:
     Raises:
         EnvironmentFailed: it is none, or too large.
     """
-    if not (isinstance(answer, Observation) and _is_said(answer) and _is_list(answer.tools)):
-        raise _failed(where, "reset", f"gave {show(answer)}, expected an Observation with text or messages")
+    if not (isinstance(answer, Observation) and _is_said(answer) and _is_list(answer.tools) and _is_list(answer.ids)):
+        raise _failed(where, "reset", f"gave {show(answer)}, expected an Observation with text, messages or ids")
+    if answer.ids and (answer.text or answer.messages):
+        raise _failed(where, "reset", "gave ids beside a text or messages, of which one is heard")
     if answer.tools and not answer.messages:
         advice = 'a text has no place for them, say it as a message: {"role": "user", "content": …}'
         raise _failed(where, "reset", f"gave tools without messages: {advice}")
-    row = {"text": answer.text, "info": answer.info, "messages": answer.messages or [], "tools": answer.tools or []}
-    return Observation(**await _check(where, "reset", row))
+    lists = {name: getattr(answer, name) or [] for name in ("messages", "tools", "ids")}
+    return Observation(**await _check(where, "reset", {"text": answer.text, "info": answer.info, **lists}))
 
 
 async def check_step(answer: Any, where: str, *, is_chat: bool) -> Step:
@@ -75,9 +78,11 @@ async def _check(where: str, what: str, row: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(what: str, row: dict[str, Any]) -> dict[str, Any]:
     _check_weight(f"{what}: its info is", row["info"], INFO_BYTES_MAX)
-    for name in ("messages", "tools"):
+    for name in ("messages", "tools", "ids"):
         _check_weight(f"{what}: its {name} are", row.get(name), OBSERVATION_BYTES_MAX)
     fit(what, row, OBSERVATION_BYTES_MAX, INFO_BYTES_MAX)
+    if not all(is_whole(each) and 0 <= each <= TOKEN_ID_MAX for each in row.get("ids", ())):
+        raise Refused("answer", f"{what}: its ids are other than token ids")
     checks = {"messages": check_messages, "tools": check_tools}
     try:
         return {**row, **{name: check(row[name]) for name, check in checks.items() if row.get(name)}}

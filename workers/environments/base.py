@@ -57,12 +57,13 @@ def make_sampling(stated: Mapping[str, Any]) -> TextSampling:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy reads first: a text, or chat messages and the tools that it may call, in OpenAI's form."""
+    """What the policy reads first: a text; or token ids as they are; or chat messages and tools, in OpenAI's form."""
 
     text: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from .process import EnvironmentProcess
 from .room import Share
 from .spawn import ANSWER_BYTES_MAX, Program
 
-OBSERVATION = ("text", "info", "messages", "tools")
+OBSERVATION = ("text", "info", "messages", "tools", "ids")
 PLAYED = ("reward", "info", "truncated")
 STEP = ("text", "reward", "terminated", "truncated", "info", "messages")
 # process_main.py refuses texts and infos over their own limits, with advice; these bounds are for foreign code that

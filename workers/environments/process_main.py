@@ -35,7 +35,7 @@ LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more 
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = (  # the fields of TextSampling: an interpreter that does not know rollfab runs this file too
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty max_tokens stop stop_ids seed "
-    "logit_bias guided_json guided_regex ends_at_eos"
+    "logit_bias guided_json guided_regex logprobs prompt_logprobs kept_tokens routed_experts ends_at_eos"
 ).split()
 STEP = ("text", "reward", "terminated", "truncated", "info")
 CHAT = ("messages", "tools")
@@ -127,11 +127,13 @@ class Stage:
             if not hasattr(answer, "text"):
                 raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
             row = {"text": answer.text, "info": getattr(answer, "info", {})}
-            return self._fit("reset", {**row, **{name: chat_of(answer, name) for name in CHAT}})
+            return self._fit("reset", {**row, **{name: chat_of(answer, name) for name in (*CHAT, "ids")}})
         answer = self._world.reset(seed=int(task.get("seed", seed)))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
-        return self._fit("reset", {"text": str(answer[0]), "info": dict(answer[1]), "messages": [], "tools": []})
+        return self._fit(
+            "reset", {"text": str(answer[0]), "info": dict(answer[1]), "messages": [], "tools": [], "ids": []}
+        )
 
     def step(self, action: Any) -> dict[str, Any]:
         """Apply an action; return the world's answer to it."""
@@ -203,7 +205,7 @@ def fit(what: str, row: dict[str, Any], text_bytes_max: int, info_bytes_max: int
     sizes = (
         ("text", "is", text_bytes_max, "as UTF-8", "let it be shorter"),
         ("info", "is", info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
-        *((name, "are", text_bytes_max, "as JSON", "let them be shorter") for name in CHAT if row.get(name)),
+        *((name, "are", text_bytes_max, "as JSON", "let them be shorter") for name in (*CHAT, "ids") if row.get(name)),
     )
     for name, verb, limit, form, advice in sizes:
         value = row[name]
@@ -221,7 +223,7 @@ def fit(what: str, row: dict[str, Any], text_bytes_max: int, info_bytes_max: int
 
 
 def chat_of(answer: Any, name: str) -> Any:
-    """Return the messages or tools of an answer; none where it says None, or has no such attribute."""
+    """Return the messages, tools or ids of an answer; none where it says None, or has no such attribute."""
     value = getattr(answer, name, None)
     return [] if value is None else value
 

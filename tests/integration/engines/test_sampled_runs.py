@@ -30,7 +30,8 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 def test_a_stop_text_ends_every_turn_of_a_run_whose_worker_is_killed(fabric: Processes) -> None:
     # Given a policy that writes two letters only, and a stop of four
     options = {"turns": 3, "pace_s": 0.0, "tokens": 120}
-    sampling = {"stop": [STOP, "\n"], "logit_bias": LETTERS, "seed": 7}
+    recorded = {"logprobs": 3, "prompt_logprobs": 0, "top_k": 2, "kept_tokens": True}
+    sampling = {"stop": [STOP, "\n"], "logit_bias": LETTERS, "seed": 7, **recorded}
     run = fabric.new_run("stops", "walk", environment_options=options, sampling=sampling)
     run.submit([{"seed": 1}] * 2, group_size=8, group_ids=["one", "two"])
 
@@ -47,6 +48,15 @@ def test_a_stop_text_ends_every_turn_of_a_run_whose_worker_is_killed(fabric: Pro
             text = TEXT.decode(rollout.completion_ids[start:end])
             assert set(text) <= set("ab")
             assert text.find(STOP) == len(text) - 4 if STOP in text else len(text) == 120
+        # And beside each of its tokens are the two that were left, and how likely each that it read was
+        letters, (branch,) = set(TEXT.encode("ab").tolist()), rollout.branches()
+        top, kept = branch.side("top_ids"), branch.rows("kept_ids")
+        read = branch.side("prompt_logprobs", of_prompt=True)
+        assert top is not None and read is not None and np.isfinite(read[1:]).all()
+        for place, is_made in enumerate(rollout.completion_mask):
+            assert set(top[place, :2].tolist()) == (letters if is_made else {-1}) and top[place, 2] == -1
+            left = kept[place]
+            assert (None if left is None else set(left.tolist())) == (letters if is_made else None)
 
 
 def test_what_no_worker_can_do_is_refused_where_it_is_asked_for(fabric: Processes) -> None:

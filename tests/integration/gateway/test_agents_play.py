@@ -14,6 +14,7 @@ from tests.support.processes.fabric_processes import Processes, processes
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+NAMES = {"top_ids", "top_logprobs", "prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs"}
 AGENTS = ("chat", "side_by_side", "odd")
 
 
@@ -26,12 +27,13 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 
 def test_an_agent_written_against_openai_makes_exact_rollouts(fabric: Processes) -> None:
-    run = fabric.new_run("chat", "chat", is_lively=True)
+    run = fabric.new_run("chat", "chat", is_lively=True, sampling={"logprobs": 4, "prompt_logprobs": 2})
     run.submit([{"turns": 3}], group_size=4)
     (group,) = fabric.collect(run, 1, 90.0)
     assert group.failures == ()
     for rollout in group.rollouts:
         check_exact(rollout)
+        assert {side.name for side in rollout.sides} == NAMES
         assert rollout.turn_count == 3
         assert rollout.reward == int(rollout.completion_mask.sum())
         assert rollout.info["seed"] == rollout.seed
@@ -41,12 +43,13 @@ def test_an_agent_written_against_openai_makes_exact_rollouts(fabric: Processes)
 
 
 def test_sub_agents_ask_side_by_side(fabric: Processes) -> None:
-    run = fabric.new_run("sides", "side-by-side", is_lively=True)
+    run = fabric.new_run("sides", "side-by-side", is_lively=True, sampling={"logprobs": 1, "prompt_logprobs": 0})
     run.submit([{"count": 6}], group_size=2)
     (group,) = fabric.collect(run, 1, 90.0)
     assert group.failures == ()
     for rollout in group.rollouts:
         check_exact(rollout)
+        assert {side.name for side in rollout.sides} == {"top_ids", "top_logprobs", "prompt_logprobs"}
         assert (rollout.turn_count, rollout.reward, len(rollout.branches())) == (9, 9.0, 9)
 
 
@@ -62,7 +65,7 @@ def test_an_agent_that_asks_nothing_or_raises_is_a_dead_letter(fabric: Processes
 @pytest.mark.fault
 def test_agents_and_workers_that_are_killed_cost_no_generated_token(fabric: Processes) -> None:
     # Given greedy agents of many turns, and what they make undisturbed
-    sampling = {"temperature": 0.0}
+    sampling = {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 0}
     tasks = [{"turns": 12, "name": index} for index in range(3)]
     calm = fabric.new_run("calm", "chat", is_lively=True, sampling=sampling)
     calm.submit(tasks, group_size=2)
@@ -86,5 +89,8 @@ def test_agents_and_workers_that_are_killed_cost_no_generated_token(fabric: Proc
     assert all(group.failures == () for group in groups)
     got = sorted(rollout.completion_ids.tolist() for group in groups for rollout in group.rollouts)
     assert got == want
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        check_exact(rollout)
+        assert {side.name for side in rollout.sides} == {"top_ids", "top_logprobs", "prompt_logprobs"}
     counters = fabric.ask(lambda ports: ports.board.run_status("killed")).counters
     assert counters["turns_settled"] == 12 * 6

@@ -64,7 +64,7 @@ def test_a_session_is_a_trajectory(gateway: Gateway) -> None:
 def test_calls_survive_the_loss_of_their_workers(gateway: Gateway) -> None:
     # Given what greedy sessions say undisturbed
     fabric, count = gateway.fabric, 4
-    sampling = {"temperature": 0.0, "max_tokens": 200}
+    sampling = {"temperature": 0.0, "max_tokens": 200, "logprobs": 3}
 
     runs = {name: fabric.new_run(name, "gateway", is_lively=True, sampling=sampling) for name in ("calm", "killed")}
 
@@ -98,6 +98,11 @@ def test_calls_survive_the_loss_of_their_workers(gateway: Gateway) -> None:
     (run_status,) = [fabric.ask(lambda ports: ports.board.run_status("killed"))]
     assert run_status.counters["turns_settled"] == count
     assert run_status.counters.get("turns_resumed", 0) > 0
+    # And what was recorded beside tokens is there for all of them, whichever worker made them
+    for group in fabric.collect(runs["killed"], count, 30.0):
+        for rollout in group.rollouts:
+            check_exact(rollout)
+            assert {side.name for side in rollout.sides} == {"top_ids", "top_logprobs"}
 
 
 def _is_at_work(fabric: Processes) -> bool:

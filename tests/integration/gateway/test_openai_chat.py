@@ -18,6 +18,7 @@ from rollfab.fabric.contract.errors import (
     PayloadTooLarge,
     QueueFull,
 )
+from rollfab.fabric.ports.sessions import Completion, Token
 from tests.support.fake_sessions import KEY, FakeSessions, completion, tool_call
 from tests.support.until import until
 
@@ -86,6 +87,27 @@ async def test_an_answer_has_its_text_its_tokens_and_what_it_cost(
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (11, 3, 14)
     assert (answer.model, answer.id, answer.system_fingerprint) == ("org/model", "chatcmpl-group.0.1", "policy-3")
+
+
+async def test_likeliest_tokens_are_told_as_many_as_were_asked_for(
+    sessions: FakeSessions, client: openai.AsyncOpenAI
+) -> None:
+    # Given an answer of one token, in a run that records more than is asked for
+    top = [Token(text=text, logprob=-index) for index, text in enumerate("abc", 1)]
+    answer = Completion(
+        message={"content": "b"}, text="b", finish="stop", tokens=[Token(text="b", logprob=-2, top=top)]
+    )
+    sessions.session.script += [[answer]] * 3
+
+    chat = await client.chat.completions.create(model="m", messages=ASK, logprobs=True, top_logprobs=2)
+    bare = await client.chat.completions.create(model="m", messages=ASK, logprobs=True)
+    text = await client.completions.create(model="m", prompt="p", logprobs=1)
+
+    (told,) = chat.choices[0].logprobs.content  # type: ignore[union-attr, misc]
+    assert [(each.token, each.logprob, each.bytes) for each in told.top_logprobs] == [("a", -1, [97]), ("b", -2, [98])]
+    assert bare.choices[0].logprobs.content[0].top_logprobs == []  # type: ignore[union-attr, index]
+    assert text.choices[0].logprobs.top_logprobs == [{"a": -1, "b": -2}], "the one that was chosen, too"  # type: ignore[union-attr]
+    assert [call.sampling for call in sessions.session.calls] == [{"logprobs": 2}, {}, {"logprobs": 1}]
 
 
 async def test_tools_are_called_and_their_results_come_back(sessions: FakeSessions, client: openai.AsyncOpenAI) -> None:
@@ -218,7 +240,9 @@ async def test_a_client_that_leaves_cancels_its_call(
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": True, "logprobs": True}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),

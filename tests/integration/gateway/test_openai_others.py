@@ -56,7 +56,7 @@ async def test_a_streamed_text_is_the_same(sessions: FakeSessions, client: opena
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 4}, "best_of"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"prompt": [1, 2]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
     ],

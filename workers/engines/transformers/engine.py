@@ -46,7 +46,11 @@ if TYPE_CHECKING:
     from .model import ParameterStore
 
 UNGUIDED = "it has no grammars. Engines that have: vllm, for a model with a tokenizer"
-CANNOT = {"guided_json": UNGUIDED, "guided_regex": UNGUIDED}
+CANNOT = {
+    "guided_json": UNGUIDED,
+    "guided_regex": UNGUIDED,
+    "routed_experts": "it notes no routing: take vLLM, started with --enable-return-routed-experts",
+}
 FLASH_DTYPES = ("bfloat16", "float16")  # all that those kernels take; the library does not look before it switches
 
 

@@ -30,11 +30,12 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
 
-from ..admission import NOT_NUMBERS
+from ..admission import KEEPS_TOO_MANY, NOT_NUMBERS
 from ..base import EngineLimits, Generation, TurnsAtCommit
 from ..request import Admission
 from ..steps import Moment, RequestProgress
 from .options import LoopOptions, batching_config, generation_config
+from .recording import rows_read
 from .sampler import RowReader, Sampler
 
 ASK_S = 0.002  # between two questions to a hook that allows nothing
@@ -295,6 +296,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
                 if reserved + admission.context_tokens > budget:
                     return
             del self._waiting[request_id]
+            admission.begin_anew()
             admission.begin_version(0, self.active_version)
             self._admitted[request_id] = admission
             self.prompt_token_count += len(admission.input_ids)
@@ -326,7 +328,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         return admission.generation(reason, tokens, output.logprobs)
 
     def _end_broken(self) -> list[Generation]:
-        """End requests that run and whose last logits were no numbers, with the tokens before."""
+        """End requests that run and whose last logits were no numbers, with the tokens before, or keep too much."""
         scheduler, ended = self._processor.scheduler, []
         for request_id, state in list(scheduler.active_requests.items()):
             if state.logprobs and math.isnan(state.logprobs[-1]):
@@ -336,6 +338,10 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
                 ended.append(
                     self._admitted.pop(request_id).generation("error", tokens[:-1], logprobs[:-1], NOT_NUMBERS)
                 )
+            elif self._admitted[request_id].keeps_too_many:
+                scheduler.set_request_cancellation(request_id)
+                self._forget(request_id, len(state.logprobs))
+                ended.append(self._admitted.pop(request_id).generation("refused", [], [], KEEPS_TOO_MANY))
         if ended:
             scheduler.clear_cancelled_requests()
         return ended
@@ -382,6 +388,17 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         processor: Any = super()._create_batch_processor()
         sampler = Sampler(self._reader, self._options.seed, self.model.device)
         processor.model_runner._sample = sampler
+        compute = type(processor.model_runner).compute_batch
+
+        def compute_more(model: Any, batch: dict[str, Any]) -> None:
+            requests = processor.inputs_and_outputs.requests_in_batch
+            places, self._reader.read = rows_read(requests, self._admitted)
+            if places:
+                indices = batch["logits_indices"]
+                batch["logits_indices"] = torch.cat((indices, torch.tensor(places, device=indices.device).to(indices)))
+            compute(processor.model_runner, model, batch)
+
+        processor.model_runner.compute_batch = compute_more
         register, stale_ids = type(processor.cache).mark_complete_blocks, self._stale_ids
 
         def register_fresh_blocks(state: Any, complete_blocks: dict[str, int]) -> None:
@@ -391,6 +408,8 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         match = type(processor.cache).search_prefix_match  # not its own: this runs again for the same cache
 
         def count_matches(request_id: str, prompt_ids: list[int]) -> int:
+            if self._admitted[request_id].sampling.prompt_logprobs is not None:  # all of it has to be read
+                return 0
             found: int = match(processor.cache, request_id, prompt_ids)
             if len(prompt_ids) == len(self._admitted[request_id].input_ids):  # else it is read again, with its tokens
                 self.cached_token_count += found

@@ -14,7 +14,7 @@
 - The others share the engine's own dice, on a CPU, so nobody's torch.manual_seed changes them. Every row takes one
   number from these, so a neighbour's seed does not change what the others draw either.
 
-Letters: N sequences that get a token in this step, V vocabulary.
+Letters: N sequences that get a token in this step, E prompt tokens of which something is noted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 from ....fabric.contract.sampling import CUTS, PENALTIES, Sampling
 from ..request import Admission
 from ..seeds import uniforms
+from .recording import Made, Read, note_made, note_read
 
 SHAPING = frozenset({"logit_bias", *PENALTIES, *CUTS})
 
@@ -49,7 +50,8 @@ class Shaped:
 class RowReader(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc]
     """Takes the place of the library's temperature processor: it only notes for the sampler what each row asks for.
 
-    seeded: (row, seed, place of the token in its completion) of each row with a seed.
+    seeded: (row, seed, place of the token in its completion) of each row with a seed. made: rows of which something is
+    noted; read: prompt tokens of which something is, whose logits come behind those of the rows.
     """
 
     def __init__(self, admitted: Mapping[str, Admission]) -> None:
@@ -58,9 +60,11 @@ class RowReader(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc
         self.temperatures_N: torch.Tensor = torch.ones(0)
         self.seeded: list[tuple[int, int, int]] = []
         self.shaped: list[Shaped] = []
+        self.made: list[Made] = []
+        self.read: list[Read] = []
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        self.seeded, self.shaped = [], []
+        self.seeded, self.shaped, self.made = [], [], []
         for row, request in enumerate(requests_with_new_token):
             state = request.state
             admission = self._admitted[state.request_id]
@@ -71,6 +75,8 @@ class RowReader(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc
                 prompt_count = len(admission.input_ids) - admission.prior_count
                 tokens = state.initial_tokens + state.generated_tokens
                 self.shaped.append(Shaped(row, sampling, tokens, prompt_count))
+            if admission.told is not None:
+                self.made.append(Made(row, admission, len(state.logprobs)))
         tensor: torch.Tensor = super().prepare_tensor_args(requests_with_new_token)
         return tensor
 
@@ -90,12 +96,15 @@ class Sampler:
     def __call__(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """Draw.
 
-        scores: float32 (1, N, V), raw logits. output_ids: int32 (2, >= N), row 0 ids, row 1 the bits of float32
+        scores: float32 (1, N + E, V), raw logits. output_ids: int32 (2, >= N), row 0 ids, row 1 the bits of float32
         log-probabilities; both are written.
         """
-        logits_N_V = scores[0]
+        row_count = self._reader.temperatures_N.size(0)
+        logits_N_V = scores[0, :row_count]
+        note_read(scores[0, row_count:], self._reader.read)
         for each in self._reader.shaped:
             logits_N_V[each.row] = shape(logits_N_V[each.row], each)
+        note_made(logits_N_V, self._reader.made)
         tokens_N, logprobs_N = draw(logits_N_V, self._reader.temperatures_N, self._uniforms(logits_N_V))
         count = tokens_N.size(0)
         output_ids[0, :count].copy_(tokens_N)

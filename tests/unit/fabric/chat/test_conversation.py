@@ -107,8 +107,8 @@ class EncodedAgain(Conversation):
 class ReasoningLost(Conversation):
     """The reasoning is not recorded with its message."""
 
-    def answer(self, *facts: Any) -> Answer:
-        answer = super().answer(*facts)
+    def answer(self, *facts: Any, **others: Any) -> Answer:
+        answer = super().answer(*facts, **others)
         message = {key: each for key, each in answer.message.items() if key != "reasoning_content"}
         self.nodes[answer.node] = dataclasses.replace(self.nodes[answer.node], messages=(message,))
         return answer
@@ -141,11 +141,28 @@ class OneTooMany(Conversation):
 class AddedTwice(Conversation):
     """Each of several answers to one ask has the prompt's tokens once more, behind its sibling's."""
 
-    def answer(self, ask: Ask, *facts: Any) -> Answer:
-        answer = super().answer(ask, *facts)
+    def answer(self, ask: Ask, *facts: Any, **others: Any) -> Answer:
+        answer = super().answer(ask, *facts, **others)
         asked = self.nodes[answer.node].parent
         self._next = {key: answer.node if value == asked else value for key, value in self._next.items()}
         return answer
+
+
+class SidesMisplaced(Conversation):
+    """Of the tokens that an ask adds, side arrays begin a token early."""
+
+    def _asked_nodes(self, place: Any, sides: Any, **facts: Any) -> list[module.Node]:
+        moved = [part for side in sides if (part := side.part(side.start, side.end - 1, 1))]
+        return super()._asked_nodes(place, moved, **facts)
+
+
+class SidesWhole(Conversation):
+    """A node that is cut in two leaves its side arrays to the first part."""
+
+    def _share(self, place: Any, asked: list[module.Node]) -> None:
+        super()._share(place, asked)
+        if place.within >= 0:
+            self.nodes[place.within] = dataclasses.replace(self.nodes[place.within], sides=())
 
 
 class SharedTooMuch(Conversation):
@@ -173,6 +190,8 @@ BUGS = (
     OneTooMany,
     AddedTwice,
     SharedTooMuch,
+    SidesMisplaced,
+    SidesWhole,
     SharedMessages,
 )
 
@@ -452,7 +471,7 @@ def test_a_conversation_without_an_answer_is_recorded_as_nothing() -> None:
     record = Conversation(chat_template("qwen2.5")).record()
 
     assert {name: len(each) for name, each in record.items()} == dict.fromkeys(
-        ("prompt_ids", "completion_ids", "logprobs", "completion_mask", "spans", "nodes"), 0
+        ("prompt_ids", "completion_ids", "logprobs", "completion_mask", "spans", "sides", "nodes"), 0
     )
 
 

@@ -8,6 +8,7 @@ choice, sometimes badly, and is sometimes cut. After each answer the world check
 - where every answer on a path was written as the template writes it, the path's text is the template's;
 - such a path goes on where its text begins the new one, and never where it does not;
 - whatever is added to a path, however its answers were written, is the end of the template's text;
+- a side array in which the engine repeats every token that it saw or made is, in every branch, that branch's tokens;
 - the rollout's branches have all of it, and its tokens are hardly more than the prefix tree of all lines has.
 """
 
@@ -26,7 +27,7 @@ import numpy as np
 from rollfab.fabric.chat.control import MARK
 from rollfab.fabric.chat.conversation import Answer, Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
-from rollfab.fabric.contract.records import Int32, Rollout, Span
+from rollfab.fabric.contract.records import Int32, Rollout, Side, Span
 from tests.unit.fabric.chat.families import FAMILIES, Family, Message, chat_template, token_text
 
 WORDS = "one two three mild hot Paris Rome look again Ünïcode 日本 🙂 {x} <b> </p> a/b".split()
@@ -251,7 +252,9 @@ class World:
         ids, finish, is_canonical = self._write(ask)
         logprobs = -np.random.default_rng(len(self.made)).random(len(ids), dtype=np.float32)
         span = Span(0, len(ids), "engine", self.dice.randint(0, 5))
-        answer = self.conversation.answer(ask, ids, logprobs, [span], finish)
+        seen = np.concatenate((ask.context_ids, ids))
+        echo = Side(name="echo", start=-len(ask.context_ids), end=len(ids), array=seen)
+        answer = self.conversation.answer(ask, ids, logprobs, [span], finish, sides=[echo])
         self.made[answer.node] = (ask.context_ids, ids)
         self.said[answer.node] = list(ask.messages)
         self.is_canonical[answer.node] = is_canonical
@@ -296,6 +299,11 @@ class World:
         for seen, made in self.made.values():
             if not any(line.startswith(np.concatenate((seen, made)).tobytes()) for line in lines):
                 raise Wrong("no branch is what the engine saw and made")
+        for each in branches:
+            echoes = each.side("echo", of_prompt=True), each.side("echo")
+            parts = zip((each.prompt_ids, each.completion_ids), echoes, strict=True)
+            if any(len(part) and (echo is None or not np.array_equal(part, echo)) for part, echo in parts):
+                raise Wrong("a side array is not that of the tokens beside it")
         made_count = sum(len(made) for _, made in self.made.values())
         if sum(int(each.completion_mask.sum()) for each in branches) != made_count:
             raise Wrong("a token of the policy does not count once")

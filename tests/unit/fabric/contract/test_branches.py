@@ -142,10 +142,13 @@ def test_a_branch_looks_at_its_own_spans_alone() -> None:
 
 def test_rollouts_of_the_schema_before_are_read() -> None:
     new = new_rollout([4, 5]).encode()
-    old = new.replace(b',"nodes":[]', b" " * len(b',"nodes":[]'))
-    assert old[:2] == b"rf" and old[2] == 2
+    old = new
+    for name in (b',"nodes":[]', b',"sides":[]'):
+        assert name in old
+        old = old.replace(name, b" " * len(name))
+    assert old[:2] == b"rf" and old[2] == 3
     read = Rollout.decode(old[:2] + b"\x01" + old[3:])
-    assert read.nodes == () and read.completion_ids.tolist() == [4, 5]
-    for schema in (b"\x00", b"\x03"):
+    assert read.nodes == () and read.sides == () and read.completion_ids.tolist() == [4, 5]
+    for schema in (b"\x00", b"\x04"):
         with pytest.raises(SchemaUnknown, match="upgrade"):
             Rollout.decode(new[:2] + schema + new[3:])

@@ -30,6 +30,10 @@ EVERY: dict[str, Any] = {
     "seed": 7,
     "logit_bias": {5: -100, "7": 2.5},
     "guided_json": {"type": "object"},
+    "logprobs": 5,
+    "prompt_logprobs": 0,
+    "kept_tokens": True,
+    "routed_experts": True,
 }
 
 
@@ -104,6 +108,10 @@ BAD: dict[str, list[Any]] = {
     ],
     "guided_json": ["{", "[]", "7", [], {"a": float("nan")}, {"a": object()}, "[" * (1 << 20), {"a": "x" * (1 << 16)}],
     "guided_regex": [7, "x" * (1 << 17), "\ud800"],
+    "logprobs": [-1, 21, 1.5, True, "5"],
+    "prompt_logprobs": [-1, 21, 0.5, False],
+    "kept_tokens": [1, "yes"],
+    "routed_experts": [1, []],
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.ids import check_name, group_of, shard_of, trajectory_id, turn_id
-from rollfab.fabric.contract.records import Span, TokenLog
+from rollfab.fabric.contract.records import Side, Span, TokenLog
 from rollfab.workers.engines.base import Generation
 from rollfab.workers.rollout.turns import merge
 
@@ -33,6 +35,24 @@ def test_tokens_of_a_second_worker_follow_those_of_the_first() -> None:
 def test_one_worker_at_one_version_is_one_span() -> None:
     prior = merge(None, made([1], (0, 1, 5)), "w1")
     assert merge(prior, made([2], (0, 1, 5)), "w1").spans == (Span(0, 2, "w1", 5),)
+
+
+def test_what_is_known_beside_tokens_is_what_was_told_first() -> None:
+    # Given a turn of a prompt of 3 tokens, whose first claim made 2, and told of all of them but in `late`
+    def told(name: str, start: int, *values: int) -> Side:
+        return Side(name=name, start=start, end=start + len(values), array=np.array(values, np.int32))
+
+    first = replace(made([7, 8], (0, 2, 3)), sides=(told("top_ids", 0, 70, 80), told("prompt", -3, 1, 2, 3)))
+    # When another goes on, which reads those 5 as its prompt
+    again = (told("top_ids", 0, 90), told("prompt", -5, 11, 12, 13, 14, 15), told("late", -5, 1, 2, 3, 4, 5, 6))
+    log = merge(merge(None, first, "w1"), replace(made([9], (0, 1, 3)), sides=again), "w2")
+    # Then each token has what its own worker told of it, where it told
+    places = {side.name: (side.start, side.end, side.array.tolist()) for side in log.sides}
+    assert places == {
+        "late": (-3, 3, [1, 2, 3, 4, 5, 6]),
+        "prompt": (-3, 0, [1, 2, 3]),
+        "top_ids": (0, 3, [70, 80, 90]),
+    }
 
 
 def test_a_worker_that_made_nothing_leaves_the_log_as_it_was() -> None:

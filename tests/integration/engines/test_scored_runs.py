@@ -1,0 +1,47 @@
+"""A teacher on real processes: what it finds of ids that another model made is what the model itself says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.integration.gateway.exactness import check_exact
+from tests.support.processes.fabric_processes import Processes, processes
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(scope="module")
+def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes(tmp_path_factory.mktemp("scored")) as fabric:
+        fabric.start_roles(agent=("--environment", "score=rollfab.workers.environments.score:Score"))
+        yield fabric
+
+
+def test_a_teacher_says_how_likely_ids_are(fabric: Processes) -> None:
+    dice = np.random.default_rng(0)
+    lines = {f"line-{index}": dice.integers(3, 100, 20 + index).tolist() for index in range(6)}
+    run = fabric.new_run("teacher", "score", is_lively=True, sampling={"prompt_logprobs": 5})
+
+    run.submit([{"ids": ids} for ids in lines.values()], group_size=1, group_ids=list(lines))
+
+    for group in fabric.collect(run, len(lines), 60.0):
+        (rollout,) = group.rollouts
+        (branch,) = rollout.branches()
+        assert branch.prompt_ids.tolist() == lines[group.group_id]
+        check_exact(rollout)
+        own, top = (branch.side(name, of_prompt=True) for name in ("prompt_logprobs", "prompt_top_logprobs"))
+        assert own is not None and top is not None and top.shape == (len(branch.prompt_ids), 5)
+        assert (own[1:] <= top[1:, 0]).all(), "no token is likelier than the likeliest"
+
+
+def test_a_task_without_ids_is_a_dead_letter_that_says_so(fabric: Processes) -> None:
+    run = fabric.new_run("odd", "score", attempt_count_max=1)
+    run.submit([{}, {"ids": [-1]}, {"ids": [1.5]}], group_size=1, group_ids=["none", "below", "half"])
+    fabric.collect(run, 3, 60.0)
+    letters = {name: letter.reason for name, letter in fabric.dead_letters(run).items()}
+    assert 'the task has no "ids"' in letters["none.0"]
+    assert all("its ids are other than token ids" in letters[name] for name in ("below.0", "half.0"))

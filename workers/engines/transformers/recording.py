@@ -1,0 +1,87 @@
+"""What the transformers engine notes beside tokens, where a request's sampling asks for it (fabric/contract/sides.py).
+
+- Beside a token that is made: the likeliest ones, or all that were left to draw from, of the very logits that it is
+  drawn from.
+- Of a prompt: the logits after its tokens, which the library leaves out, are asked for in the same forward pass.
+
+Letters: N sequences that get a token in this step, E prompt tokens whose next one is looked up, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..request import Admission
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A row that gets a token of which something is noted. place: of the token among those made."""
+
+    row: int
+    admission: Admission
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Prompt tokens that a step reads: the logits after them tell of tokens [start, end) of the request's input."""
+
+    admission: Admission
+    start: int
+    end: int
+
+
+def note_made(logits_N_V: torch.Tensor, rows: Iterable[Made]) -> None:
+    """Note what is asked for beside the tokens drawn from these logits, float32; -inf: cut off."""
+    for each in rows:
+        told, sampling = each.admission.told, each.admission.sampling
+        assert told is not None, "a row of which something is noted"
+        logits_V = logits_N_V[each.row]
+        if sampling.logprobs:
+            logs_V = torch.log_softmax(logits_V / (sampling.temperature or 1.0), dim=-1)
+            told.note_top(each.place, *_likeliest(logs_V, sampling.logprobs))
+        if sampling.keeps_some:
+            told.note_kept(each.place, logits_V.isfinite().nonzero().flatten().int().cpu().numpy())
+
+
+def note_read(logits_E_V: torch.Tensor, rows: Iterable[Read]) -> None:
+    """Note how likely the tokens of prompts are. logits_E_V: float32, the model's own, in the order of the rows."""
+    first = 0
+    for each in rows:
+        told, count = each.admission.told, each.end - each.start
+        assert told is not None, "a row of which something is noted"
+        logs_V = torch.log_softmax(logits_E_V[first : first + count], dim=-1)
+        first += count
+        ids = torch.tensor(each.admission.input_ids[each.start : each.end], dtype=torch.int64, device=logs_V.device)
+        own = logs_V.gather(1, ids.unsqueeze(-1)).squeeze(-1).cpu().numpy()
+        told.note_prompt(each.start, own, *_likeliest(logs_V, each.admission.sampling.prompt_logprobs or 0))
+
+
+def _likeliest(logs: torch.Tensor, count: int) -> tuple[Any, Any]:
+    """Return the ids, int32 (…, count), and log-probabilities, float32, of the likeliest; -1 for what is cut off."""
+    values, ids = logs.topk(min(count, logs.size(-1)), dim=-1)
+    return ids.masked_fill(values.isinf(), -1).int().cpu().numpy(), values.cpu().numpy()
+
+
+def rows_read(requests: Iterable[Any], admitted: Mapping[str, Admission]) -> tuple[list[int], list[Read]]:
+    """Find the prompt tokens of a batch whose logits are wanted: their places in it, and whose they are.
+
+    requests: the library's, in the order of the batch, each already moved on by what it computes now.
+    """
+    places: list[int] = []
+    found: list[Read] = []
+    first = 0
+    for request in requests:
+        admission, end = admitted[request.state.request_id], request.state.position_offset
+        start, first = end - request.query_length, first + request.query_length
+        stop = min(end, len(admission.input_ids) - 1)
+        if admission.sampling.prompt_logprobs is None or start >= stop:
+            continue
+        places += range(first - request.query_length, first - request.query_length + stop - start)
+        found.append(Read(admission, start + 1, stop + 1))
+    return places, found
