@@ -28,7 +28,7 @@ from ..contract import records
 from ..contract.errors import InputError, PayloadTooLarge
 from ..contract.limits import MIB, NODE_COUNT_MAX
 from ..contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Side, Span, UInt8
-from ..contract.sides import joined, parts
+from ..contract.sides import joined, parts, size_bytes
 from .answers import finish_of, to_message
 from .control import without_marks
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
@@ -87,8 +87,7 @@ class Node:
     @property
     def size_bytes(self) -> int:
         """About how much memory it takes."""
-        sides_bytes = sum(side.size_bytes for side in self.sides)
-        return 9 * len(self.ids) + sides_bytes + sum(map(_size_bytes, self.messages))
+        return 9 * len(self.ids) + size_bytes(self.sides) + sum(map(_size_bytes, self.messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -28,6 +28,7 @@ SHARD_COUNT_MAX = 1024  # of a run: the controller asks every shard of every run
 TURN_COUNT_MAX = 65_536  # of a trajectory: an agent that takes it over asks for the results of all of them
 SLOT_COUNT_MAX = 1_000_000  # of a worker or a lease
 SIDE_COUNT_MAX = 65_536  # stretches of side arrays of a record
+TURN_SIDES_BYTES_MAX = 12 * MIB  # of what is recorded beside a turn's tokens, prompt included
 KEPT_ID_COUNT_MAX = 2 * MIB  # of a turn: ids that top_p and the like left, for all its tokens; 8 MiB
 LOGPROB_COUNT_MAX = 20  # likeliest tokens that are told beside each one: OpenAI's bound, and vLLM's by default
 NODE_COUNT_MAX = 4096  # of a rollout that branches: putting its branches together takes up to their product in steps

@@ -78,6 +78,11 @@ def parts(sides: Iterable[Side], start: int, end: int, by: int = 0) -> tuple[Sid
     return tuple(side for side in found if side is not None)
 
 
+def size_bytes(sides: Iterable[Side]) -> int:
+    """Return about how much memory side arrays take."""
+    return sum(side.size_bytes for side in sides)
+
+
 def joined(sides: Iterable[Side]) -> tuple[Side, ...]:
     """Join stretches of one array that follow one another; in the order of names, then of places."""
     runs: list[list[Side]] = []
@@ -174,6 +179,8 @@ def unpacked(table: Any, data: bytes | memoryview, offset: int) -> tuple[tuple[S
     Raises:
         WireError, TypeError, ValueError: they do not fit.
     """
+    if table == []:  # almost always
+        return (), offset
     if not isinstance(table, list) or len(table) > SIDE_COUNT_MAX:
         raise WireError(f"sides: expected a list of at most {SIDE_COUNT_MAX:,}")
     places: list[tuple[int, int]] = []  # of bytes that were mentioned: offset and size

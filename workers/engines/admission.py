@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...fabric.contract.errors import EngineError, EngineUnsupported
-from ...fabric.contract.limits import KEPT_ID_COUNT_MAX
+from ...fabric.contract.limits import KEPT_ID_COUNT_MAX, TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import Int32
 from ...fabric.contract.sampling import FIELDS, is_field, is_whole, shown
 from .base import GenerationRequest
@@ -72,6 +72,10 @@ def context_of(
             token_count=ids.size,
             context_tokens_max=context_tokens_max,
         )
+    count = request.sampling.prompt_logprobs
+    if count is not None and 4 * (1 + 2 * count) * ids.size > TURN_SIDES_BYTES_MAX:
+        most = f"{TURN_SIDES_BYTES_MAX // (4 * (1 + 2 * count)):,} tokens of prompt"
+        raise _refused(request, "prompt_logprobs", count, f"with it at most {most}, and this one has {ids.size:,}")
     if ids.min() < 0 or ids.max() >= vocabulary_size:
         raise EngineError(
             f"request {request.request_id!r} has token ids from {ids.min()} to {ids.max()}, the model knows 0 to"

@@ -19,6 +19,7 @@ import numpy as np
 from ...fabric.contract import sides
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError, EngineUnsupported
+from ...fabric.contract.limits import TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Side, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
@@ -347,12 +348,14 @@ class RunningTurn:
         if count <= self.saved_count:
             return TurnProgress(claim=self.claim)
         self.saved_count = count
-        return TurnProgress(claim=self.claim, log=tokens)
+        return TurnProgress(claim=self.claim, log=tokens if _excess(tokens) is None else None)
 
     def settle(self, generation: Generation) -> TurnSettle:
         """Make the settle with the tokens of all its claims."""
         prior = self.claim.log
         made = merge(prior, generation, self.worker_id)
+        if generation.finish_reason in WHOLE and (excess := _excess(made)) is not None:
+            generation = replace(generation, finish_reason="refused", error=excess)
         is_error = generation.finish_reason in FAILED
         result = TurnResult(
             turn_id=self.claim.job.turn_id,
@@ -370,7 +373,20 @@ class RunningTurn:
     def take_out(self, made: Generation | None, *, is_stalled: bool) -> None:
         """Note that the turn goes on elsewhere from the tokens made here; made None: from those saved last."""
         log = None if made is None else merge(self.claim.log, made, self.worker_id)
+        log = None if log is not None and _excess(log) is not None else log
         self.back, self.is_stalled = TurnProgress(claim=self.claim, log=log), is_stalled
+
+
+def _excess(log: TokenLog) -> str | None:
+    """Return why a turn cannot be recorded with all that was noted beside its tokens; None: it can."""
+    count = sides.size_bytes(log.sides)
+    if count <= TURN_SIDES_BYTES_MAX:
+        return None
+    names = ", ".join(sorted({side.name for side in log.sides}))
+    return (
+        f"what it records beside its tokens ({names}) takes {count:,} bytes, the limit of a turn is"
+        f" {TURN_SIDES_BYTES_MAX:,}: ask for less of it, or let max_tokens be smaller"
+    )
 
 
 def _of_version(claim: TurnClaim, version: int) -> TurnClaim:

@@ -124,6 +124,9 @@ async def test_what_grows_too_large_or_cannot_be_told_is_refused(monkeypatch: py
     engine = await started()
     with pytest.raises(EngineUnsupported, match="enable-return-routed-experts"):
         engine.generate(ask("experts", Sampling(routed_experts=True)))
+    monkeypatch.setattr("rollfab.workers.engines.admission.TURN_SIDES_BYTES_MAX", 4 * 41 * 39)
+    with pytest.raises(EngineUnsupported, match="at most 39 tokens of prompt, and this one has 40"):
+        engine.generate(ask("long", Sampling(prompt_logprobs=20)))
     monkeypatch.setattr("rollfab.workers.engines.request.KEPT_ID_COUNT_MAX", 1000)
     wide = Sampling(max_tokens=200, min_p=1e-9, temperature=100, kept_tokens=True)
     refused, fine = await run(engine, ask("wide", wide), ask("fine", Sampling(max_tokens=20)))

@@ -9,9 +9,11 @@ import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.ids import check_name, group_of, shard_of, trajectory_id, turn_id
-from rollfab.fabric.contract.records import Side, Span, TokenLog
+from rollfab.fabric.contract.limits import TURN_SIDES_BYTES_MAX
+from rollfab.fabric.contract.records import Sampling, Side, Span, TokenLog, TurnJob
+from rollfab.fabric.ports.queue import TurnClaim
 from rollfab.workers.engines.base import Generation
-from rollfab.workers.rollout.turns import merge
+from rollfab.workers.rollout.turns import RunningTurn, merge
 
 
 def made(ids: list[int], *versions: tuple[int, int, int]) -> Generation:
@@ -53,6 +55,22 @@ def test_what_is_known_beside_tokens_is_what_was_told_first() -> None:
         "prompt": (-3, 0, [1, 2, 3]),
         "top_ids": (0, 3, [70, 80, 90]),
     }
+
+
+def test_a_turn_with_too_much_beside_its_tokens_is_refused_and_never_sent() -> None:
+    # Given a running turn whose engine notes more than a record may hold
+    job = TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(logprobs=20), prompt_ids=np.zeros(1, np.int32))
+    turn = RunningTurn.begin(TurnClaim(job=job, fence=1, loss=0, log=None), "w1", 0.0)
+    large = Side(name="top_ids", start=0, end=2, array=np.zeros((2, TURN_SIDES_BYTES_MAX // 8 + 1), np.int32))
+    two = replace(made([7, 8], (0, 2, 3)), sides=(large,))
+
+    # When it is renewed, taken out or settled, then the broker gets none of it, and the agent hears why
+    assert turn.renewal(two, 1.0).log is None
+    result = turn.settle(replace(two, finish_reason="length")).result
+    assert result.finish_reason == "refused" and "top_ids" in (result.error or "") and result.sides == ()
+    assert len(result.encode()) < 1000
+    turn.take_out(two, is_stalled=False)
+    assert turn.back is not None and turn.back.log is None
 
 
 def test_a_worker_that_made_nothing_leaves_the_log_as_it_was() -> None:
