@@ -38,7 +38,7 @@ class Dialogue:
         self._say(messages)
 
     def add_turn(self, result: TurnResult) -> Message:
-        """Add a turn's tokens, written by the policy; return them as a message."""
+        """Add a turn's tokens, written by the policy; return them as a message, which has "content", empty or not."""
         ask, self._ask = self._asked(), None
         reason = "stop" if result.finish_reason == "stop" else "length"
         made = result.completion_ids, result.logprobs, result.spans, reason
@@ -46,7 +46,7 @@ class Dialogue:
         self._digest.update(result.completion_ids.tobytes())
         self._size += len(answer.text.encode(errors="replace"))
         self._messages = [*ask.messages, answer.message]
-        return answer.message
+        return {"content": "", **answer.message}
 
     def add_step(self, reward: float, messages: list[Message]) -> None:
         """Add the environment's reward for the turn, and its messages, of which there may be none.

@@ -20,8 +20,10 @@ BIAS = 3.0  # about half of an untrained model's answers end before they are cut
 
 def make_model(path: Path, family: str) -> Any:
     """A tiny model with a family's tokenizer and chat template, as a directory; returns it."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.manual_seed(0)
     tokenizer = build_tokenizer(FAMILIES[family])
     tokenizer.save_pretrained(path)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -43,10 +45,10 @@ def test_every_branch_is_what_the_engine_saw(tmp_path: Path, family: str) -> Non
         agent = ("--environment", "sums=tests.support.worlds.chat_worlds:Sums")
         fabric.start_roles(agent=agent, worker=("--model", str(tmp_path / "model")))
         # When trajectories of several turns are run
-        sampling = {"max_tokens": 12, "logit_bias": {str(end): BIAS}}
+        sampling = {"max_tokens": 12, "logit_bias": {str(end): BIAS}, "seed": 1}
         run = fabric.fabric.run("r1", model=str(tmp_path / "model"), environment="sums", sampling=sampling)
         run.publish(weights, version=0)
-        run.submit([{"count": 4}], group_size=GROUP_SIZE)
+        run.submit([{"count": 4}], group_size=GROUP_SIZE, group_ids=["one"])
         [group] = fabric.collect(run, 1, 120.0)
     # Then the model, asked for each branch as a whole, gives every token the log-probability that the rollout tells
     assert len(group.rollouts) == GROUP_SIZE, group.failures

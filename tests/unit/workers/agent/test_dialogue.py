@@ -22,7 +22,7 @@ from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.engines.model_tokenizer import HubTokenizer
 from rollfab.workers.environments.registry import Registry
 from tests.support.records import result_of
-from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer
+from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer, chat_template
 
 KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess", "meddler": "Meddler"}
 TWINS = {"inside": "AnswersInside", "process": "AnswersInAProcess"}
@@ -160,6 +160,19 @@ def test_a_template_that_rewrites_makes_a_branch(family: str, thinks: bool) -> N
     assert all(saw[: len(beginning)] == beginning for saw, _ in broker.seen)
 
 
+def test_an_answer_without_a_word_has_content_too() -> None:
+    template = chat_template("qwen2.5")
+    talk = dialogue.Dialogue(template, [{"role": "user", "content": "well?"}], [])
+    talk.context()
+    (end,) = (each for each, text in template.ends.items() if text == "<|im_end|>")
+
+    action = talk.add_turn(result_of("g.0.0", [end]))
+
+    assert action == {"role": "assistant", "content": ""}
+    (node,) = talk.record()["nodes"][-1:]
+    assert node.messages == [{"role": "assistant"}], "what is recorded is what was read"
+
+
 def test_what_was_thought_stays_in_the_record() -> None:
     rollout = play(Broker("qwen3", thinks=True))
     thoughts = [m.get("reasoning_content") for node in rollout.nodes for m in node.messages if m["role"] == "assistant"]
@@ -254,9 +267,9 @@ def test_messages_cross_to_a_process_and_back() -> None:
         ({"reset": "a text and messages"}, "reset gave a text and messages, of which one is heard"),
         ({"reset": "a text and tools"}, "reset gave tools without messages"),
         ({"reset": "a text"}, "step gave messages, though the episode began with a text"),
-        ({"reset": "messages that are a text"}, "reset gave Observation.*, expected an Observation with text or"),
-        ({"reset": "messages that are 0"}, "reset gave Observation.*, expected an Observation with text or"),
-        ({"reset": "tools that are a text"}, "reset gave Observation.*, expected an Observation with text or"),
+        ({"reset": "messages that are a text"}, "reset gave Observation.*, expected an Observation with text,"),
+        ({"reset": "messages that are 0"}, "reset gave Observation.*, expected an Observation with text,"),
+        ({"reset": "tools that are a text"}, "reset gave Observation.*, expected an Observation with text,"),
         ({"reset": "bytes"}, "reset: its messages cannot be sent: TypeError"),
         ({"reset": "a key that is a number"}, "reset: message 0: .*1.* is no key of role user"),
         ({"reset": "info that is no JSON"}, "reset: its info cannot be sent: TypeError"),
