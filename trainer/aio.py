@@ -30,13 +30,13 @@ from ..fabric.contract.errors import (
     WireError,
 )
 from ..fabric.contract.ids import check_name
-from ..fabric.contract.models import find_model
 from ..fabric.contract.records import Group, RunConfig
 from ..fabric.contract.sampling import EVERYWHERE
 from ..fabric.contract.text import did_you_mean
 from ..fabric.host.entry_points import installed
 from ..fabric.host.forks import Home
 from ..fabric.inspect.diagnosis import ROLLOUT_ROLES, SILENT_MS
+from ..fabric.model.presets import find_model
 from ..fabric.opened import RedisFabric
 from ..fabric.ports.queue import RunStatus
 from ..fabric.ports.sessions import REMOTE

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..fabric.contract.models import dtype_of, is_preset, model_config
 from ..fabric.contract.records import Branch, Group, Rollout
+from ..fabric.model.presets import dtype_of, is_preset, model_config
 
 
 @dataclass(frozen=True, kw_only=True)

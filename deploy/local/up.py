@@ -27,10 +27,10 @@ from ...api.access.keys import hash_key, new_key
 from ...fabric.broker.clients.url import is_local, mask_url
 from ...fabric.broker.embedded import EmbeddedBroker, starter_of
 from ...fabric.contract.errors import BrokerError, ConfigError
-from ...fabric.contract.models import is_path, is_preset
 from ...fabric.contract.text import counted, one_line, printable
 from ...fabric.host.command import command, with_commands
 from ...fabric.host.directories import make_directory, write_private
+from ...fabric.model.presets import is_path, is_preset
 from ...fabric.opened import RedisFabric
 from ..cli.exits import INTERRUPTED
 from ..cli.printing import Console, show

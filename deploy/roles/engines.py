@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.models import check_model_name, is_preset
 from ...fabric.contract.text import did_you_mean
 from ...fabric.format.layout import DTYPES, check_dtype
 from ...fabric.host.options import option
+from ...fabric.model.presets import check_model_name, is_preset
 from ...workers.engines.base import Engine
 from ..cli.printing import Console
 

@@ -23,9 +23,9 @@ from ...api.access.config import check_config
 from ...fabric.broker.connection import open_broker
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
-from ...fabric.contract.models import FoundModel, find_model
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.host.helpers import Helpers, end_all
+from ...fabric.model.presets import FoundModel, find_model
 from ...fabric.opened import RedisFabric
 from ...workers.engines.base import Engine
 from ...workers.environments.confinement import hide, say_what_lacks

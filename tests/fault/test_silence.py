@@ -25,10 +25,10 @@ from rollfab.deploy.local.up import free_port
 from rollfab.deploy.main import app
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import NothingMoves, QueueFull
-from rollfab.fabric.contract.models import preset_shapes
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
 from rollfab.fabric.host.command import with_commands
+from rollfab.fabric.model.presets import preset_shapes
 from rollfab.trainer.client import Run
 from tests.support.processes.fabric_processes import PYTHONPATH, Processes, processes, tiny_weights
 

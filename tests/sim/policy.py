@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollfab.fabric.contract.records import Int32, Sampling
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 
 TEXT = CharTokenizer()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

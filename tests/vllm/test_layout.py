@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.contract.errors import EngineError
-from rollfab.fabric.contract.models import model_config
 from rollfab.fabric.format.layout import Layout
+from rollfab.fabric.model.presets import model_config
 
 # In a process of its own: engines are forked from this one, which must not compute with torch.
 LOADED = """

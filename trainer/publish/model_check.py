@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 
 from ...fabric.contract.errors import ConfigError, InputError, LayoutMismatch
-from ...fabric.contract.models import is_preset, preset_shapes
 from ...fabric.format.layout import Layout, TensorSpec
 from ...fabric.inspect.safetensors import open_checkpoint
+from ...fabric.model.presets import is_preset, preset_shapes
 from .tensors import is_tied
 
 log = logging.getLogger(__name__)

@@ -54,8 +54,8 @@ from ...fabric.contract.records import (
     sum_rewards,
 )
 from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
-from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import dump_json, load_json
+from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
 from ..engines.model_tokenizer import chat_of
 from ..environments.answers import BRIEF, check_observation, check_step, dump_within, weigh

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, ClaimLost, EngineUnsupported, FabricError, PayloadTooLarge
 from ...fabric.contract.records import RunConfig
-from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.host.helpers import Helpers, end_all
+from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import Fabric, TrajectoryClaim, TrajectoryQueue
 from ...fabric.rules.queue.runs import is_same_run
 from ..environments.failures import dead_letter

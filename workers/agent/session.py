@@ -39,9 +39,9 @@ from ...fabric.contract.limits import INFO_BYTES_MAX, MIB, check_prompt
 from ...fabric.contract.records import Float32, Int32, RunConfig, Sampling, TurnJob, TurnResult, check_reward
 from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, turn_seed, with_ends
 from ...fabric.contract.sides import dense
-from ...fabric.contract.tokenizer import Tokenizer
 from ...fabric.contract.wire import check_size, dump_json
 from ...fabric.host.helpers import end_all
+from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
 from ..engines.admission import OVER_CONTEXT

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ...fabric.contract.clock import Clock
-from ...fabric.contract.models import is_preset
 from ...fabric.contract.records import RunConfig
-from ...fabric.contract.tokenizer import Tokenizer
+from ...fabric.model.presets import is_preset
+from ...fabric.model.tokenizer import Tokenizer
 from ..engines.model_tokenizer import load_tokenizer
 from ..environments.base import in_thread
 from ..environments.failures import reason_of

@@ -15,7 +15,7 @@ import xxhash
 
 from ...fabric.contract.records import Float32, Int32, Side, Span, TurnResult, UInt8
 from ...fabric.contract.sides import joined, parts
-from ...fabric.contract.tokenizer import Tokenizer
+from ...fabric.model.tokenizer import Tokenizer
 
 
 class Transcript:

@@ -13,10 +13,10 @@ import numpy as np
 
 from ...fabric.chat.template import ChatTemplate, named_ends
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.models import TOKENIZER_FILES, is_path, is_preset
 from ...fabric.contract.records import Int32
 from ...fabric.contract.text import printable
-from ...fabric.contract.tokenizer import CharTokenizer, Tokenizer
+from ...fabric.model.presets import TOKENIZER_FILES, is_path, is_preset
+from ...fabric.model.tokenizer import CharTokenizer, Tokenizer
 from .preset_chat import IMPORTING, preset_chat
 
 REASON_LENGTH_MAX = 300

@@ -12,7 +12,7 @@ import threading
 from functools import cache
 
 from ...fabric.chat.template import ChatTemplate
-from ...fabric.contract.tokenizer import CharTokenizer
+from ...fabric.model.tokenizer import CharTokenizer
 
 CALL_ID = 100
 CALL = "<|preset_call|>"  # is known by fabric/chat/forms.py

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...fabric.contract.tokenizer import Tokenizer
+from ...fabric.model.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"  # what decoding puts in place of bytes that are no character, or not yet
 RUN_MAX = 256

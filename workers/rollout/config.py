@@ -16,7 +16,7 @@ class RolloutConfig:
     slot_count: int
     """Turns it can run at once, [1, 4096]."""
     model_digest: str = ""
-    """Digest of the model's files (fabric/contract/models.py)."""
+    """Digest of the model's files (fabric/model/presets.py)."""
     pool: str = ""
     """serving: the group of workers that its team switches together."""
     is_observing: bool = False

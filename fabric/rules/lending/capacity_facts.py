@@ -73,7 +73,7 @@ class RunFacts:
 def is_same_model(name: str, digest: str, other_name: str, other_digest: str) -> bool:
     """Tell whether two names mean one model: by their files' digests where both are known, else by name.
 
-    digest: of the model's files (fabric/contract/models.py); "": it is a preset or a hub name, or was not read here.
+    digest: of the model's files (fabric/model/presets.py); "": it is a preset or a hub name, or was not read here.
     """
     return digest == other_digest if digest and other_digest else name == other_name
 

@@ -24,8 +24,8 @@ from rollfab.deploy.cli.status import with_ports
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import FabricError
-from rollfab.fabric.contract.models import is_preset
 from rollfab.fabric.contract.records import WorkerInfo
+from rollfab.fabric.model.presets import is_preset
 from rollfab.fabric.rules.serving.facts import Slo
 from rollfab.workers.engines.vllm.step.scheduler_page import STEP_AT_NS, STEPS, Page
 from rollfab.workers.serving.wiring import lock_path_of

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Group
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from tests.bench.measure import child_pids, process_cpu_s, process_title
 

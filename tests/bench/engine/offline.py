@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from rollfab.fabric.contract.models import model_config
+from rollfab.fabric.model.presets import model_config
 from rollfab.workers.engines.vllm.arguments import engine_arguments
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.common.environment import prepare_environment

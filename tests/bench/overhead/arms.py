@@ -24,7 +24,7 @@ from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
 from rollfab.fabric.contract.records import Group, Int32, Sampling
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.trainer.client import Fabric, Run, connect
 from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine

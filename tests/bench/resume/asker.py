@@ -14,7 +14,7 @@ import numpy as np
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.ids import new_group_id, trajectory_id, turn_id
 from rollfab.fabric.contract.records import Int32, RunConfig, Sampling, TrajectoryJob, TurnJob, TurnResult
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TurnPush
 

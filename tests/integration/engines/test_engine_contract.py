@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, EngineLimits, Generation, GenerationRequest, TurnsAtCommit
 from tests.support.device import DEVICE

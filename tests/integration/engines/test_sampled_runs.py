@@ -9,7 +9,7 @@ import pytest
 
 from rollfab.errors import EngineUnsupported, InputError
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from tests.support.processes.fabric_processes import Processes, check_each_arrived_once, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(150)]

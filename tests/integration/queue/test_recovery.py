@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.records import DeadLetter, Rollout
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.trainer.client import Run
 from tests.support.processes.fabric_processes import (
     Processes,

@@ -18,7 +18,7 @@ import rollfab
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import DeadLetter, Group, Rollout, WorkerInfo
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.trainer.client import Run

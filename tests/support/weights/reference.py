@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rollfab.fabric.contract.models import model_config
 from rollfab.fabric.contract.records import Float32, Int32, Sampling
+from rollfab.fabric.model.presets import model_config
 
 
 def plain_logprobs(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollfab.fabric.contract.models import model_config
 from rollfab.fabric.contract.records import Group, Rollout, Span
+from rollfab.fabric.model.presets import model_config
 from rollfab.trainer.grpo import PRESETS, Grpo, GrpoSettings, build_model
 from tests.support.records import new_rollout
 

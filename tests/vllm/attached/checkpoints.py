@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from rollfab.fabric.contract.models import model_config
+from rollfab.fabric.model.presets import model_config
 from rollfab.workers.engines.vllm.common.layout import checkpoint_layout
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
-from rollfab.fabric.contract.models import model_config
 from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.model.presets import model_config
 from rollfab.workers.engines.base import EngineLimits, GenerationRequest
 from rollfab.workers.engines.vllm.attached import streams
 from rollfab.workers.engines.vllm.attached.backend import ServerDoor

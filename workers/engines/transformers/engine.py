@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
-from ....fabric.contract.models import dtype_of, is_preset
 from ....fabric.format.layout import Layout
+from ....fabric.model.presets import dtype_of, is_preset
 from ....fabric.versions.commit import Staged, check_writes
 from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardConfig

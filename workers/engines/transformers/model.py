@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ....fabric.contract.errors import EngineError, EngineUnsupported
-from ....fabric.contract.models import is_preset, model_config
 from ....fabric.format.layout import Layout, TensorSpec
+from ....fabric.model.presets import is_preset, model_config
 from ....fabric.versions.commit import COMMIT_THREAD_COUNT_MAX, write
 from ..base import Bits, Writes
 

@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....fabric.contract.errors import ConfigError, EngineUnsupported
-from ....fabric.contract.models import dtype_of, is_preset, model_config
+from ....fabric.model.presets import dtype_of, is_preset, model_config
 from .common.names import BACKEND
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ import numpy as np
 
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import EngineError, WeightError
-from ....fabric.contract.models import is_preset
 from ....fabric.contract.sampling import GUIDED, Sampling
 from ....fabric.format.layout import Layout
+from ....fabric.model.presets import is_preset
 from ....fabric.versions.commit import Staged, check_writes
 from ..admission import context_of, is_over, stops_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit

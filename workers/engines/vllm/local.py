@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError
-from ....fabric.contract.models import is_preset, model_config
 from ....fabric.contract.sampling import CUTS, GUIDED, PENALTIES
+from ....fabric.model.presets import is_preset, model_config
 from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes

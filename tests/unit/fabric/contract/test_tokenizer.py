@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import ConfigError
-from rollfab.fabric.contract.models import PRESETS, is_preset, model_config
-from rollfab.fabric.contract.tokenizer import CharTokenizer, Tokenizer
+from rollfab.fabric.model.presets import PRESETS, is_preset, model_config
+from rollfab.fabric.model.tokenizer import CharTokenizer, Tokenizer
 
 tokenizer: Tokenizer = CharTokenizer()
 KNOWN = "\n" + "".join(map(chr, range(32, 127)))

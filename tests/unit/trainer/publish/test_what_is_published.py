@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollfab.fabric.contract.errors import ConfigError, FabricError, InputError, LayoutMismatch
-from rollfab.fabric.contract.models import PRESETS, model_config, preset_shapes
 from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
 from rollfab.fabric.inspect.safetensors import INDEX, save_bits
+from rollfab.fabric.model.presets import PRESETS, model_config, preset_shapes
 from rollfab.fabric.versions.reader import Weights, fetch_weights
 from rollfab.trainer.publish.publisher import Publisher
 from tests.support.weights.faulty_weights import RUN, FaultyStore

@@ -14,7 +14,7 @@ from rollfab.fabric.contract import limits
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import BrokerError, WireError
 from rollfab.fabric.contract.records import Group, Lease, RunConfig, TurnResult
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnPush, TurnSettle
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue

@@ -360,7 +360,7 @@ def test_a_chat_template_is_made_beside_the_loop_that_serves_all_other_trajector
 
 AT_ONCE = """
 from concurrent.futures import ThreadPoolExecutor
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.workers.engines.model_tokenizer import chat_of
 with ThreadPoolExecutor(8) as threads:
     print({type(each).__name__ for each in threads.map(lambda _: chat_of(CharTokenizer(), "tiny"), range(8))})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollfab.fabric.contract.errors import EnvironmentFailed
 from rollfab.fabric.contract.records import Int32, Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
 from rollfab.fabric.contract.sampling import turn_seed
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.environments.registry import Registry

@@ -18,7 +18,7 @@ from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import ClaimLost, EngineError, EngineUnsupported, InputError, QueueFull, RunUnknown
 from rollfab.fabric.contract.records import Group, Lease, Rollout, RunConfig, TurnJob
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
 from rollfab.fabric.ports.sessions import Call, Opened, Reply
 from rollfab.trainer.aio import make_groups

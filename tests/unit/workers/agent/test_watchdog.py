@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollfab.fabric.contract.records import RunConfig, TrajectoryJob
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.agent.loop_watchdog import watching

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollfab.fabric.contract.tokenizer import CharTokenizer, Tokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer, Tokenizer
 from rollfab.workers.engines.model_tokenizer import find_tokenizer, load_tokenizer
 from rollfab.workers.engines.stops import RUN_MAX, Pieces, StopMatcher
 from tests.support.tokenizer_files import SPECIAL, WORDS, byte_fallback, byte_level, save

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollfab.fabric.contract.errors import EngineUnsupported
-from rollfab.fabric.contract.models import model_config
+from rollfab.fabric.model.presets import model_config
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 from rollfab.workers.engines.transformers.model import ParameterStore, load_model
 from rollfab.workers.engines.transformers.options import LoopOptions

@@ -11,7 +11,7 @@ import pytest
 from rollfab.fabric.contract.errors import EnvironmentFailed
 from rollfab.fabric.contract.limits import INFO_BYTES_MAX, OBSERVATION_BYTES_MAX
 from rollfab.fabric.contract.records import Rollout, RunConfig, TrajectoryJob, TurnJob, TurnResult, check_reward
-from rollfab.fabric.contract.tokenizer import CharTokenizer
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.workers.agent.episode import Episode, Limits
 from rollfab.workers.environments.answers import weigh

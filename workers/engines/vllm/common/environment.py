@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .....fabric.contract.errors import EngineError
-from .....fabric.contract.models import is_preset
+from .....fabric.model.presets import is_preset
 from .logs import cause_of, output_into
 
 ALWAYS = {

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .errors import ConfigError
-from .text import did_you_mean
+from ..contract.errors import ConfigError
+from ..contract.text import did_you_mean
 from .tokenizer import CharTokenizer
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from .records import Int32
+from ..contract.records import Int32
 
 
 class Tokenizer(Protocol):
