@@ -52,7 +52,7 @@ ALLOWED = {
         "workers/engines/vllm/step/serving_probe.py",
         "import_module",
     ): "constants: parts of vLLM that the probe looks for",
-    ("workers/environments/guess_the_number.py", "import_module"): "constants: parts of the package gem",
+    ("workers/environments/games/guess_the_number.py", "import_module"): "constants: parts of the package gem",
 }
 
 

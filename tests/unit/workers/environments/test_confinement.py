@@ -183,7 +183,7 @@ async def test_where_it_is_to_be_held_in_a_class_that_trusts_itself_is_not_belie
     monkeypatch.chdir(ROOT)
     settings = Confinement.settings
     monkeypatch.setattr(Confinement, "settings", lambda self, found: settings(Confinement(), found))  # had everywhere
-    worlds = ["world=tests.support.worlds.worlds:Walk", "ours=rollfab.workers.environments.frozenlake:FrozenLake"]
+    worlds = ["world=tests.support.worlds.worlds:Walk", "ours=rollfab.workers.environments.games.frozenlake:FrozenLake"]
     async with Registry(worlds) as registry:
         assert await registry.is_inside("world")
     async with Registry(worlds, pool=PoolConfig(confinement=asked)) as registry:

@@ -26,8 +26,8 @@ from rollfab.workers.environments.base import (
     TextSampling,
     make_sampling,
 )
-from rollfab.workers.environments.frozenlake import FrozenLake
-from rollfab.workers.environments.guess_the_number import GuessTheNumber
+from rollfab.workers.environments.games.frozenlake import FrozenLake
+from rollfab.workers.environments.games.guess_the_number import GuessTheNumber
 from rollfab.workers.environments.registry import Registry
 from rollfab.workers.rewards.functions import environment_sum, success
 from tests.support.records import new_rollout
@@ -146,7 +146,7 @@ async def test_an_impossible_number_fails_the_attempt(number: object) -> None:
 def test_gem_comes_without_its_heavy_friends_and_leaves_no_trace() -> None:
     code = (
         "import sys, logging\n"
-        "from rollfab.workers.environments.guess_the_number import GuessTheNumber\n"
+        "from rollfab.workers.environments.games.guess_the_number import GuessTheNumber\n"
         "GuessTheNumber()\n"
         "heavy = {'matplotlib', 'reasoning_gym', 'nltk', 'torch', 'gem'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

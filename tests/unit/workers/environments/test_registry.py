@@ -9,7 +9,7 @@ from docs.examples.my_environment import Countdown
 
 from rollfab.fabric.contract.errors import ConfigError, EnvironmentFailed, EnvironmentUnknown
 from rollfab.workers.environments.base import GymEnvironment
-from rollfab.workers.environments.frozenlake import FrozenLake
+from rollfab.workers.environments.games.frozenlake import FrozenLake
 from rollfab.workers.environments.registry import Registry
 from rollfab.workers.environments.spawn import Program
 from rollfab.workers.rewards.functions import success

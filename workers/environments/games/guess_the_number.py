@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ...fabric.contract.errors import ConfigError, EnvironmentFailed
-from .base import Environment, Observation, Step, TextSampling
+from ....fabric.contract.errors import ConfigError, EnvironmentFailed
+from ..base import Environment, Observation, Step, TextSampling
 
 DIGITS = "1234567890"
 INVALID_REWARD = -0.05

@@ -12,8 +12,8 @@ from __future__ import annotations
 from string import ascii_lowercase
 from typing import Any
 
-from ...fabric.contract.errors import ConfigError
-from .base import Environment, Observation, Step, TextSampling
+from ....fabric.contract.errors import ConfigError
+from ..base import Environment, Observation, Step, TextSampling
 
 ACTIONS = {"L": 0, "D": 1, "R": 2, "U": 3}  # Gymnasium's numbering
 INVALID_REWARD = -0.05  # 14 of them stay above -1, so one success always outweighs a clumsy walk
