@@ -218,6 +218,7 @@ class LocalDoor:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(prompt_token_ids=ask.input_ids, cache_salt=str(self._salt) if self._salt else None)
+        is_told_more = bool(ask.sampling.logprobs) or ask.sampling.prompt_logprobs is not None
         marks: list[tuple[int, int]] = []
         starts: Sequence[tuple[str, int]] | None = None
         with translated(self._config.log_path, "vLLM ended a request"):
@@ -238,7 +239,7 @@ class LocalDoor:
                         finish_reason=made.finish_reason or "",
                         marks=marks,
                         cached_token_count=output.num_cached_tokens or 0,
-                        sides=_beside(ask, output),
+                        sides=_beside(ask, output) if is_told_more else (),
                     )
 
     def _parameters(self, ask: Ask) -> Any:

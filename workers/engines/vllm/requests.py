@@ -53,19 +53,21 @@ class OpenRequest:
         """
         sound_count = next((place for place, each in enumerate(chunk.logprobs) if math.isnan(each)), None)
         if sound_count is not None:
-            self.take(_first(chunk, sound_count), version)
+            ids, logprobs = chunk.token_ids[:sound_count], chunk.logprobs[:sound_count]
+            self.take(replace(chunk, token_ids=ids, logprobs=logprobs), version)
             if self.has_stopped:
                 return
             raise EngineError(NOT_NUMBERS)
         count = self.matcher.feed(chunk.token_ids) if self.matcher is not None else None
         if count is not None:
             self.has_stopped = True
-            chunk = _first(chunk, count)
+            chunk = replace(chunk, token_ids=chunk.token_ids[:count], logprobs=chunk.logprobs[:count])
         if chunk.marks is not None:
             self.marks = list(chunk.marks)
         elif chunk.token_ids and (not self.marks or self.marks[-1][1] != version):
             self.marks = [*self.marks, (len(self.tokens), version)]
-        self.sides += parts(chunk.sides, -WHOLE_MAX, len(chunk.token_ids), len(self.tokens))
+        if chunk.sides:  # they may speak of tokens that were cut off
+            self.sides += parts(chunk.sides, -WHOLE_MAX, len(chunk.token_ids), len(self.tokens))
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.cached_token_count = max(self.cached_token_count, chunk.cached_token_count)
@@ -82,12 +84,6 @@ class OpenRequest:
             error=error,
             sides=tuple(self.sides),
         )
-
-
-def _first(chunk: Chunk, count: int) -> Chunk:
-    """A chunk's first `count` tokens."""
-    ids, logprobs = chunk.token_ids[:count], chunk.logprobs[:count]
-    return replace(chunk, token_ids=ids, logprobs=logprobs, sides=parts(chunk.sides, -WHOLE_MAX, count))
 
 
 async def start_over(requests: Iterable[OpenRequest], door: Door) -> None:
