@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
-from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.contract.records import Sampling, Side
+from rollfab.fabric.contract.sides import joined, parts
 from rollfab.fabric.model.presets import model_config
 from rollfab.workers.engines.base import EngineLimits, GenerationRequest
 from rollfab.workers.engines.vllm.attached import streams
@@ -22,6 +23,7 @@ from rollfab.workers.engines.vllm.common.backend import Ask
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from tests.support.until import until
+from tests.support.weights.engine_sides import agree
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 from tests.vllm.attached.server_process import Server, served
 from tests.vllm.torch_reference import TorchReference, torch_reference
@@ -49,7 +51,7 @@ def torch_model() -> Iterator[TorchReference]:
 @pytest.fixture(scope="module")
 def server(model: Path, torch_model: TorchReference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("server")
-    with served(model, directory, "--enable-log-requests", VLLM_LOGGING_LEVEL="INFO") as server:
+    with served(model, directory, "--enable-log-requests", "--max-logprobs", "9", VLLM_LOGGING_LEVEL="INFO") as server:
         yield server
 
 
@@ -66,12 +68,14 @@ class Told:
     stops_at: int = 1000
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sides: list[Side] = field(default_factory=list)
     finish_reason: str = ""
     has_stopped: asyncio.Event = field(default_factory=asyncio.Event)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def follow(self, door: ServerDoor, ask: Ask) -> "Told":
         async for chunk in door.stream(ask):
+            self.sides += parts(chunk.sides, 0, len(chunk.token_ids), len(self.token_ids))
             self.token_ids += chunk.token_ids
             self.logprobs += chunk.logprobs
             self.finish_reason = chunk.finish_reason
@@ -238,6 +242,26 @@ async def test_nothing_is_streamed_while_held_and_the_rest_is_as_never_held(door
     for each in await asyncio.gather(*tasks):
         assert each.token_ids == full.token_ids and each.finish_reason == "length"
         np.testing.assert_allclose(each.logprobs, full.logprobs, rtol=1e-4, atol=1e-5)
+
+
+async def test_likeliest_tokens_are_told_up_to_the_servers_own_limit_and_over_a_hold(
+    door: ServerDoor, model: Path, torch_model: TorchReference
+) -> None:
+    # Given a server that tells nine at most, and a request for as many, held in the middle
+    assert door.facts.logprob_count_max == 9
+    (told,), tasks = await begun(door, new_ask("told", 60, temperature=1.0, seed=7, logprobs=9), stops_at=10)
+    await door.hold()
+    told.go_on()
+    await door.release()
+    await asyncio.gather(*tasks)
+    # Then every token has nine beside it, as torch has them
+    sides = joined(told.sides)
+    assert [(side.name, side.start, side.end) for side in sides] == [("top_ids", 0, 60), ("top_logprobs", 0, 60)]
+    ids, logprobs = (side.array for side in sides)
+    assert ids.shape == (60, 9)
+    agree(ids, logprobs, torch_model.logprobs(model, PROMPT, told.token_ids))
+    # And what it does not tell, it says
+    assert door.abilities.cannot.keys() >= {"prompt_logprobs", "kept_tokens", "routed_experts"}
 
 
 async def test_limits_keep_the_oldest_running_and_the_others_go_on_later(door: ServerDoor) -> None:

@@ -1,6 +1,7 @@
 """Attaching to a vLLM server that takes weights: development mode, our backend, log-probabilities after temperature."""
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.versions.commit import Staged
-from rollfab.workers.engines.base import Generation, GenerationRequest
+from rollfab.workers.engines.base import Engine, Generation, GenerationRequest
 from rollfab.workers.engines.vllm.attached.backend import ServerDoor
 from rollfab.workers.engines.vllm.attached.client import Client
 from rollfab.workers.engines.vllm.attached.model import ServedModel
@@ -19,6 +20,8 @@ from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Ask
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from tests.support.weights import engine_sides
+from tests.support.weights.reference import plain_logits_elsewhere
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 from tests.vllm.attached.server_process import Server, served
 from tests.vllm.torch_reference import TorchReference, torch_reference
@@ -131,7 +134,9 @@ async def test_what_is_asked_for_of_the_distribution_reaches_the_server(
     door: ServerDoor, models: list[Path], torch_model: TorchReference
 ) -> None:
     await bring(door, writes_of(models[1], 1), 1)
-    assert door.abilities.cannot.keys() == {"presence_penalty", "frequency_penalty", "guided_json", "guided_regex"}
+    untold = {"prompt_logprobs", "kept_tokens", "routed_experts"}
+    cannot = {"presence_penalty", "frequency_penalty", "guided_json", "guided_regex"} | untold
+    assert door.abilities.cannot.keys() == cannot
     plain = await tell(door, "plain")
     for cut in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         ids, logprobs, _ = await tell(door, f"{cut}", temperature=1.5, **cut)
@@ -139,6 +144,23 @@ async def test_what_is_asked_for_of_the_distribution_reaches_the_server(
         np.testing.assert_allclose(logprobs, 0, atol=1e-6)
     assert set((await tell(door, "biased", logit_bias={77: 100.0}))[0]) == {77}
     assert (await tell(door, "penalised", repetition_penalty=50.0))[0] != plain[0]
+
+
+async def test_likeliest_tokens_are_those_drawn_from_whatever_route_the_server_has(server: Server) -> None:
+    engine = VllmEngine(
+        VllmConfig(model="", server=server.url, slot_count=8, context_tokens_max=200, probes_writes=False)
+    )
+
+    @asynccontextmanager
+    async def make() -> AsyncIterator[Engine]:
+        yield engine
+
+    await engine.start()
+    try:
+        await engine_sides.check_likeliest_tokens(make, plain_logits_elsewhere)
+        await engine_sides.check_a_turn_of_two_claims(make)
+    finally:
+        await engine.close()
 
 
 async def test_a_commit_in_the_middle_of_a_turn_is_marked_where_it_happened(

@@ -23,7 +23,8 @@ from functools import partial
 import numpy as np
 
 from ....fabric.contract.clock import SystemClock
-from ....fabric.contract.errors import EngineError, WeightError
+from ....fabric.contract.errors import EngineError, EngineUnsupported, WeightError
+from ....fabric.contract.limits import LOGPROB_COUNT_MAX
 from ....fabric.contract.sampling import GUIDED, Sampling
 from ....fabric.format.layout import Layout
 from ....fabric.model.presets import is_preset
@@ -182,6 +183,7 @@ class VllmEngine:
             engine=self.name,
             cannot=self.cannot,
         )
+        self._check_counts(request)
         matcher = stops_of(request, self._pieces)
         ask = Ask(
             request_id=request.request_id,
@@ -192,6 +194,23 @@ class VllmEngine:
             stop_ids=(*sampling.stop_ids, *self._more_stops(sampling, matcher)),
         )
         return OpenRequest(ask=ask, matcher=matcher)
+
+    def _check_counts(self, request: GenerationRequest) -> None:
+        """Require that it tells so many likeliest tokens.
+
+        Raises:
+            EngineUnsupported: it does not, however often it is asked.
+        """
+        most = self._door.facts.logprob_count_max
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(request.sampling, name) or 0
+            if count > most:
+                raise EngineUnsupported(
+                    f"request {request.request_id!r} asks for {name} {count}, this vLLM tells at most {most} beside a"
+                    f" token: ask for fewer, or start it with --max-logprobs {LOGPROB_COUNT_MAX}",
+                    request_id=request.request_id,
+                    field=name,
+                )
 
     def _more_stops(self, sampling: Sampling, matcher: StopMatcher | None) -> Sequence[int]:
         """Tokens besides its own that end a request. A grammar takes those for its end: it has no others."""

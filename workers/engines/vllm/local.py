@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricError
+from ....fabric.contract.limits import LOGPROB_COUNT_MAX
+from ....fabric.contract.records import Side
 from ....fabric.contract.sampling import CUTS, GUIDED, PENALTIES
 from ....fabric.model.presets import is_preset, model_config
 from ...serving.device.mps import take_off
@@ -33,6 +35,7 @@ from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
 from .common.arena import Mirror, pack, posted
 from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
+from .common.beside import CANNOT, made_sides, prompt_sides
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
 from .common.names import MPS, PRIOR_COUNT, PROBE
@@ -93,11 +96,12 @@ class LocalDoor:
     def abilities(self) -> Abilities:
         is_on_cpu = self._vllm is not None and self._vllm.is_on_cpu
         where = " (cpu)" if is_on_cpu else ""
+        has_tokenizer = self._vllm is None or self._vllm.has_tokenizer
         return Abilities(
             name=f"vllm {installed_version().partition('+')[0]}{where}",
             weights="deltas",
             sleeps=not is_on_cpu,
-            cannot={} if self._vllm is None or self._vllm.has_tokenizer else dict.fromkeys(GUIDED, NO_TOKENIZER),
+            cannot=CANNOT if has_tokenizer else CANNOT | dict.fromkeys(GUIDED, NO_TOKENIZER),
             cannot_resume=frozenset() if is_on_cpu else COUNTED,
         )
 
@@ -145,6 +149,7 @@ class LocalDoor:
             context_tokens_max=model.max_model_len,
             vocabulary_size=model.get_vocab_size(),
             tokenizer=self._config.model if is_preset(self._config.model) else str(model.tokenizer),
+            logprob_count_max=_count_max(model),
         )
         llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
         self._vllm = _Vllm(llm, is_on_cpu, bool(settings.use_v2_model_runner), not model.skip_tokenizer_init)
@@ -213,6 +218,7 @@ class LocalDoor:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(prompt_token_ids=ask.input_ids, cache_salt=str(self._salt) if self._salt else None)
+        is_told_more = bool(ask.sampling.logprobs) or ask.sampling.prompt_logprobs is not None
         marks: list[tuple[int, int]] = []
         starts: Sequence[tuple[str, int]] | None = None
         with translated(self._config.log_path, "vLLM ended a request"):
@@ -229,10 +235,11 @@ class LocalDoor:
                         marks = [(span.start, _number(span.version)) for span in made.weight_versions]
                     yield Chunk(
                         token_ids=made.token_ids,
-                        logprobs=made.logprobs.logprobs if made.logprobs is not None else (),
+                        logprobs=_drawn(made.logprobs),
                         finish_reason=made.finish_reason or "",
                         marks=marks,
                         cached_token_count=output.num_cached_tokens or 0,
+                        sides=_beside(ask, output) if is_told_more else (),
                     )
 
     def _parameters(self, ask: Ask) -> Any:
@@ -252,7 +259,8 @@ class LocalDoor:
             structured_outputs=guided,
             extra_args={PRIOR_COUNT: ask.prior_count} if ask.prior_count else None,
             ignore_eos=True,
-            logprobs=0,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -410,6 +418,33 @@ def _end(vllm: _Vllm) -> None:
     finally:  # its own killing stops half-way where it comes to a process that has just gone (psutil.NoSuchProcess)
         for process in processes:
             process.kill()
+
+
+def _count_max(model: Any) -> int:
+    """Most likeliest tokens that vLLM tells beside one, of its settings of the model."""
+    most: int = model.max_logprobs
+    bounds: tuple[int, int] = (LOGPROB_COUNT_MAX, model.get_vocab_size())
+    return min(bounds) if most == -1 else min(*bounds, most)
+
+
+def _drawn(found: Any) -> Sequence[float]:
+    """Log-probabilities of the tokens that were drawn: with the likeliest beside them, the first at each place."""
+    if found is None:
+        return ()
+    logprobs: Sequence[float] = found.logprobs
+    is_alone = len(logprobs) == len(found.start_indices)
+    return logprobs if is_alone else [logprobs[start] for start in found.start_indices]
+
+
+def _beside(ask: Ask, output: Any) -> tuple[Side, ...]:
+    """What is recorded beside a stream's next tokens; with the first of them, of the prompt."""
+    made, sampling = output.outputs[0], ask.sampling
+    if not made.token_ids:
+        return ()
+    sides = made_sides(made.logprobs, sampling.logprobs) if sampling.logprobs else ()
+    if sampling.prompt_logprobs is not None and output.prompt_logprobs:
+        sides += prompt_sides(output.prompt_logprobs, sampling.prompt_logprobs)
+    return sides
 
 
 @contextlib.contextmanager

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ....fabric.contract.errors import EngineError
+from ....fabric.contract.fields import WHOLE_MAX
+from ....fabric.contract.records import Side
+from ....fabric.contract.sides import joined, parts
 from ..admission import NOT_NUMBERS
 from ..base import Generation
 from ..request import Marks, stretches
@@ -30,6 +33,7 @@ class OpenRequest:
     has_stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sides: list[Side] = field(default_factory=list)
     marks: Marks = field(default_factory=list)
     cached_token_count: int = 0
     task: asyncio.Task[None] | None = None
@@ -62,12 +66,15 @@ class OpenRequest:
             self.marks = list(chunk.marks)
         elif chunk.token_ids and (not self.marks or self.marks[-1][1] != version):
             self.marks = [*self.marks, (len(self.tokens), version)]
+        if chunk.sides:  # they may speak of tokens that were cut off
+            self.sides += parts(chunk.sides, -WHOLE_MAX, len(chunk.token_ids), len(self.tokens))
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.cached_token_count = max(self.cached_token_count, chunk.cached_token_count)
 
     def generation(self, finish_reason: str = "", error: str | None = None) -> Generation:
         """What it has made so far."""
+        self.sides = list(joined(self.sides))  # so that what was joined once is one piece the next time
         return Generation(
             request_id=self.ask.request_id,
             finish_reason=finish_reason,
@@ -75,6 +82,7 @@ class OpenRequest:
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=stretches(self.marks, len(self.tokens)),
             error=error,
+            sides=tuple(self.sides),
         )
 
 

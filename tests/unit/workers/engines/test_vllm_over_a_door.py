@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch, WeightError
-from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.contract.records import Sampling, Side
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.inspect.safetensors import save_bits
+from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import EngineLimits, Generation, GenerationRequest, TurnsAtCommit, Writes
 from rollfab.workers.engines.vllm.attached.model import ServedModel
@@ -299,6 +300,59 @@ async def test_a_commit_that_cannot_hold_the_engine_leaves_it_as_it_was(engine: 
     assert engine.stats().active_version == 1 and engine.weight_bits()["b"].tolist() == [1, 1, 1, 1]
 
 
+def beside(first: int, count: int) -> tuple[Side, ...]:
+    """A chunk's likeliest tokens: numbers, counted from the turn's first."""
+    ids = np.arange(first, first + count, dtype=np.int32)[:, None]
+    return (Side(name="top_ids", start=0, end=count, array=ids),)
+
+
+def prompt_side(count: int) -> Side:
+    return Side(name="prompt_logprobs", start=-count, end=0, array=np.full(count, -9, dtype=np.float32))
+
+
+class TellingDoor(PlayedDoor):
+    """Tells something beside the tokens of its one request, in two chunks of three tokens; then waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts = dataclasses.replace(self.facts, tokenizer="tiny", logprob_count_max=3)
+        self.goes_on = asyncio.Event()
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Chunk]:
+        for first, text in ((0, "abc"), (3, "xyz")):
+            ids = CharTokenizer().encode(text).tolist()
+            told = beside(first, 3) if first else (*beside(first, 3), prompt_side(len(ask.input_ids)))
+            yield Chunk(token_ids=ids, logprobs=[-1.0] * 3, sides=told)
+            await self.goes_on.wait()
+
+
+async def test_what_is_told_beside_tokens_is_cut_with_them_and_known_while_they_come() -> None:
+    # Given a vLLM that tells something beside each token, and a request with a stop text
+    door = TellingDoor()
+    engine = VllmEngine(VllmConfig(probes_writes=False), door=door)  # type: ignore[arg-type]
+    await engine.start()
+    prompt = np.arange(5, dtype=np.int32)
+    sampling = Sampling(max_tokens=9, stop=("xy",), logprobs=3, prompt_logprobs=0)
+    engine.generate(GenerationRequest(request_id="a", prompt_ids=prompt, sampling=sampling))
+    # When half of it is there, and when it has ended two thirds into a chunk
+    await until(lambda: len(engine.progress(["a"])[0].completion_ids) == 3)
+    (half,) = engine.progress(["a"])
+    (again,) = engine.progress(["a"])
+    door.goes_on.set()
+    (whole,) = await engine.finished(5.0)
+    # Then each token that is kept has its row, and no other
+    assert (whole.finish_reason, len(whole.completion_ids)) == ("stop", 5)
+    for made, count in ((half, 3), (again, 3), (whole, 5)):
+        told = {(side.name, side.start, side.end): side.array.tolist() for side in made.sides}
+        assert told == {("prompt_logprobs", -5, 0): [-9.0] * 5, ("top_ids", 0, count): [[i] for i in range(count)]}
+    # And more than it tells is refused as what no other attempt mends
+    for name in ("logprobs", "prompt_logprobs"):
+        more = Sampling(**{name: 4})
+        with pytest.raises(EngineUnsupported, match=rf"{name} 4.*at most 3.*--max-logprobs 20"):
+            engine.generate(GenerationRequest(request_id="b", prompt_ids=prompt, sampling=more))
+    await engine.close()
+
+
 class NumblessDoor(PlayedDoor):
     """Its weights cannot continue one prompt: the third token's logits are no numbers, and so are all after it."""
 
@@ -312,8 +366,8 @@ class NumblessDoor(PlayedDoor):
                 yield chunk
             return
         try:
-            yield Chunk(token_ids=[7], logprobs=[-1.0])
-            yield Chunk(token_ids=[7, 0, 0], logprobs=[-1.0, float("nan"), float("nan")])
+            yield Chunk(token_ids=[7], logprobs=[-1.0], sides=(*beside(0, 1), prompt_side(3)))
+            yield Chunk(token_ids=[7, 0, 0], logprobs=[-1.0, float("nan"), float("nan")], sides=beside(1, 3))
             await asyncio.Event().wait()
         finally:
             self.ended.append(ask.request_id)
@@ -334,6 +388,8 @@ async def test_a_request_whose_logits_are_no_numbers_fails_alone_with_the_tokens
 
     assert ended["broken"].finish_reason == "error" and "not numbers" in str(ended["broken"].error)
     assert ended["broken"].completion_ids.tolist() == [7, 7] and np.isfinite(ended["broken"].logprobs).all()
+    told = {(side.name, side.start, side.end): side.array.tolist() for side in ended["broken"].sides}
+    assert told == {("prompt_logprobs", -3, 0): [-9.0] * 3, ("top_ids", 0, 2): [[0], [1]]}
     assert door.ended == ["broken"], "the vLLM computes nothing more of it"
     assert ended["beside"].completion_ids.tolist() == [7] * 9
     await engine.close()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
+from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.workers.engines.vllm.attached.admission import Turns
-from rollfab.workers.engines.vllm.attached.client import Client
-from rollfab.workers.engines.vllm.attached.routes import CompletionsRoute, GenerateRoute
+from rollfab.workers.engines.vllm.attached.client import Client, Reply
+from rollfab.workers.engines.vllm.attached.routes import CompletionsRoute, GenerateRoute, find_logprob_count_max
 from rollfab.workers.engines.vllm.attached.streams import (
     PACE_TOKENS_MIN,
     PIECE_S,
@@ -114,6 +118,69 @@ async def test_tokens_come_one_by_one_where_a_stop_text_is_looked_for(tmp_path: 
     async with streaming(tmp_path) as (streams, _):
         await pieces(streams, "first")
         assert await pieces(streams, "second", stop=("END",)) == [1] * 50
+
+
+def test_the_likeliest_tokens_are_read_in_order_and_what_was_cut_is_marked() -> None:
+    # Given an event as vLLM writes it: the drawn token first, which is there once, or is none of the likeliest
+    rows = [
+        {"token_id:5": -1.0, "token_id:9": -0.5},
+        {"token_id:4": -3.0, "token_id:8": -0.25, "token_id:6": -2.0},
+        {"token_id:3": 0.0, "token_id:7": -9999.0},
+    ]
+    logprobs = {"token_logprobs": [-1.0, -3.0, 0.0], "top_logprobs": rows}
+    event = {"choices": [{"token_ids": [5, 4, 3], "logprobs": logprobs, "finish_reason": None}]}
+    ask = Ask(request_id="r", input_ids=[1], token_count_max=5, sampling=Sampling(logprobs=2))
+    # When it is read
+    piece = CompletionsRoute("m").piece(event, ask)
+    # Then each token has the two likeliest beside it; minus infinity is none
+    assert [(side.name, side.start, side.end) for side in piece.sides] == [("top_ids", 0, 3), ("top_logprobs", 0, 3)]
+    ids, told = (side.array for side in piece.sides)
+    assert (ids.tolist(), ids.dtype) == ([[9, 5], [8, 6], [3, -1]], np.int32)
+    assert (told.tolist(), told.dtype) == ([[-0.5, -1.0], [-0.25, -2.0], [0.0, -math.inf]], np.float32)
+    # And a row that is too short is no event that we know
+    for count in (3, 4):
+        with pytest.raises(ValueError, match="shape"):
+            CompletionsRoute("m").piece(event, replace(ask, sampling=Sampling(logprobs=count)))
+    logprobs["top_logprobs"] = rows[:1]
+    with pytest.raises(ValueError, match="reshape"):
+        CompletionsRoute("m").piece(event, replace(ask, sampling=Sampling(logprobs=3)))
+
+
+async def test_likeliest_tokens_are_asked_for_by_the_route_that_tells_all_of_them() -> None:
+    telling, plain = CompletionsRoute("m"), GenerateRoute()
+    streams = Streams(Client("http://127.0.0.1:9", None), plain, Turns(4), telling)
+    try:
+        for count, route in ((0, plain), (2, telling)):
+            ask = Ask(request_id="r", input_ids=[1], token_count_max=5, sampling=Sampling(logprobs=count))
+            assert streams._route_of(ask) is route
+            assert telling.body(ask, [1], 5, None, stream_interval=1)["logprobs"] == count
+    finally:
+        await streams.close()
+
+
+class Answering(Client):
+    """Tells `most` likeliest tokens, and answers more with `status`."""
+
+    def __init__(self, most: int, status: int = 400) -> None:
+        super().__init__("http://127.0.0.1:9", None)
+        self.most, self.status, self.count = most, status, 0
+
+    async def call(self, method: str, path: str, body: Any = None, **options: Any) -> Reply:
+        self.count += 1
+        return Reply(200 if body["logprobs"] <= self.most else self.status, {}, "")
+
+
+@pytest.mark.parametrize("most", range(5, 30))
+async def test_how_many_likeliest_tokens_a_server_tells_is_found_by_trying(most: int) -> None:
+    client = Answering(most)
+    assert await find_logprob_count_max(client, "m", 1000) == min(most, 20)
+    assert client.count <= (1 if most >= 20 else 5)
+    assert await find_logprob_count_max(client, "m", 12) == min(most, 12), "no more than there are tokens"
+
+
+async def test_a_server_that_fails_while_it_is_tried_is_not_taken_for_one_that_tells_fewer() -> None:
+    with pytest.raises(EngineError, match="500"):
+        await find_logprob_count_max(Answering(9, 500), "m", 1000)
 
 
 def test_both_routes_ask_for_pieces() -> None:

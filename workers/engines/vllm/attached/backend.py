@@ -23,10 +23,11 @@ from ....serving.guarding.guard import GuardOrders
 from ...base import EngineLimits, TurnsAtCommit, Writes
 from ..common.arena import Mirror
 from ..common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
+from ..common.beside import CANNOT as UNTOLD
 from .admission import Turns
 from .client import UNIX, Client
 from .model import ServedModel
-from .routes import PROCESSED, CompletionsRoute, find_route, reports_processed_logprobs
+from .routes import PROCESSED, CompletionsRoute, find_logprob_count_max, find_route, reports_processed_logprobs
 from .streams import Streams
 from .weights import DeltaWeights, ServerWeights, find_weights
 
@@ -39,7 +40,11 @@ CUT_OFF = (
     "requests at a server are cut and asked again at every commit and hold, and it would not know what came before as"
     " the turn's own: take a vLLM in the worker's own process"
 )
-CANNOT = dict.fromkeys((*GUIDED, "presence_penalty", "frequency_penalty"), CUT_OFF)
+CANNOT = {
+    **dict.fromkeys((*GUIDED, "presence_penalty", "frequency_penalty"), CUT_OFF),
+    **UNTOLD,
+    "prompt_logprobs": "a server tells them in no stream: take a vLLM in the worker's own process",
+}
 TEXT_NOTE = "it also turns tokens into text, which costs it time: start it with --enable-scale-out"
 SLEEP_NOTE = "it cannot sleep: that needs a GPU, --enable-sleep-mode, and VLLM_SERVER_DEV_MODE=1 in its environment"
 NOTES = (
@@ -102,6 +107,7 @@ class ServerDoor:
             context_tokens_max=min(limits),
             vocabulary_size=model.vocabulary_size,
             tokenizer=model.root,
+            logprob_count_max=await find_logprob_count_max(client, model.name, model.vocabulary_size),
         )
         self._abilities = Abilities(
             name=f"vllm server {model.server_version}",
@@ -110,7 +116,7 @@ class ServerDoor:
             notes=(*weights.notes, *self._notes(model, makes_text=isinstance(route, CompletionsRoute))),
             cannot=CANNOT if self._is_processed else CANNOT | dict.fromkeys((*CUTS, *PENALTIES, "logit_bias"), RAW),
         )
-        self._streams = Streams(client, route, self._turns)
+        self._streams = Streams(client, route, self._turns, CompletionsRoute(model.name))
 
     def _notes(self, model: ServedModel, *, makes_text: bool) -> Iterator[str]:
         if not self._is_processed:

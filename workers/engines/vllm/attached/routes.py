@@ -4,6 +4,8 @@
 - /inference/v1/generate: ids in, ids out, nothing turned into text; only where scale-out is enabled.
 - /v1/completions: on every server; it also makes text, which is thrown away.
 - JSON carries float32 exactly (as the shortest decimal of its double); vLLM sends -9999 for minus infinity.
+- The likeliest tokens beside each are asked for by /v1/completions alone: of k the other route leaves the last out
+  where the token that was drawn is none of them.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from .....fabric.contract.errors import EngineError
+from .....fabric.contract.limits import LOGPROB_COUNT_MAX
 from .....fabric.contract.sampling import CUTS
+from .....fabric.contract.sides import Side
 from ..common.backend import Ask
+from ..common.beside import likeliest_of, table, top_sides
 from .client import Client
 
 # All that a generation config may change, at the values that change nothing.
@@ -36,16 +43,23 @@ PROBE_TEMPERATURE = 0.05  # far from 1: log-probabilities after temperature then
 PROBE_TOP = 5
 SAME = 0.01  # nats; bfloat16 and other batches move a log-probability by less
 PROCESSED = "--logprobs-mode processed_logprobs"
+NEVER = -9999.0  # what vLLM sends for minus infinity
+NAMED = "token_id:"  # what it puts before a token's id
+REFUSED = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One event. finish_reason: as vLLM says it, "" while the request goes on. cached_token_count: None: not told."""
+    """One event. finish_reason: as vLLM says it, "" while the request goes on. cached_token_count: None: not told.
+
+    sides: of these tokens, from place 0 on.
+    """
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     finish_reason: str = ""
     cached_token_count: int | None = None
+    sides: tuple[Side, ...] = ()
 
 
 class Route(Protocol):
@@ -57,11 +71,17 @@ class Route(Protocol):
         self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
     ) -> dict[str, Any]: ...
 
-    def piece(self, event: Mapping[str, Any]) -> Piece: ...
+    def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
+        """Read an event.
+
+        Raises:
+            KeyError, TypeError, IndexError, AttributeError, ValueError: it is not as we know it.
+        """
+        ...
 
 
 class GenerateRoute:
-    """The route /inference/v1/generate."""
+    """The route /inference/v1/generate, for requests that ask for nothing beside their tokens."""
 
     path = "/inference/v1/generate"
 
@@ -72,7 +92,7 @@ class GenerateRoute:
         parameters = {**_parameters(ask, token_count_max, seed, stream_interval), "detokenize": False}
         return {"token_ids": input_ids, "sampling_params": parameters, **_STREAMED}
 
-    def piece(self, event: Mapping[str, Any]) -> Piece:
+    def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
         """Read an event."""
         if not event["choices"]:
             return Piece(cached_token_count=_cached_token_count(event))
@@ -97,13 +117,23 @@ class CompletionsRoute:
         own = {"model": self._model, "prompt": input_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
         return {**own, **_parameters(ask, token_count_max, seed, stream_interval), **_STREAMED}
 
-    def piece(self, event: Mapping[str, Any]) -> Piece:
+    def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
         """Read an event."""
         if not event["choices"]:
             return Piece(cached_token_count=_cached_token_count(event))
         choice = event["choices"][0]
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
-        return Piece(choice.get("token_ids") or (), logprobs, choice.get("finish_reason") or "")
+        told = choice.get("logprobs") or {}
+        ids, logprobs = choice.get("token_ids") or (), told.get("token_logprobs") or ()
+        count = ask.sampling.logprobs
+        sides = _likeliest(told["top_logprobs"], count) if count and ids else ()
+        return Piece(ids, logprobs, choice.get("finish_reason") or "", sides=sides)
+
+
+def _likeliest(rows: Sequence[Mapping[str, float]], count: int) -> tuple[Side, ...]:
+    """Read the likeliest tokens beside each: by name, the drawn one first."""
+    found = [likeliest_of([int(name.removeprefix(NAMED)) for name in row], list(row.values()), count) for row in rows]
+    ids, logprobs = table(found, count)
+    return top_sides((ids, np.where(logprobs <= NEVER, np.float32(-np.inf), logprobs)))
 
 
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
@@ -116,7 +146,7 @@ def _parameters(ask: Ask, token_count_max: int, seed: int | None, stream_interva
         **{name: row[name] for name in SENT if name in row},
         "max_tokens": token_count_max,
         "stop_token_ids": list(ask.stop_ids),
-        "logprobs": 0,
+        "logprobs": ask.sampling.logprobs,
         "stream_interval": stream_interval,
     }
     return {**NEUTRAL, **given, **({} if seed is None else {"seed": seed})}
@@ -152,16 +182,43 @@ async def reports_processed_logprobs(client: Client, model: str) -> bool:
     return any(abs(at_one[token] - at_low[token]) > SAME for token in likely)
 
 
+async def find_logprob_count_max(client: Client, model: str, vocabulary_size: int) -> int:
+    """Find by trying how many likeliest tokens the server tells beside one; it tells PROBE_TOP.
+
+    Raises:
+        EngineError: it answers neither that it does nor that it does not.
+    """
+    most = tried = min(LOGPROB_COUNT_MAX, vocabulary_size)
+    known = min(PROBE_TOP, most)
+    while known < most:
+        if await _tells(client, model, tried):
+            known = tried
+        else:
+            most = tried - 1
+        tried = (known + most + 1) // 2
+    return known
+
+
+async def _tells(client: Client, model: str, count: int) -> bool:
+    reply = await client.call("POST", CompletionsRoute.path, _one_token(model, 1.0, count))
+    if not reply.is_ok and reply.status != REFUSED:
+        raise client.refusal(CompletionsRoute.path, reply)
+    return reply.is_ok
+
+
 async def _top_logprobs(client: Client, model: str, temperature: float) -> dict[str, float]:
-    body = {
+    data = await client.ask("POST", CompletionsRoute.path, _one_token(model, temperature, PROBE_TOP))
+    found: dict[str, float] = data["choices"][0]["logprobs"]["top_logprobs"][0]
+    return found
+
+
+def _one_token(model: str, temperature: float, logprob_count: int) -> dict[str, Any]:
+    return {
         **NEUTRAL,
         "model": model,
         "prompt": PROBE_IDS,
         "max_tokens": 1,
-        "logprobs": PROBE_TOP,
+        "logprobs": logprob_count,
         "return_tokens_as_token_ids": True,
         "temperature": temperature,
     }
-    data = await client.ask("POST", CompletionsRoute.path, body)
-    found: dict[str, float] = data["choices"][0]["logprobs"]["top_logprobs"][0]
-    return found

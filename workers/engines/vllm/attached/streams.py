@@ -43,9 +43,11 @@ class Streams:
         event_count: events that brought tokens.
     """
 
-    def __init__(self, client: Client, route: Route, turns: Turns) -> None:
+    def __init__(self, client: Client, route: Route, turns: Turns, telling: Route | None = None) -> None:
+        """telling: the route for requests with tokens to tell beside theirs; None: the same."""
         self._client = client
         self._route = route
+        self._telling = telling or route
         self.turns = turns
         self.failure: EngineError | None = None
         self.event_count = 0
@@ -117,14 +119,18 @@ class Streams:
     def _attempt(self, turn: Turn) -> Attempt:
         ask, made_count = turn.ask, len(turn.made)
         seed = ask.sampling.seed
-        body = self._route.body(
+        route = self._route_of(ask)
+        body = route.body(
             ask,
             ask.input_ids + turn.made,
             ask.token_count_max - made_count,
             None if seed is None else resumed_seed(seed, ask.prior_count + made_count),
             stream_interval=1 if ask.sampling.stop else piece_tokens(self._token_s),  # stop texts are found on our side
         )
-        return Attempt(self._client, self._route.path, body)
+        return Attempt(self._client, route.path, body)
+
+    def _route_of(self, ask: Ask) -> Route:
+        return self._telling if ask.sampling.logprobs else self._route
 
     async def _chunks(self, turn: Turn, attempt: Attempt) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of an attempt.
@@ -137,7 +143,7 @@ class Streams:
         pace = Pace()
         try:
             async for event in attempt.events():
-                piece = self._piece(event)
+                piece = self._piece(event, turn.ask)
                 if piece.cached_token_count is not None:
                     cached_token_count = piece.cached_token_count
                 if piece.token_ids:
@@ -146,7 +152,7 @@ class Streams:
                     last = piece  # usage follows it
                 elif piece.token_ids:
                     self.event_count += 1
-                    yield Chunk(token_ids=piece.token_ids, logprobs=piece.logprobs)
+                    yield Chunk(token_ids=piece.token_ids, logprobs=piece.logprobs, sides=piece.sides)
         except EngineError as error:
             if last is None and await self._is_final(error):
                 raise
@@ -157,18 +163,20 @@ class Streams:
                 logprobs=last.logprobs,
                 finish_reason=_finish_reason(turn, last),
                 cached_token_count=cached_token_count if is_first else 0,
+                sides=last.sides,
             )
 
-    def _piece(self, event: Any) -> Piece:
+    def _piece(self, event: Any, ask: Ask) -> Piece:
         """Read an event. Raises EngineError: it tells of an error, or is not as we know it."""
         try:
             if "error" in event:
                 told = event["error"]["message"]
                 raise EngineError(f"vLLM server {self._client.url} failed a request: {told}. See its log")
-            piece = self._route.piece(event)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            piece = self._route_of(ask).piece(event, ask)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise EngineError(f"vLLM server {self._client.url} streams what we do not know: {event!r}") from error
-        if len(piece.token_ids) != len(piece.logprobs):
+        told = {len(piece.logprobs), *(side.end for side in piece.sides)}
+        if told != {len(piece.token_ids)}:
             raise EngineError(f"vLLM server {self._client.url} does not tell every token's id and log-probability")
         return piece
 

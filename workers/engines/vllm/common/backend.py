@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from .....fabric.contract.records import Sampling
+from .....fabric.contract.limits import LOGPROB_COUNT_MAX
+from .....fabric.contract.records import Sampling, Side
 from .....fabric.format.layout import Layout
 from ....serving.guarding.guard import GuardOrders
 from ...base import EngineLimits, TurnsAtCommit, Writes
@@ -26,6 +27,7 @@ class ModelFacts:
     """The model's facts, known once the door is open.
 
     context_tokens_max: most tokens of prompt and completion. tokenizer: preset, path or hub name of it.
+    logprob_count_max: most likeliest tokens that are told beside one.
     """
 
     name: str
@@ -33,6 +35,7 @@ class ModelFacts:
     context_tokens_max: int
     vocabulary_size: int
     tokenizer: str = ""
+    logprob_count_max: int = LOGPROB_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class Chunk:
     finish_reason: stop, length or abort in the last chunk, else "".
     marks: (first token, version) of each stretch so far, as vLLM tells; None: it does not, the engine keeps its own.
     cached_token_count: tokens of the prompt found in the prefix cache; in the last chunk at the latest.
+    sides: what sampling asks to have recorded; places count from this chunk's first token.
     """
 
     token_ids: Sequence[int] = ()
@@ -66,6 +70,7 @@ class Chunk:
     finish_reason: str = ""
     marks: Sequence[tuple[int, int]] | None = None
     cached_token_count: int = 0
+    sides: tuple[Side, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
