@@ -28,7 +28,7 @@ from ..contract import records
 from ..contract.errors import InputError, PayloadTooLarge
 from ..contract.limits import MIB, NODE_COUNT_MAX
 from ..contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Side, Span, UInt8
-from ..contract.sides import joined, parts, size_bytes
+from ..contract.sides import WHEN_READ, joined, parts, size_bytes
 from .answers import finish_of, to_message
 from .control import without_marks
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
@@ -267,6 +267,7 @@ class Conversation:
             is_answer=True,
             is_open=finish_reason == "stop" and end is not None,
         )
+        self._tell_parent(ask, sides)
         self._add([*asked, node])
         self._share(place, asked)
         return Answer(len(self.nodes) - 1, message, text, finish_of(message, finish_reason))
@@ -423,6 +424,19 @@ class Conversation:
         nodes[index] = replace(nodes[index], messages=kept)
         self._bytes += (len(behind) - 1) * sum(map(_size_bytes, others))
         self.nodes = nodes
+
+    def _tell_parent(self, ask: Ask, sides: Sequence[Side]) -> None:
+        """Give an answer what is known of its last token only since that was read."""
+        if not ask.is_continued:
+            return
+        node, count = self.nodes[ask.parent], len(ask.added_ids)
+        end = len(node.ids)
+        known = {side.name for side in parts(node.sides, end - 1, end)}
+        last = parts(sides, -count - 1, -count, end + count)
+        told = [part for part in last if part.name in WHEN_READ - known]
+        if told:
+            self.nodes = self.nodes.copy()
+            self.nodes[ask.parent] = replace(node, sides=(*node.sides, *told))
 
     def _asked_nodes(self, place: _Place, sides: Sequence[Side], *, is_needed: bool) -> list[Node]:
         """Make the nodes that an ask adds: what it shares with half of another one, and what is its own alone.

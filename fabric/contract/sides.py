@@ -36,6 +36,7 @@ DTYPES: dict[str, np.dtype[Any]] = {code: np.dtype(f"<{code}") for code in ("u1"
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 DIMENSION_COUNT_MAX = 4
+WHEN_READ = frozenset({"routed_experts"})  # known of a token once it was read: of a turn's last, only in the next turn
 FILL: dict[str, float] = {"i": -1, "u": 0, "f": -math.inf}  # by a dtype's kind: what stands where a token has no row
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ...fabric.contract.records import Float32, Int32, Side, Span, TurnResult, UInt8
-from ...fabric.contract.sides import joined, parts
+from ...fabric.contract.sides import WHEN_READ, joined
 from ...fabric.model.tokenizer import Tokenizer
 
 
@@ -33,6 +33,7 @@ class Transcript:
         self._length = 0
         self._sides: list[Side] = []
         self._told = -len(prompt_ids)  # the end of the last turn: what follows was read by the next one
+        self._ends: dict[str, int] = {}  # where side arrays end that tell of tokens once they were read
         self._known_ids: Int32 | None = None  # the prompt and the first `_known_count` parts of `_ids`
         self._known_count = 0
         self._digest = xxhash.xxh3_64(prompt_ids.tobytes())
@@ -42,7 +43,12 @@ class Transcript:
         start = self._length
         self._add(result.completion_ids, result.logprobs, 1)
         self.spans += [Span(start + s.start, start + s.end, s.worker_id, s.policy_version) for s in result.spans]
-        self._sides += parts(result.sides, self._told - start, self._length - start, start)
+        for side in result.sides:
+            told = self._ends.get(side.name, self._told)
+            part = side.part(told - start, self._length - start, start)
+            self._sides += [part] if part else []
+            if side.name in WHEN_READ:
+                self._ends[side.name] = start + side.end
         self._told = self._length
         return self._tokenizer.decode(result.completion_ids)
 

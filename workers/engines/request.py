@@ -50,6 +50,11 @@ class Admission:
         """Whether what is left to draw from is more than a turn may record."""
         return self.told is not None and self.told.kept_count > KEPT_ID_COUNT_MAX
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether all of its prompt has to be read, and nothing of it taken from the prefix cache."""
+        return self.sampling.prompt_logprobs is not None or self.sampling.routed_experts
+
     def begin_anew(self) -> None:
         """Forget what was noted beside tokens: they are made from the first one on."""
         self.told = None if RECORDED.isdisjoint(self.asked) else Told(self.sampling, len(self.input_ids))
@@ -94,6 +99,8 @@ class Told:
         self._input_count = input_count
         self._top: list[tuple[Int32, Float32]] = []
         self._kept: list[Int32] = []
+        self._experts: list[Any] = []
+        self._read_count = 0  # tokens whose experts are noted
         self._prompt: dict[str, Any] = {}
         count = sampling.prompt_logprobs
         if count is not None:
@@ -116,6 +123,13 @@ class Told:
         for name, rows in zip(self._prompt, (own, ids, logprobs), strict=False):
             self._prompt[name][start : start + len(rows)] = rows
 
+    def note_experts(self, start: int, chosen: Any) -> None:
+        """Note the experts of tokens of input and turn from `start` on, (n, L, C); what is known already stays."""
+        assert start <= self._read_count, "no token is passed over"
+        chosen = chosen[self._read_count - start :]
+        self._experts += [chosen] if len(chosen) else []
+        self._read_count += len(chosen)
+
     def sides(self, count: int) -> tuple[Side, ...]:
         """Return it for the first `count` tokens made, and the input before them."""
         top, kept, found = self._top[:count], self._kept[:count], list[Side]()
@@ -126,8 +140,13 @@ class Told:
         if kept:
             counts = np.array(list(map(len, kept)), np.int32)
             found += [Side(name="kept_ids", start=0, end=count, array=np.concatenate(kept), counts=counts)]
-        rows = self._prompt.items()
-        return (*found, *(Side(name=name, start=-self._input_count, end=0, array=each) for name, each in rows))
+        if self._experts:  # also read while a step adds to it: what came first is whole
+            rows = np.concatenate(self._experts[:])[: self._input_count + count]
+            start = -self._input_count
+            found += [Side(name="routed_experts", start=start, end=start + len(rows), array=rows)]
+        for name, each in self._prompt.items():
+            found += [Side(name=name, start=-self._input_count, end=0, array=each)]
+        return tuple(found)
 
 
 def stretches(marks: Marks, token_count: int) -> tuple[tuple[int, int, int], ...]:

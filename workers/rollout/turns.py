@@ -436,14 +436,23 @@ def joined_sides(before: tuple[Side, ...], made: tuple[Side, ...], offset: int) 
 
     What both tell of, earlier claims told first: it was made there.
     """
-    known = {name: min(side.start for side in before if side.name == name) for name in {side.name for side in before}}
+    known: dict[str, tuple[int, int]] = {}
+    for side in before:
+        start, end = known.get(side.name, (side.start, side.end))
+        known[side.name] = min(start, side.start), max(end, side.end)
     told = [part for side in made for part in _untold(side, known.get(side.name), offset)]
     return sides.joined([*before, *told])
 
 
-def _untold(side: Side, known_from: int | None, offset: int) -> Iterator[Side]:
-    """Leave out of a side array, counted from token `offset`, what earlier claims told: all from `known_from` on."""
-    places = [(side.start, side.end)] if known_from is None else [(side.start, known_from - offset), (0, side.end)]
+def _untold(side: Side, known: tuple[int, int] | None, offset: int) -> Iterator[Side]:
+    """Leave out of a side array, counted from token `offset`, what earlier claims told, or could have.
+
+    known: the tokens that they told of.
+    """
+    places = [(side.start, side.end)]
+    if known is not None:
+        first = known[1] - offset if side.name in sides.WHEN_READ else 0
+        places = [(side.start, known[0] - offset), (first, side.end)]
     for start, end in places:
         part = side.part(start, end, offset)
         if part is not None:

@@ -1,5 +1,6 @@
 """What the transformers engine records beside tokens, against a plain forward pass of the same weights."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ async def test_a_request_under_way_tells_what_it_has_and_a_new_version_begins_it
 
 async def test_what_grows_too_large_or_cannot_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await started()
-    with pytest.raises(EngineUnsupported, match="enable-return-routed-experts"):
+    with pytest.raises(EngineUnsupported, match=r"routed_experts, which .* its model has none"):
         engine.generate(ask("experts", Sampling(routed_experts=True)))
     monkeypatch.setattr("rollfab.workers.engines.admission.TURN_SIDES_BYTES_MAX", 4 * 41 * 39)
     with pytest.raises(EngineUnsupported, match="at most 39 tokens of prompt, and this one has 40"):
@@ -133,4 +134,49 @@ async def test_what_grows_too_large_or_cannot_be_told_is_refused(monkeypatch: py
     assert refused.finish_reason == "refused" and "cut more" in (refused.error or "")
     assert fine.finish_reason == "length"
     engine._thread.engine_loop.check_integrity()
+    await engine.close()
+
+
+async def test_experts_are_those_that_the_layers_were_called_with(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    # Given a model of two layers with experts, as a directory
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 104}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "max_position_embeddings": 512}
+    config = transformers.AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    engine = TransformersEngine(TransformersConfig(model=str(tmp_path), slot_count=4, step_tokens_max=16))
+    await engine.start()
+
+    # When requests ask for them side by side with others, one after the other, and with tokens of an earlier claim
+    wanted, plain = Sampling(max_tokens=9, routed_experts=True), Sampling(max_tokens=9)
+    await run(engine, ask("warm", plain))
+    prior = np.array([7, 8, 9], dtype=np.int32)
+    made = await run(
+        engine,
+        ask("one", wanted),
+        ask("plain", plain),
+        ask("short", wanted, prompt_ids=PROMPT[:7]),
+        ask("resumed", wanted, prior_ids=prior),
+    )
+
+    # Then each token but the last has what a forward pass chooses
+    assert made[1].sides == ()
+    for generation, context in ((made[0], PROMPT), (made[2], PROMPT[:7]), (made[3], np.concatenate((PROMPT, prior)))):
+        ids = np.concatenate((context, generation.completion_ids)).astype(np.int64)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids)[None], output_router_logits=True).router_logits
+        truth = np.stack([each.topk(2).indices.numpy() for each in logits], axis=1)
+        (side,) = generation.sides
+        assert (side.name, side.start, side.end) == (
+            "routed_experts",
+            -len(context),
+            len(generation.completion_ids) - 1,
+        )
+        assert side.array.dtype == np.uint8
+        np.testing.assert_array_equal(np.sort(side.array, -1), np.sort(truth[:-1], -1))
     await engine.close()

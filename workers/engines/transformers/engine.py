@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from .model import ParameterStore
 
 UNGUIDED = "it has no grammars. Engines that have: vllm, for a model with a tokenizer"
+NO_EXPERTS = "its model has none"
 CANNOT = {
     "guided_json": UNGUIDED,
     "guided_regex": UNGUIDED,
-    "routed_experts": "it notes no routing: take vLLM, started with --enable-return-routed-experts",
 }
 FLASH_DTYPES = ("bfloat16", "float16")  # all that those kernels take; the library does not look before it switches
 
@@ -184,7 +184,10 @@ class TransformersEngine:
             hook=self._hook,
         )
         try:
-            return EngineLoop(model, options, deliver)
+            engine_loop = EngineLoop(model, options, deliver)
+            if not engine_loop.has_experts:
+                self._cannot["routed_experts"] = NO_EXPERTS
+            return engine_loop
         except (MemoryError, RuntimeError, ValueError) as error:
             raise EngineError(
                 f"model {config.model!r} with {config.slot_count} slots of {self._context_tokens_max} tokens does not"

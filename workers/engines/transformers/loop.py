@@ -35,7 +35,7 @@ from ..base import EngineLimits, Generation, TurnsAtCommit
 from ..request import Admission
 from ..steps import Moment, RequestProgress
 from .options import LoopOptions, batching_config, generation_config
-from .recording import rows_read
+from .recording import ExpertsWatch, rows_read
 from .sampler import RowReader, Sampler
 
 ASK_S = 0.002  # between two questions to a hook that allows nothing
@@ -53,6 +53,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._deliver = deliver
         self._admitted: dict[str, Admission] = {}
         self._reader = RowReader(self._admitted)
+        self._experts = ExpertsWatch(model)
         self.logit_processor.logits_processor = LogitsProcessorList([self._reader])
         self.logit_processor._retrieve_processors_kwargs()  # it also takes the seed
         self.output_router: _Collector = _Collector()
@@ -121,6 +122,11 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
     def paused_by(self) -> tuple[str, ...]:
         """As `holds`, and "guard" where the hook lets nothing run now."""
         return (*self.holds, *(("guard",) if self._is_shut else ()))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its model's layers choose experts."""
+        return bool(self._experts)
 
     @property
     def running_count(self) -> int:
@@ -396,7 +402,12 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
             if places:
                 indices = batch["logits_indices"]
                 batch["logits_indices"] = torch.cat((indices, torch.tensor(places, device=indices.device).to(indices)))
+            self._experts.is_on = any(
+                self._admitted[each.state.request_id].sampling.routed_experts for each in requests
+            )
             compute(processor.model_runner, model, batch)
+            if self._experts.is_on:
+                self._experts.note(requests, self._admitted)
 
         processor.model_runner.compute_batch = compute_more
         register, stale_ids = type(processor.cache).mark_complete_blocks, self._stale_ids
@@ -408,7 +419,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         match = type(processor.cache).search_prefix_match  # not its own: this runs again for the same cache
 
         def count_matches(request_id: str, prompt_ids: list[int]) -> int:
-            if self._admitted[request_id].sampling.prompt_logprobs is not None:  # all of it has to be read
+            if self._admitted[request_id].reads_all:
                 return 0
             found: int = match(processor.cache, request_id, prompt_ids)
             if len(prompt_ids) == len(self._admitted[request_id].input_ids):  # else it is read again, with its tokens

@@ -3,8 +3,10 @@
 - Beside a token that is made: the likeliest ones, or all that were left to draw from, of the very logits that it is
   drawn from.
 - Of a prompt: the logits after its tokens, which the library leaves out, are asked for in the same forward pass.
+- Of both: which experts each layer computes them with, as the modules called `experts` are told.
 
-Letters: N sequences that get a token in this step, E prompt tokens whose next one is looked up, V vocabulary.
+Letters: N sequences that get a token in this step, E prompt tokens whose next one is looked up, V vocabulary, T tokens
+of a step, L layers with experts, C experts chosen.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 
 from ..request import Admission
+
+EXPERT_COUNT_MAX = 256  # whose numbers fit a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +89,47 @@ def rows_read(requests: Iterable[Any], admitted: Mapping[str, Admission]) -> tup
         places += range(first - request.query_length, first - request.query_length + stop - start)
         found.append(Read(admission, start + 1, stop + 1))
     return places, found
+
+
+class ExpertsWatch:
+    """Sees which experts a model's layers are called with.
+
+    Attributes:
+        is_on: whether this step is noted.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Hook every module called `experts` that all of a layer's experts are in, as transformers 5 has them."""
+        found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+        self._layers = [module for module in found if next(module.parameters(recurse=False), None) is not None]
+        self._chosen: list[torch.Tensor] = []
+        self._dtype = torch.uint8
+        self.is_on = False
+        for module in self._layers:
+            if next(module.parameters(recurse=False)).size(0) > EXPERT_COUNT_MAX:
+                self._dtype = torch.int32
+            module.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def __bool__(self) -> bool:
+        """Whether the model has experts."""
+        return bool(self._layers)
+
+    def _see(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if self.is_on:
+            (chosen,) = [each for each in (*given, *named.values()) if _is_choice(each)]
+            self._chosen.append(chosen.to(self._dtype))
+
+    def note(self, requests: Iterable[Any], admitted: Mapping[str, Admission]) -> None:
+        """Hand what a step chose to the requests that want it, and forget it."""
+        chosen, self._chosen = self._chosen, []
+        rows = torch.stack(chosen, dim=1).cpu().numpy()  # (T, L, C)
+        first = 0
+        for request in requests:
+            admission, count = admitted[request.state.request_id], request.query_length
+            if admission.told is not None and admission.sampling.routed_experts:
+                admission.told.note_experts(request.state.position_offset - count, rows[first : first + count])
+            first += count
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point()

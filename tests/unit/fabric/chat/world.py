@@ -254,7 +254,9 @@ class World:
         span = Span(0, len(ids), "engine", self.dice.randint(0, 5))
         seen = np.concatenate((ask.context_ids, ids))
         echo = Side(name="echo", start=-len(ask.context_ids), end=len(ids), array=seen)
-        answer = self.conversation.answer(ask, ids, logprobs, [span], finish, sides=[echo])
+        unread = min(len(ids), 1)  # the last token made
+        late = Side(name="routed_experts", start=echo.start, end=len(ids) - unread, array=seen[: len(seen) - unread])
+        answer = self.conversation.answer(ask, ids, logprobs, [span], finish, sides=[echo, late])
         self.made[answer.node] = (ask.context_ids, ids)
         self.said[answer.node] = list(ask.messages)
         self.is_canonical[answer.node] = is_canonical
@@ -302,6 +304,9 @@ class World:
         for each in branches:
             echoes = each.side("echo", of_prompt=True), each.side("echo")
             parts = zip((each.prompt_ids, each.completion_ids), echoes, strict=True)
+            late = each.side("routed_experts")
+            if len(each.completion_ids) > 1 and not np.array_equal(late, [*each.completion_ids[:-1], -1]):
+                raise Wrong("what is known once it was read is not known of all tokens but the last")
             if any(len(part) and (echo is None or not np.array_equal(part, echo)) for part, echo in parts):
                 raise Wrong("a side array is not that of the tokens beside it")
         made_count = sum(len(made) for _, made in self.made.values())

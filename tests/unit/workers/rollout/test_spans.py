@@ -44,15 +44,18 @@ def test_what_is_known_beside_tokens_is_what_was_told_first() -> None:
     def told(name: str, start: int, *values: int) -> Side:
         return Side(name=name, start=start, end=start + len(values), array=np.array(values, np.int32))
 
-    first = replace(made([7, 8], (0, 2, 3)), sides=(told("top_ids", 0, 70, 80), told("prompt", -3, 1, 2, 3)))
+    read = told("routed_experts", -3, 1, 2, 3, 4)
+    first = replace(made([7, 8], (0, 2, 3)), sides=(told("top_ids", 0, 70, 80), told("prompt", -3, 1, 2, 3), read))
     # When another goes on, which reads those 5 as its prompt
     again = (told("top_ids", 0, 90), told("prompt", -5, 11, 12, 13, 14, 15), told("late", -5, 1, 2, 3, 4, 5, 6))
+    again = (*again, told("routed_experts", -5, 21, 22, 23, 24, 25))
     log = merge(merge(None, first, "w1"), replace(made([9], (0, 1, 3)), sides=again), "w2")
     # Then each token has what its own worker told of it, where it told
     places = {side.name: (side.start, side.end, side.array.tolist()) for side in log.sides}
     assert places == {
         "late": (-3, 3, [1, 2, 3, 4, 5, 6]),
         "prompt": (-3, 0, [1, 2, 3]),
+        "routed_experts": (-3, 2, [1, 2, 3, 4, 25]),
         "top_ids": (0, 3, [70, 80, 90]),
     }
 
