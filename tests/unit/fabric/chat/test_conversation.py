@@ -165,6 +165,13 @@ class SidesWhole(Conversation):
             self.nodes[place.within] = dataclasses.replace(self.nodes[place.within], sides=())
 
 
+class LastTokenUntold(Conversation):
+    """What the next turn learns of an answer's last token is dropped."""
+
+    def _tell_parent(self, *facts: Any) -> None:
+        pass
+
+
 class SharedTooMuch(Conversation):
     """The token in which two asks part is taken for one that they share."""
 
@@ -192,6 +199,7 @@ BUGS = (
     SharedTooMuch,
     SidesMisplaced,
     SidesWhole,
+    LastTokenUntold,
     SharedMessages,
 )
 

@@ -305,7 +305,8 @@ class World:
             echoes = each.side("echo", of_prompt=True), each.side("echo")
             parts = zip((each.prompt_ids, each.completion_ids), echoes, strict=True)
             late = each.side("routed_experts")
-            if len(each.completion_ids) > 1 and not np.array_equal(late, [*each.completion_ids[:-1], -1]):
+            known = None if late is None else late[:-1]
+            if len(each.completion_ids) > 1 and not np.array_equal(known, each.completion_ids[:-1]):
                 raise Wrong("what is known once it was read is not known of all tokens but the last")
             if any(len(part) and (echo is None or not np.array_equal(part, echo)) for part, echo in parts):
                 raise Wrong("a side array is not that of the tokens beside it")
