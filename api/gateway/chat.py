@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...fabric.chat.messages import check_messages, check_options
+from ...fabric.chat.messages import check_messages, check_options, check_tools
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
 from ...fabric.ports.sessions import Call, Completion, Token
-from .body import Body, guided, take_count, take_sampling, take_tools
+from .body import Body, guided, take_choice, take_count, take_sampling
 from .dialect import Answered, Asked, Dialect, event, parts
 from .problems import openai_shape
 
@@ -32,17 +32,16 @@ def _read_chat(body: Body) -> Asked:
     sampling |= guided(_flat_format(body.take("response_format")), "response_format")
     wants_logprobs = body.flag("logprobs")
     body.allow("top_logprobs", advice="logprobs gives those of the tokens that were chosen")
-    body.allow("parallel_tool_calls", True, advice="how many tools are called is the policy's choice")
     body.allow("store", advice="nothing is stored")
     body.allow("modalities", ["text"], advice="there is text alone")
     body.allow("functions", advice="send them as tools")
     body.allow("function_call", "auto", "none", advice="send tools and tool_choice")
     body.allow("audio", advice="there is text alone")
     body.allow("reasoning_effort", advice="say it in chat_template_kwargs, where the model's template knows it")
-    tools = take_tools(body)
+    tools, choice = take_choice(body, check_tools(body.take("tools")))
     options = check_options(body.take("chat_template_kwargs"))
-    call = Call(messages=messages, tools=tools, options=options, sampling=sampling, count=take_count(body))
-    return replace(_asked(body, call), wants_logprobs=wants_logprobs)
+    call = Call(messages=messages, tools=tools, choice=choice, options=options, sampling=sampling)
+    return replace(_asked(body, replace(call, count=take_count(body))), wants_logprobs=wants_logprobs)
 
 
 def _read_text(body: Body) -> Asked:

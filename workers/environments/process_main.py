@@ -35,7 +35,7 @@ LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more 
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = (  # the fields of TextSampling: an interpreter that does not know rollfab runs this file too
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty max_tokens stop stop_ids seed "
-    "logit_bias guided_json guided_regex ends_at_eos"
+    "logit_bias guided_json guided_regex guided_tag ends_at_eos"
 ).split()
 STEP = ("text", "reward", "terminated", "truncated", "info")
 CHAT = ("messages", "tools")
