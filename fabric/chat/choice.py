@@ -54,6 +54,17 @@ class Model:
     tags: tuple[str, str] | None
 
 
+def read_choice(value: Any) -> ToolChoice | None:
+    """Read a tool_choice as chat completions have it; None: it is none. "none" is not: offer no tools for it."""
+    if value in ("auto", "required"):
+        return ToolChoice(is_forced=value == "required")
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name or value != {"type": "function", "function": {"name": name}}:
+        return None
+    return ToolChoice(is_forced=True, name=name)
+
+
 def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
     """Return a choice as these tools leave it. Raises InputError: it asks for a tool that is not offered."""
     if choice.name and choice.name not in [tool["function"]["name"] for tool in tools]:

@@ -379,7 +379,7 @@ def limit_memory(limit: Any) -> None:
 
 def settings(owner: Any) -> dict[str, Any]:
     """Read the settings that a class or a world states; None for each that it does not state. The agent checks them."""
-    stated = {name: getattr(owner, name, None) for name in ("recovery", "turn_count_max", "sampling")}
+    stated = {name: getattr(owner, name, None) for name in ("recovery", "turn_count_max", "sampling", "tool_choice")}
     sampling = stated["sampling"]
     if isinstance(sampling, Mapping):
         stated["sampling"] = dict(sampling)
