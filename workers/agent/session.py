@@ -22,6 +22,7 @@ from typing import Any, Protocol, overload
 
 import xxhash
 
+from ...fabric.chat.choice import FREE
 from ...fabric.chat.conversation import Answer, Ask, Conversation
 from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.clock import Clock
@@ -165,7 +166,8 @@ class AgentSession:
     async def count(self, call: Call) -> int:
         """Count the tokens of a call's prompt; nothing is asked for."""
         self._check_open()
-        return len((await self._ask(call))[0].context_ids)
+        ask, _ = await self._ask(replace(call, choice=FREE))  # which calls are forced changes no prompt
+        return len(ask.context_ids)
 
     def reward(self, reward: float) -> None:
         """Set the trajectory's reward; the last one counts."""

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import xgrammar
 
-from rollfab.fabric.chat.choice import ToolChoice
+from rollfab.fabric.chat.choice import Model, ToolChoice, tag_of
+from rollfab.fabric.chat.forms import Call, find_form, read_answer
 from rollfab.fabric.chat.messages import check_messages, check_tools
 from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.errors import InputError
@@ -166,6 +167,29 @@ def test_at_most_one_call_leaves_all_else_to_the_policy(family: str) -> None:
         walker = Walker(family, AT_MOST_ONE)
         text = walker.walk(random.Random(f"{family} {seed}"))
         assert len(walker.chat.read(text, prompt=walker.prompt, tools=TOOLS)[2]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("signs", "text", "answer"),
+    [
+        ("[INST]", "[ARGS]", "[TOOL_CALLS]look_at[ARGS]{}[TOOL_CALLS]look_at[ARGS]{}"),
+        (
+            "<｜Assistant｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_at<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+            "<｜tool▁call▁begin｜>look_at<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        ("<|channel|>", "", "<|channel|>commentary to=functions.look_at <|constrain|>json<|message|>{}"),
+    ],
+    ids=["mistral by names", "deepseek by lines", "gpt-oss by channels"],
+)
+def test_other_templates_of_a_family_have_their_own_grammar(signs: str, text: str, answer: str) -> None:
+    model = Model(name="m", text=text, form=find_form(signs), tags=None)
+    compiled = compiler("qwen3").compile_structural_tag(tag_of(REQUIRED, TOOLS, model, ""))
+    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+    assert matcher.accept_string(answer)
+    reading = read_answer(model.form, answer, {}, None, is_open=False)
+    assert reading == ("", "", [Call("look_at", "{}")] * answer.count("look_at"))
 
 
 def test_a_form_whose_calls_no_grammar_can_promise_is_refused_by_name() -> None:
