@@ -160,8 +160,14 @@ def take_choice(body: Body, tools: list[Tool]) -> tuple[list[Tool], ToolChoice]:
 def chosen(
     tools: list[Tool], kind: Any, name: str, *, forced: tuple[str, ...], is_single: bool
 ) -> tuple[list[Tool], ToolChoice]:
-    """Return the tools that a tool_choice of a kind leaves, and how they are to be called. Raises InputError."""
-    if kind not in (None, "auto", "none", *forced):
+    """Return the tools that a tool_choice of a kind leaves, and how they are to be called.
+
+    forced: a protocol's words for any tool, and for one by its name.
+
+    Raises:
+        InputError: the kind is another one, or the tool is not offered.
+    """
+    if kind not in (None, "auto", "none", *forced) or (kind == forced[1] and not name):
         text = (
             f"the request: tool_choice is {shown(kind)}, expected auto, none, {forced[0]} or a {forced[1]} by its name"
         )

@@ -179,6 +179,7 @@ async def test_how_tools_are_to_be_used_is_told_to_the_session(
         ({"tool_choice": {"type": "required"}, "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "any", "name": "look"}, "tools": [TOOL]}, "name"),
         ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": ""}, "tools": [TOOL]}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "type"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),

@@ -252,6 +252,8 @@ async def test_a_client_that_leaves_cancels_its_call(
         ({"tool_choice": {"type": "function", "function": {}}, "tools": TOOLS}, "name"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": TOOLS}, "allowed_tools"),
         ({"tool_choice": {"type": "custom"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "function", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": ""}}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": ["required"]}, "tools": TOOLS}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
